@@ -1,0 +1,3 @@
+"""Measure, keep and spend the rank of sequence models."""
+
+__version__ = "0.1.0.dev0"

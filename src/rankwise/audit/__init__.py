@@ -1,0 +1,1 @@
+"""Audits: capture, measures and theory over batches, streaming."""

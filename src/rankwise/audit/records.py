@@ -1,0 +1,184 @@
+"""What an audit says: plain records, no torch, safe to save and to read years later."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+"""Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
+
+
+def _nan_from_null(value: object) -> object:
+    return math.nan if value is None else value
+
+
+Number = Annotated[float, BeforeValidator(_nan_from_null)]
+"""A float that JSON writes as null where it is not finite."""
+
+Severity = Literal["info", "warning", "error"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
+
+
+class HeadRecord(_Record):
+    """One head of one layer: means over the sequences of the audit, with their spread.
+
+    Ranks are of the operator without padded rows and columns, in float64.
+    ``spread`` holds the standard deviation over sequences under the name of each measure.
+    """
+
+    stack: str
+    """The blocks it belongs to, such as ``encoder.block``."""
+    site: str
+    """The module that mixed, such as ``encoder.layer.0.attention.self``."""
+    layer: int
+    """Block of the stack, from 0: it reads state ``layer`` and writes state ``layer + 1``."""
+    head: int
+    kind: str
+    mask: Literal["full", "causal", "window", "other"]
+    """Which tokens a row may see: sets the null."""
+    cross: bool = False
+    sequences: int
+    """Sequences (or windows of images) that gave finite numbers."""
+    nonfinite: int = 0
+    """Sequences whose operator held NaN or infinity; left out of every mean."""
+    tokens: Number
+    """Rows without padding, mean over sequences."""
+    sources: Number
+    """Columns without padding, mean over sequences."""
+    numerical_rank: Number
+    """Singular values ≥ δ (absolute), in [0, min(T, S)]."""
+    effective_rank: Number
+    """Exponential of the entropy of the normalised singular values, in [1, min(T, S)]."""
+    stable_rank: Number
+    """‖M‖_F² / σ_max², in [1, min(T, S)]; 1 = all rows alike."""
+    sigma_max: Number
+    row_entropy: Number
+    """Mean entropy of a row in nats, in [0, log S]; 0 = every row picks one token."""
+    sink_mass: Number
+    """Mean share of a row spent on the first token, in [0, 1]."""
+    row_distance: Number
+    """‖M − 1m̄ᵀ‖_F / ‖M‖_F, the distance to the nearest matrix with equal rows, in [0, 1]; 0 = constant."""
+    identity_distance: Number
+    """‖M − I‖_F / √(‖M‖_F² + T), in [0, 1]; 0 = every token keeps to itself; NaN where T ≠ S."""
+    null_rank: Number
+    """Expected rank of a hardmax matrix with uniform winners under the same mask."""
+    nearest_head: int | None = None
+    """The head of the same site that mixes most alike."""
+    nearest_distance: Number = math.nan
+    """‖M − M'‖_F / √(‖M‖_F² + ‖M'‖_F²) to that head, in [0, 1]; 0 = the same."""
+    spread: dict[str, Number] = Field(default_factory=dict)
+    spectrum: list[Number] = Field(default_factory=list)
+    """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence, at most 64 of them, evenly taken by index."""
+
+    @property
+    def rank_share(self) -> float:
+        """Numerical rank over min(T, S), in [0, 1]."""
+        return self.numerical_rank / min(self.tokens, self.sources)
+
+    @property
+    def null_share(self) -> float:
+        """Null rank over min(T, S), in [0, 1]."""
+        return self.null_rank / min(self.tokens, self.sources)
+
+
+class LayerRecord(_Record):
+    """The token states after ``layer`` blocks of a stack (0 = what the first block reads)."""
+
+    stack: str
+    site: str
+    """The block that wrote the state; for layer 0 the block that reads it."""
+    layer: int
+    sequences: int
+    nonfinite: int = 0
+    tokens: Number
+    width: int
+    norm: Number
+    """‖Y‖_F."""
+    collapse: Number
+    """μ(Y) = ‖Y − 1ȳᵀ‖_F; 0 = all tokens the same."""
+    relative_collapse: Number
+    """μ(Y)/‖Y‖_F, in [0, 1]; 0 = all tokens the same."""
+    mean_cosine: Number
+    """Mean cosine of two different tokens, in [−1, 1]; 1 = all tokens parallel."""
+    effective_rank: Number
+    """Of the T×D states, in [1, min(T, D)]."""
+    spread: dict[str, Number] = Field(default_factory=dict)
+
+
+class Place(_Record):
+    """Where a finding is: a stack, and as far as it goes the layer, the site and the head."""
+
+    stack: str = ""
+    layer: int | None = None
+    site: str = ""
+    head: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.stack] if self.stack else []
+        if self.layer is not None:
+            parts.append(f"layer {self.layer}")
+        if self.head is not None:
+            parts.append(f"head {self.head}")
+        return " ".join(parts) or self.site or "model"
+
+
+class Finding(_Record):
+    """Something the audit thinks its reader should know."""
+
+    code: str
+    severity: Severity
+    where: Place
+    evidence: dict[str, Number]
+    """The numbers it rests on, under the names of the measures."""
+    meaning: str
+    """One plain sentence."""
+    remedy: str
+    """A command or a call."""
+
+
+class Unseen(_Record):
+    """A module that looks like a mixer and was not captured."""
+
+    name: str
+    type: str
+    reason: str
+
+
+class Provenance(_Record):
+    """What was audited, on what, with what, by which command."""
+
+    model: str
+    model_class: str = ""
+    revision: str = ""
+    parameters: int = 0
+    data: str = ""
+    delta: float
+    model_dtype: str = ""
+    measure_dtype: str = "float64"
+    method: str = "exact"
+    device: str = ""
+    batches: int = 0
+    sequences: int = 0
+    created: str = ""
+    """UTC, ISO 8601."""
+    command: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+    """What a reader must know about how the numbers came about: dropout on, compiled model run eagerly, …"""
+
+
+class AuditRecord(_Record):
+    """Everything an audit found, as it is written to disk."""
+
+    format: Literal["rankwise-audit"] = "rankwise-audit"
+    schema_version: int = SCHEMA_VERSION
+    complete: bool = True
+    provenance: Provenance
+    heads: list[HeadRecord]
+    layers: list[LayerRecord]
+    findings: list[Finding]
+    unseen: list[Unseen] = Field(default_factory=list)

@@ -1,0 +1,70 @@
+"""A mixing matrix that is already there."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rankwise.errors import ShapeError
+from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+
+
+class DenseMixing(MixingOperator):
+    """A mixing matrix kept as it is, such as an eager model's own attention weights.
+
+    Args:
+        matrix: M, with any leading axes.
+
+    Raises:
+        ShapeError: if it has fewer than two axes or an empty one.
+
+    Example:
+        >>> import torch
+        >>> operator = DenseMixing(torch.eye(3).expand(2, 4, 3, 3))
+        >>> operator.shape, (operator @ torch.ones(2, 4, 3, 5)).shape
+        (torch.Size([2, 4, 3, 3]), torch.Size([2, 4, 3, 5]))
+    """
+
+    def __init__(self, matrix: Float[Tensor, "..."]) -> None:
+        if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
+            raise ShapeError(
+                "`DenseMixing`",
+                wanted="a matrix of shape (..., T, S) with T, S ≥ 1",
+                got=f"{tuple(matrix.shape)}",
+                fix="Pass one T×S matrix for each sequence and head.",
+            )
+        self.matrix = matrix
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the matrix."""
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the matrix."""
+        return self.matrix.device
+
+    def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
+        """Rows of the matrix."""
+        return self.matrix[..., start:stop, :].to(at_least_float32(self.dtype))
+
+    def support(self) -> Bool[Tensor, "*batch T S"]:
+        """Entries that are not exactly zero."""
+        return self.matrix != 0
+
+    def __matmul__(self, values: Float[Tensor, "*batch S V"]) -> Float[Tensor, "*batch T V"]:
+        """M V."""
+        self._check(values, self.shape[-1], "M @ values")
+        return self.matrix.to(values.dtype) @ values
+
+    def __getitem__(self, index: Index) -> "DenseMixing":
+        """Pick sequences and heads."""
+        return DenseMixing(leading(self.matrix, index))
+
+    def _map(self, change: TensorMap) -> "DenseMixing":
+        return DenseMixing(change(self.matrix))

@@ -1,0 +1,171 @@
+"""Softmax attention, from queries, keys and a mask."""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+from torch.nn import functional as F
+
+from rankwise.errors import ShapeError
+from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+
+MASKED_BELOW = -9e3
+"""A bias this low means "masked": exp(−9000) is 0 in any dtype. Models write −inf, finfo.min, −1e4 or −1e9."""
+
+
+class SoftmaxMixing(MixingOperator):
+    r"""Softmax attention ``M = softmax(Q Kᵀ · scale + mask)``, never formed unless asked.
+
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Fewer key heads than query
+    heads are grouped: query head h reads key head ``h // (H // Hkv)``. A row that may see nothing is zero.
+
+    Args:
+        query: (..., H, T, K).
+        key: (..., Hkv, S, K), H a multiple of Hkv.
+        mask: bool (True = may be seen) or an additive bias, broadcastable to (..., H, T, S).
+        is_causal: row i sees columns 0 … i (counted from the top left, as torch does).
+        scale: 1/√K by default.
+
+    Raises:
+        ShapeError: if queries, keys and mask do not fit together.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+        >>> operator = SoftmaxMixing(q, k, is_causal=True)
+        >>> operator.shape, bool((operator.dense().sum(-1) - 1).abs().max() < 1e-6)
+        (torch.Size([2, 4, 16, 16]), True)
+    """
+
+    def __init__(
+        self,
+        query: Float[Tensor, "*batch H T K"],
+        key: Float[Tensor, "*batch Hkv S K"],
+        mask: Shaped[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        _check_query_key(query, key)
+        self.query, self.key, self.is_causal = query, key, is_causal
+        self.scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        self.mask = None if mask is None else _expanded(mask, self.shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Leading axes, H, T, S."""
+        return torch.Size([*self.query.shape[:-1], self.key.shape[-2]])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the queries."""
+        return self.query.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the queries."""
+        return self.query.device
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key head."""
+        return self.query.shape[-3] // self.key.shape[-3] if self.query.ndim > 2 else 1
+
+    def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
+        """Softmax of the scores of rows ``start`` to ``stop``: O((stop − start) S K)."""
+        scores = self._scores(start, stop)
+        # A row of −inf alone has no softmax; torch's own attention gives zero there, and so do we.
+        return torch.softmax(scores, dim=-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
+
+    def support(self) -> Bool[Tensor, "*batch T S"]:
+        """Entries that neither the mask nor causality removes."""
+        tokens, sources = self.shape[-2:]
+        allowed = torch.ones(tokens, sources, dtype=torch.bool, device=self.device)
+        allowed = allowed.tril() if self.is_causal else allowed
+        if self.mask is not None:
+            allowed = allowed & (self.mask if self.mask.dtype == torch.bool else self.mask > MASKED_BELOW)
+        return allowed.expand(self.shape)
+
+    def __matmul__(self, values: Float[Tensor, "*batch S V"]) -> Float[Tensor, "*batch T V"]:
+        """M V by torch's fused attention: the matrix is not formed; values of H or Hkv heads."""
+        self._check(values, self.shape[-1], "M @ values")
+        mask = self.mask
+        if self.is_causal and mask is not None:  # fused attention takes one of the two
+            mask, causal = self._causal_mask(mask), False
+        else:
+            causal = self.is_causal
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(values.dtype)
+        key = self.key
+        if self.groups > 1:
+            key = key.repeat_interleave(self.groups, dim=-3)
+            values = (
+                values.repeat_interleave(self.groups, dim=-3)
+                if heads * self.groups == key.shape[-3]
+                else values
+            )
+        return F.scaled_dot_product_attention(
+            self.query.to(values.dtype), key.to(values.dtype), values, mask, 0.0, causal, scale=self.scale
+        )
+
+    def __getitem__(self, index: Index) -> "SoftmaxMixing":
+        """Pick sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
+        key = self.key.repeat_interleave(self.groups, dim=-3) if self.groups > 1 else self.key
+        mask = None if self.mask is None else leading(self.mask, index)
+        return SoftmaxMixing(
+            leading(self.query, index), leading(key, index), mask, self.is_causal, self.scale
+        )
+
+    def _map(self, change: TensorMap) -> "SoftmaxMixing":
+        mask = None if self.mask is None else change(self.mask)
+        return SoftmaxMixing(change(self.query), change(self.key), mask, self.is_causal, self.scale)
+
+    def _scores(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
+        dtype = at_least_float32(self.dtype)
+        query, key = self.query[..., start:stop, :].to(dtype), self.key.to(dtype)
+        if self.groups > 1:
+            key = key.repeat_interleave(self.groups, dim=-3)
+        scores = (query * self.scale) @ key.mT
+        if self.mask is not None:
+            mask = self.mask[..., start:stop, :]
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            else:
+                scores = scores + mask.to(dtype)
+        if self.is_causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self.device).triu(start + 1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return scores
+
+    def _causal_mask(self, mask: Tensor) -> Tensor:
+        hidden = torch.ones(self.shape[-2:], dtype=torch.bool, device=self.device).triu(1)
+        return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
+
+
+def _check_query_key(query: Tensor, key: Tensor) -> None:
+    fits = (
+        query.ndim == key.ndim >= 2
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[:-3] == key.shape[:-3]
+        and 0 not in (*query.shape, *key.shape)
+        and (query.ndim == 2 or query.shape[-3] % key.shape[-3] == 0)
+    )
+    if not fits:
+        raise ShapeError(
+            "`SoftmaxMixing`",
+            wanted="query (..., H, T, K) and key (..., Hkv, S, K) with H a multiple of Hkv and no empty axis",
+            got=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
+            fix="Split the heads before you pass them.",
+        )
+
+
+def _expanded(mask: Tensor, shape: torch.Size) -> Tensor:
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ShapeError(
+            "`SoftmaxMixing` mask",
+            wanted=f"a shape that broadcasts to {tuple(shape)}",
+            got=f"{tuple(mask.shape)}",
+            fix="Give a (T, S), (B, 1, T, S) or (B, H, T, S) mask.",
+        ) from None
