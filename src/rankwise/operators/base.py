@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import EllipsisType
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,6 +25,9 @@ class MixingOperator(ABC):
     A layer computes ``Y = M V``. The matrix is not formed unless `dense` asks for it: a kind of operator
     says how to apply M, how to give a few of its rows, and how to pick sequences and heads.
     """
+
+    kind: ClassVar[str]
+    """The field's name for the kind, as records show it."""
 
     @property
     @abstractmethod
@@ -121,6 +125,7 @@ class TransposedMixing(MixingOperator):
 
     def __init__(self, operator: MixingOperator) -> None:
         self.operator = operator
+        self.kind = operator.kind  # type: ignore[misc]
 
     @property
     def shape(self) -> torch.Size:

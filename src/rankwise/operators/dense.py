@@ -24,6 +24,8 @@ class DenseMixing(MixingOperator):
         (torch.Size([2, 4, 3, 3]), torch.Size([2, 4, 3, 5]))
     """
 
+    kind = "dense"
+
     def __init__(self, matrix: Float[Tensor, "..."]) -> None:
         if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
             raise ShapeError(

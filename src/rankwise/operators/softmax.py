@@ -11,7 +11,7 @@ from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
 
 MASKED_BELOW = -9e3
-"""A bias this low means "masked": exp(−9000) is 0 in any dtype. Models write −inf, finfo.min, −1e4 or −1e9."""
+"""A bias this low means "masked": exp(−9000) is 0 in any dtype. Seen: −inf, finfo.min, −1e4, −1e9."""
 
 
 class SoftmaxMixing(MixingOperator):
@@ -37,6 +37,8 @@ class SoftmaxMixing(MixingOperator):
         >>> operator.shape, bool((operator.dense().sum(-1) - 1).abs().max() < 1e-6)
         (torch.Size([2, 4, 16, 16]), True)
     """
+
+    kind = "softmax"
 
     def __init__(
         self,
@@ -99,11 +101,8 @@ class SoftmaxMixing(MixingOperator):
         key = self.key
         if self.groups > 1:
             key = key.repeat_interleave(self.groups, dim=-3)
-            values = (
-                values.repeat_interleave(self.groups, dim=-3)
-                if heads * self.groups == key.shape[-3]
-                else values
-            )
+            if values.shape[-3] == self.key.shape[-3]:
+                values = values.repeat_interleave(self.groups, dim=-3)
         return F.scaled_dot_product_attention(
             self.query.to(values.dtype), key.to(values.dtype), values, mask, 0.0, causal, scale=self.scale
         )

@@ -1,0 +1,6 @@
+"""Model and inputs → `Trace`: what mixes tokens, and what the tokens become."""
+
+from rankwise.capture.context import SiteAdapter, capture
+from rankwise.capture.trace import MixerSite, StateSite, Trace, UnseenModule
+
+__all__ = ["MixerSite", "SiteAdapter", "StateSite", "Trace", "UnseenModule", "capture"]

@@ -1,0 +1,142 @@
+"""Which module is running: a stack of calls, kept by hooks that are always removed."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Arguments = dict[str, Any]
+Listener = Callable[["Frame"], None]
+ABSENT = object()
+"""An argument the module does not have, or was not given."""
+
+
+@dataclass
+class Frame:
+    """One call of one module that is still running, or has just ended."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Arguments
+    output: Any = None
+    guards: ExitStack = field(default_factory=ExitStack)
+    pending: list[Any] = field(default_factory=list)
+    """Mixers captured inside it that no block has claimed yet."""
+    stock_inside: bool = False
+    """Whether a stock attention layer inside it was captured."""
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The first (B, T, D) tensor it was called with."""
+        return first_tokens((*self.args, *self.kwargs.values()))
+
+    def argument(self, name: str) -> Any:
+        """An argument by its name in ``forward``, however it was passed; `ABSENT` if it was not."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        names = parameter_names(self.module)
+        position = names.index(name) if name in names else len(self.args)
+        return self.args[position] if position < len(self.args) else ABSENT
+
+
+def first_tokens(values: object) -> Tensor | None:
+    """The first floating (B, T, D) tensor among some values (nested tensors count)."""
+    for value in values if isinstance(values, tuple | list) else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
+            return value
+    return None
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """The names of a module's ``forward`` arguments, in order."""
+    return list(inspect.signature(module.forward).parameters)
+
+
+class Frames:
+    """The calls under way in one model.
+
+    Ordinary modules get hooks of their own. Modules inside PyTorch's stock attention layers must not: a hook
+    there switches off the inference fast path and so changes the computation. They are followed through
+    PyTorch's global hooks instead, which that path does not look at.
+
+    Args:
+        model: the model to follow.
+        quiet: names of the modules that must carry no hook.
+    """
+
+    def __init__(self, model: nn.Module, quiet: frozenset[str]) -> None:
+        self.running: list[Frame] = []
+        self.called: set[str] = set()
+        self.on_enter: list[Listener] = []
+        self.on_leave: list[Listener] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._quiet = {id(module) for name, module in model.named_modules() if name in quiet}
+        self._model = model
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the model until the block ends, however it ends."""
+        handles = []
+        try:
+            for module in self._model.modules():
+                if id(module) not in self._quiet:
+                    handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                    handles.append(
+                        module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+                    )
+            if self._quiet:
+                register = nn.modules.module
+                handles.append(register.register_module_forward_pre_hook(self._enter_quiet))
+                handles.append(
+                    register.register_module_forward_hook(
+                        self._leave_quiet, with_kwargs=True, always_call=True
+                    )
+                )
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while self.running:
+                self.running.pop().guards.close()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+        if _recomputing():
+            return
+        frame = Frame(self._names[id(module)], module, args, kwargs)
+        self.called.add(frame.name)
+        self.running.append(frame)
+        for listener in self.on_enter:
+            listener(frame)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+        if _recomputing() or not any(frame.module is module for frame in self.running):
+            return
+        # A module that raised on the way leaves its frame behind: drop whatever lies above ours.
+        while self.running[-1].module is not module:
+            self.running.pop().guards.close()
+        frame = self.running[-1]
+        frame.guards.close()
+        frame.kwargs, frame.output = kwargs, output
+        try:
+            for listener in self.on_leave:
+                listener(frame)
+        finally:
+            self.running.pop()
+
+    def _enter_quiet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if id(module) in self._quiet:
+            self._enter(module, args, {})
+
+    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+        if id(module) in self._quiet:
+            self._leave(module, args, kwargs, output)
+
+
+def _recomputing() -> bool:
+    """Whether autograd is running a checkpointed block a second time: that is no new forward pass."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,179 @@
+"""PyTorch's own attention layers: their operator follows from their inputs, fast path or not."""
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.capture.blocks import padded
+from rankwise.operators import SoftmaxMixing
+
+
+@dataclass(frozen=True)
+class StockAttention:
+    """What a stock layer mixed with."""
+
+    operator: SoftmaxMixing
+    values: Float[Tensor, "B H S V"]
+    lengths_mask: Tensor | None
+    """Real tokens where the input was a nested tensor."""
+    cross: bool
+
+
+def is_stock(module: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's attention layers, its ``forward`` unchanged."""
+    return any(
+        isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
+        for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    )
+
+
+def is_stock_stack(module: nn.Module) -> bool:
+    """Whether a module is PyTorch's encoder with nothing but its own layers inside."""
+    return (
+        isinstance(module, nn.TransformerEncoder)
+        and type(module).forward is nn.TransformerEncoder.forward
+        and all(is_stock(layer) for layer in module.layers)
+    )
+
+
+def quiet_names(model: nn.Module) -> frozenset[str]:
+    """Names of the stock layers and of all they hold: the modules that must carry no hook."""
+    modules = list(model.named_modules())
+    outer = [name for name, module in modules if is_stock(module)]
+    return frozenset(
+        name for name, _ in modules if any(not stock or f"{name}.".startswith(f"{stock}.") for stock in outer)
+    )
+
+
+def stock_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StockAttention:
+    """The operator of a stock layer that has just run with these arguments."""
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    if isinstance(module, nn.MultiheadAttention):
+        masks = given.get("attn_mask"), given.get("key_padding_mask")
+        return from_attention(module, given["query"], given["key"], given["value"], *masks)
+    assert isinstance(module, nn.TransformerEncoderLayer)
+    source = given["src"]
+    if module.norm_first:
+        norm = module.norm1
+        if source.is_nested:
+            source = torch.nested.nested_tensor([_norm(norm, item) for item in source.unbind()])
+        else:
+            source = _norm(norm, source)
+    masks = given.get("src_mask"), given.get("src_key_padding_mask")
+    return from_attention(module.self_attn, source, source, source, *masks)
+
+
+@dataclass(frozen=True)
+class FunctionalAttention:
+    """The arguments of `torch.nn.functional.multi_head_attention_forward` under the names of the module's."""
+
+    num_heads: int
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+    q_proj_weight: Tensor | None = None
+    k_proj_weight: Tensor | None = None
+    v_proj_weight: Tensor | None = None
+    batch_first: bool = False
+
+
+def functional_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StockAttention | None:
+    """The operator of one call of the functional form; None where keys or values are given projected."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    if given.get("static_k") is not None or given.get("static_v") is not None:
+        return None
+    own = {field.name: given[field.name] for field in fields(FunctionalAttention) if field.name in given}
+    attention = FunctionalAttention(**own)
+    masks = given.get("attn_mask"), given.get("key_padding_mask")
+    return from_attention(attention, given["query"], given["key"], given["value"], *masks)
+
+
+def from_attention(
+    attention: nn.MultiheadAttention | FunctionalAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> StockAttention:
+    """The operator of `torch.nn.MultiheadAttention` on these inputs, computed from its own weights."""
+    cross = query is not key and (query.shape != key.shape or query.data_ptr() != key.data_ptr())
+    lengths = None
+    if query.is_nested:
+        query, lengths = padded(query)
+        key, value = query, query
+        key_padding_mask = None if lengths is None else ~lengths
+    query, key, value = (_batch_first(attention, tensor) for tensor in (query, key, value))
+    q, k, v = _projections(attention, query, key, value)
+    heads = attention.num_heads
+    q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
+    mask = _joint_mask(attn_mask, key_padding_mask, q, k)
+    if attention.add_zero_attn:
+        k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
+        mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+    return StockAttention(SoftmaxMixing(q, k, mask), v, lengths, cross)
+
+
+def _batch_first(attention: nn.MultiheadAttention | FunctionalAttention, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(0)
+    return tensor if attention.batch_first else tensor.transpose(0, 1)
+
+
+def _projections(
+    attention: nn.MultiheadAttention | FunctionalAttention, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if attention.in_proj_weight is not None:
+        weights = attention.in_proj_weight.chunk(3)
+    else:
+        weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+    biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+    q, k, v = (
+        F.linear(tensor, weight, bias)
+        for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    )
+    if attention.bias_k is not None and attention.bias_v is not None:
+        k = torch.cat([k, attention.bias_k.expand(k.shape[0], 1, -1)], dim=1)
+        v = torch.cat([v, attention.bias_v.expand(v.shape[0], 1, -1)], dim=1)
+    return q, k, v
+
+
+def _joint_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """One mask of shape (B or 1, H or 1, T, S); bool (True = may be seen) where both are, else a bias."""
+    batch, heads, tokens, _ = q.shape
+    masks = []
+    if attn_mask is not None:
+        shape = (1, 1, *attn_mask.shape) if attn_mask.dim() == 2 else (batch, heads, tokens, -1)
+        masks.append(attn_mask.reshape(shape))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1]))
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        joint = ~hidden
+    else:
+        joint = sum(_as_bias(mask, q.dtype) for mask in masks)  # type: ignore[assignment]
+    missing = k.shape[-2] - joint.shape[-1]  # the columns of bias_k are seen by every row
+    return (
+        F.pad(joint, (0, missing), value=True if joint.dtype == torch.bool else 0.0) if missing > 0 else joint
+    )
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+def _norm(norm: nn.LayerNorm, tensor: Tensor) -> Tensor:
+    return F.layer_norm(tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

@@ -1,0 +1,63 @@
+"""Modules that look like mixers, so that what was not captured can be named."""
+
+import re
+
+from torch import nn
+
+from rankwise.capture.trace import UnseenModule
+
+MIXER_NAME = re.compile(
+    r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU)"
+)
+NOT_A_MIXER = re.compile(
+    r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model)$"
+)
+QUERY_KEY = (
+    {"q_proj", "k_proj"},
+    {"query", "key"},
+    {"q_lin", "k_lin"},
+    {"to_q", "to_k"},
+    {"wq", "wk"},
+    {"query_proj", "key_proj"},
+)
+
+
+def looks_like_mixer(module: nn.Module) -> bool:
+    """Whether a module's class name or its query and key projections say that it mixes tokens."""
+    name = type(module).__name__
+    if MIXER_NAME.search(name) and not NOT_A_MIXER.search(name):
+        return True
+    children = {child for child, _ in module.named_children()}
+    return any(pair <= children for pair in QUERY_KEY)
+
+
+def mixer_like(model: nn.Module) -> set[str]:
+    """Names of the modules of a model that look like mixers."""
+    return {name for name, module in model.named_modules() if name and looks_like_mixer(module)}
+
+
+def unseen_modules(
+    model: nn.Module, candidates: set[str], captured: set[str], called: set[str]
+) -> list[UnseenModule]:
+    """The mixer-like modules in and around which nothing was captured, outermost only."""
+    seen = {name for name in candidates if any(_related(name, site) for site in captured)}
+    missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
+    outermost: list[str] = []
+    for name in missing:
+        if not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(name)
+    modules = dict(model.named_modules())
+    return [UnseenModule(name, type(modules[name]).__name__, _reason(name, called)) for name in outermost]
+
+
+def _related(name: str, site: str) -> bool:
+    return f"{site}.".startswith(f"{name}.") or name.startswith(f"{site}.")
+
+
+def _reason(name: str, called: set[str]) -> str:
+    if name not in called:
+        return "never called in this capture"
+    return (
+        "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "
+        "operation, or another kind of mixer; name it in `sites=` to capture it"
+    )
