@@ -1,6 +1,6 @@
 """Train the model of the bundled demo: a byte-level causal transformer on tiny Shakespeare.
 
-Claim     `rankwise audit` with no model has something real to show: four layers of four heads that have learnt.
+Claim     `rankwise audit` with no model has something real to show: 16 heads that have learnt.
 Data      tiny Shakespeare (karpathy/char-rnn, data/tinyshakespeare/input.txt), 1,115,394 bytes:
           first 90 % to train on, last 10 % to validate on. Get it once:
           curl -o data/tinyshakespeare.txt \
@@ -17,6 +17,7 @@ import platform
 import sys
 import tempfile
 import time
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -38,6 +39,7 @@ from transformers import (
 )
 
 ROOT = Path(__file__).parents[1]
+CARD = Path(__file__).with_name("demo_card.md")
 TOKENIZER = {"extra_ids": 0, "model_max_length": 256}
 
 
@@ -75,7 +77,9 @@ class Recipe:
     the tokenizer closes a text is a token the model has read before."""
     validation_share: float = 0.1
     excerpt_bytes: int = 40960
-    """Size of text.txt, cut from the beginning of the validation part; 0 writes none."""
+    """Size of text.txt at most, cut from the beginning of the validation part."""
+    bundles_text: bool = True
+    """Whether text.txt is written; it is the same for every model trained on the same text."""
     threads: int = 2
     seed: int = 0
 
@@ -137,10 +141,10 @@ def train(
     set_seed(recipe.seed)
     tokenizer = ByT5Tokenizer(**TOKENIZER)
     train_text, validation_text = split(text, recipe)
-    ids = {"train": encode(tokenizer, train_text), "validation": encode(tokenizer, validation_text)}
-    if recipe.excerpt_bytes:
-        ids["bundled_text"] = encode(tokenizer, excerpt(validation_text, recipe.excerpt_bytes))
-    model = AutoModelForCausalLM.from_config(recipe.model)
+    bundled_text = excerpt(validation_text, recipe.excerpt_bytes)
+    texts = {"train": train_text, "validation": validation_text, "bundled_text": bundled_text}
+    ids = {part: encode(tokenizer, part_text) for part, part_text in texts.items()}
+    model = AutoModelForCausalLM.from_config(deepcopy(recipe.model))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
@@ -155,6 +159,7 @@ def train(
             f"{part}_loss": trainer.evaluate(scoring_windows(part_ids, recipe.tokens))["eval_loss"]
             for part, part_ids in ids.items()
         }
+    model.config.use_cache = recipe.model.use_cache  # the Trainer turns it off
     return model.eval(), tokenizer, {**losses, "minutes": minutes}
 
 
@@ -218,7 +223,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if recipe.excerpt_bytes:
+    if recipe.bundles_text:
         passage = excerpt(split(text, recipe)[1], recipe.excerpt_bytes)
         (folder / "text.txt").write_text(passage, encoding="utf-8")
     (folder / "README.md").write_text(card(recipe, report), encoding="utf-8")
@@ -226,53 +231,15 @@ def save(
 
 def card(recipe: Recipe, report: dict) -> str:
     """Write the model card."""
-    scores, versions = report["scores"], report["versions"]
-    bundled = (
-        f"| text.txt of this folder | {scores['bundled_text_loss']:.3f} |\n" if recipe.excerpt_bytes else ""
+    words = {**report["settings"], **report["scores"], **report["versions"], **report["text"]}
+    return CARD.read_text(encoding="utf-8").format(
+        **words,
+        command=report["command"],
+        parameters=report["parameters"],
+        architecture=recipe.model.model_type,
+        train_share=1 - recipe.validation_share,
+        last=recipe.tokens - 1,
     )
-    return CARD.format(
-        name=recipe.name, architecture=recipe.model.model_type, parameters=report["parameters"], bundled=bundled,
-        validation=scores["validation_loss"], train=scores["train_loss"], minutes=scores["minutes"],
-        command=report["command"], windows=recipe.steps * recipe.batch, tokens=recipe.tokens, seed=recipe.seed,
-        threads=recipe.threads, torch=versions["torch"], transformers=versions["transformers"],
-        data_bytes=report["text"]["bytes"], data_sha=report["text"]["sha256"], boundary=1 - recipe.validation_share,
-        joined=recipe.joined, boundary_left=recipe.validation_share, last=recipe.tokens - 1,
-    )  # fmt: skip
-
-
-CARD = """---
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# Rankwise {name}
-
-A causal byte-level transformer ({architecture}, {parameters:,} parameters, float32) trained on tiny Shakespeare, so that
-`rankwise audit` has a trained model to show without a download. It is good for nothing else.
-
-| text | loss, nats per byte |
-| --- | --- |
-| validation, last {boundary_left:.0%} | {validation:.3f} |
-| training, as many bytes from the beginning | {train:.3f} |
-{bundled}
-Each byte is predicted once, from at most {last} bytes before it.
-
-## How it was made
-
-    {command}
-
-{windows:,} windows of {tokens} tokens, seed {seed}, {minutes:.0f} minutes on a CPU with {threads} threads, torch {torch},
-transformers {transformers}. In {joined:.0%} of the windows `</s>` stands between two passages: the tokenizer (ByT5: one
-token a byte, closed by `</s>`) puts it at the end of every text.
-
-## Data
-
-Tiny Shakespeare, `data/tinyshakespeare/input.txt` of karpathy/char-rnn (MIT licence), {data_bytes:,} bytes,
-SHA-256 `{data_sha}`. The plays are in the public domain. First {boundary:.0%} for training. `text.txt`, where there is
-one, is the beginning of the rest: speeches of The Taming of the Shrew that the model has not been trained on.
-"""
 
 
 def main(arguments: list[str] | None = None) -> None:

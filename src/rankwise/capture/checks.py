@@ -37,8 +37,8 @@ def check_capturable(model: object) -> None:
             f"compiled module {compiled_modules(model)[0] or type(model).__name__!r}",
             wanted="a module whose operations run one by one",
             got="one whose operations torch.compile has fused",
-            fix='Capture inside `with torch.compiler.set_stance("force_eager"):`, which runs the same weights '
-            "uncompiled.",
+            fix='Capture inside `with torch.compiler.set_stance("force_eager"):`, which runs the same '
+            "weights uncompiled.",
         )
 
 

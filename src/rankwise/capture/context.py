@@ -47,12 +47,12 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         on_state: called with each `StateSite`; with it, the trace keeps none.
         sites: operators named by hand: module name → function of (module, args, kwargs, output) that returns
             a `MixingOperator` of shape (B, H, T, S).
-        blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), where they are not found.
+        blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
         values: keep also what each operator was applied to and what the model got from it.
 
     Raises:
-        CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on entry, if
-            the model is compiled or scripted.
+        CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
+            entry, if the model is compiled or scripted.
 
     Example:
         >>> import torch, rankwise as rw
@@ -280,8 +280,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             f"model {type(self._model).__name__}",
             wanted="at least one mixing operator",
             got=f"none; modules that look like mixers: {like or 'none'}",
-            fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, kwargs, "
-            "output) returns the operator, such as `rw.DenseMixing(weights)` of shape (B, H, T, S).",
+            fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
+            "kwargs, output) returns the operator, such as `rw.DenseMixing(weights)` of shape (B, H, T, S).",
         )
 
 
@@ -300,9 +300,8 @@ def _has_cache(frames: list[Frame]) -> bool:
 
 def _sequences(frames: list[Frame], batch: int) -> int:
     """Sequences behind ``batch`` operators: an outer module that saw fewer of them cut them into windows."""
-    sizes = [
-        tokens.shape[0] for frame in frames if (tokens := frame.tokens) is not None and not tokens.is_nested
-    ]
+    inputs = [tokens for frame in frames if (tokens := frame.tokens) is not None and not tokens.is_nested]
+    sizes = [tokens.shape[0] for tokens in inputs]
     return min((size for size in sizes if size and batch % size == 0), default=batch)
 
 

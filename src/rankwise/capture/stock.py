@@ -1,6 +1,7 @@
 """PyTorch's own attention layers: their operator follows from their inputs, fast path or not."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -134,7 +135,9 @@ def _projections(
         weights = attention.in_proj_weight.chunk(3)
     else:
         weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
-    biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+    biases: Sequence[Tensor | None] = (None, None, None)
+    if attention.in_proj_bias is not None:
+        biases = attention.in_proj_bias.chunk(3)
     q, k, v = (
         F.linear(tensor, weight, bias)
         for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
@@ -164,9 +167,7 @@ def _joint_mask(
     else:
         joint = sum(_as_bias(mask, q.dtype) for mask in masks)  # type: ignore[assignment]
     missing = k.shape[-2] - joint.shape[-1]  # the columns of bias_k are seen by every row
-    return (
-        F.pad(joint, (0, missing), value=True if joint.dtype == torch.bool else 0.0) if missing > 0 else joint
-    )
+    return F.pad(joint, (0, max(missing, 0)), value=True if joint.dtype == torch.bool else 0.0)
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

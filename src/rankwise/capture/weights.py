@@ -58,7 +58,7 @@ CHANGES_VALUES = {
     torch.einsum,
     F.conv2d,
 }
-"""Head masks, renormalisation, talking heads …: what is mixed is the changed matrix, if its shape still fits."""
+"""Head masks, renormalisation, talking heads …: what is mixed is the changed matrix, if its shape fits."""
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 
 
@@ -155,12 +155,9 @@ class WeightsTap:
             contracts = source in theirs and source not in result and row in result and row not in theirs
             if not contracts or len(channel) != 1:
                 continue
-            axes = mine[:-2]
-            values = (
-                torch.einsum(f"{theirs}->{axes}{source}{channel[0]}", tensors[other])
-                if set(axes) <= set(theirs)
-                else tensors[other]
-            )
+            axes, values = mine[:-2], tensors[other]
+            if set(axes) <= set(theirs):
+                values = torch.einsum(f"{theirs}->{axes}{source}{channel[0]}", values)
             output = torch.einsum(f"{result}->{axes}{row}{channel[0]}", out)
             return self._mixed(weights, tensors[at], values, output)
         return None
