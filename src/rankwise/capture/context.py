@@ -228,9 +228,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if cross is None:
                 cross = is_cross(frames, operator, cached=_has_cache(frames))
-            tokens, sources = (
-                (valid, valid) if valid is not None else valid_positions(frames, operator, cross)
-            )
+            if valid is None:
+                tokens, sources = valid_positions(frames, operator, cross)
+            else:
+                tokens, sources = valid, valid
         batch = operator.shape[0]
         site = MixerSite(
             name=frames[-1].name,

@@ -131,10 +131,12 @@ def _batch_first(attention: nn.MultiheadAttention | FunctionalAttention, tensor:
 def _projections(
     attention: nn.MultiheadAttention | FunctionalAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    weights: Sequence[Tensor]
     if attention.in_proj_weight is not None:
         weights = attention.in_proj_weight.chunk(3)
     else:
-        weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        separate = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        weights = [weight for weight in separate if weight is not None]
     biases: Sequence[Tensor | None] = (None, None, None)
     if attention.in_proj_bias is not None:
         biases = attention.in_proj_bias.chunk(3)
