@@ -1,1 +1,23 @@
 """Audits: capture, measures and theory over batches, streaming."""
+
+from rankwise.audit.comparison import Comparison, compare
+from rankwise.audit.findings import CODES, check_codes
+from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
+from rankwise.audit.result import Audit
+from rankwise.audit.run import AuditError, audit
+
+__all__ = [
+    "CODES",
+    "Audit",
+    "AuditError",
+    "Comparison",
+    "Finding",
+    "HeadRecord",
+    "LayerRecord",
+    "Place",
+    "Provenance",
+    "Unseen",
+    "audit",
+    "check_codes",
+    "compare",
+]

@@ -60,6 +60,8 @@ class HeadRecord(_Record):
     """Mean entropy of a row in nats, in [0, log S]; 0 = every row picks one token."""
     sink_mass: Number
     """Mean share of a row spent on the first token, in [0, 1]."""
+    peak_mass: Number = math.nan
+    """Largest mean share of a row that one token gets, in [1/S, 1]; the first token's is the sink mass."""
     row_distance: Number
     """‖M − 1m̄ᵀ‖_F / ‖M‖_F, the distance to the nearest matrix with equal rows, in [0, 1]; 0 = constant."""
     identity_distance: Number

@@ -1,6 +1,7 @@
 """Model and inputs → `Trace`: what mixes tokens, and what the tokens become."""
 
+from rankwise.capture.checks import compiled_modules
 from rankwise.capture.context import SiteAdapter, capture
 from rankwise.capture.trace import MixerSite, StateSite, Trace, UnseenModule
 
-__all__ = ["MixerSite", "SiteAdapter", "StateSite", "Trace", "UnseenModule", "capture"]
+__all__ = ["MixerSite", "SiteAdapter", "StateSite", "Trace", "UnseenModule", "capture", "compiled_modules"]

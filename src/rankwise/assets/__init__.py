@@ -1,0 +1,27 @@
+"""The bundled demo: a small trained language model and a text it has not been trained on.
+
+Made by ``recipes/train_demo.py``; the model card is ``demo/README.md``.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def demo_model() -> Path:
+    """Find the folder of the demo model; ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it.
+
+    Example:
+        >>> (demo_model() / "config.json").exists()
+        True
+    """
+    return Path(str(files(__name__) / "demo"))
+
+
+def demo_text() -> Path:
+    """Find the demo's text: 40 kilobytes of The Taming of the Shrew, from the validation part.
+
+    Example:
+        >>> demo_text().read_text(encoding="utf-8").splitlines()[0]
+        'GREMIO:'
+    """
+    return demo_model() / "text.txt"

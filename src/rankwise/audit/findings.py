@@ -1,0 +1,256 @@
+"""From numbers to findings: what a reader should know, why it matters, what to do."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Unseen
+from rankwise.errors import InputError, did_you_mean
+
+CODES = (
+    "COLLAPSE",
+    "SINK",
+    "CONSTANT",
+    "IDENTITY",
+    "TWINS",
+    "ABOVE_NULL",
+    "BELOW_NULL",
+    "NONFINITE",
+    "UNSEEN",
+)
+"""Every code a finding can have, as `--fail-on` takes them."""
+
+MIN_TOKENS = 8
+"""Fewer rows say nothing about structure: of 2×2 matrices many are near the identity or near constant."""
+
+COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
+"""μ/‖Y‖ at which 9 % and 1 % of the energy of the states still tells one token from another."""
+COLLAPSE_FALL = 0.5
+"""It must also have fallen to half of what the first block reads: states may start out alike."""
+SINK_MASS = 0.9
+"""Nine tenths of every row on one token: the head passes on that token and little else."""
+CONSTANT_STABLE_RANK = 1.1
+"""At most a tenth of the energy of the strongest direction lies outside it …"""
+CONSTANT_DISTANCE = 0.3
+"""… and at most 9 % (0.3²) of the energy tells one row from another."""
+IDENTITY_DISTANCE = 0.1
+"""1 % of the joint energy of M and I in M − I: at most about 1 % of a row goes to other tokens."""
+TWIN_DISTANCE = 0.1
+"""Two heads whose difference holds 1 % of their joint energy mix the same way."""
+ABOVE_NULL, BELOW_NULL = 1.25, 0.5
+"""Rank relative to that of random winners; the spread of a hardmax rank at T ≥ 32 is below 8 % of it."""
+
+NULL_REMEDY = (
+    "see how much of it is learnt: `rankwise compare` with an audit of the same architecture at random weights, "
+    "type(model)(model.config).eval()"
+)
+"""The barrier is that of one winner a row; a softmax that spreads its rows can pass it untrained."""
+
+SEVERITY_ORDER = {"error": 0, "warning": 1, "info": 2}
+
+
+def find(
+    heads: Sequence[HeadRecord], layers: Sequence[LayerRecord], unseen: Sequence[Unseen]
+) -> list[Finding]:
+    """All findings of an audit, the gravest first, else in the order of the model.
+
+    Args:
+        heads: records of the heads.
+        layers: records of the token states.
+        unseen: modules that were not captured.
+    """
+    found = [
+        *_nonfinite(heads, layers),
+        *_collapse(layers),
+        *(finding for head in heads for finding in _head(head)),
+        *_twins(heads),
+        *_null(heads),
+        *_unseen(unseen),
+    ]
+    return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
+
+
+def _place(head: HeadRecord, whole: bool = False) -> Place:
+    return Place(stack=head.stack, layer=head.layer, site=head.site, head=None if whole else head.head)
+
+
+def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> Iterator[Finding]:
+    meaning = "NaN or infinity appears here; those sequences are left out of every mean."
+    remedy = 'torch.autograd.set_detect_anomaly(True), or torch_dtype="float32" in place of half precision'
+    for site, group in groupby(heads, key=lambda head: (head.stack, head.layer, head.site, head.cross)):
+        broken = [head for head in group if head.nonfinite]
+        if broken:
+            yield Finding(
+                code="NONFINITE",
+                severity="error",
+                where=_place(broken[0]),
+                evidence={"heads": len(broken), "sequences": max(head.nonfinite for head in broken)},
+                meaning=f"Attention of {site[2]}: {meaning}",
+                remedy=remedy,
+            )
+    for layer in layers:
+        if layer.nonfinite:
+            yield Finding(
+                code="NONFINITE",
+                severity="error",
+                where=Place(stack=layer.stack, layer=layer.layer, site=layer.site),
+                evidence={"sequences": layer.nonfinite},
+                meaning=f"Token states after {layer.layer} blocks: {meaning}",
+                remedy=remedy,
+            )
+
+
+def _collapse(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
+    for _, group in groupby(layers, key=lambda layer: layer.stack):
+        states = [layer for layer in group if layer.tokens >= MIN_TOKENS]
+        if len(states) < 2:
+            continue
+        first = states[0].relative_collapse
+        threshold = min(COLLAPSE_WARNING, COLLAPSE_FALL * first)
+        low = [state for state in states[1:] if state.relative_collapse < threshold]
+        if not low:
+            continue
+        start, worst = low[0], min(low, key=lambda state: state.relative_collapse)
+        yield Finding(
+            code="COLLAPSE",
+            severity="error" if worst.relative_collapse < COLLAPSE_ERROR else "warning",
+            where=Place(stack=start.stack, layer=start.layer, site=start.site),
+            evidence={
+                "relative_collapse": start.relative_collapse,
+                "relative_collapse_layer_0": first,
+                "relative_collapse_lowest": worst.relative_collapse,
+                "mean_cosine": start.mean_cosine,
+            },
+            meaning=f"Tokens become alike: after {start.layer} blocks μ/‖Y‖ is "
+            f"{start.relative_collapse:.2g}, where the first block reads {first:.2g}.",
+            remedy="strengthen the skip connections from this layer on (scale the residual branch down, or "
+            "the skip up), then `rankwise compare BEFORE AFTER`",
+        )
+
+
+def _head(head: HeadRecord) -> Iterator[Finding]:
+    if min(head.tokens, head.sources) < MIN_TOKENS or math.isnan(head.stable_rank):
+        return
+    if head.peak_mass > SINK_MASS:
+        yield Finding(
+            code="SINK",
+            severity="warning",
+            where=_place(head),
+            evidence={
+                "peak_mass": head.peak_mass,
+                "sink_mass": head.sink_mass,
+                "row_entropy": head.row_entropy,
+            },
+            meaning=f"One token takes {head.peak_mass:.0%} of every row: the head passes on little else.",
+            remedy="prune it: for transformers models with `prune_heads`, else zero its slice of the output "
+            "projection, and compare the loss",
+        )
+    elif head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE:
+        yield Finding(
+            code="CONSTANT",
+            severity="warning",
+            where=_place(head),
+            evidence={"stable_rank": head.stable_rank, "row_distance": head.row_distance},
+            meaning="All rows are nearly the same: every token gets the same average.",
+            remedy="replace it by a mean over tokens, or prune it and compare the loss",
+        )
+    if head.identity_distance < IDENTITY_DISTANCE:
+        yield Finding(
+            code="IDENTITY",
+            severity="info",
+            where=_place(head),
+            evidence={"identity_distance": head.identity_distance, "effective_rank": head.effective_rank},
+            meaning="Every token keeps to itself: the head mixes nothing.",
+            remedy="fold its value and output projections into a per-token linear map, and compare the loss",
+        )
+
+
+def _is_trivial(head: HeadRecord) -> bool:
+    return any(True for _ in _head(head))
+
+
+def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
+    """Pairs in which each is the other's nearest, unless both are the same known trivial thing."""
+    for _, group in groupby(heads, key=lambda head: (head.stack, head.layer, head.site, head.cross)):
+        site = list(group)
+        by_head = {head.head: head for head in site}
+        for head in site:
+            other = by_head.get(-1 if head.nearest_head is None else head.nearest_head)
+            if other is None or min(head.tokens, head.sources) < MIN_TOKENS:
+                continue
+            mutual = other.nearest_head == head.head
+            if head.nearest_distance >= TWIN_DISTANCE or (mutual and other.head < head.head):
+                continue
+            if _is_trivial(head) and _is_trivial(other):
+                continue
+            yield Finding(
+                code="TWINS",
+                severity="info",
+                where=_place(head),
+                evidence={"nearest_head": other.head, "nearest_distance": head.nearest_distance},
+                meaning=f"Heads {head.head} and {other.head} mix the same way.",
+                remedy="merge them: keep one set of query and key weights for both",
+            )
+
+
+def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
+    """One finding a layer and direction: most heads of a trained model lie on one side or the other."""
+    for _, group in groupby(heads, key=lambda head: (head.stack, head.layer, head.site, head.cross)):
+        site = [head for head in group if min(head.tokens, head.sources) >= MIN_TOKENS]
+        above = [head for head in site if head.numerical_rank > ABOVE_NULL * head.null_rank]
+        below = [head for head in site if head.numerical_rank < BELOW_NULL * head.null_rank]
+        for code, found, words in (
+            ("ABOVE_NULL", above, "above"),
+            ("BELOW_NULL", below, "less than half of"),
+        ):
+            if not found:
+                continue
+            extreme = max(found, key=lambda head: abs(math.log((head.numerical_rank + 1) / head.null_rank)))
+            yield Finding(
+                code=code,
+                severity="info",
+                where=_place(extreme),
+                evidence={
+                    "heads": len(found),
+                    "of": len(site),
+                    "numerical_rank": extreme.numerical_rank,
+                    "null_rank": extreme.null_rank,
+                },
+                meaning=f"{len(found)} of {len(site)} heads have a rank {words} that of one random winner a "
+                f"row under this mask ({extreme.null_rank:.0f} of {extreme.tokens:.0f}).",
+                remedy=NULL_REMEDY,
+            )
+
+
+def _unseen(unseen: Sequence[Unseen]) -> Iterator[Finding]:
+    for (kind, reason), group in groupby(unseen, key=lambda module: (module.type, module.reason)):
+        modules = list(group)
+        yield Finding(
+            code="UNSEEN",
+            severity="info" if reason.startswith("never called") else "warning",
+            where=Place(site=modules[0].name),
+            evidence={"modules": len(modules)},
+            meaning=f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}.",
+            remedy=f"rw.audit(model, batches, sites={{{modules[0].name!r}: adapter}})",
+        )
+
+
+def check_codes(codes: Sequence[str]) -> list[str]:
+    """Refuse codes that no finding has.
+
+    Args:
+        codes: codes, in any case.
+
+    Returns:
+        The codes as findings have them.
+
+    Raises:
+        InputError: naming the nearest known code.
+    """
+    known = [code.upper().replace("-", "_") for code in codes]
+    for code in known:
+        if code not in CODES:
+            raise InputError(
+                f"code {code}", wanted="a code of a finding", got=code, fix=did_you_mean(code, CODES)
+            )
+    return known

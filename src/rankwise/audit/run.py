@@ -1,0 +1,256 @@
+"""`audit`: run a model over batches and measure every head and every layer, keeping only numbers."""
+
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.audit.findings import find
+from rankwise.audit.heads import HeadTable
+from rankwise.audit.layers import LayerTable
+from rankwise.audit.records import Provenance, Unseen
+from rankwise.audit.result import Audit
+from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.errors import InputError, RankwiseError
+from rankwise.measures import DELTA, check_delta
+
+Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
+Progress = Callable[[int, str], None]
+"""Called with the number of finished batches and the site measured last."""
+
+
+LIBRARIES = ("torch", "transformers")
+"""Their versions go into the record, where they are loaded."""
+
+
+class AuditError(RankwiseError):
+    """The model failed while it was audited; ``audit`` holds what was measured before, or None."""
+
+    def __init__(self, audit: Audit | None, subject: str, *, wanted: str, got: str, fix: str) -> None:
+        super().__init__(subject, wanted=wanted, got=got, fix=fix)
+        self.audit = audit
+
+
+def audit(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    delta: float = DELTA,
+    *,
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Audit:
+    """Measure the rank of every head and the collapse of tokens through depth, as the model runs.
+
+    Each batch runs once, without gradients, on the model's device. Every operator is measured as soon as its
+    block has run and then let go: memory does not grow with batches or layers. The model stays in the mode
+    it is in (call ``model.eval()`` first), its attention backend is not switched.
+
+    Cost: one forward pass, and one singular value decomposition (T S min(T, S)) for each head and sequence.
+
+    Args:
+        model: any `torch.nn.Module`.
+        batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``).
+        delta: singular values below it count as zero in the numerical rank.
+        sites: operators named by hand, as in `capture`.
+        blocks: names of the residual blocks, as in `capture`.
+        provenance: what to write into the record besides what is known here: model, revision, data, command.
+        on_progress: called after each measured site.
+
+    Returns:
+        The audit; ``complete`` is False if it was interrupted from the keyboard, and then holds what was
+        measured until then.
+
+    Raises:
+        AuditError: if the model raises; its ``audit`` holds the batches before.
+        CaptureError: if no mixing operator is found.
+        InputError: if there are no batches.
+
+    Example:
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> result = rw.audit(layer, [torch.randn(1, 5, 8)])
+        >>> [(head.layer, head.head) for head in result.heads]
+        [(0, 0), (0, 1)]
+    """
+    check_delta(delta)
+    run = _Run(model, delta, dict(provenance or {}), on_progress)
+    run.over(batches, sites, blocks)
+    return run.result()
+
+
+class _Run:
+    """One audit under way."""
+
+    def __init__(
+        self, model: nn.Module, delta: float, given: dict[str, Any], on_progress: Progress | None
+    ) -> None:
+        self.model, self.delta, self.given = model, delta, given
+        self.heads, self.layers = HeadTable(delta), LayerTable()
+        self.trace = Trace()
+        self.batches = 0
+        self.sequences = 0
+        self.complete = True
+        self._on_progress = on_progress or (lambda batches, site: None)
+
+    def over(
+        self, batches: Iterable[Batch], sites: Mapping[str, SiteAdapter] | None, blocks: str | None
+    ) -> None:
+        """Run all batches, or as many as can be run."""
+        device = _device(self.model)
+        with ExitStack() as stack:
+            if isinstance(self.model, nn.Module) and compiled_modules(self.model):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                self.trace.notes.append("the compiled model was run uncompiled, with the same weights")
+            notes = self.trace.notes
+            try:
+                with (
+                    capture(
+                        self.model, on_mixer=self._mixer, on_state=self._state, sites=sites, blocks=blocks
+                    ) as self.trace,
+                    torch.no_grad(),
+                ):
+                    for batch in batches:
+                        self._one(_moved(batch, device))
+                        self.batches += 1
+                    if not self.batches:
+                        raise InputError(
+                            "`batches`",
+                            wanted="at least one batch",
+                            got="none",
+                            fix="Pass a list of batches; an exhausted iterator gives none.",
+                        )
+            except KeyboardInterrupt:
+                self.complete = False
+                if not self.heads.records():
+                    raise
+                self.trace.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
+            finally:
+                self.trace.notes[:0] = notes
+
+    def result(self) -> Audit:
+        """What is known so far."""
+        heads, layers = self.heads.records(), self.layers.records()
+        unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
+        return Audit(
+            complete=self.complete,
+            provenance=self._provenance(),
+            heads=heads,
+            layers=layers,
+            findings=find(heads, layers, unseen),
+            unseen=unseen,
+        )
+
+    def _one(self, batch: Batch) -> None:
+        try:
+            if isinstance(batch, Mapping):
+                self.model(**batch)
+            elif isinstance(batch, tuple | list):
+                self.model(*batch)
+            else:
+                self.model(batch)
+        except RankwiseError:
+            raise
+        except Exception as error:
+            raise self._failed(batch, error) from error
+        self.sequences += _batch_size(batch)
+
+    def _failed(self, batch: Batch, error: Exception) -> AuditError:
+        self.complete = False
+        partial = self.result() if self.batches else None
+        return AuditError(
+            partial,
+            f"batch {self.batches + 1}",
+            wanted=f"a forward pass of {type(self.model).__name__} over {_described(batch)}",
+            got=f"{type(error).__name__}: {error}",
+            fix="Run the model on this batch by itself to see the whole traceback; shorter sequences or "
+            "other keys are the usual cure.",
+        )
+
+    def _mixer(self, site: MixerSite) -> None:
+        self._measure(site.name, lambda: self.heads.add(site))
+
+    def _state(self, state: StateSite) -> None:
+        self._measure(state.name, lambda: self.layers.add(state))
+
+    def _measure(self, name: str, measure: Callable[[], None]) -> None:
+        try:
+            measure()
+        except RankwiseError:
+            raise
+        except Exception as error:  # not the model's fault: say whose it is
+            raise RankwiseError(
+                f"measures of {name!r}",
+                wanted="numbers",
+                got=f"{type(error).__name__}: {error}",
+                fix="If memory ran out, use fewer tokens or a smaller batch.",
+            ) from error
+        self._on_progress(self.batches, name)
+
+    def _provenance(self) -> Provenance:
+        model = self.model
+        parameters = list(model.parameters())
+        found: dict[str, Any] = {
+            "model": str(getattr(model, "name_or_path", "") or type(model).__name__),
+            "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "delta": self.delta,
+            "model_dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
+            "device": ", ".join(sorted({str(one.device) for one in parameters})),
+            "batches": self.batches,
+            "sequences": self.sequences,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": _versions(),
+        }
+        notes = [*self.trace.notes, *self.given.get("notes", ())]
+        return Provenance(**{**found, **self.given, "notes": notes})
+
+
+def _versions() -> dict[str, str]:
+    loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
+    return {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded}
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the first weight lies: models spread over devices read their inputs there."""
+    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Tensors to the device, in whatever dicts and lists they lie."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    items = (
+        batch.items()
+        if isinstance(batch, Mapping)
+        else enumerate([batch] if isinstance(batch, Tensor) else batch)
+    )
+    return {str(name): value for name, value in items if isinstance(value, Tensor)}
+
+
+def _batch_size(batch: Batch) -> int:
+    return next((value.shape[0] for value in _tensors(batch).values() if value.dim()), 1)
+
+
+def _described(batch: Batch) -> str:
+    tensors = _tensors(batch)
+    return (
+        ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items()) or type(batch).__name__
+    )

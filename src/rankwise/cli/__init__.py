@@ -1,0 +1,43 @@
+"""The command line: one file a command; each parses, calls the library and prints."""
+
+import sys
+
+import typer
+
+from rankwise.cli import audit, compare
+
+app = typer.Typer(
+    name="rankwise",
+    help="Measure, keep and spend the rank of sequence models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("audit", help=audit.HELP)(audit.command)
+app.command("compare", help=compare.HELP)(compare.command)
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and leave."),
+) -> None:
+    if version:
+        from rankwise import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command; errors meant for users are shown without a traceback, on standard error."""
+    from rankwise.errors import RankwiseError
+
+    try:
+        app()
+    except RankwiseError as error:
+        print(f"rankwise: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("rankwise: interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,123 @@
+"""`rankwise audit`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rankwise.audit import Audit
+
+HELP = """Measure the rank of every head and the collapse of tokens through depth.
+
+Without a model it audits the bundled demo. Writes audit.json and index.html (one file, works offline).
+
+[bold]Examples[/bold]
+
+  rankwise audit
+
+  rankwise audit gpt2 --text book.txt --tokens 512
+
+  rankwise audit ./my-bert --dataset imdb:test:text --sequences 32
+
+  rankwise audit google/vit-base-patch16-224 --images photos/
+
+  rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
+"""
+FOUND = 3
+"""Exit status where a code of --fail-on was found."""
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face name, folder, or module.py:factory. The bundled demo by default."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl(.gz) with one text a line.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures, or one picture.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="NAME[:split:column], from the Hub or a folder.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences or pictures in all.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
+    delta: Annotated[float, typer.Option(help="Singular values below it count as zero.")] = 1e-2,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("rankwise-audit"),
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Leave with status {FOUND} if this code is found; may be given more than once."),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+    ] = False,
+) -> None:
+    """Audit a model; see `HELP`."""
+    from rankwise.audit import AuditError, audit, check_codes
+    from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress, write_report
+    from rankwise.measures import check_delta
+    from rankwise.subjects import inputs_for, load_subject
+
+    codes = check_codes(fail_on or [])
+    check_delta(delta)
+    prepare_folder(out)
+    quiet_libraries()
+    model, text = _demo(model, text, images, dataset)
+    subject = load_subject(
+        model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    inputs = inputs_for(
+        subject,
+        text=text,
+        images=images,
+        dataset=dataset,
+        tokens=tokens,
+        sequences=sequences,
+        batch_size=batch_size,
+    )
+    facts = {
+        "model": subject.name,
+        "revision": subject.revision,
+        "data": inputs.data,
+        "command": " ".join(["rankwise", *sys.argv[1:]]),
+        "notes": [*subject.notes, *inputs.notes],
+    }
+    failure = None
+    try:
+        with show_progress(sequences) as on_progress:
+            result = audit(subject.model, inputs.batches, delta, provenance=facts, on_progress=on_progress)
+    except AuditError as error:
+        if error.audit is None:
+            raise
+        result, failure = error.audit, error
+    write_report(result, out)
+    if failure is not None:
+        raise failure
+    if not result.complete:
+        raise typer.Exit(130)
+    _fail_on(result, codes)
+
+
+def _demo(
+    model: str | None, text: Path | None, images: Path | None, dataset: str | None
+) -> tuple[str, Path | None]:
+    from rankwise.assets import demo_model, demo_text
+    from rankwise.errors import InputError
+
+    if model is not None:
+        return model, text
+    if images is not None:
+        raise InputError(
+            "--images", wanted="a model that reads pictures", got="the text demo", fix="Name the model first."
+        )
+    return str(demo_model()), demo_text() if text is None and dataset is None else text
+
+
+def _fail_on(result: "Audit", codes: list[str]) -> None:
+    found = sorted({finding.code for finding in result.findings} & set(codes))
+    if found:
+        print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
+        raise typer.Exit(FOUND)

@@ -1,0 +1,84 @@
+"""What every command does with its console and its folder."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from rankwise.errors import InputError
+from rankwise.files import write_whole
+
+if TYPE_CHECKING:
+    from rankwise.audit import Audit
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the output folder and see that it can be written to, before anything is computed.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        InputError: if it cannot be made or written to.
+    """
+    probe = folder / ".rankwise-can-write"
+    write_whole(probe, "", "output folder")
+    probe.unlink()
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' advice and bars out of our output; their errors reach the user through ours."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def show_progress(sequences: int) -> Iterator[Callable[[int, str], None]]:
+    """A progress line on standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("running the model", total=None)
+
+        def update(batches: int, site: str) -> None:
+            progress.update(task, description=f"batch {batches + 1} (of {sequences} sequences): {site}")
+
+        yield update
+
+
+def write_report(audit: "Audit", folder: Path) -> None:
+    """Write audit.json and index.html, show the findings, and say what was written where.
+
+    Args:
+        audit: what to write.
+        folder: where to; if that fails now, the JSON goes to the temporary folder so that nothing is lost.
+
+    Raises:
+        InputError: if the folder cannot be written to any more.
+    """
+    from rankwise.report import render_console
+
+    console = Console()
+    render_console(audit, console)
+    try:
+        written = [audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")]
+    except InputError as error:
+        rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")
+        raise InputError(
+            error.subject,
+            wanted=error.wanted,
+            got=error.got,
+            fix=f"{error.fix} The audit is kept in {rescued}.",
+        ) from error
+    for path in written:
+        console.print(
+            f"{'report' if path.suffix == '.html' else 'audit'}: {path}", highlight=False, soft_wrap=True
+        )

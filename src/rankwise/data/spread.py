@@ -1,0 +1,43 @@
+"""Which of many to take when only a few are wanted."""
+
+from rankwise.errors import InputError
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """Choose ``wanted`` of ``count`` items, evenly from first to last.
+
+    ``⌊i·count/wanted⌋`` for ``i < wanted``; all of them where there are no more than wanted. Files and rows
+    are often sorted by class, so the first few would show one class only.
+
+    Args:
+        count: how many there are.
+        wanted: how many to take at most.
+
+    Returns:
+        Rising indices, ``min(count, wanted)`` of them.
+
+    Example:
+        >>> spread(10, 4)
+        [0, 2, 5, 7]
+        >>> spread(2, 4)
+        [0, 1]
+    """
+    taken = min(count, wanted)
+    return [i * count // taken for i in range(taken)]
+
+
+def check_positive(**numbers: int) -> None:
+    """Refuse counts below one.
+
+    Raises:
+        InputError: naming the first such count.
+
+    Example:
+        >>> check_positive(tokens=256, sequences=8)
+    """
+    for name, number in numbers.items():
+        if number < 1:
+            flag = name.replace("_", "-")
+            raise InputError(
+                f"--{flag}", wanted="a whole number, 1 or more", got=str(number), fix=f"Give {name} ≥ 1."
+            )

@@ -1,0 +1,52 @@
+"""Measures: operators and token states → numbers. They know no model.
+
+Everything is computed in float64 whatever came in, over any leading axes at once. A matrix or sequence that
+holds NaN or infinity answers NaN and leaves the others of its batch alone.
+"""
+
+from rankwise.measures._inputs import as_matrices
+from rankwise.measures.coding_rate import coding_rate
+from rankwise.measures.collapse import mean_cosine, state_effective_rank, token_collapse, token_norm
+from rankwise.measures.rank import (
+    DELTA,
+    RankSummary,
+    check_delta,
+    effective_rank,
+    numerical_rank,
+    rank_summary,
+    stable_rank,
+    summarize_spectrum,
+)
+from rankwise.measures.rows import (
+    head_distance,
+    identity_distance,
+    peak_mass,
+    row_distance,
+    row_entropy,
+    sink_mass,
+)
+from rankwise.measures.spectrum import singular_values
+
+__all__ = [
+    "DELTA",
+    "RankSummary",
+    "as_matrices",
+    "check_delta",
+    "coding_rate",
+    "effective_rank",
+    "head_distance",
+    "identity_distance",
+    "mean_cosine",
+    "numerical_rank",
+    "peak_mass",
+    "rank_summary",
+    "row_distance",
+    "row_entropy",
+    "singular_values",
+    "sink_mass",
+    "stable_rank",
+    "state_effective_rank",
+    "summarize_spectrum",
+    "token_collapse",
+    "token_norm",
+]

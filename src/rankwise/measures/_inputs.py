@@ -1,0 +1,137 @@
+"""What every measure does first: check what came in, take it to float64, set aside what is not finite."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float64, Shaped
+from torch import Tensor
+
+from rankwise.errors import ShapeError
+from rankwise.operators import MixingOperator
+from rankwise.shapes import TokenMask
+
+Mixing = MixingOperator | Shaped[Tensor, "*batch T S"]
+"""Mixing matrices, as an operator or already formed."""
+
+_EXPONENT_BITS = 0x7FF0_0000_0000_0000
+_SMALLEST_NORMAL = torch.finfo(torch.float64).tiny
+
+Measure = Callable[[Tensor], Tensor]
+"""A function of finite float64 matrices (..., T, S)."""
+
+
+def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*batch T S"]:
+    """Form the matrices of an operator, or take a tensor as it is, in float64.
+
+    Cost: O(T S) memory for each matrix. What lies on a device without float64 (mps) is taken to the CPU.
+
+    Args:
+        mixing: an operator or a tensor (..., T, S) of any real dtype.
+        subject: what an error calls it.
+
+    Raises:
+        ShapeError: if it is neither, is complex, or T or S is 0 or missing.
+
+    Example:
+        >>> import torch
+        >>> as_matrices(torch.ones(2, 3, dtype=torch.bfloat16)).dtype
+        torch.float64
+    """
+    if not isinstance(mixing, MixingOperator | Tensor):
+        raise ShapeError(
+            subject,
+            wanted="a MixingOperator or a tensor of shape (..., T, S)",
+            got=type(mixing).__name__,
+            fix="Wrap an array with torch.as_tensor.",
+        )
+    if len(mixing.shape) < 2 or 0 in mixing.shape[-2:]:
+        raise ShapeError(
+            subject,
+            wanted="shape (..., T, S) with T, S ≥ 1",
+            got=str(tuple(mixing.shape)),
+            fix="Give each matrix at least one row and one column; leading axes may be empty.",
+        )
+    if isinstance(mixing, Tensor):
+        return to_float64(mixing, subject)
+    operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
+    return to_float64(operator.dense(torch.float64), subject)
+
+
+def as_tokens(
+    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None, subject: str
+) -> tuple[Float64[Tensor, "B T D"], TokenMask, Bool[Tensor, " B"]]:
+    """Take token states to float64, with padded tokens and unusable sequences set to zero.
+
+    Returns:
+        The states; which tokens are real; which sequences can be measured: those that have a real token
+        and whose real tokens are all finite.
+
+    Raises:
+        ShapeError: if the tokens are not (B, T, D) with T, D ≥ 1, or the mask is not Bool (B, T).
+    """
+    if tokens.ndim != 3 or 0 in tokens.shape[1:]:
+        raise ShapeError(
+            subject,
+            wanted="tokens of shape (B, T, D) with T, D ≥ 1",
+            got=str(tuple(tokens.shape)),
+            fix="Add the batch axis of a single sequence with tokens[None].",
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
+        raise ShapeError(
+            f"mask of {subject}",
+            wanted=f"torch.bool of shape {tuple(tokens.shape[:2])}, True where a token is real",
+            got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+            fix="A tokenizer's attention_mask becomes one with .bool().",
+        )
+    states = to_float64(tokens, subject)
+    valid = states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.to(states.device)
+    states = states.masked_fill(~valid[..., None], 0)
+    usable = all_finite(states) & valid.any(-1)
+    return states.masked_fill(~usable[:, None, None], 0), valid, usable
+
+
+def to_float64(tensor: Tensor, subject: str) -> Tensor:
+    """Take a real tensor to float64, on the CPU where its device has none."""
+    if tensor.is_complex():
+        raise ShapeError(
+            subject,
+            wanted="real numbers",
+            got=str(tensor.dtype),
+            fix="Measure tensor.real, tensor.imag or tensor.abs().",
+        )
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64)
+
+
+def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]:
+    """Which matrices hold neither NaN nor infinity."""
+    return matrices.isfinite().all(-1).all(-1)
+
+
+def measured(mixing: Mixing, subject: str, measure: Measure) -> Float64[Tensor, "..."]:
+    """Apply a measure where a matrix is finite and answer NaN where it is not.
+
+    The decompositions raise or never end on NaN, so such a matrix is replaced by zero before and its
+    number by NaN after: the others of the batch do not notice.
+    """
+    matrices = as_matrices(mixing, subject)
+    finite = all_finite(matrices)
+    numbers = measure(matrices.masked_fill(~finite[..., None, None], 0))
+    after = (1,) * (numbers.ndim - finite.ndim)
+    return numbers.masked_fill(~finite.reshape(finite.shape + after), math.nan)
+
+
+def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
+    """The power of two at or below the largest magnitude along ``axes`` (kept), 1 where all is zero.
+
+    Dividing by it keeps squares in range, and being a power of two it rounds nothing: a difference of two
+    nearly equal numbers keeps its digits.
+    """
+    largest = values.detach().abs().amax(axes, keepdim=True)
+    power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
+    return torch.where(largest > 0, power.clamp(min=_SMALLEST_NORMAL), 1.0)
+
+
+def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+    """Divide, with 0/0 = 0."""
+    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)

@@ -1,0 +1,143 @@
+"""How alike the tokens of a sequence have become."""
+
+import math
+
+import torch
+from jaxtyping import Float64, Shaped
+from torch import Tensor
+
+from rankwise.measures._inputs import as_tokens, ratio, unit_scale
+from rankwise.measures.rank import effective_rank
+from rankwise.shapes import TokenMask
+
+SEQUENCE = (-2, -1)
+"""The axes of tokens and features."""
+
+
+def token_collapse(
+    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
+) -> Float64[Tensor, " B"]:
+    """Distance of the tokens from their mean: μ, or its share of the norm.
+
+    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, ȳ the mean token; divided by ‖Y‖_F where ``normalized``, with 0/0 = 0.
+    Range: [0, ‖Y‖_F], or [0, 1]; 0 = all tokens the same. A single token gives 0. NaN for a sequence without
+    a real token, or with NaN or infinity in one. Padded tokens are never looked at.
+    Cost: O(T D).
+    Numerics: tokens are compared with the first real one before they are centred, so the relative error of
+    μ stays near √T·1e-16 even where all tokens nearly agree, and equal tokens give exactly 0.
+    Source: μ is the collapse measure of the paper on λ-skip connections, "the architectural component that
+    prevents rank collapse". The share is for models whose norms move with depth.
+
+    Args:
+        tokens: token states.
+        mask: True where a token is real; all are, by default.
+        normalized: give μ/‖Y‖_F.
+
+    Raises:
+        ShapeError: if tokens or mask are of the wrong shape or kind.
+
+    Example:
+        >>> import torch
+        >>> states = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]])
+        >>> token_collapse(states).tolist()
+        [1.0, 0.0]
+    """
+    states, valid, usable = as_tokens(tokens, mask, "`token_collapse`")
+    scale = unit_scale(states, SEQUENCE)
+    states = states / scale
+    first = valid.int().argmax(1)
+    reference = states.gather(1, first[:, None, None].expand(-1, 1, states.shape[-1]))
+    shifted = (states - reference) * valid[..., None]
+    mean = shifted.sum(1, keepdim=True) / valid.sum(1).clamp(min=1)[:, None, None]
+    spread = torch.linalg.vector_norm((shifted - mean) * valid[..., None], dim=SEQUENCE)
+    if normalized:
+        result = ratio(spread, torch.linalg.vector_norm(states, dim=SEQUENCE)).clamp(max=1)
+    else:
+        result = spread * scale[:, 0, 0]
+    return result.masked_fill(~usable, math.nan)
+
+
+def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+    """Size of the token states together, ‖Y‖_F.
+
+    Range: [0, ∞). NaN for a sequence without a real token, or with NaN or infinity in one.
+    Cost: O(T D).
+
+    Args:
+        tokens: token states.
+        mask: True where a token is real; all are, by default.
+
+    Raises:
+        ShapeError: if tokens or mask are of the wrong shape or kind.
+
+    Example:
+        >>> import torch
+        >>> token_norm(torch.tensor([[[3.0], [4.0]]])).item()
+        5.0
+    """
+    states, _, usable = as_tokens(tokens, mask, "`token_norm`")
+    scale = unit_scale(states, SEQUENCE)
+    norm = torch.linalg.vector_norm(states / scale, dim=SEQUENCE) * scale[:, 0, 0]
+    return norm.masked_fill(~usable, math.nan)
+
+
+def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+    """Mean cosine of two different tokens.
+
+    Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)), u_i = y_i/‖y_i‖. Tokens of
+    norm 0 have no direction and are left out.
+    Range: [−1/(n − 1), 1]; 1 = all tokens point the same way, near 0 = unrelated. Lengths do not matter. NaN
+    for fewer than two such tokens, or with NaN or infinity in a real one.
+    Cost: O(T D): no T×T matrix is formed.
+
+    Args:
+        tokens: token states.
+        mask: True where a token is real; all are, by default.
+
+    Raises:
+        ShapeError: if tokens or mask are of the wrong shape or kind.
+
+    Example:
+        >>> import torch
+        >>> states = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [3.0, 3.0]]])
+        >>> mean_cosine(states).round(decimals=6).tolist()
+        [0.0, 1.0]
+    """
+    states, _, usable = as_tokens(tokens, mask, "`mean_cosine`")
+    states = states / unit_scale(states, (-1,))
+    norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+    units = ratio(states, norms.expand_as(states))
+    count = (norms[..., 0] > 0).sum(-1)
+    pairs = (count * (count - 1)).to(torch.float64)
+    total = units.sum(1).square().sum(-1) - units.square().sum(SEQUENCE)
+    return (total / pairs).masked_fill(~usable | (count < 2), math.nan)
+
+
+def state_effective_rank(
+    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
+) -> Float64[Tensor, " B"]:
+    """Effective rank of the token states.
+
+    Formula: `effective_rank` of the T×D matrix of real tokens. Padded tokens become zero rows, which leave
+    singular values as they are.
+    Range: [1, min(n, D)] for n real tokens, 0 if all are zero; 1 = all tokens on one line through 0. NaN for
+    a sequence without a real token, or with NaN or infinity in one.
+    Cost: a dense decomposition, O(T D min(T, D)).
+    Numerics: not by the smaller Gram matrix, which squares the singular values and so loses those below
+    1e-8·σ_1.
+    Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
+
+    Args:
+        tokens: token states.
+        mask: True where a token is real; all are, by default.
+
+    Raises:
+        ShapeError: if tokens or mask are of the wrong shape or kind.
+
+    Example:
+        >>> import torch
+        >>> state_effective_rank(torch.eye(3, 8)[None]).round(decimals=6).tolist()
+        [3.0]
+    """
+    states, _, usable = as_tokens(tokens, mask, "`state_effective_rank`")
+    return effective_rank(states).masked_fill(~usable, math.nan)

@@ -1,0 +1,193 @@
+"""Three notions of rank, each a function of the singular values."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from rankwise.errors import RankwiseError
+from rankwise.measures._inputs import Mixing, ratio
+from rankwise.measures.spectrum import spectrum_for
+
+DELTA = 1e-2
+"""Singular values below this count as zero, unless the caller says otherwise."""
+
+
+class RankSummary(NamedTuple):
+    """Every rank of a batch of matrices, from one decomposition. NaN where a matrix is not finite."""
+
+    singular_values: Float64[Tensor, "*batch N"]
+    """σ_1 ≥ σ_2 ≥ …, N = min(T, S)."""
+    numerical_rank: Float64[Tensor, "*batch"]
+    """Singular values ≥ δ."""
+    effective_rank: Float64[Tensor, "*batch"]
+    """Exponential of the entropy of σ/Σσ."""
+    stable_rank: Float64[Tensor, "*batch"]
+    """‖M‖_F²/σ_1²."""
+    sigma_max: Float64[Tensor, "*batch"]
+    """σ_1, the operator norm."""
+
+
+def rank_summary(op: Mixing, delta: float = DELTA) -> RankSummary:
+    """Singular values and every rank, for the price of one decomposition.
+
+    Cost: that of `singular_values`; the ranks add O(min(T, S)).
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+        delta: absolute threshold of the numerical rank.
+
+    Raises:
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        RankwiseError: if ``delta`` is not finite and positive.
+
+    Example:
+        >>> import torch
+        >>> summary = rank_summary(torch.diag(torch.tensor([2.0, 1.0, 0.001])))
+        >>> summary.numerical_rank.item(), summary.sigma_max.item(), round(summary.stable_rank.item(), 4)
+        (2.0, 2.0, 1.25)
+    """
+    check_delta(delta)
+    return summarize_spectrum(spectrum_for(op, "`rank_summary`"), delta)
+
+
+def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA) -> RankSummary:
+    """Every rank, from singular values that are already there.
+
+    Args:
+        sigma: singular values in descending order, as `singular_values` gives them.
+        delta: absolute threshold of the numerical rank.
+
+    Raises:
+        RankwiseError: if ``delta`` is not finite and positive.
+
+    Example:
+        >>> import torch
+        >>> sigma = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+        >>> round(summarize_spectrum(sigma).effective_rank.item(), 6)
+        2.0
+    """
+    check_delta(delta)
+    return RankSummary(
+        singular_values=sigma,
+        numerical_rank=_count(sigma, delta),
+        effective_rank=_entropy_rank(sigma),
+        stable_rank=_energy_rank(sigma),
+        sigma_max=sigma[..., 0],
+    )
+
+
+def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
+    """How many singular values are at least δ.
+
+    Formula: #{i : σ_i ≥ δ}, δ absolute: it is in the units of the matrix and does not follow its scale.
+    Range: whole numbers in [0, min(T, S)], float64 so that a matrix with NaN or infinity can answer NaN;
+    falls as δ grows. Never above ‖M‖_F²/δ².
+    Cost: that of `singular_values`.
+    Source: rank(M, δ) of "On the Limitation and Redundancy of Transformers: A Rank Perspective".
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+        delta: the threshold. A δ below about 1e-16·σ_1 counts rounding errors.
+
+    Raises:
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        RankwiseError: if ``delta`` is not finite and positive.
+
+    Example:
+        >>> import torch
+        >>> matrix = torch.diag(torch.tensor([1.0, 0.1, 0.001]))
+        >>> numerical_rank(matrix).item(), numerical_rank(matrix, delta=0.5).item()
+        (2.0, 1.0)
+    """
+    check_delta(delta)
+    return _count(spectrum_for(op, "`numerical_rank`"), delta)
+
+
+def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
+    """How many singular values matter, counted smoothly.
+
+    Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
+    Range: [1, min(T, S)], at least the stable rank; 1 = rank one, min(T, S) = all singular values equal.
+    The scale of the matrix does not matter. NaN where a matrix holds NaN or infinity.
+    Cost: that of `singular_values`.
+    Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+
+    Raises:
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+
+    Example:
+        >>> import torch
+        >>> round(effective_rank(torch.eye(5)).item(), 6), effective_rank(torch.zeros(5, 5)).item()
+        (5.0, 0.0)
+    """
+    return _entropy_rank(spectrum_for(op, "`effective_rank`"))
+
+
+def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
+    """Energy of the matrix over that of its strongest direction.
+
+    Formula: ‖M‖_F²/σ_1² = Σσ_i²/σ_1²; 0 for the zero matrix.
+    Range: [1, min(T, S)], at most the effective rank; 1 = rank one (for a row-stochastic M: all rows alike).
+    The scale of the matrix does not matter, and small singular values hardly do. NaN where a matrix holds
+    NaN or infinity.
+    Cost: that of `singular_values`.
+    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, where it is called
+    numerical rank.
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+
+    Raises:
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+
+    Example:
+        >>> import torch
+        >>> round(stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))).item(), 6)
+        1.5
+    """
+    return _energy_rank(spectrum_for(op, "`stable_rank`"))
+
+
+def _count(sigma: Tensor, delta: float) -> Tensor:
+    count = (sigma >= delta).sum(-1).to(torch.float64)
+    return count.masked_fill(sigma.isnan().any(-1), math.nan)
+
+
+def _entropy_rank(sigma: Tensor) -> Tensor:
+    relative = _relative(sigma)
+    share = relative / relative.sum(-1, keepdim=True)  # at least 1 below: σ_1/σ_1 is in the sum
+    return torch.where(sigma[..., 0] == 0, 0.0, torch.special.entr(share).sum(-1).exp())
+
+
+def _energy_rank(sigma: Tensor) -> Tensor:
+    return _relative(sigma).square().sum(-1)
+
+
+def _relative(sigma: Tensor) -> Tensor:
+    """σ/σ_1, all zero where σ_1 is: no square can overflow, and NaN stays NaN."""
+    top = sigma[..., :1].expand_as(sigma)
+    return torch.where(top.isnan(), top, ratio(sigma, top))
+
+
+def check_delta(delta: float) -> None:
+    """Refuse a threshold that is not finite and positive.
+
+    Args:
+        delta: the threshold.
+
+    Raises:
+        RankwiseError: if it is not.
+    """
+    if not (math.isfinite(delta) and delta > 0):
+        raise RankwiseError(
+            "`delta`",
+            wanted="a finite number above 0",
+            got=str(delta),
+            fix="It is the smallest singular value that still counts, such as 0.01.",
+        )

@@ -1,0 +1,33 @@
+"""Exact singular values."""
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from rankwise.measures._inputs import Mixing, measured
+
+
+def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
+    """Singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S) of them.
+
+    Range: [0, ‖M‖_F]; NaN throughout where a matrix holds NaN or infinity. An error of about 1e-16·σ_1 is
+    the best float64 gives, so smaller values mean zero.
+    Cost: a dense decomposition, O(T S min(T, S)) time and O(T S) memory for each matrix.
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+
+    Raises:
+        ShapeError: if it is not (..., T, S) with T, S ≥ 1.
+
+    Example:
+        >>> import torch
+        >>> singular_values(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).tolist()
+        [2.0, 1.0]
+    """
+    return spectrum_for(op, "`singular_values`")
+
+
+def spectrum_for(op: Mixing, subject: str) -> Float64[Tensor, "*batch N"]:
+    """`singular_values`, with errors in the name of the measure that asked."""
+    return measured(op, subject, torch.linalg.svdvals)

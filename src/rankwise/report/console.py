@@ -1,0 +1,146 @@
+"""The report on the console: findings first, then the layers, then where the numbers come from."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord, Provenance
+from rankwise.report.panels import Panel, Row, make_panels
+from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
+from rankwise.report.text import count, mean, null_share, plain, rank_share, shown
+
+_MOST_NAMES = 5
+
+
+def render_console(audit: AuditRecord, console: Console | None = None) -> None:
+    """Print an audit: its findings, a table of the layers, and where the numbers come from.
+
+    Args:
+        audit: the audit.
+        console: where to print; the standard output where there is none.
+
+    Example:
+        >>> from rankwise.audit.records import Provenance
+        >>> about = Provenance(model="m", delta=0.01)
+        >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> render_console(audit, Console(width=60))
+        Rankwise audit  m
+        0 sequences · δ = 0.01
+        <BLANKLINE>
+        No findings
+        <BLANKLINE>
+        No heads: no mixing operator was captured.
+        <BLANKLINE>
+        exact · measured in float64
+    """
+    with spelled_out(console or Console()) as out:
+        _print_header(audit, out)
+        out.print()
+        out.print(tally(audit.findings))
+        out.print()
+        print_findings(audit.findings, out)
+        for title, table in _tables(audit):
+            out.print(title, overflow="fold")
+            out.print(table)
+            out.print()
+        if not audit.heads:
+            out.print("No heads: no mixing operator was captured.")
+            out.print()
+        _print_unseen(audit, out)
+        _print_provenance(audit.provenance, out)
+
+
+def _print_header(audit: AuditRecord, console: Console) -> None:
+    about = audit.provenance
+    console.print(
+        line(("Rankwise audit", "bold"), (about.model, "bold cyan"), separator="  "), overflow="fold"
+    )
+    parameters = f"{about.parameters:,} parameters" if about.parameters else ""
+    sequences = count(about.sequences, "sequence")
+    facts = line(about.model_class, parameters, about.data, sequences, f"δ = {about.delta}")
+    console.print(facts, overflow="fold")
+    if not audit.complete:
+        stopped = "The audit stopped before it had read all of its data."
+        console.print(line(("INCOMPLETE", "bold black on yellow"), (stopped, "yellow"), separator="  "))
+
+
+def _tables(audit: AuditRecord) -> list[tuple[Text, Table]]:
+    stacks = dict.fromkeys(layer.stack for layer in audit.layers)
+    heads = [_head_table(panel, audit.heads) for panel in make_panels(audit.heads)]
+    return heads + [_state_table(stack, audit.layers) for stack in stacks]
+
+
+def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]:
+    """A row for each layer; what is the same in all of them is said once, in the title."""
+    mine = [heads[index] for index in panel.indices]
+    kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
+    varied = [name for name, values in (("kind", kinds), ("mask", masks)) if len(values) > 1]
+    facts = [
+        *(kinds if len(kinds) == 1 else []),
+        *(f"{mask} mask" for mask in masks if len(masks) == 1),
+        *([panel.pattern] if panel.pattern != panel.title else []),
+    ]
+    numbers = ["tokens", "rank\nshare", "null\nshare", "effective\nrank", "stable\nrank", "sink\nmass"]
+    table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
+    for row in panel.rows:
+        _add_layer(table, row, [heads[index] for index in row.cells.values()], varied)
+    return line((panel.title, "bold"), (", ".join(facts), "dim")), table
+
+
+def _add_layer(table: Table, row: Row, heads: Sequence[HeadRecord], varied: Sequence[str]) -> None:
+    share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
+    texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in varied]
+    numbers: list[str | Text] = [
+        shown(mean(head.tokens for head in heads), 0),
+        Text(shown(share, 2), "yellow" if share < null else ""),
+        shown(null, 2),
+        shown(mean(head.effective_rank for head in heads), 1),
+        shown(mean(head.stable_rank for head in heads), 1),
+        shown(mean(head.sink_mass for head in heads), 2),
+    ]
+    table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
+
+
+def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table]:
+    columns = ["blocks\npassed", "tokens", "μ/‖Y‖", "mean\ncosine", "effective\nrank"]
+    name = f"{stack}, token states" if stack else "token states"
+    table = new_table([(column, True) for column in columns])
+    for layer in sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer):
+        measured = [
+            shown(layer.relative_collapse, 3),
+            shown(layer.mean_cosine, 3),
+            shown(layer.effective_rank, 1),
+        ]
+        table.add_row(str(layer.layer), shown(layer.tokens, 0), *measured)
+    return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
+
+
+def _print_unseen(audit: AuditRecord, console: Console) -> None:
+    if not audit.unseen:
+        return
+    names = ", ".join(module.name for module in audit.unseen[:_MOST_NAMES])
+    more = len(audit.unseen) - _MOST_NAMES
+    rest = f" … and {more} more (see the report)" if more > 0 else ""
+    console.print(line(("Not captured:", "bold"), f" {names}{rest}", separator=""), overflow="fold")
+    console.print()
+
+
+def _print_provenance(about: Provenance, console: Console) -> None:
+    kept = f"{about.model_dtype} measured in" if about.model_dtype else "measured in"
+    batches = f"in {count(about.batches, 'batch', 'batches')}" if about.batches else ""
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    revision = f"revision {about.revision}" if about.revision else ""
+    facts = [
+        about.method,
+        f"{kept} {about.measure_dtype}",
+        about.device,
+        batches,
+        revision,
+        about.created,
+        versions,
+    ]
+    console.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
+    for note in about.notes:
+        console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")

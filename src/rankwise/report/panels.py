@@ -1,0 +1,96 @@
+"""Heads put in grids: one panel for each kind of place where a stack mixes, layers down, heads across."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from rankwise.audit.records import HeadRecord, Place
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mixer of one layer; ``cells`` leads from the head's number to its index in the audit."""
+
+    layer: int
+    site: str
+    cells: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The mixers of a stack whose names differ in numbers only, such as a decoder's cross-attentions."""
+
+    stack: str
+    title: str
+    """What to call it; no other panel of the audit has this name."""
+    pattern: str
+    """Their name with the numbers replaced by ``*``."""
+    cross: bool
+    rows: tuple[Row, ...]
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The numbers of the heads, from the smallest to the largest there is."""
+        numbers = [number for row in self.rows for number in row.cells]
+        return tuple(range(min(numbers), max(numbers) + 1)) if numbers else ()
+
+    @property
+    def indices(self) -> list[int]:
+        """The heads of this panel as indices into the audit, row by row."""
+        return [index for row in self.rows for index in row.cells.values()]
+
+
+def make_panels(heads: Sequence[HeadRecord]) -> list[Panel]:
+    """Sort heads into panels, in the order of their first appearance.
+
+    Args:
+        heads: the heads of an audit.
+
+    Returns:
+        One panel for each (stack, cross, site with its numbers masked); a row for each layer and site, and
+        another one where the same heads come twice. Every head is in exactly one cell.
+    """
+    grouped: dict[tuple[str, bool, str], dict[tuple[int, str, int], dict[int, int]]] = {}
+    for index, head in enumerate(heads):
+        rows = grouped.setdefault((head.stack, head.cross, _pattern(head.site)), {})
+        again = next(n for n in count() if head.head not in rows.get((head.layer, head.site, n), {}))
+        rows.setdefault((head.layer, head.site, again), {})[head.head] = index
+    return [
+        Panel(key[0], title, key[2], key[1], tuple(Row(*name[:2], rows[name]) for name in sorted(rows)))
+        for (key, rows), title in zip(grouped.items(), _titles(list(grouped)), strict=True)
+    ]
+
+
+def heads_at(place: Place, heads: Sequence[HeadRecord]) -> list[int]:
+    """Find the heads a finding speaks of; what it leaves open, all of them match.
+
+    Args:
+        place: where the finding is.
+        heads: the heads of the audit.
+
+    Returns:
+        Indices into ``heads``.
+    """
+    wanted = {
+        "stack": place.stack or None,
+        "layer": place.layer,
+        "site": place.site or None,
+        "head": place.head,
+    }
+    asked = {name: value for name, value in wanted.items() if value is not None}
+    return [i for i, head in enumerate(heads) if all(getattr(head, name) == asked[name] for name in asked)]
+
+
+def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:
+    """The stack, whether it reads another sequence, and as much of the site as tells panels apart."""
+    plain = [f"{stack or pattern or 'model'}{', cross' if cross else ''}" for stack, cross, pattern in keys]
+    named = [f"{title}, {key[2].rsplit('.', 1)[-1]}" for title, key in zip(plain, keys, strict=True)]
+    whole = [f"{title}, {key[2]}" for title, key in zip(plain, keys, strict=True)]
+    return [
+        next((names[i] for names in (plain, named) if names.count(names[i]) == 1), whole[i])
+        for i in range(len(keys))
+    ]
+
+
+def _pattern(site: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in site.split("."))

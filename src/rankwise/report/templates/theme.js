@@ -1,0 +1,56 @@
+// Colours live in the style sheet alone; the plots read them from there, so that they follow light and dark.
+const report = JSON.parse(document.getElementById("report-data").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const narrow = matchMedia("(max-width: 640px)");
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const SERIES = 6;
+const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+
+const find = (selector, within = document) => within.querySelector(selector);
+const findAll = (selector, within = document) => [...within.querySelectorAll(selector)];
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const series = (number) => colour(`series-${number % SERIES}`);
+
+// Plotly reads some HTML in its texts; a name must stay a name.
+const literal = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
+const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const faded = (hex, alpha) => `rgba(${channels(hex).join(", ")}, ${alpha})`;
+
+// The colour of a scale at a share of its length.
+function blend(steps, share) {
+  const after = Math.max(1, steps.findIndex(([at]) => at >= share));
+  const [[from, start], [to, end]] = [steps[after - 1], steps[after]];
+  const part = Math.min(Math.max((share - from) / (to - from), 0), 1);
+  const last = channels(end);
+  return channels(start).map((value, i) => value + part * (last[i] - value));
+}
+
+// Black or white, whichever stands out more: relative luminance and the 4.5:1 crossing of WCAG 2.
+function inkOn(background) {
+  const [red, green, blue] = background.map((value) => ((value / 255 + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#10151c" : "#ffffff";
+}
+
+function themed(layout, shapes = []) {
+  const axis = { gridcolor: colour("line"), linecolor: colour("line"), tickfont: { color: colour("muted") } };
+  return {
+    ...layout,
+    shapes,
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("muted") },
+    hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { family: getComputedStyle(document.body).fontFamily, color: colour("text") }, align: "left" },
+    xaxis: { ...layout.xaxis, ...axis },
+    yaxis: { ...layout.yaxis, ...axis },
+  };
+}
+
+function draw(place, data, layout, shapes) {
+  return Plotly.react(place, data, themed(layout, shapes), { displayModeBar: false, responsive: true });
+}
+
+function scrollTo(element) {
+  element.scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "center" });
+}

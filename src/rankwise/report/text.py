@@ -1,0 +1,133 @@
+"""Numbers and names as people read them."""
+
+import math
+import unicodedata
+from collections.abc import Iterable
+
+from rankwise.audit.records import HeadRecord, Severity
+
+MISSING = "–"
+"""Stands where there is no finite number. Never 0: a missing number is not a small one."""
+
+SEVERITIES: dict[Severity, tuple[str, str]] = {
+    "error": ("error", "errors"),
+    "warning": ("warning", "warnings"),
+    "info": ("note", "notes"),
+}
+"""From the worst down; the words for one and for more."""
+
+_TITLES = {
+    "numerical_rank": "numerical rank",
+    "rank_share": "rank share",
+    "null_rank": "null rank",
+    "null_share": "null share",
+    "relative_collapse": "μ/‖Y‖",
+    "relative_collapse_layer_0": "μ/‖Y‖ of the input",
+    "relative_collapse_lowest": "lowest μ/‖Y‖",
+    "collapse": "μ",
+    "norm": "‖Y‖",
+    "nonfinite": "not finite",
+    "sigma_max": "σ_max",
+    "nearest_distance": "distance to nearest head",
+}
+
+
+def shown(value: float, digits: int | None = None) -> str:
+    """Write a number in few characters.
+
+    Args:
+        value: the number.
+        digits: decimals; without them three significant digits.
+
+    Returns:
+        The number; a dash where it is not finite; in powers of ten where the decimals would hide it.
+
+    Example:
+        >>> shown(0.6321), shown(0.6321, 2), shown(0.00004, 2), shown(2048.0), shown(float("nan"))
+        ('0.632', '0.63', '4e-05', '2048', '–')
+    """
+    if not math.isfinite(value):
+        return MISSING
+    if digits is None:
+        return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
+    if 0 < abs(value) < 0.5 * 10**-digits:
+        return f"{value:.0e}"
+    return f"{value:.{digits}f}"
+
+
+def plain(name: str) -> str:
+    r"""Replace what a terminal would obey, such as escape sequences, by a visible mark.
+
+    Example:
+        >>> plain("layer\x1b[31m")
+        'layer�[31m'
+    """
+    return "".join("�" if unicodedata.category(c) in {"Cc", "Cf", "Cs"} else c for c in name)
+
+
+def title(measure: str) -> str:
+    """Name a measure for a reader.
+
+    Example:
+        >>> title("sink_mass"), title("relative_collapse")
+        ('sink mass', 'μ/‖Y‖')
+    """
+    return _TITLES.get(measure, measure.replace("_", " "))
+
+
+def is_command(remedy: str) -> bool:
+    """Tell a command or a call of ours from a piece of advice.
+
+    Example:
+        >>> is_command("rankwise plan --tokens 128"), is_command("prune it")
+        (True, False)
+    """
+    return remedy.startswith(("rankwise ", "rw."))
+
+
+def pieces(text: str) -> list[tuple[str, bool]]:
+    """Split a remedy into words and code: what stands in backticks, or all of a command.
+
+    Example:
+        >>> pieces("then `rankwise compare A B`"), pieces("rankwise plan --tokens 128")
+        ([('then ', False), ('rankwise compare A B', True)], [('rankwise plan --tokens 128', True)])
+    """
+    if is_command(text):
+        return [(text, True)]
+    return [(part, number % 2 == 1) for number, part in enumerate(text.split("`")) if part]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Average the finite ones; NaN where there is none.
+
+    Example:
+        >>> mean([1.0, float("nan"), 3.0])
+        2.0
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def rank_share(head: HeadRecord) -> float:
+    """Numerical rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
+    return _share(head.numerical_rank, head)
+
+
+def null_share(head: HeadRecord) -> float:
+    """Null rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
+    return _share(head.null_rank, head)
+
+
+def _share(rank: float, head: HeadRecord) -> float:
+    smaller = min(head.tokens, head.sources)
+    return rank / smaller if smaller > 0 else math.nan
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """Say how many there are, in the right number.
+
+    Example:
+        >>> count(1, "head"), count(0, "head"), count(2, "entry", "entries")
+        ('1 head', '0 heads', '2 entries')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,149 @@
+"""The low-rank barrier: what rank chance alone gives."""
+
+import math
+from typing import overload
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from rankwise.errors import RankwiseError, ShapeError, did_you_mean
+
+MASKS = ("full", "causal")
+"""Masks with a closed form, by name."""
+
+
+@overload
+def rank_barrier(
+    tokens: int, mask: str = ..., sources: int | None = ..., window: int | None = ...
+) -> float: ...
+@overload
+def rank_barrier(tokens: int, mask: Tensor, sources: int | None = ..., window: None = ...) -> Tensor: ...
+def rank_barrier(
+    tokens: int,
+    mask: str | Tensor = "full",
+    sources: int | None = None,
+    window: int | None = None,
+) -> float | Float64[Tensor, "*batch"]:
+    """Expected rank of a hardmax matrix whose rows pick winners at random.
+
+    Each row has a single 1, at a column drawn uniformly from those it may see, independently of the other
+    rows; the rank is then the number of different columns drawn. Formula, n_i the columns row i may see:
+
+    - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that may see nothing adds nothing
+    - full: S(1 − (1 − 1/S)^T), which for T = S tends to (1 − 1/e)·T ≈ 0.632 T
+    - causal (row i sees columns 0 … i): (T + 1)/2
+    - causal with a window w (row i sees the last w columns up to i): the first, summed column by column
+
+    Range: [1, min(T, S)] where any row sees a column; a matrix above it has more rank than chance gives. It
+    is an expectation, not a maximum: attention to the previous token alone has almost full rank.
+    Cost: O(1); O(T) with a window; O(T S) for a boolean mask.
+    Source: Theorem 1 of "On the Limitation and Redundancy of Transformers: A Rank Perspective" bounds the
+    expectation without a mask by (1 − 1/e)·T + O(1). The value for each mask is this project's derivation.
+
+    Args:
+        tokens: rows T.
+        mask: "full", "causal", or Bool (..., T, S), True where row i may see column j.
+        sources: columns S; as many as rows by default.
+        window: columns a row of the causal mask may see, itself included.
+
+    Returns:
+        A float for a named mask, float64 (...) on the mask's device for a boolean one.
+
+    Raises:
+        ShapeError: if the sizes are not positive or do not fit the mask, or a mask tensor is not boolean.
+        RankwiseError: if the mask has no such name, or a window comes without the causal mask.
+
+    Example:
+        >>> import torch
+        >>> round(rank_barrier(100), 2), rank_barrier(100, mask="causal")
+        (63.4, 50.5)
+        >>> round(rank_barrier(3, mask=torch.ones(3, 3, dtype=torch.bool).tril()).item(), 6)
+        2.0
+    """
+    _check_size("tokens", tokens)
+    if sources is not None:
+        _check_size("sources", sources)
+    if window is not None:
+        _check_window(window, mask)
+    if isinstance(mask, Tensor):
+        _check_mask(mask, tokens, sources)
+        return _any_mask(mask.cpu() if mask.device.type == "mps" else mask)  # mps has no float64
+    if mask == "full":
+        return _full(tokens, tokens if sources is None else sources)
+    if mask == "causal":
+        _check_square(tokens, sources)
+        return (tokens + 1) / 2 if window is None else _window(tokens, window)
+    raise RankwiseError(
+        "`mask`",
+        wanted="'full', 'causal' or a boolean tensor",
+        got=repr(mask),
+        fix=did_you_mean(str(mask), MASKS),
+    )
+
+
+def _full(tokens: int, sources: int) -> float:
+    if sources == 1:
+        return 1.0
+    return -sources * math.expm1(tokens * math.log1p(-1 / sources))
+
+
+def _window(tokens: int, window: int) -> float:
+    """Sum over columns j, seen by rows j … min(j + w, T) − 1.
+
+    Rows before w − 1 see i + 1 columns each: their product telescopes, Π_{i=j}^{k−1} i/(i + 1) = j/k. The
+    others see w each.
+    """
+    if window == 1:
+        return float(tokens)
+    column = torch.arange(tokens, dtype=torch.float64)
+    end = (column + window).clamp(max=tokens)
+    early = (column / end.clamp(max=window - 1)).clamp(max=1)
+    late = (end - column.clamp(min=window - 1)).clamp(min=0)
+    missed = early * (late * math.log1p(-1 / window)).exp()
+    return (1 - missed).sum().item()
+
+
+def _any_mask(mask: Bool[Tensor, "*batch T S"]) -> Float64[Tensor, "*batch"]:
+    seen = mask.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1)
+    log_missed = torch.where(mask, torch.log1p(-1 / seen), 0.0).sum(-2)
+    return -torch.expm1(log_missed).sum(-1)
+
+
+def _check_size(name: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ShapeError(
+            f"`{name}`", wanted="a whole number, at least 1", got=repr(size), fix="Count the tokens."
+        )
+
+
+def _check_window(window: int, mask: str | Tensor) -> None:
+    _check_size("window", window)
+    if isinstance(mask, Tensor) or mask != "causal":
+        raise RankwiseError(
+            "`window`",
+            wanted='mask="causal"',
+            got="a boolean mask" if isinstance(mask, Tensor) else repr(mask),
+            fix="Give a window of another shape as a boolean mask.",
+        )
+
+
+def _check_square(tokens: int, sources: int | None) -> None:
+    if sources not in (None, tokens):
+        raise ShapeError(
+            "`sources`",
+            wanted=f"{tokens}, as many as tokens, under the causal mask",
+            got=str(sources),
+            fix="Say which columns each row sees with a boolean mask.",
+        )
+
+
+def _check_mask(mask: Tensor, tokens: int, sources: int | None) -> None:
+    fits = mask.ndim >= 2 and mask.shape[-2] == tokens and sources in (None, mask.shape[-1])
+    if mask.dtype != torch.bool or not fits or mask.shape[-1] == 0:
+        raise ShapeError(
+            "`mask`",
+            wanted=f"torch.bool of shape (..., {tokens}, {'S' if sources is None else sources})",
+            got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+            fix="True where row i may see column j; an additive mask becomes one with mask == 0.",
+        )

@@ -1,0 +1,136 @@
+"""Each finding appears where its condition holds, and not a step before."""
+
+import math
+from typing import Any
+
+import pytest
+
+from rankwise.audit import CODES, HeadRecord, LayerRecord, Unseen, check_codes
+from rankwise.audit.findings import find
+from rankwise.errors import InputError
+
+
+def head(**changes: Any) -> HeadRecord:
+    """A head that nothing is to be said about."""
+    usual: dict[str, Any] = {
+        "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full", "sequences": 2,
+        "tokens": 32, "sources": 32, "numerical_rank": 20, "effective_rank": 12, "stable_rank": 3, "sigma_max": 1.4,
+        "row_entropy": 2, "sink_mass": 0.1, "peak_mass": 0.2, "row_distance": 0.7, "identity_distance": 0.8,
+        "null_rank": 20.4, "nearest_head": 1, "nearest_distance": 0.7,
+    }  # fmt: skip
+    return HeadRecord(**(usual | changes))
+
+
+def layer(number: int, relative: float, **changes: Any) -> LayerRecord:
+    usual: dict[str, Any] = {
+        "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16, "norm": 10,
+        "collapse": 10 * relative, "relative_collapse": relative, "mean_cosine": 1 - relative**2, "effective_rank": 8,
+    }  # fmt: skip
+    return LayerRecord(**(usual | changes))
+
+
+def codes(
+    *heads: HeadRecord, layers: tuple[LayerRecord, ...] = (), unseen: tuple[Unseen, ...] = ()
+) -> list[str]:
+    return [finding.code for finding in find(heads, layers, unseen)]
+
+
+def test_a_usual_head_gives_none() -> None:
+    assert codes(head()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "just", "not_quite"),
+    [
+        ("SINK", {"peak_mass": 0.91}, {"peak_mass": 0.89}),
+        ("CONSTANT", {"stable_rank": 1.05, "row_distance": 0.2}, {"stable_rank": 1.05, "row_distance": 0.4}),
+        ("CONSTANT", {"stable_rank": 1.05, "row_distance": 0.2}, {"stable_rank": 1.2, "row_distance": 0.2}),
+        ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
+        ("ABOVE_NULL", {"numerical_rank": 26}, {"numerical_rank": 25}),
+        ("BELOW_NULL", {"numerical_rank": 10}, {"numerical_rank": 11}),
+        ("NONFINITE", {"nonfinite": 1}, {"nonfinite": 0}),
+    ],
+)
+def test_thresholds(code: str, just: dict[str, float], not_quite: dict[str, float]) -> None:
+    assert codes(head(**just)) == [code]
+    assert codes(head(**not_quite)) == []
+
+
+def test_a_sink_is_not_also_called_constant() -> None:
+    assert codes(head(peak_mass=0.95, stable_rank=1.01, row_distance=0.1)) == ["SINK"]
+
+
+def test_twins_are_one_finding_and_need_both_heads() -> None:
+    pair = head(nearest_distance=0.05), head(head=1, nearest_head=0, nearest_distance=0.05)
+    [finding] = find(pair, (), ())
+    assert finding.code == "TWINS"
+    assert finding.evidence["nearest_head"] == 1
+
+
+def test_two_sinks_are_not_twins() -> None:
+    pair = (
+        head(nearest_distance=0.05, peak_mass=0.95),
+        head(head=1, nearest_head=0, nearest_distance=0.05, peak_mass=0.95),
+    )
+    assert codes(*pair) == ["SINK", "SINK"]
+
+
+def test_short_sequences_say_nothing() -> None:
+    odd = {"peak_mass": 0.99, "identity_distance": 0.0, "stable_rank": 1.0, "row_distance": 0.0}
+    assert codes(head(tokens=7, sources=7, numerical_rank=1, null_rank=4.6, **odd)) == []
+
+
+def test_heads_beyond_the_null_are_counted_by_layer() -> None:
+    heads = [head(head=at, numerical_rank=2 + at) for at in range(4)]
+    [finding] = find(heads, (), ())
+    assert finding.code == "BELOW_NULL"
+    assert finding.evidence["heads"] == 4
+    assert finding.where.head == 0  # the most extreme
+
+
+@pytest.mark.parametrize(
+    ("relative", "severity"),
+    [((0.9, 0.8, 0.29), "warning"), ((0.9, 0.8, 0.09), "error"), ((0.9, 0.8, 0.5), None)],
+)
+def test_collapse(relative: tuple[float, ...], severity: str | None) -> None:
+    found = find((), [layer(at, value) for at, value in enumerate(relative)], ())
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+    if found:
+        assert found[0].where.layer == 2
+
+
+def test_states_that_start_alike_have_not_collapsed() -> None:
+    assert codes(layers=(layer(0, 0.2), layer(1, 0.15))) == []
+
+
+def test_collapse_is_told_stack_by_stack() -> None:
+    stacks = [layer(at, value, stack=name) for name in "ab" for at, value in enumerate((0.9, 0.05))]
+    assert [finding.where.stack for finding in find((), stacks, ())] == ["a", "b"]
+
+
+def test_nonfinite_states() -> None:
+    [finding] = find((), [layer(0, 0.9), layer(1, math.nan, nonfinite=2)], ())
+    assert (finding.code, finding.severity, finding.where.layer) == ("NONFINITE", "error", 1)
+
+
+def test_unseen_modules_are_counted_by_class() -> None:
+    modules = [
+        Unseen(name=f"h.{at}.mamba", type="Mamba", reason="called, but nothing was seen") for at in range(3)
+    ]
+    [finding] = find((), (), modules)
+    assert finding.evidence == {"modules": 3}
+    assert "h.0.mamba" in finding.remedy
+
+
+def test_the_gravest_come_first() -> None:
+    found = find(
+        [head(identity_distance=0.0), head(head=1, peak_mass=0.95), head(head=2, nonfinite=1)], (), ()
+    )
+    assert [finding.severity for finding in found] == ["error", "warning", "info"]
+
+
+def test_every_code_is_known() -> None:
+    assert check_codes(["collapse", "above-null"]) == ["COLLAPSE", "ABOVE_NULL"]
+    assert set(check_codes(CODES)) == set(CODES)
+    with pytest.raises(InputError, match="Did you mean COLLAPSE"):
+        check_codes(["COLAPSE"])

@@ -1,0 +1,220 @@
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from rankwise.data import text_batches
+from rankwise.errors import InputError
+
+LETTERS = "abcdefgh"
+
+
+def letter_tokenizer(template: str = "$A", **special: str) -> PreTrainedTokenizerFast:
+    """A token a letter; ``template`` says what stands around a text. 0 is [UNK], then [CLS], [SEP], [END]."""
+    vocabulary = {token: i for i, token in enumerate(("[UNK]", "[CLS]", "[SEP]", "[END]", *LETTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Split("", "isolated")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=4, **special)
+
+
+BARE = letter_tokenizer(eos_token="[END]")
+FRAMED = letter_tokenizer("[CLS] $A [SEP]", pad_token="[UNK]")
+BYTES = ByT5Tokenizer(extra_ids=0)
+FRAMES = [(BARE, [], []), (FRAMED, [1], [2]), (BYTES, [], [1])]
+KINDS = pytest.mark.parametrize(("tokenizer", "before", "after"), FRAMES, ids=["bare", "framed", "bytes"])
+
+texts = st.text(LETTERS, min_size=1, max_size=60)
+sizes = st.integers(1, 12)
+
+
+def rows_of(batches) -> list[list[int]]:
+    """Ids of every sequence without its padding."""
+    return [
+        ids[mask.bool()].tolist()
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+def bare(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+@KINDS
+@given(text=texts, room=sizes, batch_size=sizes)
+def test_windows_are_disjoint_in_order_and_cover_the_text(
+    tokenizer, before, after, text: str, room: int, batch_size: int
+) -> None:
+    tokens = room + len(before) + len(after)
+    ids = bare(tokenizer, text)
+    if len(ids) < room:
+        return
+    rows = rows_of(text_batches(text, tokenizer, tokens=tokens, sequences=10**6, batch_size=batch_size))
+    for row in rows:
+        assert len(row) == tokens
+        assert row[: len(before)] == before
+        assert row[tokens - len(after) :] == after
+    joined = list(chain.from_iterable(row[len(before) : tokens - len(after)] for row in rows))
+    assert joined == ids[: len(joined)]
+    assert len(ids) - len(joined) < room  # what is left over would not fill a window
+
+
+@given(text=texts, tokens=st.integers(2, 12), sequences=sizes)
+def test_fewer_windows_are_some_of_all_windows_in_order(text: str, tokens: int, sequences: int) -> None:
+    if len(text) < tokens - 1:
+        return
+    every = rows_of(text_batches(text, BYTES, tokens=tokens, sequences=10**6))
+    some = rows_of(text_batches(text, BYTES, tokens=tokens, sequences=sequences))
+    assert len(some) == min(sequences, len(every))
+    remaining = iter(every)
+    assert all(row in remaining for row in some)
+
+
+def test_windows_are_spread_over_the_text() -> None:
+    rows = rows_of(text_batches("aabbccddeeff", BARE, tokens=2, sequences=3))
+    assert [BARE.decode(row).replace(" ", "") for row in rows] == ["aa", "cc", "ee"]
+
+
+@given(
+    source=st.one_of(texts, st.lists(st.text(LETTERS, max_size=9), min_size=1, max_size=12)),
+    tokens=sizes,
+    sequences=sizes,
+    batch_size=sizes,
+)
+def test_batching_does_not_change_the_sequences(source, tokens: int, sequences: int, batch_size: int) -> None:
+    def cut(size: int) -> list[dict[str, Tensor]] | None:
+        try:
+            return list(text_batches(source, FRAMED, tokens=tokens, sequences=sequences, batch_size=size))
+        except InputError:
+            return None
+
+    one_by_one, batches = cut(1), cut(batch_size)
+    if one_by_one is None or batches is None:
+        assert one_by_one is batches
+        return
+    assert rows_of(batches) == rows_of(one_by_one)
+    assert [len(batch["input_ids"]) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    assert 1 <= len(batches[-1]["input_ids"]) <= batch_size
+
+
+@KINDS
+@given(rows=st.lists(st.text(LETTERS, max_size=9), min_size=1, max_size=8), tokens=st.integers(3, 12))
+def test_each_text_is_one_sequence_cut_and_padded_on_the_right(
+    tokenizer, before, after, rows: list[str], tokens: int
+) -> None:
+    written = [row for row in rows if row]
+    if not written:
+        return
+    [batch] = text_batches(rows, tokenizer, tokens=tokens, sequences=8, batch_size=8)
+    room = tokens - len(before) - len(after)
+    assert rows_of([batch]) == [[*before, *bare(tokenizer, row)[:room], *after] for row in written]
+    mask = batch["attention_mask"]
+    assert mask.shape[1] == mask.sum(1).max()  # no wider than the longest
+    assert (mask.diff(dim=1) <= 0).all()  # ones, then zeros
+
+
+@KINDS
+@pytest.mark.parametrize("source", ["abcdef", ["abc", "d"]], ids=["text", "texts"])
+def test_one_token_is_a_token_of_text(tokenizer, before, after, source) -> None:
+    rows = rows_of(text_batches(source, tokenizer, tokens=1, sequences=2))
+    first = [bare(tokenizer, letter) for letter in ("ad" if isinstance(source, str) else ["a", "d"])]
+    assert rows == first
+
+
+@pytest.mark.parametrize(
+    ("special", "pad"),
+    [({"pad_token": "[SEP]", "eos_token": "[END]"}, 2), ({"eos_token": "[END]"}, 3), ({}, 0)],
+    ids=["its own", "end of text", "none"],
+)
+def test_padding_token(special: dict[str, str], pad: int) -> None:
+    tokenizer = letter_tokenizer(**special)
+    [batch] = text_batches(["abc", "d"], tokenizer, tokens=8)
+    assert batch["input_ids"][1].tolist() == [*bare(tokenizer, "d"), pad, pad]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_padding_side_of_the_tokenizer_is_not_followed() -> None:
+    tokenizer = letter_tokenizer(pad_token="[UNK]", padding_side="left")
+    [batch] = text_batches(["abc", "d"], tokenizer, tokens=8)
+    assert batch["attention_mask"][1].tolist() == [1, 0, 0]
+
+
+def test_saved_truncation_and_padding_of_the_tokenizer_are_not_followed() -> None:
+    tokenizer = letter_tokenizer(pad_token="[UNK]")
+    tokenizer("abc", truncation=True, max_length=2, padding="max_length")
+    assert len(rows_of(text_batches("abcdefgh", tokenizer, tokens=4, sequences=9))) == 2
+
+
+def test_a_text_that_looks_like_a_special_token_does_not_hide_the_frame() -> None:
+    rows = rows_of(text_batches("</s>" * 9, BYTES, tokens=4, sequences=1))
+    assert rows == [[1, 1, 1, 1]]
+    assert rows_of(text_batches("ab</s>", BYTES, tokens=4, sequences=1)) == [[100, 101, 1, 1]]
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+
+    def note(message: str, *rest: object) -> None:
+        said.append(message)
+
+    monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", note)
+    return said
+
+
+@pytest.mark.parametrize("source", ["abcdefgh" * 4, ["abcdefgh" * 4]], ids=["text", "texts"])
+@pytest.mark.parametrize("make", [letter_tokenizer, lambda: ByT5Tokenizer(model_max_length=4)])
+def test_long_texts_raise_no_warning(source, make: Callable, warned: list[str]) -> None:
+    list(text_batches(source, make(), tokens=3))
+    assert warned == []
+    make()("abcdefgh")  # what would be said otherwise
+    assert any("longer than the specified maximum" in message for message in warned)
+
+
+def test_batches_are_int64_tensors() -> None:
+    [batch] = text_batches("abcdefgh", BYTES, tokens=4, sequences=2)
+    assert set(batch) == {"input_ids", "attention_mask"}
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+
+
+@KINDS
+def test_text_shorter_than_a_window_says_what_would_work(tokenizer, before, after) -> None:
+    total = 5 + len(before) + len(after)
+    with pytest.raises(
+        InputError, match=rf"wanted 9 tokens for one window, got {total} tokens\. Use --tokens {total} "
+    ):
+        text_batches("abcde", tokenizer, tokens=9)
+    assert len(rows_of(text_batches("abcde", tokenizer, tokens=total))) == 1
+
+
+@pytest.mark.parametrize("name", ["tokens", "sequences", "batch_size"])
+def test_numbers_below_one(name: str) -> None:
+    with pytest.raises(
+        InputError, match=f"--{name.replace('_', '-')}: wanted a whole number, 1 or more, got 0"
+    ):
+        text_batches("abc", BYTES, **{"tokens": 1, name: 0})
+
+
+def test_text_without_a_token() -> None:
+    with pytest.raises(InputError, match=r"got 0 tokens\. Use another text or tokenizer"):
+        text_batches(" ", BARE, tokens=2)
+
+
+@pytest.mark.parametrize("rows", [[], ["", " \n"]])
+def test_texts_without_a_token(rows: list[str]) -> None:
+    with pytest.raises(
+        InputError, match=rf"wanted at least one with a token, got {len(rows)} without a token"
+    ):
+        text_batches(rows, BARE)

@@ -1,0 +1,181 @@
+"""What holds for every measure: dtypes, batches, NaN, empty and tiny inputs, operators, errors."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.measures.strategies import close, make, matrices, normal, rank_tolerance, unchecked
+
+import rankwise.measures as rm
+from rankwise.errors import ShapeError
+from rankwise.operators import DenseMixing, SoftmaxMixing
+
+OF_MATRICES = [
+    rm.singular_values,
+    rm.numerical_rank,
+    rm.effective_rank,
+    rm.stable_rank,
+    rm.row_entropy,
+    rm.sink_mass,
+    rm.row_distance,
+    rm.identity_distance,
+]
+OF_TOKENS = [rm.token_collapse, rm.mean_cosine, rm.state_effective_rank, rm.coding_rate]
+BAD = [math.nan, math.inf, -math.inf]
+
+every_matrix_measure = pytest.mark.parametrize("measure", OF_MATRICES, ids=lambda f: f.__name__)
+every_token_measure = pytest.mark.parametrize("measure", OF_TOKENS, ids=lambda f: f.__name__)
+every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], ids=lambda f: f.__name__)
+
+
+def test_the_lists_above_miss_no_measure():
+    here = {f.__name__ for f in [*OF_MATRICES, *OF_TOKENS]}
+    others = {"RankSummary", "as_matrices", "head_distance", "rank_summary", "summarize_spectrum"}
+    assert here | others == set(rm.__all__)
+
+
+@every_measure
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8])
+def test_any_dtype_is_measured_as_its_values_in_float64(measure, dtype):
+    x = (4 * normal(3, 6, 6, seed=1)).to(dtype)
+    got = measure(x)
+    assert got.dtype == torch.float64
+    assert got.equal(measure(x.to(torch.float64)))
+
+
+@every_matrix_measure
+@given(x=matrices(batch=(2, 3)))
+def test_matrices_of_a_batch_are_measured_alone(measure, x):
+    together = measure(x)
+    alone = torch.stack([torch.stack([measure(m) for m in row]) for row in x])
+    assert together.shape[:2] == (2, 3)
+    close(together, alone, rtol=rank_tolerance(x), atol=rank_tolerance(x))
+
+
+@every_token_measure
+def test_sequences_of_a_batch_are_measured_alone(measure):
+    x = normal(3, 5, 4, seed=2)
+    alone = torch.cat([measure(y[None]) for y in x])
+    close(measure(x), alone, rtol=rank_tolerance(x))
+
+
+@every_matrix_measure
+@pytest.mark.parametrize("bad", BAD)
+def test_a_matrix_that_is_not_finite_answers_nan_and_leaves_the_others_alone(measure, bad):
+    x = make("stochastic", (2, 3, 5, 5), seed=3)
+    clean = measure(x)
+    x[1, 0, 2, 4] = bad
+    got = measure(x)
+    assert got[1, 0].isnan().all()
+    got[1, 0] = clean[1, 0]
+    assert got.equal(clean)
+
+
+@every_token_measure
+@pytest.mark.parametrize("bad", BAD)
+def test_a_sequence_that_is_not_finite_answers_nan_and_leaves_the_others_alone(measure, bad):
+    x = normal(3, 5, 4, seed=4)
+    clean = measure(x)
+    x[1, 2, 3] = bad
+    assert measure(x).isnan().tolist() == [False, True, False]
+    assert measure(x)[[0, 2]].equal(clean[[0, 2]])
+
+
+@every_matrix_measure
+def test_empty_batches_give_empty_answers(measure):
+    assert measure(torch.empty(0, 4, 3, 5)).shape[:2] == (0, 4)
+
+
+@every_token_measure
+def test_no_sequences_give_no_answers(measure):
+    assert measure(torch.empty(0, 3, 5)).shape == (0,)
+
+
+@every_token_measure
+@given(x=st.data())
+def test_padding_may_hold_anything(measure, x):
+    tokens = normal(2, 6, 3, seed=x.draw(st.integers(0, 99)))
+    mask = torch.tensor(x.draw(st.lists(st.booleans(), min_size=6, max_size=6).filter(lambda m: sum(m) > 1)))
+    garbage = x.draw(st.sampled_from([*BAD, 0.0, 1e300]))
+    padded = tokens.masked_fill(~mask[:, None], garbage)
+    got = measure(padded, mask=mask.expand(2, 6))
+    close(got, measure(tokens[:, mask]), rtol=rank_tolerance(tokens), atol=rank_tolerance(tokens))
+
+
+@every_token_measure
+def test_a_sequence_of_padding_alone_answers_nan(measure):
+    mask = torch.tensor([[False] * 4, [True] * 4])
+    assert measure(normal(2, 4, 3), mask=mask).isnan().tolist() == [True, False]
+
+
+@every_measure
+def test_the_input_is_left_as_it_was(measure):
+    x = normal(2, 4, 4)
+    x[0, 3] = math.nan
+    before = x.clone()
+    measure(x)
+    torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
+
+
+@every_matrix_measure
+def test_an_operator_is_its_matrix(measure):
+    q, k = normal(2, 4, 6, 3, seed=5), normal(2, 2, 6, 3, seed=6)
+    softmax = SoftmaxMixing(q, k, is_causal=True)
+    assert measure(softmax).equal(measure(softmax.dense(torch.float64)))
+    half = make("stochastic", (2, 5, 5), seed=7).to(torch.bfloat16)
+    assert measure(DenseMixing(half)).equal(measure(half))
+
+
+def test_an_operator_made_in_low_precision_is_formed_in_float64():
+    q = normal(1, 6, 3, seed=5).to(torch.float32)
+    got = rm.as_matrices(SoftmaxMixing(q, q))
+    wanted = torch.softmax(q.double() @ q.double().mT / math.sqrt(3), -1)
+    close(got, wanted, rtol=64 * torch.finfo(torch.float64).eps)
+
+
+def test_heads_are_measured_through_an_operator_too():
+    heads = make("stochastic", (2, 3, 4, 4), seed=8)
+    assert rm.head_distance(DenseMixing(heads)).equal(rm.head_distance(heads))
+
+
+@every_matrix_measure
+@pytest.mark.parametrize("shape", [(3,), (), (2, 0, 3), (2, 3, 0)])
+def test_what_is_not_a_matrix_is_refused(measure, shape):
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: wanted shape \(\.\.\., T, S\)"),
+    ):
+        measure(torch.ones(shape))
+
+
+@every_matrix_measure
+def test_what_is_no_tensor_is_refused(measure):
+    with unchecked(), pytest.raises(ShapeError, match=r"got list\. Wrap an array with torch\.as_tensor"):
+        measure([[1.0, 0.0], [0.0, 1.0]])
+
+
+@every_measure
+def test_complex_numbers_are_refused(measure):
+    with unchecked(), pytest.raises(ShapeError, match=r"wanted real numbers, got torch\.complex64"):
+        measure(torch.ones(2, 3, 3, dtype=torch.complex64))
+
+
+@every_token_measure
+@pytest.mark.parametrize("shape", [(3, 4), (2, 2, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_what_is_no_batch_of_sequences_is_refused(measure, shape):
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: wanted tokens of shape \(B, T, D\)"),
+    ):
+        measure(torch.ones(shape))
+
+
+@every_token_measure
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4).bool()]
+)
+def test_a_mask_of_another_kind_is_refused(measure, mask):
+    with unchecked(), pytest.raises(ShapeError, match=r"mask of .*: wanted torch\.bool of shape \(2, 3\)"):
+        measure(torch.ones(2, 3, 4), mask=mask)

@@ -1,0 +1,219 @@
+"""What rows do: entropy, sinks, and the three distances."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.measures.strategies import close, make, matrices, normal, sum_tolerance, unchecked
+
+from rankwise.errors import ShapeError
+from rankwise.measures import (
+    head_distance,
+    identity_distance,
+    row_distance,
+    row_entropy,
+    sink_mass,
+    token_collapse,
+)
+
+NONZERO = ("signed", "stochastic", "causal", "low rank")
+seeds = st.integers(0, 2**31)
+
+
+def tolerance(m):
+    return sum_tolerance(m.shape[-1] * m.shape[-2])
+
+
+def shares(row):
+    whole = math.fsum(map(abs, row))
+    return [abs(x) / whole for x in row]
+
+
+# --- entropy and sinks -----------------------------------------------------------------------------------
+
+
+@given(m=matrices())
+def test_entropy_and_sink_against_their_definitions(m):
+    live = [shares(row) for row in m.tolist() if any(row)]
+    if not live:
+        assert row_entropy(m).isnan()
+        assert sink_mass(m).isnan()
+        return
+    entropy = [-math.fsum(p * math.log(p) for p in row if p) for row in live]
+    close(row_entropy(m), math.fsum(entropy) / len(live), rtol=tolerance(m), atol=tolerance(m))
+    for column in range(m.shape[1]):
+        wanted = math.fsum(row[column] for row in live) / len(live)
+        close(sink_mass(m, column), wanted, rtol=tolerance(m))
+        assert sink_mass(m, column - m.shape[1]).equal(sink_mass(m, column))
+
+
+@given(m=matrices(kinds=NONZERO), factors=st.lists(st.floats(1e-3, 1e3), min_size=9, max_size=9))
+def test_the_scale_and_signs_of_rows_do_not_matter(m, factors):
+    signed = [factor * (-1) ** i for i, factor in enumerate(factors[: len(m)])]
+    scaled = m * torch.tensor(signed, dtype=torch.float64)[:, None]
+    close(row_entropy(scaled), row_entropy(m), rtol=tolerance(m), atol=tolerance(m))
+    close(sink_mass(scaled), sink_mass(m), rtol=tolerance(m))
+
+
+@given(m=matrices(kinds=NONZERO), rows=st.integers(0, 3), columns=st.integers(0, 3))
+def test_masked_rows_and_columns_do_not_matter(m, rows, columns):
+    padded = torch.nn.functional.pad(m, (0, columns, 0, rows))
+    close(row_entropy(padded), row_entropy(m), rtol=tolerance(padded), atol=tolerance(padded))
+    close(sink_mass(padded), sink_mass(m), rtol=tolerance(padded))
+
+
+@given(m=matrices(kinds=NONZERO))
+def test_entropy_and_sink_keep_to_their_ranges(m):
+    assert -tolerance(m) <= row_entropy(m) <= math.log(m.shape[1]) + tolerance(m)
+    masses = torch.stack([sink_mass(m, column) for column in range(m.shape[1])])
+    assert (masses >= 0).all()
+    close(masses.sum(), 1.0, rtol=tolerance(m))
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
+def test_rows_of_any_size_have_an_entropy(scale):
+    m = torch.full((2, 4), scale, dtype=torch.float64)
+    close(row_entropy(m), math.log(4), rtol=tolerance(m))
+    close(sink_mass(m), 0.25, rtol=tolerance(m))
+
+
+@pytest.mark.parametrize("column", [3, -4])
+def test_a_column_that_is_not_there_is_refused(column):
+    with pytest.raises(ShapeError, match=r"`column` of `sink_mass`: wanted an index in \[−3, 3\)"):
+        sink_mass(torch.ones(2, 3), column)
+
+
+# --- distance to equal rows ------------------------------------------------------------------------------
+
+
+@given(m=matrices(kinds=NONZERO))
+def test_row_distance_is_what_the_mean_row_leaves(m):
+    """Pythagoras: ‖M‖² = ‖M − 1m̄ᵀ‖² + T‖m̄‖²."""
+    share = row_distance(m).square()
+    assert 0 <= share <= 1
+    close(share, 1 - len(m) * m.mean(0).square().sum() / m.square().sum(), rtol=0, atol=tolerance(m))
+
+
+@given(m=matrices(batch=(2,)))
+def test_row_distance_is_the_collapse_of_rows(m):
+    close(row_distance(m), token_collapse(m), rtol=tolerance(m), atol=tolerance(m))
+
+
+@given(row=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), rows=st.integers(1, 9))
+def test_equal_rows_are_at_no_distance_at_all(row, rows):
+    assert row_distance(torch.tensor([row] * rows, dtype=torch.float64)) == 0
+
+
+def test_nearly_equal_rows_keep_their_digits():
+    m = normal(1, 4, seed=2) + 1e-13 * normal(6, 4, seed=1)
+    exact = [[Fraction(x) for x in row] for row in m.tolist()]
+    mean = [sum(column) / 6 for column in zip(*exact, strict=True)]
+    apart = sum((x - mu) ** 2 for row in exact for x, mu in zip(row, mean, strict=True))
+    wanted = math.sqrt(apart / sum(x * x for row in exact for x in row))
+    close(row_distance(m), wanted, rtol=tolerance(m))
+
+
+def test_rows_without_a_mean_are_at_distance_one_and_not_beyond():
+    """Half the rows are the others' opposites: rounding alone puts one in twenty of these above 1."""
+    half = normal(200, 2, 4, seed=2)
+    distance = row_distance(torch.cat([half, -half], dim=-2))
+    assert (distance <= 1).all()
+    close(distance, torch.ones(200), rtol=sum_tolerance(16))
+
+
+# --- distance to the identity ----------------------------------------------------------------------------
+
+
+@given(m=matrices(square=True))
+def test_identity_distance_against_its_definition(m):
+    n = len(m)
+    wanted = (m - torch.eye(n, dtype=torch.float64)).norm() / math.sqrt(m.square().sum() + n)
+    close(identity_distance(m), wanted, rtol=tolerance(m))
+    if (m >= 0).all():
+        assert identity_distance(m) <= 1 + tolerance(m)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_identity_its_opposite_and_the_previous_token(n):
+    eye = torch.eye(n)
+    assert identity_distance(eye) == 0
+    close(identity_distance(-eye), math.sqrt(2), rtol=tolerance(eye))
+    assert identity_distance(torch.zeros(n, n)) == 1
+    if n > 1:
+        close(identity_distance(eye.roll(1, 0)), 1.0, rtol=tolerance(eye))
+
+
+def test_only_square_matrices_can_be_the_identity():
+    assert identity_distance(torch.ones(2, 3, 4)).isnan().tolist() == [True, True]
+
+
+def test_a_huge_matrix_is_far_from_the_identity():
+    m = 1e200 * torch.eye(3, dtype=torch.float64)
+    close(identity_distance(m), 1.0, rtol=tolerance(m))
+    close(identity_distance(m / 1e200 / 1e200), 1.0, rtol=tolerance(m))
+
+
+# --- distance between heads ------------------------------------------------------------------------------
+
+
+@given(heads=matrices(batch=(2, 3), kinds=NONZERO))
+def test_head_distance_against_its_definition(heads):
+    got = head_distance(heads)
+    assert got.shape == (2, 3, 3)
+    for b in range(2):
+        for i in range(3):
+            for j in range(3):
+                a, c = heads[b, i], heads[b, j]
+                wanted = (a - c).norm() / math.hypot(a.norm().item(), c.norm().item())
+                close(got[b, i, j], wanted, rtol=tolerance(heads))
+
+
+@given(heads=matrices(batch=(4,), kinds=("stochastic", "causal")))
+def test_head_distance_is_symmetric_with_a_zero_diagonal_and_at_most_one(heads):
+    got = head_distance(heads)
+    assert got.equal(got.mT)
+    assert (got.diagonal() == 0).all()
+    assert (got <= 1 + tolerance(heads)).all()
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e-9, 1e-12])
+def test_nearly_equal_heads_keep_their_digits(step):
+    """‖A‖² + ‖B‖² − 2⟨A, B⟩ has no digit left for steps below 1e-8."""
+    a = make("stochastic", (6, 6), seed=1)
+    b = a + step * normal(6, 6, seed=2)
+    c = normal(6, 6, seed=3)
+    wanted = (a - b).norm() / math.hypot(a.norm().item(), b.norm().item())
+    close(head_distance(torch.stack([a, c, b]))[0, 2], wanted, rtol=sum_tolerance(36))
+
+
+def test_a_head_that_is_not_finite_has_no_distances():
+    heads = make("stochastic", (3, 4, 4), seed=4)
+    clean = head_distance(heads)
+    heads[1, 0, 0] = math.inf
+    got = head_distance(heads)
+    assert got[1].isnan().all()
+    assert got[:, 1].isnan().all()
+    assert got[::2, ::2].equal(clean[::2, ::2])
+
+
+def test_zero_heads_are_alike_and_far_from_others():
+    heads = torch.stack([torch.zeros(2, 2), torch.zeros(2, 2), torch.eye(2)])
+    assert head_distance(heads).tolist() == [[0, 0, 1], [0, 0, 1], [1, 1, 0]]
+
+
+def test_heads_of_any_size_dtype_and_number():
+    heads = make("stochastic", (3, 4, 4), seed=6)
+    close(head_distance(1e200 * heads), head_distance(heads), rtol=tolerance(heads))
+    close(head_distance(1e-200 * heads), head_distance(heads), rtol=tolerance(heads))
+    half = make("stochastic", (3, 4, 5), seed=5).to(torch.bfloat16)
+    assert head_distance(half).equal(head_distance(half.double()))
+    assert head_distance(torch.ones(1, 1, 1)).tolist() == [[0]]
+    assert head_distance(torch.empty(0, 3, 2, 2)).shape == (0, 3, 3)
+
+
+def test_one_matrix_is_not_a_stack_of_heads():
+    with unchecked(), pytest.raises(ShapeError, match=r"`head_distance`: wanted shape \(\.\.\., H, T, S\)"):
+        head_distance(torch.eye(3))

@@ -1,0 +1,107 @@
+"""The package keeps its arrows, and `import rankwise` stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rankwise
+
+PACKAGE = Path(rankwise.__file__).parent
+BASE = {"errors", "shapes", "operators", "files"}
+ALLOWED = {
+    "errors": set(),
+    "files": {"errors"},
+    "shapes": set(),
+    "operators": {"errors", "shapes"},
+    "measures": {"errors", "shapes", "operators"},
+    "theory": {"errors", "shapes"},
+    "capture": {"errors", "shapes", "operators"},
+    "audit": {"errors", "shapes", "operators", "files", "capture", "measures", "theory"},
+    "report": {"errors", "files", "audit"},
+    "data": {"errors", "shapes", "files"},
+    "assets": {"errors"},
+    "subjects": {"errors", "data"},
+    "cli": {"errors", "files", "audit", "report", "data", "assets", "subjects", "measures"},
+}
+LAZY = {("audit", "report"): "Audit.to_html is the contract; imported when it is called"}
+
+
+def imports(path: Path) -> set[tuple[str, bool]]:
+    """Parts of the package a file imports, and whether inside a function."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    out = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rankwise"):
+            parts = node.module.split(".")
+            names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+            out |= {(name, id(node) in inside) for name in names}
+        elif isinstance(node, ast.Import):
+            names = [a.name.split(".")[1] for a in node.names if a.name.startswith("rankwise.")]
+            out |= {(name, id(node) in inside) for name in names}
+    return out
+
+
+def files() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part != "__init__":
+            found.append((part, path))
+    return found
+
+
+@pytest.mark.parametrize(("part", "path"), files(), ids=lambda value: str(value).removeprefix(str(PACKAGE)))
+def test_imports_follow_the_arrows(part: str, path: Path) -> None:
+    assert part in ALLOWED, f"{part} has no place in the layout: add its arrows here"
+    for name, lazily in imports(path):
+        if name in (part, "__version__") or (lazily and (part, name) in LAZY):
+            continue
+        assert name in ALLOWED[part], f"{path.name} in {part} imports {name}"
+
+
+def test_the_arrow_test_sees_a_wrong_import(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from rankwise.capture import capture\ndef f():\n    import rankwise.report\n")
+    assert imports(wrong) == {("capture", False), ("report", True)}
+
+
+def in_fresh_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light() -> None:
+    heavy = ["transformers", "triton", "plotly", "pandas", "datasets", "PIL", "jinja2", "numba"]
+    loaded = in_fresh_process(
+        f"import rankwise, sys; print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert loaded.strip() == "[]"
+
+
+def test_a_plain_model_is_measured_without_transformers() -> None:
+    code = """
+import sys
+for name in ("transformers", "triton", "plotly"):
+    sys.modules[name] = None
+import torch, rankwise as rw
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+audit = rw.audit(layer, [torch.randn(2, 9, 8)])
+print(len(audit.heads))
+"""
+    assert in_fresh_process(code).strip() == "2"
+
+
+def test_every_public_name_is_there_and_few() -> None:
+    assert len(rankwise.__all__) < 25
+    for name in rankwise.__all__:
+        assert getattr(rankwise, name) is not None

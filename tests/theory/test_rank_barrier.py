@@ -1,0 +1,162 @@
+"""The barrier: against every assignment of winners, against simulation, and against itself."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwise.errors import RankwiseError, ShapeError
+from rankwise.theory import rank_barrier
+
+sizes = st.integers(1, 40)
+
+
+def enumerated(mask):
+    """Mean number of different winners over every assignment, exactly."""
+    seen = [[j for j, allowed in enumerate(row) if allowed] for row in mask.tolist()]
+    seen = [row for row in seen if row]
+    total = sum(len(set(winners)) for winners in product(*seen))
+    return Fraction(total, math.prod(len(row) for row in seen))
+
+
+def band(tokens, window):
+    ones = torch.ones(tokens, tokens, dtype=torch.bool)
+    return ones.tril() & ones.triu(1 - window)
+
+
+def near(got, wanted, tokens):
+    """Each of S terms is a product of at most T factors: c·T·S·u, here relative to the sum."""
+    assert float(got) == pytest.approx(float(wanted), rel=1e-15 * (8 + tokens), abs=1e-15)
+
+
+@st.composite
+def masks(draw):
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    bits = draw(st.lists(st.booleans(), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
+    return torch.tensor(bits).reshape(shape)
+
+
+@given(mask=masks())
+def test_any_mask_against_every_assignment(mask):
+    near(rank_barrier(len(mask), mask), enumerated(mask), 4)
+
+
+@pytest.mark.parametrize("tokens", range(1, 6))
+def test_named_masks_against_every_assignment(tokens):
+    near(rank_barrier(tokens, "causal"), enumerated(band(tokens, tokens)), tokens)
+    for sources in range(1, 5):
+        full = torch.ones(tokens, sources, dtype=torch.bool)
+        near(rank_barrier(tokens, sources=sources), enumerated(full), tokens)
+    for window in range(1, 7):
+        near(rank_barrier(tokens, "causal", window=window), enumerated(band(tokens, window)), tokens)
+
+
+@given(tokens=sizes, sources=sizes, window=sizes)
+def test_names_are_masks(tokens, sources, window):
+    near(
+        rank_barrier(tokens, "full", sources),
+        rank_barrier(tokens, torch.ones(tokens, sources).bool()),
+        tokens,
+    )
+    near(rank_barrier(tokens, "causal"), rank_barrier(tokens, band(tokens, tokens)), tokens)
+    near(rank_barrier(tokens, "causal", window=window), rank_barrier(tokens, band(tokens, window)), tokens)
+
+
+@given(tokens=sizes, sources=sizes)
+def test_the_barrier_is_a_rank(tokens, sources):
+    slack = 1e-15 * (8 + tokens) * sources
+    assert 1 - slack <= rank_barrier(tokens, sources=sources) <= min(tokens, sources) + slack
+
+
+def test_a_wider_window_gives_less_rank():
+    """A window of one is the identity, a window of all is the causal mask."""
+    curve = [rank_barrier(50, "causal", window=w) for w in (1, 2, 4, 8, 16, 50, 70)]
+    assert curve[0] == 50
+    assert curve[-1] == curve[-2] == 25.5
+    assert all(a > b for a, b in pairwise(curve[:-1]))
+
+
+def test_the_limits_of_long_sequences():
+    """Without a mask the share tends to 1 − 1/e, with an error of 1/(2e·T) to first order."""
+    tokens = 10**6
+    assert rank_barrier(tokens) / tokens == pytest.approx(1 - 1 / math.e, abs=1 / tokens)
+    assert rank_barrier(tokens, "causal") == (tokens + 1) / 2
+    # the same law within a window: each inner column is missed w times with 1 − 1/w
+    assert rank_barrier(tokens, "causal", window=64) / tokens == pytest.approx(
+        1 - (1 - 1 / 64) ** 64, abs=64 / tokens
+    )
+
+
+def test_a_few_rows_over_many_columns_keep_their_digits():
+    """T rows over S columns collide T(T − 1)/(2S) times on average, to first order; S(1 − (1 − 1/S)^T) cancels."""
+    assert 10 - rank_barrier(10, sources=10**9) == pytest.approx(45e-9, rel=1e-6)
+
+
+@pytest.mark.parametrize(("mask", "window"), [("full", None), ("causal", None), ("causal", 8)])
+def test_simulated_hardmax_matrices_have_this_rank(mask, window):
+    tokens, draws = 48, 4000
+    seen = torch.ones(tokens, tokens).bool() if mask == "full" else band(tokens, window or tokens)
+    generator = torch.Generator().manual_seed(0)
+    winners = torch.multinomial(seen.double(), draws, replacement=True, generator=generator)  # T × draws
+    ranks = torch.zeros(draws, tokens).scatter_(1, winners.T, 1.0).sum(1)
+    stderr = ranks.std() / math.sqrt(draws)
+    assert (
+        abs(ranks.mean() - rank_barrier(tokens, mask, window=window)) < 5 * stderr
+    )  # missed once in 2 million
+
+
+def test_masks_come_in_batches():
+    masks = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(1)) > 0.4
+    got = rank_barrier(5, masks)
+    assert got.dtype == torch.float64
+    alone = torch.stack([torch.stack([rank_barrier(5, m) for m in row]) for row in masks])
+    torch.testing.assert_close(got, alone, rtol=1e-14, atol=0)
+    assert rank_barrier(5, torch.empty(0, 5, 7, dtype=torch.bool)).shape == (0,)
+
+
+def test_rows_that_may_see_nothing_add_nothing():
+    mask = band(4, 4)
+    padded = torch.nn.functional.pad(mask, (0, 2, 0, 3))
+    near(rank_barrier(7, padded), 2.5, 7)
+    assert rank_barrier(3, torch.zeros(3, 3, dtype=torch.bool)) == 0
+
+
+@pytest.mark.parametrize("name", ["tokens", "sources", "window"])
+@pytest.mark.parametrize("size", [0, -2, True])
+def test_sizes_are_counts(name, size):
+    sizes = {"tokens": 4, "mask": "causal"} | {name: size}
+    with pytest.raises(ShapeError, match=f"`{name}`: wanted a whole number, at least 1, got {size}"):
+        rank_barrier(**sizes)
+
+
+def test_an_unknown_mask_is_refused_with_the_near_one():
+    with pytest.raises(RankwiseError, match=r"`mask`: wanted .* got 'casual'\. Did you mean causal\?"):
+        rank_barrier(4, "casual")
+
+
+def test_causal_rows_over_other_columns_need_their_mask():
+    with pytest.raises(
+        ShapeError, match="`sources`: wanted 4, as many as tokens, under the causal mask, got 6"
+    ):
+        rank_barrier(4, "causal", sources=6)
+    assert rank_barrier(4, "causal", sources=4) == 2.5
+
+
+@pytest.mark.parametrize("mask", ["full", torch.ones(4, 4).bool()])
+def test_a_window_belongs_to_the_causal_mask(mask):
+    with pytest.raises(RankwiseError, match='`window`: wanted mask="causal"'):
+        rank_barrier(4, mask, window=2)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.zeros(4, 4), torch.ones(3, 4).bool(), torch.ones(4, 5).bool(), torch.ones(4).bool()],
+    ids=["additive", "rows", "columns", "vector"],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask):
+    with pytest.raises(ShapeError, match=r"`mask`: wanted torch\.bool of shape \(\.\.\., 4, 4\)"):
+        rank_barrier(4, mask, sources=4)
