@@ -23,8 +23,9 @@ def head(**changes: Any) -> HeadRecord:
 
 def layer(number: int, relative: float, **changes: Any) -> LayerRecord:
     usual: dict[str, Any] = {
-        "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16, "norm": 10,
-        "collapse": 10 * relative, "relative_collapse": relative, "mean_cosine": 1 - relative**2, "effective_rank": 8,
+        "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16,
+        "norm": 10, "collapse": 10 * relative, "relative_collapse": relative, "mean_cosine": 1 - relative**2,
+        "effective_rank": 8,
     }  # fmt: skip
     return LayerRecord(**(usual | changes))
 

@@ -1,0 +1,115 @@
+"""Audits are written whole, read back the same, and refused clearly when they are not what they should be."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes.families import nano_gpt
+
+import rankwise as rw
+from rankwise.audit.records import SCHEMA_VERSION
+from rankwise.errors import InputError, RecordError
+
+
+@pytest.fixture(scope="module")
+def audit() -> rw.Audit:
+    return rw.audit(nano_gpt(), [{"input_ids": torch.randint(0, 60, (2, 10))}])
+
+
+def test_round_trip(audit: rw.Audit, tmp_path: Path) -> None:
+    path = audit.save(tmp_path / "deep" / "audit.json")
+    again = rw.Audit.load(path)
+    assert again.model_dump_json() == audit.model_dump_json()
+    assert isinstance(again, rw.Audit)
+    assert rw.Audit.load(path.parent).heads[0].head == 0  # a folder will do
+
+
+def test_nan_survives(audit: rw.Audit, tmp_path: Path) -> None:
+    broken = audit.model_copy(
+        update={"heads": [audit.heads[0].model_copy(update={"stable_rank": float("nan")})]}
+    )
+    path = broken.save(tmp_path / "audit.json")
+    assert "NaN" not in path.read_text()  # JSON has no NaN
+    assert rw.Audit.load(path).heads[0].stable_rank != rw.Audit.load(path).heads[0].stable_rank
+
+
+def edited(audit: rw.Audit, path: Path, change: Any) -> Path:
+    content = json.loads(audit.model_dump_json())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "wanted JSON"),
+        ('{"format": "rankwise-au', "cut short"),
+        ("[1, 2]", "other JSON"),
+        ('{"model": "bert"}', "other JSON"),
+        ('{"format": "rankwise-audit"}', "schema version"),
+    ],
+)
+def test_foreign_files(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=says):
+        rw.Audit.load(path)
+
+
+def test_newer_versions_and_damaged_fields(audit: rw.Audit, tmp_path: Path) -> None:
+    newer = edited(audit, tmp_path / "a.json", lambda c: c.update(schema_version=SCHEMA_VERSION + 1))
+    with pytest.raises(RecordError, match="Upgrade rankwise"):
+        rw.Audit.load(newer)
+    damaged = edited(audit, tmp_path / "b.json", lambda c: c["heads"][0].update(layer="seven"))
+    with pytest.raises(RecordError, match=r"heads\.0\.layer"):
+        rw.Audit.load(damaged)
+
+
+def test_missing_and_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        rw.Audit.load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="readable JSON"):
+        rw.Audit.load(tmp_path / "binary.json")
+
+
+def test_a_place_that_cannot_be_written(audit: rw.Audit, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="can be written"):
+        audit.save(tmp_path / "file" / "audit.json")
+
+
+def test_a_full_disk_leaves_the_old_file(
+    audit: rw.Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = audit.save(tmp_path / "audit.json")
+    before = path.read_text()
+
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        self.touch()
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="No space left"):
+        audit.save(path)
+    monkeypatch.undo()
+    assert path.read_text() == before
+    assert [other.name for other in tmp_path.iterdir()] == ["audit.json"]
+
+
+def test_frames(audit: rw.Audit) -> None:
+    pytest.importorskip("pandas")
+    heads = audit.to_frame()
+    assert len(heads) == 12
+    assert set(heads.columns) >= {"layer", "head", "numerical_rank", "null_rank"}
+    assert list(audit.to_frame("layers")["layer"]) == [0, 1, 2, 3]
+    empty = audit.model_copy(update={"findings": []}).to_frame("findings")
+    assert len(empty) == 0
+
+
+def test_repr_is_one_line(audit: rw.Audit) -> None:
+    assert str(audit).startswith("Audit(NanoGPT: 12 heads, 4 layers")

@@ -1,0 +1,353 @@
+"""`rankwise audit` as its user meets it: real models in folders, real files, exit statuses, messages."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from rankwise.audit import Audit
+from rankwise.cli import app
+from rankwise.errors import RankwiseError
+
+TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in an empty folder; errors for users come back as the result's exception."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny causal language model over bytes, with its tokenizer."""
+    from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(path)
+    return path
+
+
+def audit_of(tmp_path: Path) -> Audit:
+    return Audit.load(tmp_path / "rankwise-audit")
+
+
+def test_writes_report_and_says_where(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("audit", folder, "--text", "text.txt", "--tokens", 16, "--sequences", 3, "--batch-size", 2)
+    assert result.exit_code == 0, result.output
+    audit = audit_of(tmp_path)
+    assert [len(audit.heads), len(audit.layers), audit.heads[0].sequences] == [4, 3, 3]
+    assert audit.provenance.batches == 2
+    assert "16 tokens" in audit.provenance.data
+    for name in ("audit.json", "index.html"):
+        assert (tmp_path / "rankwise-audit" / name).stat().st_size > 0
+        assert name in result.output
+
+
+def test_windows_longer_than_the_model_are_cut_and_it_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
+    assert run("audit", folder, "--text", "text.txt", "--tokens", 500, "--sequences", 1).exit_code == 0
+    audit = audit_of(tmp_path)
+    assert audit.heads[0].tokens == 64
+    assert any("64 tokens" in note for note in audit.provenance.notes)
+
+
+def test_rows_of_a_jsonl_file_are_padded(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "word " * n}) for n in (2, 5)))
+    assert run("audit", folder, "--text", "rows.jsonl", "--tokens", 40).exit_code == 0
+    assert audit_of(tmp_path).heads[0].tokens == pytest.approx(
+        (11 + 26) / 2
+    )  # bytes and </s>, padding not counted
+
+
+def test_encoder_decoder(run: Run, tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=259, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    T5ForConditionalGeneration(config).save_pretrained("t5")
+    ByT5Tokenizer(extra_ids=0).save_pretrained("t5")
+    result = run("audit", "t5", "--text", "text.txt", "--tokens", 12, "--sequences", 2)
+    assert result.exit_code == 0, result.output
+    heads = audit_of(tmp_path).heads
+    assert {(head.stack, head.cross) for head in heads} == {
+        ("encoder.block", False), ("decoder.block", False), ("decoder.block", True),
+    }  # fmt: skip
+
+
+def test_vision(run: Run, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    from transformers import ViTConfig, ViTModel
+
+    ViTModel(
+        ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=48,
+            image_size=32,
+            patch_size=8,
+        )
+    ).save_pretrained("vit")
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        image.effect_noise((40, 50), 60 + number).convert("RGB").save(tmp_path / "photos" / f"{number}.png")
+    result = run("audit", "vit", "--images", "photos", "--sequences", 3)
+    assert result.exit_code == 0, result.output
+    assert audit_of(tmp_path).heads[0].sequences == 3
+    assert audit_of(tmp_path).heads[0].tokens == 17
+
+
+FACTORY = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(256, 16), nn.ModuleList([Block(), Block()])
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+def with_batches():
+    return build(), [torch.zeros(1, 9, dtype=torch.long)]
+
+def wrong():
+    return "model"
+
+def broken():
+    raise RuntimeError("no weights")
+"""
+
+
+def test_a_factory_reads_bytes_or_its_own_batches(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FACTORY)
+    assert run("audit", "net.py:build", "--text", "text.txt", "--tokens", 20, "--sequences", 2).exit_code == 0
+    audit = audit_of(tmp_path)
+    assert audit.heads[0].tokens == 20
+    assert any("bytes" in note for note in audit.provenance.notes)
+    assert run("audit", "net.py:with_batches").exit_code == 0
+    assert audit_of(tmp_path).heads[0].tokens == 9
+
+
+def test_fail_on_sets_the_status(run: Run, folder: Path) -> None:
+    arguments = ("audit", folder, "--text", "text.txt", "--tokens", 16, "--sequences", 1)
+    result = run(*arguments, "--fail-on", "nonfinite")
+    assert result.exit_code == 0
+    codes = {finding.code for finding in Audit.load("rankwise-audit").findings}
+    assert codes, "a random model has some finding, or this test shows nothing"
+    result = run(*arguments, "--fail-on", codes.pop())
+    assert result.exit_code == 3
+    assert "--fail-on" in result.output
+
+
+def test_nan_weights_gate(run: Run, folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(math.nan)
+    model.save_pretrained("broken")
+    AutoTokenizer.from_pretrained(folder).save_pretrained("broken")
+    result = run("audit", "broken", "--text", "text.txt", "--tokens", 16, "--fail-on", "NONFINITE")
+    assert result.exit_code == 3
+    assert "NONFINITE" in result.output
+    html = (tmp_path / "rankwise-audit" / "index.html").read_text()
+    assert "NONFINITE" in html
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(run: Run, folder: Path, tmp_path: Path, dtype: str) -> None:
+    assert run("audit", folder, "--text", "text.txt", "--tokens", 16, "--dtype", dtype).exit_code == 0
+    assert audit_of(tmp_path).provenance.model_dtype == dtype
+
+
+def test_weights_that_are_missing_are_said_to_be_random(run: Run, folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    LlamaForCausalLM.from_pretrained(folder).save_pretrained("partial")
+    AutoTokenizer.from_pretrained(folder).save_pretrained("partial")
+    weights = load_file("partial/model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, "partial/model.safetensors", metadata={"format": "pt"})
+    assert run("audit", "partial", "--text", "text.txt", "--tokens", 16).exit_code == 0
+    assert any("random" in note and "q_proj" in note for note in audit_of(tmp_path).provenance.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--text", "none.txt"], "no such file"),
+        (["--text", "empty.txt"], "empty"),
+        (["--text", "latin.txt"], "UTF-8"),
+        (["--text", "short.txt"], "--tokens"),
+        (["--images", "."], "reads text"),
+        ([], "Give --text"),
+        (["--text", "text.txt", "--dataset", "imdb"], "--text and --dataset"),
+        (["--text", "text.txt", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
+        (["--text", "text.txt", "--delta", "-1"], "delta"),
+        (["--text", "text.txt", "--device", "gpu0"], "device"),
+        (["--text", "text.txt", "--dtype", "float99"], "float99"),
+        (["--text", "text.txt", "--out", "text.txt/report"], "can be written"),
+    ],
+)
+def test_bad_input(run: Run, folder: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "latin.txt").write_bytes("Málaga".encode("latin-1") * 50)
+    result = run("audit", folder, *arguments)
+    assert isinstance(result.exception, RankwiseError), result.output
+    assert says in str(result.exception)
+    assert not (tmp_path / "rankwise-audit" / "audit.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("nowhere/model", "Hugging Face name"),
+        ("net.py:missing", "Did you mean|Known"),
+        ("net.py:wrong", "torch.nn.Module"),
+        ("net.py:broken", "no weights"),
+        ("absent.py:build", "no such file"),
+        ("empty-folder", "config.json"),
+        ("damaged", "damaged"),
+    ],
+)
+def test_bad_models(run: Run, folder: Path, tmp_path: Path, spec: str, says: str) -> None:
+    import re
+    import shutil
+
+    (tmp_path / "net.py").write_text(FACTORY)
+    (tmp_path / "empty-folder").mkdir()
+    shutil.copytree(folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\x00" * 100)
+    result = run("audit", spec, "--text", "text.txt", "--tokens", 16)
+    assert isinstance(result.exception, RankwiseError), result.output
+    assert re.search(says, str(result.exception))
+
+
+def test_a_disk_that_fills_up_late_loses_nothing(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Audit, path: Any) -> Path:
+        from rankwise.errors import InputError
+
+        raise InputError("report", wanted="room", got="No space left on device", fix="Make room.")
+
+    monkeypatch.setattr(Audit, "to_html", full)
+    result = run("audit", folder, "--text", "text.txt", "--tokens", 16)
+    assert "No space left" in str(result.exception)
+    rescued = str(result.exception).split("kept in ")[1].rstrip(".")
+    assert len(Audit.load(rescued).heads) == 4
+
+
+def test_a_forward_that_raises_later_writes_what_was_before(run: Run, tmp_path: Path) -> None:
+    good, bad = "torch.zeros(1, 9, dtype=torch.long)", "torch.full((1, 9), 999)"
+    (tmp_path / "net.py").write_text(f"{FACTORY}\ndef late():\n    return build(), [{good}, {bad}]\n")
+    result = run("audit", "net.py:late")
+    assert isinstance(result.exception, RankwiseError)
+    assert "batch 2" in str(result.exception)
+    audit = audit_of(tmp_path)
+    assert not audit.complete
+    assert audit.heads[0].sequences == 1
+    assert "INCOMPLETE" in result.output
+
+
+def test_ctrl_c_writes_and_leaves_with_130(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        FACTORY
+        + """
+def interrupted():
+    def batches():
+        yield torch.zeros(1, 9, dtype=torch.long)
+        raise KeyboardInterrupt
+    return build(), batches()
+"""
+    )
+    result = run("audit", "net.py:interrupted")
+    assert result.exit_code == 130
+    assert not audit_of(tmp_path).complete
+
+
+def process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    code = "from rankwise.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, check=False, cwd=cwd, env={**os.environ, "COLUMNS": "80"},
+    )  # fmt: skip
+
+
+def test_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
+    done = process("audit", "--text", "none.txt", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("rankwise: none.txt")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_in_a_fresh_process(tmp_path: Path) -> None:
+    done = process("audit", "--sequences", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    audit = Audit.load(tmp_path / "rankwise-audit")
+    assert (len(audit.heads), len(audit.layers), audit.complete) == (16, 5, True)
+    assert audit.provenance.command.startswith("rankwise audit")
+
+
+def test_help_names_every_option_and_shows_examples(run: Run) -> None:
+    text = run("audit", "--help").output
+    for option in (
+        "--text", "--images", "--dataset", "--tokens", "--sequences", "--batch-size", "--delta", "--device",
+        "--dtype", "--out", "--fail-on", "--trust-remote-code",
+    ):  # fmt: skip
+        assert option in text
+    assert "Examples" in text
+
+
+def test_compare(run: Run, folder: Path, tmp_path: Path) -> None:
+    for name, tokens in (("a", 16), ("b", 24)):
+        run("audit", folder, "--text", "text.txt", "--tokens", tokens, "--out", name)
+    result = run("compare", "a", "b", "--out", "changes.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "changes.json").read_text())
+    result = run("compare", "a", "text.txt")
+    assert "wanted JSON" in str(result.exception)
+    result = run("compare", "a", "nowhere")
+    assert "no such file" in str(result.exception)
