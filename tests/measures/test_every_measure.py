@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.measures.strategies import close, make, matrices, normal, rank_tolerance, unchecked
+from tests.measures.measure_cases import close, make, matrices, normal, rank_tolerance, unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError
@@ -19,10 +19,11 @@ OF_MATRICES = [
     rm.stable_rank,
     rm.row_entropy,
     rm.sink_mass,
+    rm.peak_mass,
     rm.row_distance,
     rm.identity_distance,
 ]
-OF_TOKENS = [rm.token_collapse, rm.mean_cosine, rm.state_effective_rank, rm.coding_rate]
+OF_TOKENS = [rm.token_collapse, rm.token_norm, rm.mean_cosine, rm.state_effective_rank, rm.coding_rate]
 BAD = [math.nan, math.inf, -math.inf]
 
 every_matrix_measure = pytest.mark.parametrize("measure", OF_MATRICES, ids=lambda f: f.__name__)
@@ -32,7 +33,8 @@ every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], i
 
 def test_the_lists_above_miss_no_measure():
     here = {f.__name__ for f in [*OF_MATRICES, *OF_TOKENS]}
-    others = {"RankSummary", "as_matrices", "head_distance", "rank_summary", "summarize_spectrum"}
+    others = {"as_matrices", "head_distance", "rank_summary", "summarize_spectrum"}
+    others |= {"DELTA", "RankSummary", "check_delta"}
     assert here | others == set(rm.__all__)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.measures.strategies import (
+from tests.measures.measure_cases import (
     U,
     close,
     make,
@@ -19,6 +19,8 @@ from tests.measures.strategies import (
 
 from rankwise.errors import RankwiseError
 from rankwise.measures import (
+    DELTA,
+    check_delta,
     effective_rank,
     numerical_rank,
     rank_summary,
@@ -160,6 +162,7 @@ def test_a_singular_value_of_exactly_delta_counts():
 
 
 def test_delta_is_one_hundredth_by_default():
+    assert DELTA == 1e-2
     assert numerical_rank(torch.diag(torch.tensor([1.0, 0.011, 0.009]))) == 2
     assert rank_summary(torch.diag(torch.tensor([1.0, 0.011, 0.009]))).numerical_rank == 2
 
@@ -194,3 +197,5 @@ def test_a_delta_that_is_no_threshold_is_refused(call, delta):
     m = torch.eye(2, dtype=torch.float64)
     with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
         call(m, delta=delta)
+    with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
+        check_delta(delta)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.measures.strategies import close, make, matrices, normal, sum_tolerance, unchecked
+from tests.measures.measure_cases import close, make, matrices, normal, sum_tolerance, unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.measures import (
     head_distance,
     identity_distance,
+    peak_mass,
     row_distance,
     row_entropy,
     sink_mass,
@@ -41,6 +42,7 @@ def test_entropy_and_sink_against_their_definitions(m):
     if not live:
         assert row_entropy(m).isnan()
         assert sink_mass(m).isnan()
+        assert peak_mass(m).isnan()
         return
     entropy = [-math.fsum(p * math.log(p) for p in row if p) for row in live]
     close(row_entropy(m), math.fsum(entropy) / len(live), rtol=tolerance(m), atol=tolerance(m))
@@ -48,6 +50,7 @@ def test_entropy_and_sink_against_their_definitions(m):
         wanted = math.fsum(row[column] for row in live) / len(live)
         close(sink_mass(m, column), wanted, rtol=tolerance(m))
         assert sink_mass(m, column - m.shape[1]).equal(sink_mass(m, column))
+    close(peak_mass(m), max(sink_mass(m, column).item() for column in range(m.shape[1])), rtol=tolerance(m))
 
 
 @given(m=matrices(kinds=NONZERO), factors=st.lists(st.floats(1e-3, 1e3), min_size=9, max_size=9))
@@ -71,6 +74,7 @@ def test_entropy_and_sink_keep_to_their_ranges(m):
     masses = torch.stack([sink_mass(m, column) for column in range(m.shape[1])])
     assert (masses >= 0).all()
     close(masses.sum(), 1.0, rtol=tolerance(m))
+    assert 1 / m.shape[1] <= peak_mass(m) * (1 + tolerance(m)) <= 1 + 2 * tolerance(m)
 
 
 @pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankwise.errors import RankwiseError, ShapeError
@@ -40,6 +40,7 @@ def masks(draw):
     return torch.tensor(bits).reshape(shape)
 
 
+@settings(deadline=None)
 @given(mask=masks())
 def test_any_mask_against_every_assignment(mask):
     near(rank_barrier(len(mask), mask), enumerated(mask), 4)
@@ -55,6 +56,7 @@ def test_named_masks_against_every_assignment(tokens):
         near(rank_barrier(tokens, "causal", window=window), enumerated(band(tokens, window)), tokens)
 
 
+@settings(deadline=None)
 @given(tokens=sizes, sources=sizes, window=sizes)
 def test_names_are_masks(tokens, sources, window):
     near(
@@ -66,6 +68,7 @@ def test_names_are_masks(tokens, sources, window):
     near(rank_barrier(tokens, "causal", window=window), rank_barrier(tokens, band(tokens, window)), tokens)
 
 
+@settings(deadline=None)
 @given(tokens=sizes, sources=sizes)
 def test_the_barrier_is_a_rank(tokens, sources):
     slack = 1e-15 * (8 + tokens) * sources
@@ -92,7 +95,7 @@ def test_the_limits_of_long_sequences():
 
 
 def test_a_few_rows_over_many_columns_keep_their_digits():
-    """T rows over S columns collide T(T − 1)/(2S) times on average, to first order; S(1 − (1 − 1/S)^T) cancels."""
+    """T rows collide T(T − 1)/(2S) times on average, to first order; S(1 − (1 − 1/S)^T) cancels."""
     assert 10 - rank_barrier(10, sources=10**9) == pytest.approx(45e-9, rel=1e-6)
 
 

@@ -110,7 +110,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     count = (norms[..., 0] > 0).sum(-1)
     pairs = (count * (count - 1)).to(torch.float64)
     total = units.sum(1).square().sum(-1) - units.square().sum(SEQUENCE)
-    return (total / pairs).masked_fill(~usable | (count < 2), math.nan)
+    return (total / pairs).clamp(-1, 1).masked_fill(~usable | (count < 2), math.nan)
 
 
 def state_effective_rank(

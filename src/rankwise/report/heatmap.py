@@ -16,6 +16,9 @@ _SAME_NULL = 0.005
 _MOST_NUMBERS = 16
 """Rows and columns up to which a cell is large enough to hold its number."""
 
+_LEAST = 68
+"""Pixels that a map of one layer needs so that the label at the pointer fits."""
+
 _SYMBOLS: dict[Severity, str] = {"error": "diamond", "warning": "triangle-up", "info": "circle"}
 
 
@@ -35,10 +38,7 @@ def draw_panel(panel: Panel, heads: Sequence[HeadRecord], marks: Mapping[int, Se
     import plotly.graph_objects as go
 
     grid = _index_grid(panel)
-    hover = [
-        [_hover(row, index, heads) for index in line] for row, line in zip(panel.rows, grid, strict=True)
-    ]
-    heat = go.Heatmap(z=[[None] * len(line) for line in grid], customdata=grid, hovertext=hover)
+    heat = go.Heatmap(z=[[None] * len(line) for line in grid], customdata=grid)
     heat.update(hoverinfo="text", hoverongaps=True, showscale=False, xgap=2, ygap=2)
     places = {
         index: (x, y) for y, line in enumerate(grid) for x, index in enumerate(line) if index is not None
@@ -50,6 +50,26 @@ def draw_panel(panel: Panel, heads: Sequence[HeadRecord], marks: Mapping[int, Se
         "places": places,
         "numbers": len(panel.columns) <= _MOST_NUMBERS and len(panel.rows) <= _MOST_NUMBERS,
     }
+
+
+def describe(head: HeadRecord) -> str:
+    """Say everything that was measured of a head, with its spread, in one line.
+
+    Args:
+        head: the head.
+
+    Returns:
+        Plain text, not escaped.
+    """
+    facts = [f"{head.kind}, {head.mask} mask", f"rank share {shown(rank_share(head), 2)}"]
+    facts[1] += f" (null {shown(null_share(head), 2)})"
+    for measure in HEAD_MEASURES[1:]:
+        spread = head.spread.get(measure.name, math.nan)
+        around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
+        facts.append(f"{measure.short.lower()} {shown(measure.value(head), measure.digits)}{around}")
+    if head.nonfinite:
+        facts.append(f"not finite in {head.nonfinite} of {head.nonfinite + head.sequences} sequences")
+    return " · ".join(facts)
 
 
 def _index_grid(panel: Panel) -> list[list[int | None]]:
@@ -90,21 +110,6 @@ def _words(measure: HeadMeasure, index: int | None, heads: Sequence[HeadRecord])
     return "" if index is None else shown(measure.value(heads[index]), measure.digits)
 
 
-def _hover(row: Row, index: int | None, heads: Sequence[HeadRecord]) -> str:
-    if index is None:
-        return f"layer {row.layer}: no such head"
-    head = heads[index]
-    lines = [f"<b>layer {head.layer}, head {head.head}</b> {html.escape(head.kind)}, {head.mask}"]
-    lines.append(f"rank share {shown(rank_share(head), 2)} (null {shown(null_share(head), 2)})")
-    for measure in HEAD_MEASURES[1:]:
-        spread = head.spread.get(measure.name, math.nan)
-        around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
-        lines.append(f"{measure.title.lower()} {shown(measure.value(head), measure.digits)}{around}")
-    if head.nonfinite:
-        lines.append(f"not finite in {head.nonfinite} of {head.nonfinite + head.sequences} sequences")
-    return "<br>".join(lines)
-
-
 def _marks(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity]) -> list[Any]:
     """Small signs in the corner of cells with a finding, one trace for each severity."""
     import plotly.graph_objects as go
@@ -131,7 +136,7 @@ def _layout(panel: Panel) -> dict[str, Any]:
     x_step, y_step = 1 + (len(columns) - 1) // 16, 1 + (len(rows) - 1) // 24
     shared = {"showgrid": False, "zeroline": False, "fixedrange": True, "ticks": "", "automargin": True}
     return {
-        "height": height * len(rows) + 56,
+        "height": max(height * len(rows), _LEAST) + 56,
         "margin": {"l": 44, "r": 4, "t": 44, "b": 8},
         "showlegend": False,
         "dragmode": False,

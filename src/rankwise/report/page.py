@@ -8,7 +8,7 @@ from typing import Any
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Severity
 from rankwise.report.catalogue import HEAD_MEASURES, STATE_MEASURES
 from rankwise.report.curves import draw_depth, opening_heads, spectra
-from rankwise.report.heatmap import draw_panel
+from rankwise.report.heatmap import describe, draw_panel
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.targets import Target, find_target
 from rankwise.report.text import SEVERITIES, count, mean, null_share, pieces, rank_share, shown, title
@@ -67,6 +67,7 @@ def page_data(audit: AuditRecord) -> dict[str, Any]:
         "stacks": list(dict.fromkeys(layer.stack for layer in audit.layers)),
         "spectra": spectra(audit.heads, audit.provenance.delta),
         "names": [f"layer {head.layer}, head {head.head}" for head in audit.heads],
+        "details": [describe(head) for head in audit.heads],
         "panel_names": names,
         "opening": opening_heads(audit.heads),
         "delta": audit.provenance.delta,

@@ -1,6 +1,7 @@
 // One heat map for each panel; `marked` holds the heads a reader was led to.
 const maps = findAll(".plot.heat");
 const measurePicker = find("#measure");
+const HINT = find(".panel .status")?.textContent;
 let marked = [];
 
 const panelOf = (head) => report.panels.findIndex((panel) => head in panel.places);
@@ -50,12 +51,14 @@ function drawMap(number) {
   const panel = report.panels[number];
   const view = viewOf(panel);
   const [cells, ...signs] = panel.data;
-  const heat = { ...cells, z: view.z, zmin: view.low, zmax: view.high, colorscale: stops(view) };
+  const hovertext = cells.customdata.map((row, y) =>
+    row.map((head, x) => (head === null ? "" : `<b>${report.names[head]}</b><br>${title()} ${view.text[y][x]}`)));
+  const heat = { ...cells, hovertext, z: view.z, zmin: view.low, zmax: view.high, colorscale: stops(view) };
   const coloured = signs.map((sign) => ({
     ...sign,
     marker: { ...sign.marker, color: colour(sign.meta.severity), line: { color: colour("raised"), width: 1 } },
   }));
-  maps[number].dataset.marked = marked.filter((head) => head in panel.places).join(" ");
+  maps[number].dataset.marked = markedIn(number).join(" ");
   drawScale(maps[number].closest(".panel"), view);
   return draw(maps[number], [heat, words(panel, view), ...coloured], panel.layout, outlines(panel));
 }
@@ -74,28 +77,49 @@ function drawScale(figure, view) {
 
 const drawMaps = () => Promise.all(maps.map((_, number) => drawMap(number)));
 
-function describe(head) {
+const title = () => measurePicker.selectedOptions[0].textContent.toLowerCase();
+
+function value(head) {
   const panel = report.panels[panelOf(head)];
   const [x, y] = panel.places[head];
-  const title = measurePicker.selectedOptions[0].textContent.toLowerCase();
-  return `${report.names[head]}: ${title} ${viewOf(panel).text[y][x]}`;
+  return `${title()} ${viewOf(panel).text[y][x]}`;
 }
+
+// Under its map: what was measured of one or two heads, or how many there are.
+function tell(map, heads) {
+  const status = find(".status", map.closest(".panel"));
+  if (heads.length > 2) {
+    status.textContent = `${heads.length} heads marked.`;
+    return;
+  }
+  const lines = heads.map((head) => {
+    const line = document.createElement("span");
+    const name = document.createElement("strong");
+    name.textContent = `${report.names[head]}: ${value(head)}`;
+    line.append(name, ` · ${report.details[head]}`);
+    return line;
+  });
+  status.replaceChildren(...(lines.length ? lines : [HINT]));
+}
+
+const markedIn = (number) => marked.filter((head) => head in report.panels[number].places);
 
 function mark(heads) {
   marked = heads;
-  for (const [number, map] of maps.entries()) {
-    const here = heads.filter((head) => head in report.panels[number].places);
-    const words = here.length > 2 ? `${here.length} heads marked` : here.map(describe).join("; ");
-    if (here.length) find(".status", map.closest(".panel")).textContent = words;
-  }
+  maps.forEach((map, number) => tell(map, markedIn(number)));
   return drawMaps();
 }
 
 function listenToMap(map, number) {
   const { places } = report.panels[number];
+  map.on("plotly_hover", (event) => {
+    const head = event.points[0].customdata;
+    if (Number.isInteger(head)) tell(map, [head]);
+  });
+  map.on("plotly_unhover", () => tell(map, markedIn(number)));
   map.on("plotly_click", (event) => {
     const head = event.points[0].customdata;
-    if (head !== null && head !== undefined) choose(head);
+    if (Number.isInteger(head)) choose(head);
   });
   map.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];

@@ -1,0 +1,72 @@
+"""What all tests share: where they run, from which seed, and that they stay offline and reproducible."""
+
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transformers
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# Property tests are not timed: the first call of a decomposition loads libraries.
+settings.register_profile("untimed", deadline=None, derandomize=True)
+settings.load_profile("untimed")
+
+SEED = 0
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Choose where the tests that ask for it run, and in which precision."""
+    group = parser.getgroup("rankwise")
+    group.addoption("--device", default="cpu", help="device of the `device` fixture (default: cpu)")
+    group.addoption(
+        "--dtype",
+        default="float64",
+        choices=DTYPES,
+        help="dtype of the `dtype` fixture; float64 makes disagreements plain (default)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Few threads: the tests are many small operations, and several workers may share a machine."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where to run, from ``--device``; skipped where the machine has none."""
+    chosen = torch.device(request.config.getoption("--device"))
+    try:
+        torch.zeros(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        pytest.skip(f"no device {chosen}: {error}")
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The precision to test in, from ``--dtype``."""
+    return getattr(torch, request.config.getoption("--dtype"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Every test draws the same numbers, whatever ran before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data beside the checkout, where there is one."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"no shared data at {SHARED_DATA}")
+    return SHARED_DATA

@@ -1,0 +1,247 @@
+"""Laws of comparing, and how a comparison looks."""
+
+import io
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tests.report import samples
+
+from rankwise.audit.comparison import Comparison, compare
+from rankwise.audit.records import AuditRecord, Place
+from rankwise.report import render_comparison
+
+RANGES = {
+    "numerical_rank": 128.0,
+    "effective_rank": 128.0,
+    "stable_rank": 128.0,
+    "row_entropy": math.log(128),
+    "sink_mass": 1.0,
+    "peak_mass": 1.0,
+    "row_distance": 1.0,
+    "identity_distance": 1.0,
+    "nearest_distance": 1.0,
+}
+"""Of a head of 128 tokens."""
+
+
+def with_heads(audit: AuditRecord, changed: dict[int, dict[str, object]]) -> AuditRecord:
+    heads = [head.model_copy(update=changed.get(index, {})) for index, head in enumerate(audit.heads)]
+    return audit.model_copy(update={"heads": heads})
+
+
+def with_provenance(audit: AuditRecord, **fields: object) -> AuditRecord:
+    return audit.model_copy(update={"provenance": audit.provenance.model_copy(update=fields)})
+
+
+values = st.floats(0.0, 1.0) | st.just(math.nan)
+edits = st.dictionaries(
+    st.integers(0, 71), st.dictionaries(st.sampled_from(sorted(RANGES)), values, max_size=3), max_size=6
+)
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_an_audit_does_not_differ_from_itself(name: str) -> None:
+    audit = samples.ALL[name]()
+    comparison = compare(audit, audit)
+    assert comparison.is_empty
+    assert (comparison.heads, comparison.layers) == (len(audit.heads), len(audit.layers))
+
+
+@given(edits)
+@settings(max_examples=25, deadline=None)
+def test_comparing_the_other_way_round_turns_every_sign(edit: dict[int, dict[str, object]]) -> None:
+    before, after = samples.encoder(), with_heads(samples.encoder(), edit)
+    there, back = compare(before, after), compare(after, before)
+    turned = [
+        change.model_copy(update={"before": change.after, "after": change.before}) for change in back.changes
+    ]
+    assert [(c.where, c.measure, repr(c.before), repr(c.after), c.size) for c in there.changes] == [
+        (c.where, c.measure, repr(c.before), repr(c.after), c.size) for c in turned
+    ]
+    for one, other in zip(there.changes, back.changes, strict=True):
+        assert one.change == -other.change or (math.isnan(one.change) and math.isnan(other.change))
+
+
+@given(edits)
+@settings(max_examples=25, deadline=None)
+def test_changes_are_those_made_and_the_largest_comes_first(edit: dict[int, dict[str, object]]) -> None:
+    audit = samples.encoder()
+    comparison = compare(audit, with_heads(audit, edit))
+    made = {
+        (audit.heads[index].layer, audit.heads[index].head, measure)
+        for index, fields in edit.items()
+        for measure, value in fields.items()
+        if repr(getattr(audit.heads[index], measure)) != repr(value)
+    }
+    assert {(c.where.layer, c.where.head, c.measure) for c in comparison.changes} == made
+    sizes = [change.size for change in comparison.changes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(0 < size <= 1 for size in sizes)
+
+
+@pytest.mark.parametrize("measure", RANGES)
+def test_a_change_is_measured_in_the_range_of_its_measure(measure: str) -> None:
+    before, after = (with_heads(samples.encoder(), {0: {measure: value}}) for value in (0.25, 0.75))
+    (change,) = compare(before, after).changes
+    assert (change.change, change.size) == (0.5, pytest.approx(0.5 / RANGES[measure]))
+
+
+def test_what_has_no_bound_is_measured_by_its_larger_value() -> None:
+    before, after = (with_heads(samples.encoder(), {0: {"sigma_max": value}}) for value in (1.0, 4.0))
+    assert compare(before, after).changes[0].size == compare(after, before).changes[0].size == 0.75
+
+
+@pytest.mark.parametrize(
+    ("measure", "scale"),
+    [
+        ("relative_collapse", 1.0),
+        ("mean_cosine", 2.0),
+        ("effective_rank", 128.0),
+        ("norm", 0.75),
+        ("collapse", 0.75),
+    ],
+)
+def test_states_have_ranges_of_their_own(measure: str, scale: float) -> None:
+    before, after = samples.encoder(), samples.encoder()
+    for audit, value in ((before, 0.25), (after, 0.75)):
+        audit.layers[2] = audit.layers[2].model_copy(update={measure: value})
+    (change,) = compare(before, after).changes
+    assert (change.where, change.size) == (
+        Place(stack="encoder.layer", layer=2, site="encoder.layer.0"),
+        pytest.approx(0.5 / scale),
+    )
+
+
+def test_a_number_that_came_or_went_is_a_change_of_the_whole_range() -> None:
+    audit = samples.encoder()
+    (change,) = compare(audit, with_heads(audit, {5: {"sink_mass": math.nan}})).changes
+    assert change.size == 1.0
+    assert math.isnan(change.change)
+
+
+def test_the_order_of_records_does_not_matter() -> None:
+    audit = samples.encoder_decoder()
+    turned = audit.model_copy(update={"heads": audit.heads[::-1], "layers": audit.layers[::-1]})
+    assert compare(audit, turned).is_empty
+
+
+def test_cross_attention_is_not_taken_for_self_attention() -> None:
+    audit = samples.encoder()
+    cross = with_heads(audit, {index: {"cross": True} for index in range(72)})
+    comparison = compare(audit, cross)
+    assert (comparison.heads, len(comparison.only_before), len(comparison.only_after)) == (0, 72, 72)
+    assert any("No head of one audit is in the other" in warning for warning in comparison.warnings)
+
+
+def test_a_module_that_ran_twice_is_matched_time_by_time() -> None:
+    heads = samples.grid(1, 2)
+    twice = [*heads, *(head.model_copy(update={"sink_mass": 0.5}) for head in heads)]
+    audit = samples.encoder().model_copy(update={"heads": twice})
+    assert compare(audit, audit).is_empty
+    assert compare(audit, audit).heads == 4
+
+
+def test_heads_and_states_of_one_audit_alone_are_listed() -> None:
+    small, large = samples.sized(2, 2), samples.sized(3, 2)
+    comparison = compare(small, large)
+    places = [(place.layer, place.head) for place in comparison.only_after]
+    assert places == [(2, 0), (2, 1), (3, None)]
+    assert comparison.only_before == []
+    assert compare(large, small).only_before == comparison.only_after
+
+
+def test_findings_come_and_go_by_code_severity_and_place() -> None:
+    audit = samples.encoder()
+    worse = [audit.findings[0], audit.findings[2].model_copy(update={"severity": "error", "evidence": {}})]
+    comparison = compare(audit, audit.model_copy(update={"findings": worse}))
+    assert [finding.code for finding in comparison.new] == ["SINK"]
+    assert len(comparison.gone) == len(audit.findings) - 1
+    reworded = [finding.model_copy(update={"meaning": "other words"}) for finding in audit.findings]
+    assert compare(audit, audit.model_copy(update={"findings": reworded})).is_empty
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"delta": 0.1}, "δ differs: 0.01 before, 0.1 after"),
+        ({"data": "other.txt"}, "The data differ: sentences.txt before, other.txt after"),
+        ({"data": ""}, "The data differ: sentences.txt before, unknown after"),
+        ({"method": "estimate"}, "The method differs: exact before"),
+        ({"sequences": 8}, "The sequences differ: 64 before, 8 after"),
+        ({"measure_dtype": "float32"}, "The dtype of the measures differs: float64 before"),
+    ],
+)
+def test_another_provenance_is_a_warning(fields: dict[str, object], said: str) -> None:
+    audit = samples.encoder()
+    (warning,) = compare(audit, with_provenance(audit, **fields)).warnings
+    assert warning.startswith(said)
+
+
+def test_another_model_or_revision_is_what_comparing_is_for() -> None:
+    audit = samples.encoder()
+    assert compare(audit, with_provenance(audit, model="other", revision="other")).warnings == []
+
+
+def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
+    audit = samples.encoder()
+    longer = with_heads(audit, {index: {"tokens": 256.0} for index in range(72)})
+    (warning,) = compare(audit, longer).warnings
+    assert warning.startswith("The sequences are not equally long: 128 tokens on average before, 244.7 after")
+    causal = with_heads(audit, {3: {"mask": "causal"}, 4: {"kind": "linear"}})
+    assert compare(audit, causal).warnings == [
+        "2 of 72 heads have another kind or mask: their null is another."
+    ]
+    cut = audit.model_copy(update={"complete": False})
+    assert compare(audit, cut).warnings == ["The audit after is incomplete: it read only a part of its data."]
+
+
+@pytest.mark.parametrize("name", ["encoder", "encoder_decoder", "nasty", "only_nan", "no_layers"])
+def test_a_comparison_survives_json(name: str) -> None:
+    comparison = compare(samples.encoder(), samples.ALL[name]())
+    text = comparison.model_dump_json()
+    assert Comparison.model_validate_json(text).model_dump_json() == text
+
+
+def printed(comparison: Comparison) -> str:
+    file = io.StringIO()
+    render_comparison(comparison, Console(file=file, width=80))
+    return file.getvalue()
+
+
+def test_no_difference_is_said_in_words() -> None:
+    text = printed(compare(samples.encoder(), samples.encoder()))
+    assert "No difference." in text
+    assert "72 heads and the states of 7 layers in both" in text
+
+
+def test_a_comparison_shows_warnings_findings_and_the_largest_changes() -> None:
+    audit = samples.encoder()
+    after = with_heads(audit, {0: {"sink_mass": 1.0}, 1: {"sink_mass": audit.heads[1].sink_mass + 0.001}})
+    after = with_provenance(after, delta=0.1).model_copy(update={"findings": audit.findings[:8]})
+    text = printed(compare(audit, after))
+    order = [
+        text.index(words)
+        for words in ("δ differs", "Gone: 1 note", "UNSEEN", "layer 0 head 0", "layer 0 head 1")
+    ]
+    assert order == sorted(order)
+    assert "New:" not in text
+    assert "No difference." not in text
+
+
+def test_changes_beyond_the_table_are_counted() -> None:
+    audit = samples.encoder()
+    text = printed(compare(audit, with_heads(audit, {index: {"sink_mass": 1.0} for index in range(30)})))
+    assert text.count("sink mass") == 20
+    assert "… and 10 smaller ones" in text
+
+
+def test_nasty_names_and_missing_numbers_print() -> None:
+    text = printed(compare(samples.nasty(), samples.only_nan()))
+    assert "Only in the audit before" in text
+    assert "\x1b" not in text
+    assert not re.search(r"(?<!sample/)\bnan\b", text, re.IGNORECASE)
+    assert all(len(line) <= 80 for line in text.splitlines())

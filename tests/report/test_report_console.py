@@ -1,0 +1,126 @@
+"""The console view: findings first, nothing obeyed, nothing lost, nothing too wide."""
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+from tests.report import samples
+
+from rankwise.report import render_console
+from rankwise.report.text import mean, null_share, rank_share
+
+
+def printed(name: str, **options: object) -> str:
+    file = io.StringIO()
+    render_console(samples.ALL[name](), Console(**({"file": file, "width": 80} | options)))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_it_fits_into_80_columns_without_colours(name: str) -> None:
+    text = printed(name)
+    wide = [line for line in text.splitlines() if len(line) > 80]
+    assert all("→ rankwise" in line for line in wide), (
+        "only commands, which must stay in one piece, may be longer"
+    )
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("name", ["only_nan", "encoder", "encoder_decoder"])
+def test_a_missing_number_is_a_dash(name: str) -> None:
+    numbers = [line.split() for line in printed(name).splitlines() if re.match(r" +\d+ ", line)]
+    assert numbers
+    assert all(re.fullmatch(r"–|[0-9.e-]+", word) for row in numbers for word in row)
+    assert any("–" in row for row in numbers) == (name == "only_nan")
+
+
+def test_findings_come_before_the_tables_and_the_gravest_first() -> None:
+    text = printed("encoder")
+    order = [
+        text.index(word)
+        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "μ/‖Y‖ of 0", "bfloat16 measured")
+    ]
+    assert order == sorted(order)
+
+
+def test_a_finding_says_place_evidence_meaning_and_remedy() -> None:
+    lines = [line.strip() for line in printed("encoder").splitlines()]
+    at = lines.index("error    COLLAPSE  encoder.layer layer 6")
+    assert lines[at + 1 : at + 4] == [
+        "μ/‖Y‖ 0.213 · mean cosine 0.955",
+        "After layer 6 all tokens point almost the same way.",
+        "→ rankwise skip sample/encoder-6x12 --init 1.0",
+    ]
+
+
+def test_many_of_a_kind_are_counted_not_listed() -> None:
+    total = len(samples.sized(48, 32).findings)
+    text = printed("large")
+    assert text.count("warning  SINK") == 3
+    assert f"… and {total - 3} more of SINK (see the report)" in text
+    assert f"{total} warnings" in text
+
+
+def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
+    heads = [head for head in samples.encoder().heads if head.layer == 3]
+    expected = [
+        "3",
+        "12",
+        "128",
+        f"{mean(map(rank_share, heads)):.2f}",
+        f"{mean(map(null_share, heads)):.2f}",
+        f"{mean(head.effective_rank for head in heads):.1f}",
+        f"{mean(head.stable_rank for head in heads):.1f}",
+        f"{mean(head.sink_mass for head in heads):.2f}",
+    ]
+    assert expected in [line.split() for line in printed("encoder").splitlines()]
+
+
+def test_states_have_their_own_table() -> None:
+    layer = samples.encoder().layers[4]
+    cells = [
+        "4",
+        "128",
+        f"{layer.relative_collapse:.3f}",
+        f"{layer.mean_cosine:.3f}",
+        f"{layer.effective_rank:.1f}",
+    ]
+    assert cells in [line.split() for line in printed("encoder").splitlines()]
+
+
+def test_masks_that_differ_within_a_panel_get_a_column() -> None:
+    rows = [line.split() for line in printed("mixed").splitlines()]
+    assert ["1", "6", "causal"] in [row[:3] for row in rows]
+    assert ["3", "6", "full"] in [row[:3] for row in rows]
+
+
+def test_incomplete_is_said_where_it_is_true() -> None:
+    assert "INCOMPLETE" in printed("encoder_decoder")
+    assert "INCOMPLETE" not in printed("encoder")
+
+
+def test_names_are_neither_markup_nor_commands() -> None:
+    text = printed("nasty", force_terminal=True, width=200)
+    assert "[bold]not markup[/bold] �[31m" in text
+
+
+def test_a_terminal_gets_colours() -> None:
+    assert "\x1b[1;31m" in printed("encoder", force_terminal=True, color_system="standard")
+
+
+def test_a_console_without_unicode_gets_words() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    render_console(samples.encoder(), Console(file=file, width=80))
+    file.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "delta = 0.01" in text
+    assert "mu/|Y| 0.213" in text
+    assert "-> rankwise skip" in text
+
+
+def test_mean_ignores_what_is_not_finite() -> None:
+    assert mean([1.0, math.nan, math.inf, 2.0]) == 1.5
+    assert math.isnan(mean([math.nan]))

@@ -1,0 +1,204 @@
+"""The page: whole, safe, and without a wish for the network."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.report import samples
+
+from rankwise.errors import InputError
+from rankwise.report import write_html
+from rankwise.report.html import render_html, without_nan
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, the text by tag, and the whole of the scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.words: list[str] = []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def _no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.fixture(scope="module", params=samples.ALL)
+def page(request: pytest.FixtureRequest) -> Page:
+    return Page(render_html(samples.ALL[request.param]()))
+
+
+def test_every_sample_has_its_data_plotly_and_our_script_once(page: Page) -> None:
+    assert [attrs.get("type") for tag, attrs in page.tags if tag == "script"] == [
+        "application/json",
+        None,
+        "module",
+    ]
+    assert sum("plotly.js v" in script for script in page.scripts) == 1
+    json.loads(page.scripts[0], parse_constant=_no_constant)
+
+
+def test_nothing_on_the_page_asks_for_anything_else(page: Page) -> None:
+    asking = {"src", "srcset", "action", "data", "poster", "background", "formaction"}
+    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
+    assert all(link.startswith("#") or link == "data:," for link in links)
+    assert not [tag for tag, attrs in page.tags if asking & attrs.keys()]
+    assert not [tag for tag, attrs in page.tags if any(name.startswith("on") for name in attrs)]
+
+
+def test_links_within_the_page_have_their_ends(page: Page) -> None:
+    ends = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
+    assert len(ends) == len(set(ends))
+    assert {attrs["href"][1:] for tag, attrs in page.tags if tag == "a"} <= set(ends)
+
+
+def test_the_policy_lets_only_our_scripts_run(page: Page) -> None:
+    (policy,) = (
+        attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
+    assert re.findall(r"'sha256-([^']+)'", policy) == digests
+    assert "default-src 'none'" in policy
+    script_rule = next(rule for rule in policy.split(";") if rule.strip().startswith("script-src"))
+    assert "unsafe" not in script_rule
+
+
+def test_what_would_escape_is_text() -> None:
+    text = render_html(samples.nasty())
+    page = Page(text)
+    assert not [tag for tag, _ in page.tags if tag in {"img", "bold", "b-x"}]
+    assert samples.NASTY in page.text
+    assert samples.NASTY not in text
+    assert "<!--<script>" not in text
+    data = json.loads(page.scripts[0])
+    assert any(samples.NASTY in name for name in data["panel_names"])
+    assert "<" not in page.scripts[0]
+
+
+def test_names_are_literal_in_the_texts_that_plotly_reads_as_html() -> None:
+    data = json.loads(Page(render_html(samples.nasty())).scripts[0])
+    assert all("&lt;img" in text for text in data["depth"][0]["data"][2]["hovertext"])
+    texts = [
+        text for figure in data["depth"] for trace in figure["data"] for text in trace.get("hovertext") or []
+    ]
+    assert not [text for text in texts if "<img" in text]
+
+
+def test_numbers_that_are_not_there_are_dashes_and_never_zero() -> None:
+    text = render_html(samples.only_nan())
+    cells = re.findall(r'<td data-value="([^"]*)">([^<]*)</td>', text)
+    assert ("", "–") in cells
+    assert {words for value, words in cells if value == ""} <= {"–"}
+    assert not re.search(r"(?<!sample/)\bnan\b", Page(text).text, re.IGNORECASE)
+
+
+def test_an_incomplete_audit_says_so_and_a_complete_one_does_not() -> None:
+    assert "Incomplete." in Page(render_html(samples.empty())).text
+    assert "Incomplete." not in Page(render_html(samples.encoder())).text
+
+
+def test_every_finding_is_on_the_page_and_links_to_where_it_is() -> None:
+    audit = samples.sized(12, 24)
+    page = Page(render_html(audit))
+    links = {attrs["data-finding"]: attrs["href"] for _, attrs in page.tags if "data-finding" in attrs}
+    assert set(links) == {str(index) for index in range(len(audit.findings))}
+    assert set(links.values()) == {"#panel-0"}
+    assert f"… and {len(audit.findings) - 4} more of SINK" in re.sub(r"\s+", " ", page.text)
+
+
+def test_the_gravest_findings_come_first() -> None:
+    audit = samples.encoder()
+    shuffled = audit.model_copy(update={"findings": audit.findings[::-1]})
+    order = [
+        attrs["class"].split()[-1]
+        for _, attrs in Page(render_html(shuffled)).tags
+        if attrs.get("id", "").startswith("finding-")
+    ]
+    assert order == sorted(order, key=["error", "warning", "info"].index)
+    assert len(order) == 9
+
+
+def test_provenance_is_all_there() -> None:
+    text = Page(render_html(samples.encoder())).text
+    about = samples.encoder().provenance
+    for said in (
+        about.model,
+        about.revision,
+        about.command,
+        about.notes[0],
+        "bfloat16",
+        "torch 2.13.0",
+        "0.01",
+    ):
+        assert said in text
+
+
+def test_the_file_is_written_whole_and_alone(tmp_path: Path) -> None:
+    path = write_html(samples.encoder(), tmp_path / "deep" / "report.html")
+    assert path.read_text(encoding="utf-8").endswith("</html>")
+    assert [file.name for file in path.parent.iterdir()] == ["report.html"]
+
+
+def test_an_existing_folder_gets_an_index(tmp_path: Path) -> None:
+    assert write_html(samples.empty(), tmp_path) == tmp_path / "index.html"
+
+
+def test_the_same_audit_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (
+        write_html(samples.encoder(), tmp_path / name).read_bytes() for name in ("a.html", "b.html")
+    )
+    assert first == second
+
+
+def test_a_file_in_the_way_is_an_error_that_names_path_and_fix(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    with pytest.raises(InputError, match=r"report .*taken/report\.html.* Choose a folder"):
+        write_html(samples.empty(), tmp_path / "taken" / "report.html")
+
+
+def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        write_html(samples.empty(), path)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_without_nan_reaches_into_everything() -> None:
+    assert without_nan({1: [(float("inf"), {"a": float("nan")})], "b": "nan"}) == {
+        "1": [[None, {"a": None}]],
+        "b": "nan",
+    }

@@ -1,0 +1,43 @@
+"""Reading an audit needs neither torch nor, before a page is written, plotly."""
+
+import subprocess
+import sys
+
+import pytest
+
+BARE = """
+import importlib.util, sys, types
+root = importlib.util.find_spec("rankwise").submodule_search_locations[0]
+for name, folder in (("rankwise", root), ("rankwise.audit", root + "/audit")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+"""
+"""The package with empty ``__init__`` files: what the report itself imports, and nothing that others do."""
+
+
+def loaded(program: str) -> set[str]:
+    command = [sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+@pytest.mark.parametrize("module", ["rankwise.report", "rankwise.audit.comparison"])
+def test_the_report_itself_needs_no_torch(module: str) -> None:
+    assert {"torch", "transformers", "plotly", "jinja2"}.isdisjoint(loaded(f"{BARE}\nimport {module}"))
+
+
+def test_a_page_can_be_written_where_torch_cannot_be_imported(tmp_path) -> None:
+    program = f"""{BARE}
+sys.modules["torch"] = None
+from pathlib import Path
+from rankwise.audit.records import AuditRecord, Provenance
+from rankwise.report import write_html
+audit = AuditRecord(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+write_html(audit, Path({str(tmp_path)!r}) / "report.html")
+"""
+    assert "plotly" in loaded(program)
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+
+
+def test_importing_the_report_the_usual_way_leaves_plotly_alone() -> None:
+    assert {"plotly", "jinja2"}.isdisjoint(loaded("import rankwise.report") - loaded("import torch"))

@@ -1,0 +1,110 @@
+"""Every head has one cell, every finding leads to a place."""
+
+import pytest
+from tests.report import samples
+
+from rankwise.audit.records import AuditRecord, Finding, Place
+from rankwise.report.catalogue import HEAD_MEASURES
+from rankwise.report.panels import heads_at, make_panels
+from rankwise.report.targets import Target, find_target
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_every_head_is_in_exactly_one_cell_of_its_own_layer_and_number(name: str) -> None:
+    heads = samples.ALL[name]().heads
+    cells = [
+        (index, row.layer, number)
+        for panel in make_panels(heads)
+        for row in panel.rows
+        for number, index in row.cells.items()
+    ]
+    assert sorted(cells) == [(index, head.layer, head.head) for index, head in enumerate(heads)]
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_panels_have_different_titles(name: str) -> None:
+    titles = [panel.title for panel in make_panels(samples.ALL[name]().heads)]
+    assert len(set(titles)) == len(titles)
+
+
+def test_encoder_decoder_and_cross_attention_are_separate() -> None:
+    panels = make_panels(samples.encoder_decoder().heads)
+    assert [panel.title for panel in panels] == ["encoder.block", "decoder.block", "decoder.block, cross"]
+    assert panels[2].pattern == "decoder.block.*.layer.*.EncDecAttention"
+
+
+def test_mixers_of_one_stack_are_told_apart_by_their_last_name() -> None:
+    assert [p.title for p in make_panels(samples.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
+
+
+def test_a_module_that_runs_twice_gets_a_row_for_each_time() -> None:
+    heads = samples.grid(1, 3)
+    (panel,) = make_panels([*heads, *heads])
+    assert [row.cells for row in panel.rows] == [{0: 0, 1: 1, 2: 2}, {0: 3, 1: 4, 2: 5}]
+
+
+def test_heads_at_takes_what_a_place_leaves_open_as_any() -> None:
+    heads = samples.encoder_decoder().heads
+    assert len(heads_at(Place(stack="decoder.block", layer=4), heads)) == 16
+    assert len(heads_at(Place(site="decoder.block.4.layer.1.EncDecAttention"), heads)) == 8
+    assert heads_at(Place(stack="nowhere"), heads) == []
+
+
+def _target(audit: AuditRecord, **fields: object) -> Target:
+    return find_target(samples.finding(**fields), audit)
+
+
+def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
+    audit = samples.encoder()
+    targets = {finding.code: find_target(finding, audit) for finding in audit.findings}
+    assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", layer=6)
+    assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "peak_mass")
+    assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_distance")
+    assert (targets["TWINS"].heads, targets["TWINS"].measure) == ((40, 41), "nearest_distance")
+    assert targets["BELOW_NULL"].heads == tuple(range(48, 60))
+    assert targets["BELOW_NULL"].measure == targets["ABOVE_NULL"].measure == "rank_share"
+    assert targets["IDENTITY"].measure == "identity_distance"
+    assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
+    assert targets["UNSEEN"].section == "unseen"
+
+
+def test_a_site_tells_cross_attention_from_self_attention() -> None:
+    audit = samples.encoder_decoder()
+    (index,) = find_target(audit.findings[0], audit).heads
+    assert audit.heads[index].cross
+    assert (audit.heads[index].layer, audit.heads[index].head) == (4, 6)
+
+
+def test_the_measure_shown_is_one_the_evidence_names() -> None:
+    audit = samples.encoder()
+    assert _target(audit, evidence={"row_entropy": 0.1, "sequences": 3.0}).measure == "row_entropy"
+    assert _target(audit, code="IDENTITY", evidence={"effective_rank": 9.0}).measure == "effective_rank"
+    assert _target(audit, code="BELOW_NULL", evidence={"numerical_rank": 9.0}).measure == "rank_share"
+    assert _target(audit, code="NEW", evidence={}).measure == ""
+
+
+def test_states_are_known_by_their_evidence_or_their_block() -> None:
+    audit = samples.encoder()
+    by_block = Place(stack="encoder.layer", layer=3, site="encoder.layer.0")
+    assert _target(audit, code="NONFINITE", where=by_block, evidence={"sequences": 2.0}).section == "states"
+    by_mixer = Place(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
+    assert _target(audit, code="NONFINITE", where=by_mixer, evidence={"sequences": 2.0}).section == "heads"
+    layer = Place(stack="encoder.layer", layer=3)
+    assert _target(audit, code="NEW", where=layer, evidence={"mean_cosine": 1.0}).section == "states"
+    assert _target(audit, code="NEW", where=layer, evidence={"effective_rank": 1.0}).section == "heads"
+
+
+def test_a_finding_about_nothing_in_particular_leads_to_the_provenance() -> None:
+    general = Finding(code="X", severity="info", where=Place(), evidence={}, meaning="", remedy="")
+    assert find_target(general, samples.encoder()).section == "provenance"
+    assert find_target(general, samples.empty()).section == "provenance"
+
+
+@pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)
+def test_the_scale_of_a_measure_holds_all_its_values_and_has_a_length(measure) -> None:
+    for heads in (samples.encoder().heads, samples.only_nan().heads, samples.grid(1, 1)):
+        low, high = measure.limits(heads)
+        assert low < high
+        assert all(
+            low <= measure.value(head) <= high or measure.value(head) != measure.value(head) for head in heads
+        )
