@@ -41,8 +41,8 @@ ABOVE_NULL, BELOW_NULL = 1.25, 0.5
 """Rank relative to that of random winners; the spread of a hardmax rank at T ≥ 32 is below 8 % of it."""
 
 NULL_REMEDY = (
-    "see how much of it is learnt: `rankwise compare` with an audit of the same architecture at random weights, "
-    "type(model)(model.config).eval()"
+    "see what training did: `rankwise compare` with an audit of the same architecture at random weights, "
+    "`type(model)(model.config).eval()`"
 )
 """The barrier is that of one winner a row; a softmax that spreads its rows can pass it untrained."""
 
@@ -200,8 +200,8 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
         above = [head for head in site if head.numerical_rank > ABOVE_NULL * head.null_rank]
         below = [head for head in site if head.numerical_rank < BELOW_NULL * head.null_rank]
         for code, found, words in (
-            ("ABOVE_NULL", above, "above"),
-            ("BELOW_NULL", below, "less than half of"),
+            ("ABOVE_NULL", above, f"over {ABOVE_NULL:g} times"),
+            ("BELOW_NULL", below, "less than half"),
         ):
             if not found:
                 continue
@@ -216,8 +216,8 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                     "numerical_rank": extreme.numerical_rank,
                     "null_rank": extreme.null_rank,
                 },
-                meaning=f"{len(found)} of {len(site)} heads have a rank {words} that of one random winner a "
-                f"row under this mask ({extreme.null_rank:.0f} of {extreme.tokens:.0f}).",
+                meaning=f"{len(found)} of {len(site)} heads have {words} the rank of rows that each pick one "
+                f"token at random ({extreme.null_rank:.0f} of {extreme.tokens:.0f} under this mask).",
                 remedy=NULL_REMEDY,
             )
 

@@ -56,6 +56,7 @@ def command(
     ] = False,
 ) -> None:
     """Audit a model; see `HELP`."""
+    from rankwise.assets import demo_text
     from rankwise.audit import AuditError, audit, check_codes
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress, write_report
     from rankwise.measures import check_delta
@@ -65,9 +66,9 @@ def command(
     check_delta(delta)
     prepare_folder(out)
     quiet_libraries()
-    model, text = _demo(model, text, images, dataset)
+    source, text = _demo(model, text, images, dataset)
     subject = load_subject(
-        model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        source, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     inputs = inputs_for(
         subject,
@@ -79,9 +80,9 @@ def command(
         batch_size=batch_size,
     )
     facts = {
-        "model": subject.name,
+        "model": "the bundled demo" if model is None else subject.name,
         "revision": subject.revision,
-        "data": inputs.data,
+        "data": inputs.data.replace(str(demo_text()), "the bundled text"),
         "command": " ".join(["rankwise", *sys.argv[1:]]),
         "notes": [*subject.notes, *inputs.notes],
     }
