@@ -328,7 +328,20 @@ def mixed() -> AuditRecord:
     )
 
 
+def long_names() -> AuditRecord:
+    """Names without a place to break them."""
+    name, stack = "organisation/" + "model_" * 20, "transformer_" * 10
+    heads = grid(3, 4, stack=stack, site=stack + ".{}." + "attention_" * 10, kind="semiseparable")
+    where = Place(stack=stack, layer=1, head=2, site=heads[6].site)
+    found = [finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)]
+    unseen = [Unseen(name=stack * 2, type="T" * 100, reason="r" * 100)]
+    about = provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200])
+    layers = states(3, stack=stack)
+    return AuditRecord(provenance=about, heads=heads, layers=layers, findings=found, unseen=unseen)
+
+
 ALL = {
+    "long_names": long_names,
     "encoder": encoder,
     "encoder_decoder": encoder_decoder,
     "nasty": nasty,

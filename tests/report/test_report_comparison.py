@@ -90,6 +90,16 @@ def test_a_change_is_measured_in_the_range_of_its_measure(measure: str) -> None:
     assert (change.change, change.size) == (0.5, pytest.approx(0.5 / RANGES[measure]))
 
 
+def test_audits_of_other_lengths_are_measured_in_the_wider_range() -> None:
+    before = with_heads(samples.encoder(), {0: {"numerical_rank": 10.0}})
+    after = with_heads(samples.encoder(), {0: {"numerical_rank": 42.0, "tokens": 64.0, "sources": 64.0}})
+    sizes = [
+        next(change.size for change in comparison.changes if change.measure == "numerical_rank")
+        for comparison in (compare(before, after), compare(after, before))
+    ]
+    assert sizes == [32 / 128, 32 / 128]
+
+
 def test_what_has_no_bound_is_measured_by_its_larger_value() -> None:
     before, after = (with_heads(samples.encoder(), {0: {"sigma_max": value}}) for value in (1.0, 4.0))
     assert compare(before, after).changes[0].size == compare(after, before).changes[0].size == 0.75

@@ -83,11 +83,6 @@ def test_the_band_stays_within_what_the_measure_can_be() -> None:
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 
 
-def test_a_state_without_a_number_is_a_gap() -> None:
-    for figure in draw_depth(samples.only_nan().layers):
-        assert all(set(trace["y"]) == {None} for trace in figure["data"])
-
-
 def test_spectra_are_relative_and_mark_the_last_value_that_counts() -> None:
     head = samples.grid(1, 1)[0].model_copy(update={"spectrum": [2.0, 1.0, 0.02, 0.005, 0.0, 1e-15]})
     (spectrum,) = spectra([head], delta=0.02)

@@ -119,6 +119,11 @@ def test_numbers_that_are_not_there_are_dashes_and_never_zero() -> None:
     assert not re.search(r"(?<!sample/)\bnan\b", Page(text).text, re.IGNORECASE)
 
 
+def test_states_without_a_number_are_gaps_in_the_curves() -> None:
+    data = json.loads(Page(render_html(samples.only_nan())).scripts[0])
+    assert [set(trace["y"]) for figure in data["depth"] for trace in figure["data"]] == [{None}] * 9
+
+
 def test_an_incomplete_audit_says_so_and_a_complete_one_does_not() -> None:
     assert "Incomplete." in Page(render_html(samples.empty())).text
     assert "Incomplete." not in Page(render_html(samples.encoder())).text

@@ -15,7 +15,7 @@ from rankwise.audit.records import (
     Number,
     Place,
     Provenance,
-    _Record,
+    Record,
 )
 
 SCHEMA_VERSION = 1
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 RecordT = TypeVar("RecordT", HeadRecord, LayerRecord)
 
 
-class Change(_Record):
+class Change(Record):
     """One measure of one head or of the states of one layer, before and after."""
 
     where: Place
@@ -37,7 +37,7 @@ class Change(_Record):
     """|change| as a share of the range of the measure there, in [0, 1]; 1 where a number came or went."""
 
 
-class Comparison(_Record):
+class Comparison(Record):
     """What is different between two audits."""
 
     format: Literal["rankwise-comparison"] = "rankwise-comparison"

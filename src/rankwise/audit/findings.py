@@ -183,12 +183,13 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 continue
             if _is_trivial(head) and _is_trivial(other):
                 continue
+            lower, upper = sorted((head, other), key=lambda twin: twin.head)
             yield Finding(
                 code="TWINS",
                 severity="info",
-                where=_place(head),
-                evidence={"nearest_head": other.head, "nearest_distance": head.nearest_distance},
-                meaning=f"Heads {head.head} and {other.head} mix the same way.",
+                where=_place(lower),
+                evidence={"nearest_head": upper.head, "nearest_distance": head.nearest_distance},
+                meaning=f"Heads {lower.head} and {upper.head} mix the same way.",
                 remedy="merge them: keep one set of query and key weights for both",
             )
 

@@ -19,11 +19,11 @@ Number = Annotated[float, BeforeValidator(_nan_from_null)]
 Severity = Literal["info", "warning", "error"]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
 
-class HeadRecord(_Record):
+class HeadRecord(Record):
     """One head of one layer: means over the sequences of the audit, with their spread.
 
     Ranks are of the operator without padded rows and columns, in float64.
@@ -87,7 +87,7 @@ class HeadRecord(_Record):
         return self.null_rank / min(self.tokens, self.sources)
 
 
-class LayerRecord(_Record):
+class LayerRecord(Record):
     """The token states after ``layer`` blocks of a stack (0 = what the first block reads)."""
 
     stack: str
@@ -111,7 +111,7 @@ class LayerRecord(_Record):
     spread: dict[str, Number] = Field(default_factory=dict)
 
 
-class Place(_Record):
+class Place(Record):
     """Where a finding is: a stack, and as far as it goes the layer, the site and the head."""
 
     stack: str = ""
@@ -128,7 +128,7 @@ class Place(_Record):
         return " ".join(parts) or self.site or "model"
 
 
-class Finding(_Record):
+class Finding(Record):
     """Something the audit thinks its reader should know."""
 
     code: str
@@ -142,7 +142,7 @@ class Finding(_Record):
     """A command or a call."""
 
 
-class Unseen(_Record):
+class Unseen(Record):
     """A module that looks like a mixer and was not captured."""
 
     name: str
@@ -150,7 +150,7 @@ class Unseen(_Record):
     reason: str
 
 
-class Provenance(_Record):
+class Provenance(Record):
     """What was audited, on what, with what, by which command."""
 
     model: str
@@ -173,7 +173,7 @@ class Provenance(_Record):
     """What a reader must know about how the numbers came about: dropout on, compiled model run eagerly, …"""
 
 
-class AuditRecord(_Record):
+class AuditRecord(Record):
     """Everything an audit found, as it is written to disk."""
 
     format: Literal["rankwise-audit"] = "rankwise-audit"

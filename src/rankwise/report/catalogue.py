@@ -63,7 +63,7 @@ def _from_one(_: HeadRecord) -> tuple[float, float]:
 HEAD_MEASURES: tuple[HeadMeasure, ...] = (
     HeadMeasure(
         "rank_share",
-        "Numerical rank",
+        "Numerical rank share",
         "Singular values at or above δ, as a share of min(T, S). The null is the share that chance gives: "
         "every row picks one token at random under the same mask. Orange heads mix in fewer directions than "
         "chance, blue ones in more.",

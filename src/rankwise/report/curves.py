@@ -42,7 +42,7 @@ def _draw_measure(measure: StateMeasure, layers: Sequence[LayerRecord], stacks: 
                 band.update(fill="none" if side == 1 else "tonexty", meta={"series": series, "band": True})
             )
         text = [_hover(measure, layer) for layer in mine]
-        line = go.Scatter(x=depths, y=[_finite(measure.value(layer)) for layer in mine], hovertext=text)
+        line = go.Scatter(x=depths, y=[measure.value(layer) for layer in mine], hovertext=text)
         symbol = _SYMBOLS[series % len(_SYMBOLS)]
         figure.add_trace(
             line.update(
@@ -52,16 +52,12 @@ def _draw_measure(measure: StateMeasure, layers: Sequence[LayerRecord], stacks: 
     return {**figure.to_plotly_json(), "name": measure.name}
 
 
-def _edge(measure: StateMeasure, layer: LayerRecord, side: int) -> float | None:
+def _edge(measure: StateMeasure, layer: LayerRecord, side: int) -> float:
     """One edge of the band, kept within what the measure can be; on the line where no spread is known."""
     spread = layer.spread.get(measure.name, math.nan)
     value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
     low, high = measure.bounds
-    return _finite(min(max(value, low), high)) if math.isfinite(value) else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return min(max(value, low), high) if math.isfinite(value) else math.nan
 
 
 def _hover(measure: StateMeasure, layer: LayerRecord) -> str:

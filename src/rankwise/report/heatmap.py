@@ -19,6 +19,9 @@ _MOST_NUMBERS = 16
 _LEAST = 68
 """Pixels that a map of one layer needs so that the label at the pointer fits."""
 
+_EDGE = 0.53
+"""How far the axes go beyond the centre of the last cell: past its border, so that an outline is not cut."""
+
 _SYMBOLS: dict[Severity, str] = {"error": "diamond", "warning": "triangle-up", "info": "circle"}
 
 
@@ -142,10 +145,10 @@ def _layout(panel: Panel) -> dict[str, Any]:
         "dragmode": False,
         "hovermode": "closest",
         "xaxis": shared
-        | {"title": {"text": "head"}, "side": "top", "range": [-0.5, len(columns) - 0.5]}
+        | {"title": {"text": "head"}, "side": "top", "range": [-_EDGE, len(columns) - 1 + _EDGE]}
         | {"tickvals": list(range(0, len(columns), x_step)), "ticktext": [str(n) for n in columns[::x_step]]},
         "yaxis": shared
-        | {"title": {"text": "layer"}, "range": [len(rows) - 0.5, -0.5]}
+        | {"title": {"text": "layer"}, "range": [len(rows) - 1 + _EDGE, -_EDGE]}
         | {"tickvals": list(range(0, len(rows), y_step)), "ticktext": names[::y_step]},
     }
 

@@ -70,7 +70,6 @@ def page_data(audit: AuditRecord) -> dict[str, Any]:
         "details": [describe(head) for head in audit.heads],
         "panel_names": names,
         "opening": opening_heads(audit.heads),
-        "delta": audit.provenance.delta,
         "targets": [_target_data(target) for target in targets],
     }
 

@@ -28,7 +28,6 @@ _TITLES = {
     "norm": "‖Y‖",
     "nonfinite": "not finite",
     "sigma_max": "σ_max",
-    "nearest_distance": "distance to nearest head",
 }
 
 
