@@ -5,8 +5,9 @@ Data      tiny Shakespeare (karpathy/char-rnn, data/tinyshakespeare/input.txt), 
           first 90 % to train on, last 10 % to validate on. Get it once:
           curl -o data/tinyshakespeare.txt \
             https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
-Hardware  two CPU cores (AMD EPYC, 2.6 GHz, shared), float32, about 12 minutes
-Expect    validation loss 1.49 ± 0.03 nats per byte; the same seed, CPU and thread count repeat it exactly
+Hardware  two CPU cores (AMD EPYC, 2.6 GHz), float32, about 12 minutes; the recorded run shared its cores
+          with other work and took 38
+Expect    validation loss 1.49 ± 0.03 nats per byte; two runs on one machine gave the same weights to the bit
 
     python recipes/train_demo.py --text data/tinyshakespeare.txt
 """

@@ -125,6 +125,11 @@ def test_each_text_is_one_sequence_cut_and_padded_on_the_right(
     assert (mask.diff(dim=1) <= 0).all()  # ones, then zeros
 
 
+def test_blank_texts_take_no_place_of_others() -> None:
+    rows = rows_of(text_batches([" ", "a", "\n", "b"], BYTES, sequences=2))
+    assert rows == [[100, 1], [101, 1]]
+
+
 @KINDS
 @pytest.mark.parametrize("source", ["abcdef", ["abc", "d"]], ids=["text", "texts"])
 def test_one_token_is_a_token_of_text(tokenizer, before, after, source) -> None:

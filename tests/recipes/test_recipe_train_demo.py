@@ -63,6 +63,11 @@ def test_the_seed_decides_everything() -> None:
     assert set(scores) == {"train_loss", "validation_loss", "bundled_text_loss"}
 
 
+def test_the_seed_decides_where_training_starts() -> None:
+    first, other = (train(tiny(steps=1, seed=seed), PLAY)[0] for seed in (0, 1))  # warm-up begins at 0
+    assert not same(first, other)
+
+
 def test_training_lowers_the_loss() -> None:
     _, _, start = train(tiny(steps=1), PLAY)  # warm-up begins at 0, so the first step changes nothing
     _, _, end = train(tiny(steps=60), PLAY)

@@ -20,6 +20,8 @@ Severity = Literal["info", "warning", "error"]
 
 
 class Record(BaseModel):
+    """Base of all records: frozen, no unknown fields, null for what is not finite."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
 

@@ -113,7 +113,7 @@ def windows(text: str, tokenizer: Tokenizer, *, tokens: int, sequences: int) -> 
         total = len(ids) + frame.size
         fix = f"Use --tokens {total} or less, or a longer text." if ids else "Use another text or tokenizer."
         raise InputError("the text", wanted=f"{tokens} tokens for one window", got=f"{total} tokens", fix=fix)
-    starts = (tokens * i for i in spread(len(ids) // room, sequences))
+    starts = (room * i for i in spread(len(ids) // room, sequences))
     return [frame.around(ids[start : start + room]) for start in starts]
 
 
@@ -153,8 +153,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer, special: bool = False) -> li
     """Make ids, whatever their number: ``verbose=False`` because a sequence too long is cut by us."""
     if not texts:
         return []
-    options = {"add_special_tokens": special, "truncation": False, "padding": False, "verbose": False}
-    return tokenizer(texts, **options)["input_ids"]
+    return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
