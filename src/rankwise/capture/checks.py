@@ -1,12 +1,15 @@
 """What must hold before a model is captured, and what its reader must know."""
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from rankwise.capture.calls import Call
+from rankwise.capture.names import matches
+from rankwise.capture.trace import Trace
 from rankwise.errors import CaptureError, InputError, did_you_mean
+from rankwise.operators import MixingOperator
 
 
 def check_capturable(model: object) -> None:
@@ -56,6 +59,78 @@ def _runs_eagerly() -> bool:
     return torch._dynamo.eval_frame._stance.stance == "force_eager"
 
 
+def check_unused(entered: bool) -> None:
+    """Refuse to start one capture twice.
+
+    Args:
+        entered: whether it was started before.
+
+    Raises:
+        CaptureError: if it was.
+    """
+    if entered:
+        raise CaptureError(
+            "`capture`",
+            wanted="one `with` block for each",
+            got="a capture that was started before",
+            fix="Make a new one: `with rw.capture(model) as trace: ...`; captures may be nested.",
+        )
+
+
+def checked_operator(given: object, site: str) -> Call:
+    """What a function given in ``sites`` returned, if it is an operator of shape (B, H, T, S).
+
+    Args:
+        given: what it returned.
+        site: the name of the module.
+
+    Raises:
+        CaptureError: if it is anything else.
+    """
+    if isinstance(given, MixingOperator) and len(given.shape) == 4:
+        return Call(given)
+    shape = getattr(given, "shape", None)
+    raise CaptureError(
+        f"site {site!r}",
+        wanted="a function that returns a MixingOperator of shape (B, H, T, S)",
+        got=type(given).__name__ if shape is None else f"{type(given).__name__} {tuple(shape)}",
+        fix="Return `rw.DenseMixing(weights)`, or `rw.SoftmaxMixing(query, key)` with the heads split.",
+    )
+
+
+def nothing_found(model: nn.Module, trace: Trace, called: bool) -> CaptureError:
+    """The error of a capture without a mixer: what was seen instead, and how to name it by hand.
+
+    Args:
+        model: the model.
+        trace: what the capture holds.
+        called: whether any module of the model was called.
+    """
+    if not called:
+        return CaptureError(
+            "`capture`",
+            wanted="the model to run inside the block",
+            got="no call of it or of any of its modules",
+            fix="Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
+        )
+    reasons: dict[str, list[str]] = {}
+    for module in trace.unseen:
+        reasons.setdefault(module.reason, []).append(f"{module.name or 'the model itself'} ({module.type})")
+    like = "; ".join(f"{_some(names)}: {reason}" for reason, names in reasons.items())
+    return CaptureError(
+        f"model {type(model).__name__}",
+        wanted="at least one mixing operator",
+        got=f"none; modules that look like mixers: {like or 'none'}",
+        fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
+        "kwargs, output) returns the operator, such as `rw.DenseMixing(weights)` of shape (B, H, T, S).",
+    )
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
     """Refuse names of modules that are not there.
 
@@ -76,7 +151,7 @@ def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> N
                 got="none of that name",
                 fix=did_you_mean(name, [other for other in known if other]),
             )
-    if blocks is not None and not any(fnmatchcase(name, blocks) for name in known):
+    if blocks is not None and not any(matches(name, blocks) for name in known):
         raise InputError(
             f"blocks {blocks!r}",
             wanted="a pattern that matches the names of the residual blocks",
@@ -87,14 +162,19 @@ def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> N
 
 def training_notes(model: nn.Module) -> list[str]:
     """Say it where dropout is on: the operators are those before dropout, the states those after it."""
-    active = [
-        name
-        for name, module in model.named_modules()
-        if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    ]
-    if not active:
-        return []
-    return [
-        f"dropout was on in {len(active)} modules: operators are shown as they are before it, token states "
+    active = [name for name, module in model.named_modules() if module.training and _drops(module)]
+    return [dropout_note(f"{len(active)} modules")] if active else []
+
+
+def dropout_note(where: str) -> str:
+    """What a reader must know where dropout was on."""
+    return (
+        f"dropout was on in {where}: operators are shown as they are before it, token states "
         "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
-    ]
+    )
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.MultiheadAttention) and module.dropout > 0

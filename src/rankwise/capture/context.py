@@ -2,37 +2,52 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from rankwise.capture.blocks import Blocks, Place, padded
-from rankwise.capture.checks import check_capturable, check_sites, training_notes
-from rankwise.capture.frames import ABSENT, Frame, Frames
-from rankwise.capture.layout import unpacked_groups, with_heads
-from rankwise.capture.padding import is_cross, told_mask, valid_positions
+from rankwise.capture.blocks import Blocks
+from rankwise.capture.calls import ROUTER, Call, fused_arguments, fused_call, mixed_call, why_no_tokens
+from rankwise.capture.chains import Chains
+from rankwise.capture.checks import (
+    check_capturable,
+    check_sites,
+    check_unused,
+    checked_operator,
+    dropout_note,
+    nothing_found,
+    training_notes,
+)
+from rankwise.capture.frames import Frame, Frames
+from rankwise.capture.layout import sequences_behind
+from rankwise.capture.padding import is_cross, valid_positions
 from rankwise.capture.stock import (
-    StockAttention,
-    functional_attention,
+    functional_call,
     is_stock,
     is_stock_stack,
     quiet_names,
-    stock_attention,
+    stock_call,
+    why_not_known,
 )
 from rankwise.capture.tap import AttentionTap
 from rankwise.capture.trace import MixerSite, StateSite, Trace
 from rankwise.capture.unseen import mixer_like, unseen_modules
 from rankwise.capture.weights import Mixed
-from rankwise.errors import CaptureError
-from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
+from rankwise.errors import ShapeError
+from rankwise.operators import MixingOperator
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """From a module, its arguments and its output to the operator it applied."""
 
-CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params", "kv_cache")
+
+NO_STATES = (
+    "no token states were found: no item of a list of modules mixes and gives back (B, T, D) states of the "
+    "shape it read; name the residual blocks in `blocks=` if there are any"
+)
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
@@ -87,30 +102,28 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._values = values
         self._block_pattern = blocks
         self._stack = ExitStack()
+        self._entered_once = False
         self._captured: set[str] = set()
-        self._run = -1
+        self._left_out: dict[str, str] = {}
         self._outermost: set[str] = set()
+        self._states = 0
 
     def __enter__(self) -> Trace:
         """Start to watch the model."""
+        check_unused(self._entered_once)
+        self._entered_once = True
         self._candidates = mixer_like(self._model)
         self._trace.notes.extend(training_notes(self._model))
+        self._tap = AttentionTap(self._fused, self._functional, self._mixed)
         self._frames = Frames(self._model, quiet_names(self._model))
         self._frames.on_enter.append(self._entered)
-        self._blocks = Blocks(
-            self._model,
-            self._frames,
-            self._emit_mixer,
-            self._emit_state,
-            self._candidates,
-            self._block_pattern,
-        )
-        # After the blocks' own listeners: a mixer that is itself a block must be known before it is left.
-        self._frames.on_leave.insert(0, self._left)
-        self._tap = AttentionTap(self._fused, self._functional, self._mixed)
+        # Before the blocks' own listener: a mixer that is itself a block must be known when it is left.
+        self._frames.on_leave.append(self._left)
+        self._chains = Chains(self._emit_mixer, self._emit_state, self._trace.notes)
+        self._blocks = Blocks(self._model, self._frames, self._chains, self._candidates, self._block_pattern)
         try:
-            self._stack.enter_context(self._frames.following())
             self._stack.enter_context(self._tap)
+            self._stack.enter_context(self._frames.following())
         except BaseException:
             self._stack.close()
             raise
@@ -122,26 +135,33 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         """Remove everything; say what was not seen."""
         self._stack.close()
         self._tap.weights.clear()
+        if kind is None:
+            self._blocks.finish()
+            if self._captured and not self._states:
+                self._note(NO_STATES)
         self._trace.unseen = unseen_modules(
-            self._model, self._candidates, self._captured, self._frames.called
+            self._model,
+            self._candidates | set(self._sites),
+            self._captured,
+            self._frames.called,
+            self._left_out,
         )
         if kind is None and not self._captured:
-            raise self._nothing_found()
+            raise nothing_found(self._model, self._trace, called=bool(self._frames.called))
 
     # --- what the hooks and the mode report ---------------------------------------------------------------
 
     def _entered(self, frame: Frame) -> None:
         if len(self._frames.running) == 1:
             self._begin(frame)
-        if is_stock(frame.module) or is_stock_stack(frame.module):
-            # An active function mode would switch the inference fast path off, and so change the numbers.
-            frame.guards.enter_context(torch._C.DisableTorchFunction())
+        stock = is_stock(frame.module) or is_stock_stack(frame.module)
+        frame.guards.enter_context(self._tap.switched(on=not stock))
 
     def _begin(self, frame: Frame) -> None:
-        if frame.name in self._outermost or self._run < 0:
-            self._run += 1
+        if frame.name in self._outermost or self._chains.run < 0:
+            self._blocks.finish()
+            self._chains.run += 1
             self._outermost.clear()
-            self._blocks.reset()
             self._tap.weights.clear()
         self._outermost.add(frame.name)
 
@@ -149,90 +169,80 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if frame.output is None:  # it raised
             return
         if frame.name in self._sites:
-            operator = self._sites[frame.name](frame.module, frame.args, frame.kwargs, frame.output)
-            self._add(operator, kind=operator.kind)
-        elif is_stock(frame.module) and not frame.stock_inside and not self._named_by_hand():
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._stock(stock_attention(frame.module, frame.args, frame.kwargs))
-            for outer in self._frames.running:
-                outer.stock_inside = True
+            with _apart(None):
+                made = self._sites[frame.name](frame.module, frame.args, frame.kwargs, frame.output)
+            self._add(checked_operator(made, frame.name), kind=made.kind)
+        elif is_stock(frame.module) and not frame.mixed_inside and not self._named_by_hand():
+            reason = why_not_known(frame.module, frame.called_inside)
+            if reason is None:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    given = (frame.module, frame.args, frame.kwargs, self._outer(frame))
+                    self._try(partial(stock_call, *given), *frame.tensors[:1])
+            else:
+                self._left_out.setdefault(frame.name, reason)
+
+    def _outer(self, frame: Frame) -> Frame | None:
+        running = self._frames.running
+        return running[-2] if len(running) > 1 else None
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self._frames.running or self._named_by_hand():
-            return
-        frame = self._frames.running[-1]
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        query, key, value = (given[name].detach() for name in names[:3])
-        mask = given.get("attn_mask")
-        if mask is not None and query.dim() != 4:
-            mask = mask.expand(*query.shape[:-1], key.shape[-2])
-        query, unpacked = with_heads(query, frame), unpacked_groups(query, frame)
-        if unpacked.shape != query.shape:
-            query, output = unpacked, unpacked_groups(output, frame)
-            mask = mask if mask is None or mask.shape[1] == 1 else unpacked_groups(mask, frame)
-        operator = SoftmaxMixing(
-            query,
-            with_heads(key, frame),
-            mask if mask is None or mask.dim() <= 2 else with_heads(mask.detach(), frame),
-            bool(given.get("is_causal", False)),
-            given.get("scale"),
-        )
-        self._add(operator, values=with_heads(value, frame), output=with_heads(output.detach(), frame))
+        if self._frames.running and not self._named_by_hand():
+            given = fused_arguments(args, kwargs)
+            if given.get("dropout_p", 0.0) > 0:
+                self._note(dropout_note("fused attention"))
+            self._try(partial(fused_call, given, output, self._frames.running[-1]), output)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self._frames.running or self._named_by_hand():
-            return
-        with torch.no_grad():
-            attention = functional_attention(args, kwargs)
-        if attention is not None:
-            self._stock(attention)
-
-    def _stock(self, attention: StockAttention) -> None:
-        self._add(
-            attention.operator,
-            values=attention.values,
-            cross=attention.cross,
-            valid=attention.lengths_mask,
-            windows=False,
-        )
+        if self._frames.running and not self._named_by_hand():
+            with torch.no_grad():
+                frame = self._frames.running[-1]
+                self._try(partial(functional_call, args, kwargs, frame), *frame.tensors[:1])
 
     def _mixed(self, mixed: Mixed) -> None:
         if not self._frames.running or self._named_by_hand():
             return
-        frame = self._frames.running[-1]
-        matrix = with_heads(mixed.matrix.detach(), frame)
-        tokens = frame.tokens
-        if tokens is not None and matrix.shape[-2] == 1 and matrix.shape[1] == tokens.shape[1] > 1:
-            return  # one weighted sum for each token: a router, not a mixer of tokens
-        values, output = (with_heads(tensor.detach(), frame) for tensor in (mixed.values, mixed.output))
-        self._add(DenseMixing(matrix), values=values, output=output)
+        reason = why_no_tokens(mixed, self._frames.running)
+        if reason is None:
+            self._try(partial(mixed_call, mixed, self._frames.running[-1]), mixed.matrix)
+        elif reason != ROUTER:  # which looks like no mixer
+            self._left_out.setdefault(self._frames.running[-1].name, reason)
 
     # --- from a call to a site ----------------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
         return any(frame.name in self._sites for frame in self._frames.running)
 
-    def _add(
-        self,
-        operator: MixingOperator,
-        *,
-        kind: str = "softmax",
-        values: Tensor | None = None,
-        output: Tensor | None = None,
-        cross: bool | None = None,
-        valid: Tensor | None = None,
-        windows: bool = True,
-    ) -> None:
-        frames = self._frames.running
+    def _note(self, note: str) -> None:
+        if note not in self._trace.notes:
+            self._trace.notes.append(note)
+
+    def _try(self, call: Callable[[], Call | None], *tensors: Tensor) -> None:
+        """Add what a call mixed with; a call that we cannot read must not stop the model."""
+        name = self._frames.running[-1].name
+        if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
+            self._left_out.setdefault(name, "it was called with no tokens or no sequences")
+            return
+        try:
+            made = call()
+        except torch.OutOfMemoryError:
+            raise
+        except (ShapeError, RuntimeError) as error:
+            self._left_out.setdefault(name, f"attention was seen inside it in a way we cannot read: {error}")
+        else:
+            if made is not None:
+                self._add(made)
+
+    def _add(self, call: Call, kind: str = "softmax") -> None:
+        frames, operator = self._frames.running, call.operator
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if cross is None:
-                cross = is_cross(frames, operator, cached=_has_cache(frames))
-            if valid is None:
+            cross = is_cross(frames, operator) if call.cross is None else call.cross
+            if call.lengths is None:
                 tokens, sources = valid_positions(frames, operator, cross)
             else:
-                tokens, sources = valid, valid
-        batch = operator.shape[0]
+                added = operator.shape[-1] - operator.shape[-2]
+                tokens, sources = call.lengths, F.pad(call.lengths, (0, added), value=True)
+        for frame in frames:
+            frame.mixed_inside = True
         site = MixerSite(
             name=frames[-1].name,
             layer=-1,
@@ -241,72 +251,29 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             valid_tokens=tokens,
             valid_sources=sources,
             cross=cross,
-            sequences=_sequences(frames, batch) if windows else batch,
-            run=self._run,
-            values=values if self._values else None,
-            output=output if self._values else None,
+            sequences=operator.shape[0] if call.whole else sequences_behind(frames, operator),
+            run=self._chains.run,
+            values=call.values if self._values else None,
+            output=call.output if self._values else None,
         )
         self._captured.add(site.name)
         self._blocks.add(site)
 
-    def _emit_mixer(self, site: MixerSite, place: Place) -> None:
+    def _emit_mixer(self, site: MixerSite) -> None:
         with _apart(site.operator.device):
-            self._on_mixer(replace(site, stack=place[0], layer=place[1]))
+            self._on_mixer(site)
 
-    def _emit_state(self, frame: Frame, place: Place, tokens: Tensor) -> None:
-        with _apart(tokens.device):
-            tokens, mask = padded(tokens.detach())
-            if not _batch_first(frame.module):
-                tokens = tokens.transpose(0, 1)
-            if mask is None:
-                mask = self._token_mask(frame, tokens)
-            self._on_state(StateSite(frame.name, place[1], tokens, mask, place[0], self._run))
-
-    def _token_mask(self, frame: Frame, tokens: Tensor) -> Tensor | None:
-        for site in frame.pending:
-            if not site.cross and site.valid_tokens.shape == tokens.shape[:2]:
-                return site.valid_tokens
-        return told_mask(self._frames.running, "attention_mask", tokens.shape[0], tokens.shape[1])
-
-    def _nothing_found(self) -> CaptureError:
-        if not self._frames.called:
-            return CaptureError(
-                "`capture`",
-                wanted="the model to run inside the block",
-                got="no call of it or of any of its modules",
-                fix="Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
-            )
-        like = ", ".join(f"{module.name} ({module.type})" for module in self._trace.unseen[:5])
-        return CaptureError(
-            f"model {type(self._model).__name__}",
-            wanted="at least one mixing operator",
-            got=f"none; modules that look like mixers: {like or 'none'}",
-            fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
-            "kwargs, output) returns the operator, such as `rw.DenseMixing(weights)` of shape (B, H, T, S).",
-        )
+    def _emit_state(self, state: StateSite) -> None:
+        self._states += 1
+        with _apart(state.tokens.device):
+            self._on_state(state)
 
 
-def _apart(device: torch.device) -> ExitStack:
+def _apart(device: torch.device | None) -> ExitStack:
     """Keep measures out of the model's run: no tap, no gradient, no autocast."""
     stack = ExitStack()
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(torch.no_grad())
-    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
-
-
-def _has_cache(frames: list[Frame]) -> bool:
-    return any(frame.argument(name) not in (None, ABSENT) for frame in frames for name in CACHE_ARGUMENTS)
-
-
-def _sequences(frames: list[Frame], batch: int) -> int:
-    """Sequences behind ``batch`` operators: an outer module that saw fewer of them cut them into windows."""
-    inputs = [tokens for frame in frames if (tokens := frame.tokens) is not None and not tokens.is_nested]
-    sizes = [tokens.shape[0] for tokens in inputs]
-    return min((size for size in sizes if size and batch % size == 0), default=batch)
-
-
-def _batch_first(module: nn.Module) -> bool:
-    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return module.self_attn.batch_first
-    return True

@@ -1,13 +1,17 @@
 """Which module is running: a stack of calls, kept by hooks that are always removed."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rankwise.capture.hooks import Hook
 
 Arguments = dict[str, Any]
 Listener = Callable[["Frame"], None]
@@ -23,17 +27,26 @@ class Frame:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Arguments
+    serial: int = 0
+    """Number of the call, over the whole capture."""
     output: Any = None
     guards: ExitStack = field(default_factory=ExitStack)
     pending: list[Any] = field(default_factory=list)
     """Mixers captured inside it that no block has claimed yet."""
-    stock_inside: bool = False
-    """Whether a stock attention layer inside it was captured."""
+    called_inside: bool = False
+    """Whether a module inside it was called."""
+    mixed_inside: bool = False
+    """Whether a mixer inside it was captured."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors it was called with, by position and then by name."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     @property
     def tokens(self) -> Tensor | None:
         """The first (B, T, D) tensor it was called with."""
-        return first_tokens((*self.args, *self.kwargs.values()))
+        return first_tokens(self.tensors)
 
     def argument(self, name: str) -> Any:
         """An argument by its name in ``forward``, however it was passed; `ABSENT` if it was not."""
@@ -44,17 +57,34 @@ class Frame:
         return self.args[position] if position < len(self.args) else ABSENT
 
 
-def first_tokens(values: object) -> Tensor | None:
+def first_tokens(values: object, axes: int = 3) -> Tensor | None:
     """The first floating (B, T, D) tensor among some values (nested tensors count)."""
+    if isinstance(values, Mapping):
+        values = tuple(values.values())
     for value in values if isinstance(values, tuple | list) else (values,):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == axes:
             return value
     return None
 
 
-def parameter_names(module: nn.Module) -> list[str]:
+def tensors_of(output: object) -> list[Tensor]:
+    """The tensors among what a module gave."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    values = output if isinstance(output, tuple | list) else (output,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's ``forward`` arguments, in order."""
-    return list(inspect.signature(module.forward).parameters)
+    if "forward" in vars(module):  # replaced on this one module, as device placement does
+        return tuple(inspect.signature(module.forward).parameters)
+    return _names_of(type(module).forward)
+
+
+@lru_cache(maxsize=512)
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 class Frames:
@@ -77,6 +107,7 @@ class Frames:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._quiet = {id(module) for name, module in model.named_modules() if name in quiet}
         self._model = model
+        self._serial = count()
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -85,9 +116,9 @@ class Frames:
         try:
             for module in self._model.modules():
                 if id(module) not in self._quiet:
-                    handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                    handles.append(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                     handles.append(
-                        module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+                        module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True)
                     )
             if self._quiet:
                 register = nn.modules.module
@@ -101,13 +132,18 @@ class Frames:
         finally:
             for handle in handles:
                 handle.remove()
-            while self.running:
-                self.running.pop().guards.close()
+                # PyTorch forgets to take this note of a global hook back.
+                nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+            self._drop_above(0)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
         if _recomputing():
             return
-        frame = Frame(self._names[id(module)], module, args, kwargs)
+        if module is self._model:  # whatever is still here was left behind by a call that never ended
+            self._drop_above(0)
+        if self.running:
+            self.running[-1].called_inside = True
+        frame = Frame(self._names[id(module)], module, args, kwargs, next(self._serial))
         self.called.add(frame.name)
         self.running.append(frame)
         for listener in self.on_enter:
@@ -118,7 +154,7 @@ class Frames:
             return
         # A module that raised on the way leaves its frame behind: drop whatever lies above ours.
         while self.running[-1].module is not module:
-            self.running.pop().guards.close()
+            self._drop_above(len(self.running) - 1)
         frame = self.running[-1]
         frame.guards.close()
         frame.kwargs, frame.output = kwargs, output
@@ -128,13 +164,18 @@ class Frames:
         finally:
             self.running.pop()
 
+    def _drop_above(self, height: int) -> None:
+        while len(self.running) > height:
+            self.running.pop().guards.close()
+
     def _enter_quiet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if id(module) in self._quiet:
             self._enter(module, args, {})
 
-    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if id(module) in self._quiet:
-            self._leave(module, args, kwargs, output)
+            *kwargs, output = rest  # PyTorch leaves the keyword arguments out where the module raised
+            self._leave(module, args, kwargs[0] if kwargs else {}, output)
 
 
 def _recomputing() -> bool:

@@ -1,38 +1,85 @@
 """Bring the tensors of an attention call to (B, H, T, ·), whatever layout the model keeps them in."""
 
-from torch import Tensor, nn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
-from rankwise.capture.frames import Frame
+from torch import Tensor
+
+from rankwise.capture.frames import Frame, first_tokens
+from rankwise.operators import MixingOperator
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
 """What modules call their number of heads."""
 
 
-def with_heads(tensor: Tensor, frame: Frame) -> Tensor:
-    """(T, ·), (B, T, ·), (B·H, T, ·), (B, H, T, ·) or more leading axes → (B, H, T, ·).
+@dataclass(frozen=True)
+class Layout:
+    """How one attention call lays out sequences and heads on its leading axes.
 
-    A three-axis tensor holds one head unless its first axis is a multiple of the batch, or of the head count
-    that the module states: models fold B·H with the heads inside.
+    Args:
+        axes: how many leading axes there are.
+        batch: how many sequences (or windows) they hold; the rest are heads.
+        split: with three leading axes or more, how many of them are the batch.
     """
-    if tensor.dim() == 2:
-        return tensor[None, None]
-    if tensor.dim() == 3:
-        heads = _folded_heads(tensor.shape[0], frame)
-        return tensor.unflatten(0, (-1, heads))
-    return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor
+
+    axes: int
+    batch: int
+    split: int = 1
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """(…, T, ·) → (B, H, T, ·); a tensor with fewer heads keeps its own number of them."""
+        if self.axes == 0:
+            return tensor[None, None]
+        if self.axes == 1:
+            heads = max(tensor.shape[0] // self.batch, 1)
+            return tensor.reshape(-1, heads, *tensor.shape[1:])
+        leading, rest = tensor.shape[: self.axes], tensor.shape[self.axes :]
+        return tensor.reshape(prod(leading[: self.split]), prod(leading[self.split :]), *rest)
 
 
-def _folded_heads(leading: int, frame: Frame) -> int:
-    tokens = frame.tokens
-    batch = None if tokens is None or tokens.is_nested else tokens.shape[0]
+def layout_of(shape: Sequence[int], frame: Frame) -> Layout:
+    """The layout of an attention call from the shape of its queries (or weights), (…, T, ·).
+
+    One leading axis holds B·H with the heads inside, as far as the batch and the head count that the module
+    states tell. Three or more hold sequences and heads in groups (B, Hkv, groups), or sequences in windows
+    (B, windows, H): they are groups where the module was given as many tokens as the call has rows.
+    """
+    *leading, tokens, _ = shape
+    if len(leading) == 1:
+        return Layout(1, max(leading[0] // _folded_heads(leading[0], tokens, frame), 1))
+    if len(leading) > 2:
+        given = given_shape(frame, tokens)
+        grouped = given is not None and given == (leading[0], tokens)
+        split = 1 if grouped else len(leading) - 1
+        return Layout(len(leading), prod(leading[:split]), split)
+    return Layout(len(leading), leading[0] if leading else 1)
+
+
+def given_shape(frame: Frame, tokens: int) -> tuple[int, int] | None:
+    """(B, T) of the tokens a module was called with; a module that keeps tokens first is read as such."""
+    given = frame.tokens
+    if given is None:
+        flat = first_tokens(frame.tensors, axes=2)
+        return (1, tokens) if flat is not None and flat.shape[0] == tokens else None
+    if given.is_nested:
+        return None
+    first, second = given.shape[:2]
+    return (second, first) if second != tokens == first else (first, second)
+
+
+def _folded_heads(leading: int, tokens: int, frame: Frame) -> int:
+    """Heads among B·H, or in an unbatched call H, matrices."""
+    given = given_shape(frame, tokens)
+    batch = given[0] if given else None
     stated = next(
         (value for name in HEAD_COUNTS if isinstance(value := getattr(frame.module, name, None), int)), None
     )
-    if stated and leading % stated == 0 and batch in (None, leading // stated):
-        return stated
-    if batch and leading % batch == 0:
+    if batch is not None and leading % batch == 0 and leading // batch in (1, stated):
         return leading // batch
-    return stated if stated and leading % stated == 0 else 1
+    if stated and leading % stated == 0:
+        return stated
+    return leading // batch if batch and leading % batch == 0 else 1
 
 
 def unpacked_groups(query: Tensor, frame: Frame) -> Tensor:
@@ -43,10 +90,13 @@ def unpacked_groups(query: Tensor, frame: Frame) -> Tensor:
     groups = getattr(frame.module, "num_key_value_groups", 1)
     tokens = frame.tokens
     packed = (
-        isinstance(frame.module, nn.Module)
-        and query.dim() == 4
-        and query.shape[-2] == groups > 1
-        and tokens is not None
-        and tokens.shape[1] == 1
+        query.dim() == 4 and query.shape[-2] == groups > 1 and tokens is not None and tokens.shape[1] == 1
     )
     return query.flatten(1, 2).unsqueeze(2) if packed else query
+
+
+def sequences_behind(frames: Sequence[Frame], operator: MixingOperator) -> int:
+    """Sequences behind the batch axis: an outer module that saw fewer of them cut them into windows."""
+    batch, tokens = operator.shape[0], operator.shape[-2]
+    given = [shape for frame in frames if (shape := given_shape(frame, tokens)) is not None]
+    return min((size for size, _ in given if size and batch % size == 0), default=batch)

@@ -6,40 +6,38 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.capture.blocks import padded
+from rankwise.capture.calls import Call
+from rankwise.capture.frames import Frame
+from rankwise.capture.states import padded
 from rankwise.operators import SoftmaxMixing
 
 
-@dataclass(frozen=True)
-class StockAttention:
-    """What a stock layer mixed with."""
-
-    operator: SoftmaxMixing
-    values: Float[Tensor, "B H S V"]
-    lengths_mask: Tensor | None
-    """Real tokens where the input was a nested tensor."""
-    cross: bool
-
-
 def is_stock(module: nn.Module) -> bool:
-    """Whether a module is one of PyTorch's attention layers, its ``forward`` unchanged."""
+    """Whether a module is one of PyTorch's attention layers, its class's ``forward`` unchanged."""
     return any(
-        isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
+        isinstance(module, kind) and type(module).forward is kind.forward
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     )
 
 
 def is_stock_stack(module: nn.Module) -> bool:
-    """Whether a module is PyTorch's encoder with nothing but its own layers inside."""
-    return (
-        isinstance(module, nn.TransformerEncoder)
-        and type(module).forward is nn.TransformerEncoder.forward
-        and all(is_stock(layer) for layer in module.layers)
-    )
+    """Whether a module is PyTorch's encoder, which looks for the fast path before it runs its layers."""
+    return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
+
+
+def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
+    """Why the operator of a stock layer that has run does not follow from its inputs; None if it does."""
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
+    attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+    if any(parameter.is_meta for parameter in attention.parameters()):
+        return "its weights are offloaded and gone when it has run; capture it with the weights on a device"
+    if isinstance(module, nn.TransformerEncoderLayer) and called_inside:
+        return "it left PyTorch's fast path for an attention of its own; name that in `sites=` to capture it"
+    return None
 
 
 def quiet_names(model: nn.Module) -> frozenset[str]:
@@ -51,12 +49,11 @@ def quiet_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def stock_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StockAttention:
+def stock_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame | None) -> Call:
     """The operator of a stock layer that has just run with these arguments."""
-    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     if isinstance(module, nn.MultiheadAttention):
-        masks = given.get("attn_mask"), given.get("key_padding_mask")
-        return from_attention(module, given["query"], given["key"], given["value"], *masks)
+        return from_attention(module, given, outer)
     assert isinstance(module, nn.TransformerEncoderLayer)
     source = given["src"]
     if module.norm_first:
@@ -65,8 +62,8 @@ def stock_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             source = torch.nested.nested_tensor([_norm(norm, item) for item in source.unbind()])
         else:
             source = _norm(norm, source)
-    masks = given.get("src_mask"), given.get("src_key_padding_mask")
-    return from_attention(module.self_attn, source, source, source, *masks)
+    masks = {"attn_mask": given.get("src_mask"), "key_padding_mask": given.get("src_key_padding_mask")}
+    return from_attention(module.self_attn, {"query": source, "key": source, "value": source} | masks, outer)
 
 
 @dataclass(frozen=True)
@@ -85,41 +82,58 @@ class FunctionalAttention:
     batch_first: bool = False
 
 
-def functional_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StockAttention | None:
+def functional_call(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Call | None:
     """The operator of one call of the functional form; None where keys or values are given projected."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
     own = {field.name: given[field.name] for field in fields(FunctionalAttention) if field.name in given}
     attention = FunctionalAttention(**own)
-    masks = given.get("attn_mask"), given.get("key_padding_mask")
-    return from_attention(attention, given["query"], given["key"], given["value"], *masks)
+    return from_attention(attention, given, outer)
 
 
 def from_attention(
-    attention: nn.MultiheadAttention | FunctionalAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-) -> StockAttention:
-    """The operator of `torch.nn.MultiheadAttention` on these inputs, computed from its own weights."""
-    cross = query is not key and (query.shape != key.shape or query.data_ptr() != key.data_ptr())
+    attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any], outer: Frame | None
+) -> Call:
+    """The operator of `torch.nn.MultiheadAttention` on these arguments, computed from its own weights."""
+    query, key, value = given["query"], given["key"], given["value"]
+    attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
+    cross = _is_cross(query, key, outer)
     lengths = None
     if query.is_nested:
         query, lengths = padded(query)
         key, value = query, query
         key_padding_mask = None if lengths is None else ~lengths
     query, key, value = (_batch_first(attention, tensor) for tensor in (query, key, value))
+    if lengths is None and not cross and key_padding_mask is not None:
+        hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask.isneginf()
+        lengths = ~hidden.reshape(-1, hidden.shape[-1])
     q, k, v = _projections(attention, query, key, value)
     heads = attention.num_heads
     q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
-    mask = _joint_mask(attn_mask, key_padding_mask, q, k)
+    causal = _hints_only(attention, given)
+    mask = None if causal else _joint_mask(attn_mask, key_padding_mask, q, k)
     if attention.add_zero_attn:
         k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
         mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
-    return StockAttention(SoftmaxMixing(q, k, mask), v, lengths, cross)
+    return Call(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
+
+
+def _hints_only(attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any]) -> bool:
+    """Whether PyTorch takes ``is_causal`` in place of the mask: then no row sees the added columns."""
+    added = attention.bias_k is not None or attention.add_zero_attn
+    hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
+    return bool(added and hinted and not given.get("need_weights", True))
+
+
+def _is_cross(query: Tensor, key: Tensor, outer: Frame | None) -> bool:
+    """Keys of other length, or from another tensor where the module around was given a second stream."""
+    if query is key or query.is_nested:
+        return False
+    if query.shape != key.shape:
+        return True
+    streams = [t for t in outer.tensors if t.is_floating_point() and t.dim() == query.dim()] if outer else []
+    return query.data_ptr() != key.data_ptr() and (outer is None or len(streams) > 1)
 
 
 def _batch_first(attention: nn.MultiheadAttention | FunctionalAttention, tensor: Tensor) -> Tensor:

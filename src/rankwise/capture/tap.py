@@ -1,10 +1,13 @@
 """The function mode that sees attention happen, and changes nothing."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, no_type_check
 
+import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from rankwise.capture.weights import Mixed, WeightsTap
 
@@ -31,7 +34,11 @@ class AttentionTap(TorchFunctionMode):
             F.multi_head_attention_forward: on_functional,
         }
         self._on_mixed = on_mixed
+        self.lifted = False
+        """Whether the tap is off the stack for a while."""
+        self._depth = 0
 
+    @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -42,11 +49,72 @@ class AttentionTap(TorchFunctionMode):
         """Run the function with this mode off, then take note of it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        listener = self._whole.get(func)
-        if listener is not None:
-            listener(args, kwargs, out)
+        if torch.compiler.is_dynamo_compiling():  # a function compiled inside the model: leave it as it is
             return out
-        mixed = self.weights.saw(func, args, kwargs, out)
-        if mixed is not None:
-            self._on_mixed(mixed)
+        with torch._C.DisableTorchFunction():
+            listener = self._whole.get(func)
+            if listener is not None:
+                listener(args, kwargs, out)
+                return out
+            mixed = self.weights.saw(func, args, kwargs, out)
+            if mixed is not None:
+                self._on_mixed(mixed)
         return out
+
+    @contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        """Take the tap off the stack of function modes for a while, or put it back; other modes stay.
+
+        PyTorch leaves its inference fast path as soon as a function mode is active, so those layers must run
+        without ours, and with whatever else the user has active.
+        """
+        if on != self.lifted:
+            yield
+            return
+        self._switch(on)
+        try:
+            yield
+        finally:
+            self._switch(not on)
+
+    def _switch(self, on: bool) -> None:
+        if on and self.lifted:
+            _put_on(self, self._depth)
+            self.lifted = False
+        elif not on:
+            depth = _take_off(self)
+            if depth is not None:  # None: we are inside our own handler, where the mode is off anyway
+                self._depth, self.lifted = depth, True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the stack, wherever on it the tap is."""
+        _take_off(self)
+
+
+def _take_off(mode: TorchFunctionMode) -> int | None:
+    """Remove a mode from the stack; how many modes lie below it, or None if it was not there."""
+    above: list[Any] = []
+    found = None
+    while torch._C._len_torch_function_stack():
+        top = _pop_mode()
+        if top is mode:
+            found = torch._C._len_torch_function_stack()
+            break
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+    return found
+
+
+def _put_on(mode: TorchFunctionMode, depth: int) -> None:
+    above = []
+    while torch._C._len_torch_function_stack() > depth:
+        above.append(_pop_mode())
+    _push_mode(mode)
+    for other in reversed(above):
+        _push_mode(other)

@@ -1,6 +1,7 @@
 """Modules that look like mixers, so that what was not captured can be named."""
 
 import re
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -37,9 +38,18 @@ def mixer_like(model: nn.Module) -> set[str]:
 
 
 def unseen_modules(
-    model: nn.Module, candidates: set[str], captured: set[str], called: set[str]
+    model: nn.Module, candidates: set[str], captured: set[str], called: set[str], known: Mapping[str, str]
 ) -> list[UnseenModule]:
-    """The mixer-like modules in and around which nothing was captured, outermost only."""
+    """The mixer-like modules in and around which nothing was captured, outermost only.
+
+    Args:
+        model: the model.
+        candidates: names of the modules that look like mixers, or were named by hand.
+        captured: names of the modules in which a mixer was captured.
+        called: names of the modules that were called.
+        known: names of modules in which something was seen and left out, with the reason.
+    """
+    candidates = candidates | set(known)
     seen = {name for name in candidates if any(_related(name, site) for site in captured)}
     missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
     outermost: list[str] = []
@@ -47,14 +57,19 @@ def unseen_modules(
         if not any(name.startswith(f"{outer}.") for outer in outermost):
             outermost.append(name)
     modules = dict(model.named_modules())
-    return [UnseenModule(name, type(modules[name]).__name__, _reason(name, called)) for name in outermost]
+    return [
+        UnseenModule(name, type(modules[name]).__name__, _reason(name, called, known)) for name in outermost
+    ]
 
 
 def _related(name: str, site: str) -> bool:
     return f"{site}.".startswith(f"{name}.") or name.startswith(f"{site}.")
 
 
-def _reason(name: str, called: set[str]) -> str:
+def _reason(name: str, called: set[str], known: Mapping[str, str]) -> str:
+    inside = [reason for other, reason in known.items() if f"{other}.".startswith(f"{name}.")]
+    if inside:
+        return inside[0]
     if name not in called:
         return "never called in this capture"
     return (

@@ -78,7 +78,7 @@ class MixingOperator(ABC):
         """
         return self._as(dtype).rows(0, self.shape[-2])
 
-    def __matmul__(self, values: Float[Tensor, "*batch S V"]) -> Float[Tensor, "*batch T V"]:
+    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V, a block of rows at a time: O(T S V) time, O(T V) memory."""
         self._check(values, self.shape[-1], "M @ values")
         tokens = self.shape[-2]
@@ -93,7 +93,7 @@ class MixingOperator(ABC):
         """The transpose Mᵀ (S×T), still not formed."""
         return TransposedMixing(self)
 
-    def apply_transposed(self, values: Float[Tensor, "*batch T V"]) -> Float[Tensor, "*batch S V"]:
+    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
         """Mᵀ U, a block of rows at a time: O(T S V) time, O(S V) memory."""
         self._check(values, self.shape[-2], "M.mT @ values")
         tokens, out = self.shape[-2], None
@@ -161,11 +161,11 @@ class TransposedMixing(MixingOperator):
         """The operator's support, transposed."""
         return self.operator.support().mT
 
-    def __matmul__(self, values: Float[Tensor, "*batch S V"]) -> Float[Tensor, "*batch T V"]:
+    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """Mᵀ U."""
         return self.operator.apply_transposed(values)
 
-    def apply_transposed(self, values: Float[Tensor, "*batch T V"]) -> Float[Tensor, "*batch S V"]:
+    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
         """(Mᵀ)ᵀ V = M V."""
         return self.operator @ values
 
@@ -189,3 +189,17 @@ def leading(tensor: Tensor, index: Index) -> Tensor:
     return (
         tensor[(*picks, *rest)] if any(pick is Ellipsis for pick in picks) else tensor[(*picks, ..., *rest)]
     )
+
+
+def checked_mask(mask: Tensor, shape: torch.Size, what: str) -> Tensor:
+    """The mask with its missing axes, if it broadcasts to ``shape``: it is not expanded in memory."""
+    if mask.ndim > len(shape) or any(
+        have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
+    ):
+        raise ShapeError(
+            what,
+            wanted=f"a shape that broadcasts to {tuple(shape)}",
+            got=f"{tuple(mask.shape)}",
+            fix="Give a (T, S), (B, 1, T, S) or (B, H, T, S) mask.",
+        )
+    return mask[(None,) * (len(shape) - mask.ndim)]

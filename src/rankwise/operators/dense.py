@@ -5,7 +5,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+from rankwise.operators.base import (
+    Index,
+    MixingOperator,
+    TensorMap,
+    at_least_float32,
+    checked_mask,
+    leading,
+)
 
 
 class DenseMixing(MixingOperator):
@@ -13,9 +20,11 @@ class DenseMixing(MixingOperator):
 
     Args:
         matrix: M, with any leading axes.
+        allowed: which entries the mask let be non-zero, broadcastable to it; by default those that are. Give
+            it where it is known: a softmax that underflows is zero, and is not masked.
 
     Raises:
-        ShapeError: if it has fewer than two axes or an empty one.
+        ShapeError: if it has fewer than two axes or an empty one, or the two do not fit together.
 
     Example:
         >>> import torch
@@ -26,7 +35,7 @@ class DenseMixing(MixingOperator):
 
     kind = "dense"
 
-    def __init__(self, matrix: Float[Tensor, "..."]) -> None:
+    def __init__(self, matrix: Float[Tensor, "..."], allowed: Bool[Tensor, "..."] | None = None) -> None:
         if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
             raise ShapeError(
                 "`DenseMixing`",
@@ -35,6 +44,7 @@ class DenseMixing(MixingOperator):
                 fix="Pass one T×S matrix for each sequence and head.",
             )
         self.matrix = matrix
+        self.allowed = None if allowed is None else checked_mask(allowed, matrix.shape, "allowed entries")
 
     @property
     def shape(self) -> torch.Size:
@@ -56,17 +66,18 @@ class DenseMixing(MixingOperator):
         return self.matrix[..., start:stop, :].to(at_least_float32(self.dtype))
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries that are not exactly zero."""
-        return self.matrix != 0
+        """Entries the mask allows, or those that are not exactly zero."""
+        return self.matrix != 0 if self.allowed is None else self.allowed.expand(self.shape)
 
-    def __matmul__(self, values: Float[Tensor, "*batch S V"]) -> Float[Tensor, "*batch T V"]:
+    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""
         self._check(values, self.shape[-1], "M @ values")
         return self.matrix.to(values.dtype) @ values
 
     def __getitem__(self, index: Index) -> "DenseMixing":
         """Pick sequences and heads."""
-        return DenseMixing(leading(self.matrix, index))
+        allowed = None if self.allowed is None else leading(self.allowed.expand(self.shape), index)
+        return DenseMixing(leading(self.matrix, index), allowed)
 
     def _map(self, change: TensorMap) -> "DenseMixing":
-        return DenseMixing(change(self.matrix))
+        return DenseMixing(change(self.matrix), None if self.allowed is None else change(self.allowed))

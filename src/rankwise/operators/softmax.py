@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+from rankwise.operators.base import (
+    Index,
+    MixingOperator,
+    TensorMap,
+    at_least_float32,
+    checked_mask,
+    leading,
+)
 
 MASKED_BELOW = -9e3
 """A bias this low means "masked": exp(−9000) is 0 in any dtype. Seen: −inf, finfo.min, −1e4, −1e9."""
@@ -42,8 +49,8 @@ class SoftmaxMixing(MixingOperator):
 
     def __init__(
         self,
-        query: Float[Tensor, "*batch H T K"],
-        key: Float[Tensor, "*batch Hkv S K"],
+        query: Float[Tensor, "... T K"],
+        key: Float[Tensor, "... S K"],
         mask: Shaped[Tensor, "..."] | None = None,
         is_causal: bool = False,
         scale: float | None = None,
@@ -51,7 +58,7 @@ class SoftmaxMixing(MixingOperator):
         _check_query_key(query, key)
         self.query, self.key, self.is_causal = query, key, is_causal
         self.scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-        self.mask = None if mask is None else _expanded(mask, self.shape)
+        self.mask = None if mask is None else checked_mask(mask, self.shape, "`SoftmaxMixing` mask")
 
     @property
     def shape(self) -> torch.Size:
@@ -88,7 +95,7 @@ class SoftmaxMixing(MixingOperator):
             allowed = allowed & (self.mask if self.mask.dtype == torch.bool else self.mask > MASKED_BELOW)
         return allowed.expand(self.shape)
 
-    def __matmul__(self, values: Float[Tensor, "*batch S V"]) -> Float[Tensor, "*batch T V"]:
+    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V by torch's fused attention: the matrix is not formed; values of H or Hkv heads."""
         self._check(values, self.shape[-1], "M @ values")
         mask = self.mask
@@ -98,22 +105,16 @@ class SoftmaxMixing(MixingOperator):
             causal = self.is_causal
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(values.dtype)
-        key = self.key
-        if self.groups > 1:
-            key = key.repeat_interleave(self.groups, dim=-3)
-            if values.shape[-3] == self.key.shape[-3]:
-                values = values.repeat_interleave(self.groups, dim=-3)
+        key, values = self._ungrouped(self.key), self._fitted(values)
         return F.scaled_dot_product_attention(
             self.query.to(values.dtype), key.to(values.dtype), values, mask, 0.0, causal, scale=self.scale
         )
 
     def __getitem__(self, index: Index) -> "SoftmaxMixing":
         """Pick sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
-        key = self.key.repeat_interleave(self.groups, dim=-3) if self.groups > 1 else self.key
-        mask = None if self.mask is None else leading(self.mask, index)
-        return SoftmaxMixing(
-            leading(self.query, index), leading(key, index), mask, self.is_causal, self.scale
-        )
+        key = leading(self._ungrouped(self.key), index)
+        mask = None if self.mask is None else leading(self.mask.expand(self.shape), index)
+        return SoftmaxMixing(leading(self.query, index), key, mask, self.is_causal, self.scale)
 
     def _map(self, change: TensorMap) -> "SoftmaxMixing":
         mask = None if self.mask is None else change(self.mask)
@@ -121,12 +122,10 @@ class SoftmaxMixing(MixingOperator):
 
     def _scores(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         dtype = at_least_float32(self.dtype)
-        query, key = self.query[..., start:stop, :].to(dtype), self.key.to(dtype)
-        if self.groups > 1:
-            key = key.repeat_interleave(self.groups, dim=-3)
+        query, key = self.query[..., start:stop, :].to(dtype), self._ungrouped(self.key.to(dtype))
         scores = (query * self.scale) @ key.mT
         if self.mask is not None:
-            mask = self.mask[..., start:stop, :]
+            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
             if mask.dtype == torch.bool:
                 scores = scores.masked_fill(~mask, -torch.inf)
             else:
@@ -135,6 +134,17 @@ class SoftmaxMixing(MixingOperator):
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self.device).triu(start + 1)
             scores = scores.masked_fill(hidden, -torch.inf)
         return scores
+
+    def _ungrouped(self, tensor: Tensor) -> Tensor:
+        """Key heads (or their values), one for each query head."""
+        return tensor.repeat_interleave(self.groups, dim=-3) if self.groups > 1 else tensor
+
+    def _fitted(self, values: Tensor) -> Tensor:
+        """Values with all the leading axes that fused attention wants."""
+        if self.groups > 1 and values.ndim > 2 and values.shape[-3] == self.key.shape[-3]:
+            values = self._ungrouped(values)
+        leading_axes = torch.broadcast_shapes(values.shape[:-2], self.shape[:-2])
+        return values.expand(*leading_axes, *values.shape[-2:])
 
     def _causal_mask(self, mask: Tensor) -> Tensor:
         hidden = torch.ones(self.shape[-2:], dtype=torch.bool, device=self.device).triu(1)
@@ -156,15 +166,3 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
             got=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
             fix="Split the heads before you pass them.",
         )
-
-
-def _expanded(mask: Tensor, shape: torch.Size) -> Tensor:
-    try:
-        return mask.expand(shape)
-    except RuntimeError:
-        raise ShapeError(
-            "`SoftmaxMixing` mask",
-            wanted=f"a shape that broadcasts to {tuple(shape)}",
-            got=f"{tuple(mask.shape)}",
-            fix="Give a (T, S), (B, 1, T, S) or (B, H, T, S) mask.",
-        ) from None

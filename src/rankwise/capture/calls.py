@@ -1,0 +1,129 @@
+"""From one attention call to the operator it applied, in (B, H, T, S)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.capture.frames import Frame
+from rankwise.capture.layout import given_shape, layout_of, unpacked_groups
+from rankwise.capture.weights import Mixed
+from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
+from rankwise.operators.softmax import MASKED_BELOW
+
+ROUTER = "a softmax weighs several values for each token by itself, as a router does"
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one attention call mixed with, and what it was given and gave."""
+
+    operator: MixingOperator
+    values: Tensor | None = None
+    output: Tensor | None = None
+    cross: bool | None = None
+    """Whether keys come from another sequence; None where that is still to be found out."""
+    lengths: Tensor | None = None
+    """Real tokens (B, T) where a self-attention itself knows them."""
+    whole: bool = False
+    """Whether its batch axis is known to hold whole sequences, no windows."""
+
+
+def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one call of `scaled_dot_product_attention`, by name."""
+    return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
+
+
+def fused_call(given: dict[str, Any], output: Tensor, frame: Frame) -> Call:
+    """What `scaled_dot_product_attention` applied."""
+    query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    unpacked = unpacked_groups(query, frame)
+    if unpacked is not query:
+        output = unpacked_groups(output, frame)
+        mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else unpacked_groups(mask, frame)
+    layout = layout_of(unpacked.shape, frame)
+    if mask is not None and mask.dim() > 2:
+        mask = layout(mask.detach())
+    operator = SoftmaxMixing(
+        layout(unpacked), layout(key), mask, bool(given.get("is_causal", False)), given.get("scale")
+    )
+    return Call(operator, layout(value), layout(output.detach()))
+
+
+def mixed_call(mixed: Mixed, frame: Frame) -> Call:
+    """What a softmax written by hand applied."""
+    layout = layout_of(mixed.matrix.shape, frame)
+    matrix, allowed = mixed.matrix.detach(), None
+    if mixed.scores is not None and mixed.scores.numel() == matrix.numel():
+        allowed = (mixed.scores.detach() > MASKED_BELOW).reshape(matrix.shape)
+        # Nothing is masked, though entries may be zero by underflow: one True says so for all of them.
+        everything = allowed.new_ones((1, 1, 1, 1))
+        allowed = everything if bool(allowed.all()) else layout(allowed)
+    return Call(
+        DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), layout(mixed.output.detach())
+    )
+
+
+def why_no_tokens(mixed: Mixed, frames: Sequence[Frame]) -> str | None:
+    """Why a softmax that met values mixes no tokens, or None where it does.
+
+    Routers, linear attention, channel attention and code books have a softmax before a product, too. A mixer
+    of tokens has scores that compare queries with keys, along another axis than the channels, or at least one
+    column for each token that some module around it was given.
+    """
+    matrix, frame = mixed.matrix, frames[-1]
+    tokens, sources = matrix.shape[-2:]
+    given = given_shape(frame, tokens)
+    if given is not None and tokens == 1 and matrix.dim() > 3:
+        one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
+        if one_for_each:
+            return ROUTER
+    if mixed.values_learned:
+        return f"a softmax gives weights to {sources} vectors that are weights of the model, not tokens"
+    if not mixed.compared and mixed.values_compared:
+        return "a softmax of queries alone meets a product of keys and values, as linear attention does"
+    if tokens == sources and _are_channels(mixed, frames):
+        return f"a softmax mixes {sources} channels, not tokens"
+    if not mixed.compared and sources not in _lengths(frames):
+        return f"a softmax gives weights to {sources} things that are no tokens of an input"
+    return None
+
+
+def _are_channels(mixed: Mixed, frames: Sequence[Frame]) -> bool:
+    """Whether columns times heads make up a width, and what a token would be as wide as does not."""
+    layout = layout_of(mixed.matrix.shape, frames[-1])
+    heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
+    widths = {frame.tokens.shape[-1] for frame in frames if frame.tokens is not None}
+    columns, columns_of_values = mixed.matrix.shape[-1], mixed.values.shape[-1]
+    return any(columns * n in widths for n in heads) and not any(
+        columns_of_values * n in widths for n in heads
+    )
+
+
+def _lengths(frames: Sequence[Frame]) -> set[int]:
+    """Numbers of tokens that the modules around were given."""
+    tensors = [tensor for frame in frames for tensor in frame.tensors if not tensor.is_nested]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
+    lengths = {tensor.shape[-2] for tensor in floating}
+    lengths |= {tensor.shape[0] for tensor in floating if tensor.dim() == 3}
+    return lengths | {
+        tensor.shape[-1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()
+    }
+
+
+def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Expand leading axes that fused attention broadcasts; heads may differ where they are grouped."""
+    if query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() > 3:
+        return query, key, value
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    if query.dim() == 3:
+        batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in (query, key, value)))
+        return tuple(tensor.expand(*batch, *tensor.shape[-2:]) for tensor in (query, key, value))  # type: ignore[return-value]
+    return tuple(tensor.expand(*batch, *tensor.shape[-3:]) for tensor in (query, key, value))  # type: ignore[return-value]
