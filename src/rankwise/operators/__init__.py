@@ -2,6 +2,18 @@
 
 from rankwise.operators.base import MixingOperator
 from rankwise.operators.dense import DenseMixing
+from rankwise.operators.diagonal import DiagonalMixing
+from rankwise.operators.linear_attention import LinearAttentionMixing
+from rankwise.operators.semiseparable import SemiseparableMixing
 from rankwise.operators.softmax import SoftmaxMixing
+from rankwise.operators.toeplitz import ToeplitzMixing
 
-__all__ = ["DenseMixing", "MixingOperator", "SoftmaxMixing"]
+__all__ = [
+    "DenseMixing",
+    "DiagonalMixing",
+    "LinearAttentionMixing",
+    "MixingOperator",
+    "SemiseparableMixing",
+    "SoftmaxMixing",
+    "ToeplitzMixing",
+]

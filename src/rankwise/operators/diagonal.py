@@ -1,0 +1,84 @@
+"""Scaling every token by a number of its own."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rankwise.errors import ShapeError
+from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+
+
+class DiagonalMixing(MixingOperator):
+    """A layer that mixes no tokens: ``M = diag(d)``, T = S.
+
+    Cost: `@` and its transpose are O(T V); the singular values are the |d_t|.
+
+    Args:
+        diagonal: d, with any leading axes: (..., H, T).
+
+    Raises:
+        ShapeError: if it has no axis or an empty last one.
+
+    Example:
+        >>> import torch
+        >>> operator = DiagonalMixing(torch.tensor([1.0, 2.0]))
+        >>> operator.dense().tolist(), (operator @ torch.ones(2, 1)).flatten().tolist()
+        ([[1.0, 0.0], [0.0, 2.0]], [1.0, 2.0])
+    """
+
+    kind = "diagonal"
+
+    def __init__(self, diagonal: Float[Tensor, "..."]) -> None:
+        if diagonal.ndim < 1 or diagonal.shape[-1] == 0:
+            raise ShapeError(
+                "`DiagonalMixing`",
+                wanted="one number for each token, (..., T) with T ≥ 1",
+                got=f"{tuple(diagonal.shape)}",
+                fix="Pass the diagonal, not the matrix.",
+            )
+        self.diagonal = diagonal
+
+    @property
+    def shape(self) -> torch.Size:
+        """Leading axes, T, T."""
+        return torch.Size([*self.diagonal.shape, self.diagonal.shape[-1]])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the diagonal."""
+        return self.diagonal.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the diagonal."""
+        return self.diagonal.device
+
+    def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
+        """Rows that are zero but for one entry."""
+        picked = self.diagonal[..., start:stop].to(at_least_float32(self.dtype))
+        return torch.where(self._own(start, stop), picked[..., None], 0.0)
+
+    def support(self) -> Bool[Tensor, "*batch T S"]:
+        """The diagonal."""
+        return self._own(0, self.shape[-2]).expand(self.shape)
+
+    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
+        """Scale each token."""
+        self._check(values, self.shape[-1], "M @ values")
+        return self.diagonal[..., None].to(values.dtype) * values
+
+    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
+        """The same: Mᵀ = M."""
+        self._check(values, self.shape[-2], "M.mT @ values")
+        return self.diagonal[..., None].to(values.dtype) * values
+
+    def __getitem__(self, index: Index) -> "DiagonalMixing":
+        """Pick sequences and heads."""
+        return DiagonalMixing(leading(self.diagonal[..., None], index)[..., 0])
+
+    def _map(self, change: TensorMap) -> "DiagonalMixing":
+        return DiagonalMixing(change(self.diagonal))
+
+    def _own(self, start: int, stop: int) -> Bool[Tensor, "R S"]:
+        tokens = torch.arange(self.shape[-1], device=self.device)
+        return tokens[start:stop, None] == tokens

@@ -1,0 +1,52 @@
+"""The rank of a hardmax matrix: a count, no decomposition."""
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+
+def hardmax_rank(
+    scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
+) -> Int64[Tensor, "*batch"]:
+    """Rank of the matrix that has a single 1 in each row, where the row's largest score is.
+
+    Formula: the number of different columns that win a row. The singular values are the square roots of how
+    many rows each column wins, so for any δ ≤ 1 it is the numerical rank too.
+    Range: [1, min(T, S)]; 0 where no row sees a column. Of equal scores one wins.
+    Cost: O(T S).
+
+    Args:
+        scores: Q Kᵀ, at any temperature.
+        mask: True where row i may see column j, broadcastable to the scores; a row that may see nothing is
+            zero.
+
+    Example:
+        >>> import torch
+        >>> hardmax_rank(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).item(), hardmax_rank(torch.eye(4)).item()
+        (1, 4)
+    """
+    return winning_columns(scores, mask).sum(-1)
+
+
+def winning_columns(
+    scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
+) -> Bool[Tensor, "*batch S"]:
+    """Which columns win at least one row.
+
+    Args:
+        scores: Q Kᵀ.
+        mask: True where row i may see column j, broadcastable to the scores.
+
+    Example:
+        >>> import torch
+        >>> winning_columns(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).tolist()
+        [True, False]
+    """
+    *batch, _, sources = scores.shape
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    winner = scores.argmax(-1)
+    if mask is not None:  # rows that may see nothing vote for a column that is cut off
+        winner = winner.masked_fill(~mask.expand(scores.shape).any(-1), sources)
+    hit = torch.zeros(*batch, sources + 1, dtype=torch.bool, device=scores.device)
+    return hit.scatter_(-1, winner, True)[..., :sources]

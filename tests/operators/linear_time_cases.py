@@ -1,0 +1,60 @@
+"""Makers of the operators that apply in linear time, for the laws of every operator."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rankwise.operators import (
+    DiagonalMixing,
+    LinearAttentionMixing,
+    MixingOperator,
+    SemiseparableMixing,
+    ToeplitzMixing,
+)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def linear(causal: bool, normalized: bool) -> Callable[..., MixingOperator]:
+    def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+        query, key = normal(B, H, T, K), normal(B, H, S, K)
+        if normalized:  # such features are positive; none so near zero that bfloat16 shows in a quotient
+            query, key = 1 + query.sigmoid(), 1 + key.sigmoid()
+        return LinearAttentionMixing(query, key, causal, normalized)
+
+    return make
+
+
+def diagonal(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+    return DiagonalMixing(normal(B, H, T))
+
+
+def toeplitz(causal: bool) -> Callable[..., MixingOperator]:
+    def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+        return ToeplitzMixing(normal(B, H, T if causal else 2 * T - 1), causal)
+
+    return make
+
+
+def semiseparable(groups: int, stepped: bool) -> Callable[..., MixingOperator]:
+    def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+        c, b, decay = normal(B, H, T, K), normal(B, H, T, K), -normal(B, groups * H, T).abs()
+        return SemiseparableMixing(c, b, decay, normal(B, groups * H, T) if stepped else None)
+
+    return make
+
+
+LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
+    "linear": linear(False, False),
+    "linear, causal": linear(True, False),
+    "linear, normalized": linear(False, True),
+    "linear, causal, normalized": linear(True, True),
+    "diagonal": diagonal,
+    "toeplitz, causal": toeplitz(True),
+    "toeplitz": toeplitz(False),
+    "semiseparable": semiseparable(1, False),
+    "semiseparable, grouped, stepped": semiseparable(3, True),
+}

@@ -1,0 +1,104 @@
+"""Operators of every kind, and how far rounding may carry an answer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jaxtyping
+import torch
+from hypothesis import strategies as st
+from linear_time_cases import LINEAR_TIME
+from torch import Tensor
+
+import rankwise as rw
+from rankwise.operators import MixingOperator
+
+Make = Callable[[int, int, int, int, int], MixingOperator]
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Let wrong shapes reach our own errors: users have no type checker, pytest has."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def softmax_of(mask: str = "none", causal: bool = False, groups: int = 1, scale: float | None = None) -> Make:
+    """A maker of softmax operators with one kind of mask."""
+
+    def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+        H = H * groups
+        query, key = normal(B, H, T, K), normal(B, H // groups, S, K)
+        seen = torch.rand(B, H, T, S) < 0.7
+        masks = {
+            "none": None,
+            "bool": seen,
+            "bool (T, S)": seen[0, 0],
+            "bool (B, 1, 1, S)": seen[:, :1, :1],
+            "bool with empty rows": seen & (torch.arange(T) % 3 != 0)[:, None],
+            "bias": normal(B, H, T, S),
+            "bias (1, H, T, S)": normal(1, H, T, S),
+            "bias of -inf": torch.zeros(B, 1, T, S, dtype=torch.float64).masked_fill(
+                ~seen[:, :1], -torch.inf
+            ),
+            "bias of -1e9": torch.zeros(B, 1, T, S, dtype=torch.float64).masked_fill(~seen[:, :1], -1e9),
+        }
+        return rw.SoftmaxMixing(query, key, masks[mask], causal, scale)
+
+    return make
+
+
+def dense(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+    return rw.DenseMixing(normal(B, H, T, S))
+
+
+def stochastic(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+    matrix = normal(B, H, T, S).softmax(-1) * (torch.rand(B, H, T, S) < 0.8)
+    return rw.DenseMixing(matrix, torch.rand(1, 1, T, S) < 0.9)
+
+
+MASKS = (
+    "none",
+    "bool",
+    "bool (T, S)",
+    "bool (B, 1, 1, S)",
+    "bool with empty rows",
+    "bias",
+    "bias (1, H, T, S)",
+    "bias of -inf",
+    "bias of -1e9",
+)
+KINDS: dict[str, Make] = {"dense": dense, "dense with a mask": stochastic}
+KINDS |= {f"softmax, {mask}": softmax_of(mask) for mask in MASKS}
+KINDS |= {f"softmax, causal, {mask}": softmax_of(mask, causal=True) for mask in MASKS[:6:2] + MASKS[-2:]}
+KINDS |= {f"softmax, grouped, {mask}": softmax_of(mask, groups=3) for mask in ("none", "bool", "bias")}
+KINDS |= {"softmax, scaled": softmax_of(scale=-1.7), "softmax, scale 0": softmax_of(scale=0.0)}
+KINDS |= LINEAR_TIME
+TRANSPOSED = (
+    "dense with a mask",
+    "softmax, bool",
+    "softmax, causal, none",
+    "softmax, grouped, bias",
+    *LINEAR_TIME,
+)
+
+
+def transposed(make: Make) -> Make:
+    return lambda *size: make(*size).mT
+
+
+KINDS |= {f"{name}, transposed": transposed(KINDS[name]) for name in TRANSPOSED}
+
+sizes = st.tuples(*(st.integers(1, top) for top in (3, 2, 6, 6, 4)))
+"""Batch, heads, tokens, sources, head width."""
+
+
+def tolerance(dtype: torch.dtype, terms: int, size: float = 10.0) -> float:
+    """A sum of ``terms`` products of at most ``size``, each computed in a few roundings."""
+    return 8 * terms * size * torch.finfo(dtype).eps

@@ -1,0 +1,195 @@
+"""What holds for every mixing operator, whatever its kind, mask and shape."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_cases import KINDS, normal, sizes, tolerance
+
+import rankwise as rw
+from rankwise.operators.base import ROW_BLOCK
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+some = settings(max_examples=6)
+TIGHT = tolerance(torch.float64, 8)
+
+
+@every_kind
+@some
+@given(size=sizes, seed=st.integers(0, 99))
+def test_applying_is_multiplying_by_the_dense_matrix(kind, size, seed):
+    torch.manual_seed(seed)
+    op = KINDS[kind](*size)
+    matrix = op.dense()
+    assert matrix.shape == op.shape
+    values, rows = normal(*op.shape[:-2], op.shape[-1], 3), normal(*op.shape[:-2], op.shape[-2], 3)
+    assert (op @ values - matrix @ values).abs().max() < TIGHT
+    assert (op.mT @ rows - matrix.mT @ rows).abs().max() < TIGHT
+    assert (op.apply_transposed(rows) - matrix.mT @ rows).abs().max() < TIGHT
+    # The adjoint: ⟨Aᵀu, v⟩ = ⟨u, Av⟩.
+    assert ((op.mT @ rows) * values).sum() == pytest.approx(
+        float((rows * (op @ values)).sum()), abs=20 * TIGHT
+    )
+
+
+@every_kind
+@some
+@given(size=sizes)
+def test_the_transpose_is_one(kind, size):
+    op = KINDS[kind](*size)
+    assert op.mT.shape == torch.Size([*op.shape[:-2], op.shape[-1], op.shape[-2]])
+    assert torch.equal(op.mT.dense(), op.dense().mT)
+    assert torch.equal(op.mT.mT.dense(), op.dense())
+    assert torch.equal(op.mT.support(), op.support().mT)
+    assert op.mT.kind == op.kind
+    assert (op.mT.dtype, op.mT.device) == (op.dtype, op.device)
+
+
+@every_kind
+@some
+@given(size=sizes, data=st.data())
+def test_rows_are_rows_of_the_dense_matrix(kind, size, data):
+    op = KINDS[kind](*size)
+    start = data.draw(st.integers(0, op.shape[-2] - 1))
+    stop = data.draw(st.integers(start + 1, op.shape[-2]))
+    assert (op.rows(start, stop) - op.dense()[..., start:stop, :]).abs().max() < TIGHT
+
+
+INDICES = [
+    0,
+    -1,
+    (0, 0),
+    (0, -1),
+    slice(0, 1),
+    (slice(None), 0),
+    (slice(None), slice(0, 1)),
+    (..., 0),
+    (0, ...),
+    None,
+    (0, None),
+    torch.tensor([0, 0]),
+    (torch.tensor([0]), torch.tensor([0])),
+    (slice(None), torch.tensor([0, 0, 0])),
+]
+
+
+@every_kind
+def test_indexing_commutes_with_forming(kind):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    for index in INDICES:
+        picks = index if isinstance(index, tuple) else (index,)
+        filled = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
+        place = (*filled, slice(None), slice(None))
+        wanted, got = op.dense()[place], op[index]
+        assert got.shape == wanted.shape, index
+        assert (got.dense() - wanted).abs().max() < TIGHT, index
+        assert torch.equal(got.support(), op.support()[place]), index
+        values = normal(*wanted.shape[:-2], wanted.shape[-1], 2)
+        assert (got @ values - wanted @ values).abs().max() < TIGHT, index
+
+
+@every_kind
+def test_too_many_indices_are_an_error(kind):
+    with pytest.raises(IndexError, match="too many indices"):
+        KINDS[kind](2, 2, 4, 5, 3)[0, 0, 0]
+
+
+@every_kind
+@some
+@given(size=sizes)
+def test_entries_outside_the_support_are_zero(kind, size):
+    op = KINDS[kind](*size)
+    if "dense with a mask" in kind:
+        return  # there the mask is only told
+    assert op.support().dtype == torch.bool
+    assert op.support().shape == op.shape
+    assert (op.dense()[~op.support()] == 0).all() or "-1e9" in kind
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "softmax" in kind and "transposed" not in kind])
+@some
+@given(size=sizes)
+def test_rows_of_a_softmax_are_distributions_or_zero(kind, size):
+    op = KINDS[kind](*size)
+    matrix, sums = op.dense(), op.dense().sum(-1)
+    assert (matrix >= 0).all()
+    assert (((sums - 1).abs() < TIGHT) | (sums == 0)).all()
+    if "-1e9" not in kind:
+        assert torch.equal(sums == 0, ~op.support().any(-1))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_in_another_dtype_it_is_the_operator_of_the_rounded_inputs(kind, dtype):
+    op = KINDS[kind](2, 2, 5, 6, 4)
+    cast = op.to(dtype)
+    assert cast.dtype == dtype
+    assert cast.shape == op.shape
+    assert torch.equal(cast.support(), op.support()) or dtype != torch.float32
+    matrix = cast.dense()
+    assert matrix.dtype == torch.float32
+    exact = cast.to(torch.float64).dense()
+    assert exact.dtype == torch.float64
+    assert torch.equal(cast.dense(torch.float64), exact)
+    # Rows that see nothing but a finite bias of −1e9 are what rounding makes of them, in torch as well.
+    sees = op.support().any(-1, keepdim=True)
+    # Rows of low precision are computed in float32 from scores of size ≤ 40.
+    assert ((matrix - exact) * sees).abs().max() < tolerance(torch.float32, 8, 40)
+    # And rounding the inputs moves scores of size ≤ 40 by at most a few ulps of that dtype.
+    assert ((exact - op.dense()) * sees).abs().max() < 40 * tolerance(dtype, 1, 1)
+
+
+@every_kind
+def test_to_a_device(kind, device):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    moved = op.to(device)
+    assert moved.device.type == device.type
+    assert moved.to(str(device)).device.type == device.type
+    values = normal(*op.shape[:-2], op.shape[-1], 2).to(device)
+    assert (moved.dense().cpu() - op.dense()).abs().max() < TIGHT
+    assert ((moved @ values).cpu() - op @ values.cpu()).abs().max() < TIGHT
+    assert torch.equal(moved.support().cpu(), op.support())
+
+
+@every_kind
+def test_longer_than_one_block_of_rows(kind, monkeypatch):
+    op = KINDS[kind](1, 1, 7, 6, 3)
+    values, rows = normal(*op.shape[:-2], op.shape[-1], 2), normal(*op.shape[:-2], op.shape[-2], 2)
+    whole = op @ values, op.mT @ rows, op.dense(), op.mT.dense()
+    monkeypatch.setattr("rankwise.operators.base.ROW_BLOCK", 2)
+    parts = op @ values, op.mT @ rows, op.dense(), op.mT.dense()
+    for one, other in zip(whole, parts, strict=True):
+        assert (one - other).abs().max() < TIGHT
+    assert ROW_BLOCK == 512
+
+
+@every_kind
+def test_values_without_leading_axes_are_shared(kind):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    values = normal(op.shape[-1], 2)
+    assert (op @ values - op.dense() @ values).abs().max() < TIGHT
+
+
+@every_kind
+def test_values_of_one_sequence_are_shared(kind):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    values = normal(1, op.shape[1], op.shape[-1], 2)
+    assert (op @ values - op.dense() @ values).abs().max() < TIGHT
+
+
+@every_kind
+def test_it_shows_its_shape(kind):
+    op = KINDS[kind](2, 1, 4, 5, 3)
+    assert f"shape={tuple(op.shape)}, dtype=torch.float64, device=cpu" in repr(op)
+
+
+@pytest.mark.parametrize("kind", ["dense", "softmax, none", "softmax, causal, bool (T, S)"])
+def test_it_applies_in_the_precision_of_the_values(kind):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert (op @ torch.ones(2, 2, 5, 1, dtype=dtype)).dtype == dtype
+
+
+def test_public_names():
+    assert issubclass(rw.SoftmaxMixing, rw.MixingOperator)
+    assert issubclass(rw.DenseMixing, rw.MixingOperator)

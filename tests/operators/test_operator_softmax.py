@@ -1,0 +1,228 @@
+"""Softmax attention agrees with torch's own, entry by entry, gradients and empty rows included."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_cases import MASKS, normal, sizes, softmax_of, tolerance, unchecked
+from torch.nn import functional as F
+
+import rankwise as rw
+from rankwise.errors import ShapeError
+from rankwise.operators.softmax import MASKED_BELOW
+
+TIGHT = tolerance(torch.float64, 8)
+
+
+def weights_of_torch(op):
+    """What fused attention does to the unit vectors is its matrix."""
+    sources = torch.eye(op.shape[-1], dtype=op.dtype).expand(*op.shape[:-2], -1, -1)
+    mask, causal = op.mask, op.is_causal
+    if causal and mask is not None:
+        seen = torch.ones(op.shape[-2:], dtype=torch.bool).tril()
+        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+        causal = False
+    key = op.key.repeat_interleave(op.groups, -3) if op.groups > 1 else op.key
+    return F.scaled_dot_product_attention(op.query, key, sources, mask, is_causal=causal, scale=op.scale)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@settings(max_examples=6)
+@given(size=sizes)
+def test_the_matrix_is_that_of_fused_attention(mask, causal, groups, size):
+    op = softmax_of(mask, causal, groups)(*size)
+    assert (op.dense() - weights_of_torch(op)).abs().max() < TIGHT
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3), (5, 2, 4, 3), (3, 5, 2, 4, 3)])
+def test_any_number_of_leading_axes(shape):
+    op = rw.SoftmaxMixing(normal(*shape), normal(*shape[:-2], 6, 3), is_causal=True)
+    assert op.shape == torch.Size([*shape[:-1], 6])
+    assert (op.dense() - weights_of_torch(op)).abs().max() < TIGHT
+    values = normal(*shape[:-2], 6, 2)
+    assert (op @ values - op.dense() @ values).abs().max() < TIGHT
+
+
+def test_the_definition():
+    q, k = normal(2, 3, 4, 5), normal(2, 3, 6, 5)
+    wanted = torch.softmax(q @ k.mT / math.sqrt(5), -1)
+    assert (rw.SoftmaxMixing(q, k).dense() - wanted).abs().max() < TIGHT
+    assert rw.SoftmaxMixing(q, k).scale == 1 / math.sqrt(5)
+
+
+def test_grouped_heads_read_the_key_head_of_their_group():
+    q, k = normal(2, 6, 4, 3), normal(2, 2, 5, 3)
+    op = rw.SoftmaxMixing(q, k)
+    for head in range(6):
+        alone = rw.SoftmaxMixing(q[:, head], k[:, head // 3])
+        assert (op.dense()[:, head] - alone.dense()).abs().max() < TIGHT
+        assert (op[:, head].dense() - alone.dense()).abs().max() < TIGHT
+    values = normal(2, 2, 5, 7)
+    assert (op @ values - op.dense() @ values.repeat_interleave(3, 1)).abs().max() < TIGHT
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "low", [-math.inf, -1e9, -1e4, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, False]
+)
+def test_whatever_people_mask_with_is_masked(low, causal):
+    hidden = torch.rand(4, 4) < 0.5
+    hidden[:, 0] = False
+    mask = ~hidden if low is False else torch.zeros(4, 4).masked_fill(hidden, low)
+    op = rw.SoftmaxMixing(normal(1, 2, 4, 3), normal(1, 2, 4, 3), mask, causal)
+    seen = ~hidden & (torch.ones(4, 4, dtype=torch.bool).tril() if causal else torch.tensor(True))
+    assert torch.equal(op.support(), seen.expand(1, 2, 4, 4))
+    assert (op.dense()[~op.support()] < 1e-300).all()
+    assert low is False or low < MASKED_BELOW
+
+
+def test_a_strong_bias_is_no_mask():
+    op = rw.SoftmaxMixing(normal(1, 1, 3, 2), normal(1, 1, 3, 2), torch.full((3, 3), -8000.0))
+    assert op.support().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [bool, float])
+def test_rows_that_see_nothing_are_zero_as_torchs_are(kind, dtype):
+    seen = torch.ones(4, 5, dtype=torch.bool)
+    seen[1] = False
+    mask = seen if kind is bool else torch.zeros(4, 5, dtype=dtype).masked_fill(~seen, -math.inf)
+    op = rw.SoftmaxMixing(normal(2, 2, 4, 3).to(dtype), normal(2, 2, 5, 3).to(dtype), mask)
+    values = normal(2, 2, 5, 3).to(dtype)
+    assert (op.dense()[:, :, 1] == 0).all()
+    assert ((op @ values)[:, :, 1] == 0).all()
+    assert (weights_of_torch(op)[:, :, 1] == 0).all()
+    assert not op.dense().isnan().any()
+
+
+def test_one_token_and_one_source():
+    op = rw.SoftmaxMixing(normal(1, 1, 1, 3), normal(1, 1, 1, 3), is_causal=True)
+    assert torch.equal(op.dense(), torch.ones(1, 1, 1, 1, dtype=torch.float64))
+    wide = rw.SoftmaxMixing(normal(1, 1, 1, 3), normal(1, 1, 4, 3), is_causal=True)
+    assert torch.equal(wide.dense()[0, 0, 0], torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
+
+
+def test_extreme_scores_stay_finite():
+    op = rw.SoftmaxMixing(1e6 * normal(1, 2, 5, 3), 1e6 * normal(1, 2, 5, 3))
+    assert op.dense().isfinite().all()
+    assert (op.dense().sum(-1) - 1).abs().max() < TIGHT
+
+
+def test_nan_is_not_hidden():
+    q = normal(1, 1, 3, 2)
+    q[0, 0, 1, 0] = math.nan
+    matrix = rw.SoftmaxMixing(q, normal(1, 1, 3, 2)).dense()
+    assert matrix[0, 0, 1].isnan().all()
+    assert matrix[0, 0, [0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@settings(max_examples=6)
+@given(size=sizes, seed=st.integers(0, 99))
+def test_dense_is_at_least_as_near_the_truth_as_torch_in_that_precision(dtype, size, seed):
+    torch.manual_seed(seed)
+    op = softmax_of("bool")(*size).to(dtype)
+    truth = op.dense(torch.float64)
+    ours = (op.dense() - truth).abs().max()
+    theirs = (weights_of_torch(op).double() - truth).abs().max()
+    # One float32 rounding band on top of twice the error of torch's own kernel.
+    assert ours <= 2 * theirs + tolerance(torch.float32, 4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["none", "bool", "bias"])
+def test_gradients_flow_to_queries_and_keys(mask, causal):
+    made = softmax_of(mask, causal)(1, 2, 3, 3, 2)
+    q, k = made.query.requires_grad_(), made.key.requires_grad_()
+    values, rows = normal(1, 2, 3, 2), normal(1, 2, 3, 2)
+
+    def everything(q, k):
+        op = rw.SoftmaxMixing(q, k, made.mask, causal)
+        return op.dense(), op @ values, op.mT @ rows, op[0, 1].dense()
+
+    assert torch.autograd.gradcheck(everything, (q, k))
+
+
+def test_gradients_flow_to_a_bias():
+    q, k, bias = normal(1, 2, 3, 2), normal(1, 2, 3, 2), normal(1, 2, 3, 3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda b: rw.SoftmaxMixing(q, k, b).dense(), (bias,))
+
+
+def test_nothing_is_expanded_in_memory():
+    """A padding mask stays as small as it is, also in another dtype."""
+    mask = torch.zeros(2, 1, 1, 6)
+    op = rw.SoftmaxMixing(normal(2, 8, 5, 3), normal(2, 8, 6, 3), mask)
+    assert op.mask.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
+    assert op.to(torch.float64).mask.numel() == mask.numel()
+    assert op.dense(torch.float64).shape == (2, 8, 5, 6)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+BAD_PAIRS = [
+    ((2, 3, 4, 5), (2, 3, 4, 6)),
+    ((2, 3, 4, 5), (2, 2, 4, 5)),
+    ((2, 3, 4, 5), (3, 3, 4, 5)),
+    ((2, 3, 4, 5), (3, 4, 5)),
+    ((5,), (5,)),
+    ((2, 3, 0, 5), (2, 3, 4, 5)),
+    ((2, 3, 4, 0), (2, 3, 4, 0)),
+    ((0, 3, 4, 5), (0, 3, 4, 5)),
+]
+
+
+@pytest.mark.parametrize(("query", "key"), BAD_PAIRS)
+def test_queries_and_keys_that_do_not_fit(query, key):
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"query \(\.\.\., H, T, K\).*got query \(.*\) and key \("),
+    ):
+        rw.SoftmaxMixing(torch.zeros(query), torch.zeros(key))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 4), (3, 1, 4, 5), (1, 2, 3, 4, 5)])
+def test_a_mask_that_does_not_fit(shape):
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"mask: wanted a shape that broadcasts to \(2, 3, 4, 5\)"),
+    ):
+        rw.SoftmaxMixing(torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 5, 6), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(5,), (0, 3), (2, 3, 0)])
+def test_a_matrix_that_is_none(shape):
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"`DenseMixing`: wanted a matrix of shape \(\.\.\., T, S\)"),
+    ):
+        rw.DenseMixing(torch.zeros(shape))
+
+
+def test_allowed_entries_that_do_not_fit():
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"allowed entries: wanted a shape that broadcasts to \(2, 3\)"),
+    ):
+        rw.DenseMixing(torch.zeros(2, 3), torch.ones(3, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("make", [softmax_of(), softmax_of("bool", causal=True)])
+@pytest.mark.parametrize("shape", [(4,), (4, 2), (2, 2, 4, 3)])
+def test_values_that_do_not_fit(make, shape):
+    op = make(2, 2, 4, 5, 3)
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 5, V\)"),
+    ):
+        op @ torch.zeros(shape)
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"`M\.mT @ values`: wanted values of shape \(\.\.\., 4, V\)"),
+    ):
+        op.mT @ torch.zeros(2, 2, 5, 3)
+    with unchecked(), pytest.raises(ShapeError, match=r"`M @ values`"):
+        rw.DenseMixing(op.dense()) @ torch.zeros(shape)

@@ -1,0 +1,363 @@
+"""The null of a head: against singular values of the same draws, its limits, and what it leaves alone."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankwise.errors import RankwiseError, ShapeError
+from rankwise.theory import NullRank, interpolated_null_rank, null_rank, rank_barrier
+from rankwise.theory import null as null_module
+from rankwise.theory.random_heads import rank_of_stochastic
+
+
+def band(tokens, window):
+    ones = torch.ones(tokens, tokens, dtype=torch.bool)
+    return ones.tril(window - 1) & ones.triu(1 - window)
+
+
+def by_hand(tokens, head_dim, seen, temperature, delta, trials, seed):
+    """Singular values of every matrix, row by row from its own columns."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = []
+    for _ in range(trials):
+        query, key = (
+            torch.randn(n, head_dim, dtype=torch.float64, generator=generator)
+            for n in (tokens, seen.shape[1])
+        )
+        matrix = torch.zeros(seen.shape, dtype=torch.float64)
+        for i in range(tokens):
+            columns = seen[i].nonzero().flatten()
+            if len(columns):
+                scores = key[columns] @ query[i]
+                if temperature == 0:
+                    matrix[i, columns[scores.argmax()]] = 1
+                else:
+                    matrix[i, columns] = (scores / temperature).softmax(-1)
+        ranks.append(int((torch.linalg.svdvals(matrix) >= delta).sum()))
+    return ranks
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, None, 5.0])
+@pytest.mark.parametrize(("mask", "window"), [("full", None), ("causal", None), ("causal", 5), ("full", 5)])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 1), (2, 3), (17, 2), (40, 16)])
+def test_it_counts_singular_values_of_its_draws(tokens, head_dim, mask, window, temperature):
+    seen = torch.ones(tokens, tokens, dtype=torch.bool)
+    seen = seen.tril() if mask == "causal" else seen
+    seen = seen & band(tokens, window) if window else seen
+    tau = math.sqrt(head_dim) if temperature is None else temperature
+    # δ of an odd value: that a singular value lies within 1e-15 of it is as good as impossible
+    ranks = by_hand(tokens, head_dim, seen, tau, 0.0137, 5, seed=11)
+    got = null_rank(tokens, head_dim, mask, window, temperature, delta=0.0137, trials=5, seed=11)
+    assert got == (statistics.mean(ranks), pytest.approx(statistics.stdev(ranks)), 5)
+    assert null_rank(tokens, head_dim, seen, None, temperature, 0.0137, 5, seed=11) == got
+
+
+@pytest.mark.parametrize("temperature", [0.0, None])
+def test_other_columns_and_masks_with_rows_that_see_nothing(temperature):
+    generator = torch.Generator().manual_seed(3)
+    seen = torch.rand(12, 30, generator=generator) < 0.2
+    seen[4] = False
+    tau = 2.0 if temperature is None else temperature
+    ranks = by_hand(12, 4, seen, tau, 0.0137, 4, seed=0)
+    assert null_rank(12, 4, seen, temperature=temperature, delta=0.0137, trials=4).mean == statistics.mean(
+        ranks
+    )
+    ranks = by_hand(12, 4, torch.ones_like(seen), tau, 0.0137, 4, seed=0)
+    got = null_rank(12, 4, temperature=temperature, delta=0.0137, trials=4, sources=30)
+    assert got.mean == statistics.mean(ranks)
+    assert null_rank(5, 4, torch.zeros(5, 5, dtype=torch.bool), temperature=temperature).mean == 0
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch):
+    seen = torch.ones(700, 700, dtype=torch.bool).tril()
+    ranks = by_hand(700, 8, seen, 0.0, 0.5, 1, seed=0)  # rows are scored 512 at a time
+    assert null_rank(700, 8, "causal", temperature=0.0, trials=1).mean == ranks[0]
+    assert null_rank(700, 8, seen, temperature=0.0, trials=1).mean == ranks[0]
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(1, 30),
+    sources=st.integers(1, 30),
+    sharpness=st.sampled_from([0.1, 1.0, 10.0]),
+    delta=st.sampled_from([1e-9, 1e-5, 1e-2, 0.3, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_pivots_count_what_singular_values_count(tokens, sources, sharpness, delta, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(tokens, sources, dtype=torch.float64, generator=generator)
+    matrix = (sharpness * scores).softmax(-1)
+    sigma = torch.linalg.svdvals(matrix)
+    # a singular value this near δ may fall on either side: rounding of the Gram matrix, n·u·‖M‖²/(2δ) twice
+    slack = 30 * 2.3e-16 * float(sigma[0]) ** 2 / delta + 30 * 2.3e-16 * float(sigma[0])
+    assert (
+        (sigma >= delta + slack).sum() <= rank_of_stochastic(matrix, delta) <= (sigma >= delta - slack).sum()
+    )
+
+
+def test_pivots_of_two_rows_are_counted():
+    """What the count rests on does occur: 2×2 pivots, of one positive and one negative eigenvalue."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(40, 2, dtype=torch.float64, generator=generator)
+    matrix = (matrix @ matrix.T).softmax(-1)
+    shifted = matrix @ matrix.T - 0.3**2 * torch.eye(40)
+    assert (torch.linalg.ldl_factor(shifted).pivots < 0).any()
+    assert rank_of_stochastic(matrix, 0.3) == (torch.linalg.svdvals(matrix) >= 0.3).sum()
+
+
+def test_a_delta_that_the_gram_matrix_cannot_see():
+    """Nearly uniform rows: singular values of some 1e-10, whose squares drown in the rounding of a 1."""
+    scores = torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = (1e-9 * scores).softmax(-1)
+    sigma = torch.linalg.svdvals(matrix)
+    for rank in (3, 6, 14):
+        assert sigma[rank - 1] - sigma[rank] > 1e-12
+        assert rank_of_stochastic(matrix, float(sigma[rank - 1] + sigma[rank]) / 2) == rank
+
+
+def test_the_limits_of_the_temperature():
+    for mask in ("full", "causal"):
+        cold = null_rank(50, 8, mask, temperature=1e-12, trials=4)
+        assert cold == null_rank(50, 8, mask, temperature=0.0, trials=4)
+        assert null_rank(50, 8, mask, temperature=1e-320, trials=4) == cold
+    # at 10⁶ every row is 1/T to six digits: singular values 1 and at most T·10⁻⁶·8/T
+    assert null_rank(50, 8, temperature=1e6, trials=4) == (1.0, 0.0, 4)
+
+
+def test_hardmax_rank_of_one_feature_is_two():
+    """With K = 1 a query's sign alone decides between the largest and the smallest key."""
+    assert null_rank(60, 1, temperature=0.0) == (2.0, 0.0, 8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, None])
+def test_windows_of_one_and_of_all(temperature):
+    for mask in ("full", "causal"):
+        assert null_rank(20, 4, mask, window=1, temperature=temperature) == (20.0, 0.0, 8)
+        assert null_rank(20, 4, mask, window=20, temperature=temperature) == null_rank(
+            20, 4, mask, temperature=temperature
+        )
+
+
+def test_a_larger_delta_counts_less():
+    ranks = [null_rank(64, 16, delta=delta).mean for delta in (1e-4, 1e-2, 0.1, 0.5, 2.0)]
+    assert ranks == sorted(ranks, reverse=True)
+    assert ranks[0] > ranks[2] > ranks[3] >= 1 > ranks[4] == 0  # σ_1 < 2 and the rows sum to 1
+
+
+def test_wide_hardmax_heads_reach_the_barrier_from_below():
+    """Keys of equal length would make winners uniform; the variance of their lengths falls as 1/K."""
+    for mask in ("full", "causal"):
+        barrier = rank_barrier(60, mask)
+        null = null_rank(60, 6000, mask, temperature=0.0, trials=60)
+        # five standard errors, and 2 % for the last spread of the lengths: they vary by 1/√(2K) = 0.9 %
+        assert abs(null.mean - barrier) < 5 * null.std / math.sqrt(60) + 0.02 * barrier
+        assert null_rank(60, 4, mask, temperature=0.0, trials=60).mean < 0.8 * barrier
+
+
+def test_the_global_generator_is_neither_read_nor_moved():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = null_rank(19, 7, seed=1, trials=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    null_module.of_names.cache_clear()
+    torch.manual_seed(6)
+    assert null_rank(19, 7, seed=1, trials=3) == one
+    assert null_rank(190, 7, seed=2, trials=3) != null_rank(190, 7, seed=1, trials=3)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+def test_asking_again_computes_nothing(ask):
+    first = ask(101, 5, "causal", trials=2)
+    with Operations() as seen:
+        assert ask(101, 5, "causal", trials=2) == first
+        assert ask(101, 5, "causal", temperature=math.sqrt(5), trials=2) == first
+    assert seen.count == 0
+    with Operations() as seen:
+        ask(101, 6, "causal", trials=2)
+    assert seen.count > 0
+
+
+def test_masks_of_the_same_shape_are_told_apart():
+    seen = torch.ones(9, 9, dtype=torch.bool)
+    assert null_rank(9, 8, seen.tril()) == null_rank(9, 8, "causal")
+    assert null_rank(9, 8, torch.eye(9, dtype=torch.bool)).mean == 9
+    assert null_rank(9, 8, seen.tril()) == null_rank(9, 8, "causal")
+
+
+def test_one_trial_has_no_spread():
+    null = null_rank(10, 4, trials=1)
+    assert (math.isnan(null.std), null.trials) == (True, 1)
+
+
+# --- between simulated lengths ------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 5000), window=st.none() | st.integers(1, 6000))
+def test_nodes_lie_on_either_side_and_are_few(size, window):
+    nodes = null_module._nodes(size, window)
+    assert sum(weight for _, weight in nodes) == pytest.approx(1)
+    assert all(0 < weight <= 1 for _, weight in nodes)
+    assert nodes[0][0] <= size <= nodes[-1][0]
+    assert nodes[-1][0] <= 1.5 * nodes[0][0]
+    if len(nodes) == 1:
+        assert nodes == [(size, 1.0)]
+
+
+def test_all_lengths_of_a_data_set_take_few_simulations():
+    for window in (None, 100):
+        nodes = {at for size in range(1, 4097) for at, _ in null_module._nodes(size, window)}
+        assert len(nodes) <= 32 + 14 + 4
+        assert max(nodes) == 4096
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "temperature"),
+    [
+        ("full", None, None),
+        ("causal", None, None),
+        ("full", None, 0.0),
+        ("causal", None, 0.0),
+        ("causal", 60, None),
+        ("full", 60, None),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [1, 4, 32])
+def test_interpolation_is_within_what_it_documents(mask, window, temperature, head_dim):
+    for tokens in (34, 60, 76, 108, 150):  # half way between what is simulated, and nearer to an end
+        options = (head_dim, mask, window, temperature)
+        got = interpolated_null_rank(tokens, *options, trials=24)
+        direct = null_rank(tokens, *options, trials=24, seed=1)
+        stderr = math.hypot(got.std, direct.std) / math.sqrt(24)
+        allowed = 0.01 if head_dim >= 4 else 0.04
+        assert abs(got.mean - direct.mean) < 4 * stderr + allowed * direct.mean
+        assert got.trials == 24
+
+
+def test_the_spread_is_interpolated_too():
+    got, ends = interpolated_null_rank(54, 8), [null_rank(n, 8) for n in (45, 64)]
+    assert min(end.std for end in ends) <= got.std <= max(end.std for end in ends)
+    assert ends[0].mean < got.mean < ends[1].mean
+
+
+def test_short_and_simulated_lengths_are_exact():
+    for tokens in (1, 2, 31, 32, 45, 64, 91, 128):
+        assert interpolated_null_rank(tokens, 8) == null_rank(tokens, 8)
+    assert interpolated_null_rank(70, 8, "causal", window=70) == null_rank(70, 8, "causal", window=70)
+
+
+def test_cross_attention_between_lengths():
+    for tokens, sources in ((38, 76), (76, 38), (20, 76), (76, 64)):
+        got = interpolated_null_rank(tokens, 16, sources=sources, trials=16)
+        direct = null_rank(tokens, 16, sources=sources, trials=16, seed=1)
+        stderr = math.hypot(got.std, direct.std) / 4
+        assert abs(got.mean - direct.mean) < 4 * stderr + 0.01 * direct.mean
+
+
+@pytest.mark.parametrize(("mask", "window"), [("full", None), ("causal", None), ("full", 40)])
+def test_as_many_columns_as_rows_may_be_said(mask, window):
+    got = interpolated_null_rank(54, 8, mask, window, sources=54)
+    assert got == interpolated_null_rank(54, 8, mask, window)
+
+
+def test_no_singular_value_reaches_delta():
+    assert interpolated_null_rank(54, 8, delta=50.0).mean == 0
+
+
+def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
+    asked = []
+
+    def spy(tokens, *rest):
+        asked.append((tokens, rest[5]))
+        return NullRank(float(tokens), 0.0, rest[5])
+
+    monkeypatch.setattr(null_module, "null_rank", spy)
+    for tokens in (1024, 1448, 2048, 4096):
+        interpolated_null_rank(tokens, 8)
+    assert asked == [(1024, 8), (1448, 4), (2048, 2), (4096, 2)]
+    asked.clear()
+    for lost in (
+        interpolated_null_rank(4097, 8),
+        interpolated_null_rank(16385, 8, temperature=0.0),
+        interpolated_null_rank(64, 8, sources=10**6),
+    ):
+        assert math.isnan(lost.mean)
+        assert math.isnan(lost.std)
+        assert lost.trials == 0
+    assert asked == []
+    assert interpolated_null_rank(16384, 8, temperature=0.0).mean == 16384
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "temperature"), [(4097, None), (4097, 1.0), (16385, 0.0)])
+def test_too_long_a_sequence_is_refused_at_once(tokens, temperature):
+    with pytest.raises(ShapeError, match=r"`tokens`: wanted at most [\d,]+ entries .* got .* rank_barrier"):
+        null_rank(tokens, 8, temperature=temperature)
+
+
+@pytest.mark.parametrize("name", ["tokens", "head_dim", "window", "trials", "sources"])
+@pytest.mark.parametrize("size", [0, -1, True])
+@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+def test_sizes_are_counts(ask, name, size):
+    with pytest.raises(ShapeError, match=f"`{name}`: wanted a whole number, at least 1, got {size}"):
+        ask(**{"tokens": 8, "head_dim": 4} | {name: size})
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+def test_a_temperature_without_meaning_is_refused(ask, temperature):
+    with pytest.raises(RankwiseError, match="`temperature`: wanted a finite number, at least 0"):
+        ask(8, 4, temperature=temperature)
+
+
+@pytest.mark.parametrize("delta", [0.0, -1.0, math.inf, math.nan])
+def test_a_delta_without_meaning_is_refused(delta):
+    with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
+        null_rank(8, 4, delta=delta)
+
+
+@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+def test_an_unknown_mask_is_refused_with_the_near_one(ask):
+    with pytest.raises(RankwiseError, match=r"`mask`: wanted .* got 'casual'\. Did you mean causal\?"):
+        ask(8, 4, "casual")
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (torch.ones(8, 7, dtype=torch.bool), {"sources": 8}),
+        (torch.ones(7, 8, dtype=torch.bool), {}),
+        (torch.ones(8, 8, dtype=torch.bool), {"window": 3}),
+        (torch.ones(8, 0, dtype=torch.bool), {}),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask, options):
+    with pytest.raises(ShapeError, match=r"`mask`: wanted torch\.bool of shape \(8, \d\)"):
+        null_rank(8, 4, mask, **options)
+
+
+def test_a_mask_has_one_length():
+    with pytest.raises(RankwiseError, match="`mask` of `interpolated_null_rank`: wanted 'full' or 'causal'"):
+        interpolated_null_rank.__wrapped__(8, 4, torch.ones(8, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 3), ("full", 3)])
+def test_named_masks_over_other_columns_are_refused(mask, window):
+    with pytest.raises(ShapeError, match="`sources`: wanted 8, as many as tokens, under the causal mask or"):
+        null_rank(8, 4, mask, window, sources=9)

@@ -1,0 +1,187 @@
+"""Theorem 1: its setting, its bound over every head width, and what it does not bound."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwise.errors import RankwiseError, ShapeError
+from rankwise.theory import (
+    almost_orthonormal,
+    hardmax_rank,
+    null_rank,
+    rank_barrier,
+    theorem1_bound,
+    theorem1_epsilon,
+    theorem1_rank,
+)
+
+MISSED = 1e-7
+"""How often a test of a mean may fail by chance, were the seed not fixed."""
+
+
+def sampling_error(tokens, trials):
+    """How far a mean may lie above its expectation.
+
+    Given the keys, the rows are independent and each changes the count by one at most, so by McDiarmid the
+    mean of n counts exceeds its expectation by t with probability at most exp(−2 n t²/T).
+    """
+    return math.sqrt(tokens * math.log(1 / MISSED) / (2 * trials))
+
+
+@given(tokens=st.integers(1, 10**6))
+def test_the_exact_expectation_is_the_bound_and_at_most_1_over_e(tokens):
+    """T(1 − (1 − 1/T)^T) − (1 − 1/e)T falls from 1/e at T = 1 towards 1/(2e)."""
+    excess = rank_barrier(tokens) - theorem1_bound(tokens)
+    slack = 1e-14 * tokens
+    assert 1 / (2 * math.e) - slack <= excess <= 1 / math.e + slack
+
+
+@pytest.mark.parametrize("tokens", [4, 16, 48])
+def test_no_head_width_brings_the_expectation_above_the_bound(tokens):
+    """K from 1 to 4T: the O(1) is 1/e for orthonormal tokens (see theorem1_bound), the rest is sampling."""
+    trials = 60
+    allowed = theorem1_bound(tokens) + 1 / math.e + sampling_error(tokens, trials)
+    means = [
+        theorem1_rank(tokens, k, width=max(tokens, 8), trials=trials, seed=k).mean
+        for k in sorted({1, 2, 3, 5, 8, 13, tokens // 2, tokens, 2 * tokens, 3 * tokens, 4 * tokens})
+    ]
+    assert max(means) < allowed
+    # and pooled over the widest ones, where the bound is tight, more sharply
+    wide = [theorem1_rank(tokens, k, trials=trials, seed=100 + k).mean for k in range(3 * tokens, 4 * tokens)]
+    allowed = theorem1_bound(tokens) + 1 / math.e + sampling_error(tokens, trials * len(wide))
+    assert sum(wide) / len(wide) < allowed
+
+
+def test_the_bound_is_nearly_reached():
+    tokens = 48
+    mean = theorem1_rank(tokens, 4 * tokens, trials=200).mean
+    assert mean > 0.95 * theorem1_bound(tokens) - sampling_error(tokens, 200)
+
+
+@pytest.mark.parametrize("head_dim", [2, 40])
+def test_almost_orthonormal_tokens_obey_it_too(head_dim):
+    tokens, width, trials = 32, 40, 80
+    epsilon = theorem1_epsilon(tokens, width, head_dim)
+    exact = theorem1_rank(tokens, head_dim, width, trials=trials)
+    almost = theorem1_rank(tokens, head_dim, width, epsilon=epsilon, trials=trials)
+    assert almost.mean < theorem1_bound(tokens) + 1 / math.e + sampling_error(tokens, trials)
+    # the same X₀ and weights; scores move by about ε·√K·‖·‖ against gaps of order √K/T: few winners change
+    assert abs(almost.mean - exact.mean) < 0.1
+    far = theorem1_rank(tokens, head_dim, width, epsilon=0.9 / tokens, trials=trials)
+    assert far != almost
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [1, 6, 60])
+def test_it_has_the_law_of_the_null_at_temperature_zero(mask, head_dim):
+    """X Wq is Gaussian for orthonormal rows of X."""
+    ours, null = (
+        theorem1_rank(30, head_dim, 50, mask, trials=150, seed=5),
+        null_rank(30, head_dim, mask, temperature=0.0, trials=150, seed=6),
+    )
+    assert abs(ours.mean - null.mean) <= 5 * math.hypot(ours.std, null.std) / math.sqrt(150)
+
+
+def test_rank_grows_with_the_head():
+    ranks = [theorem1_rank(64, k, trials=40) for k in (1, 4, 16, 64)]
+    for less, more in pairwise(ranks):
+        assert more.mean - less.mean > 4 * math.hypot(less.std, more.std) / math.sqrt(40)
+
+
+def test_the_causal_counterpart_lies_near_half():
+    """No proof bounds it: wide heads come near (T + 1)/2, seen from either side."""
+    tokens, barrier = 48, rank_barrier(48, "causal")
+    mean = theorem1_rank(tokens, 40 * tokens, mask="causal", trials=200).mean
+    assert abs(mean - barrier) < sampling_error(tokens, 200) + 0.03 * barrier
+    assert mean < 0.9 * rank_barrier(tokens)
+
+
+def test_single_matrices_exceed_it():
+    """It bounds a mean over weights: weights made for it reach any rank."""
+    tokens = 40
+    x = almost_orthonormal(tokens, 64)
+    scores = x @ x.T  # Q = K = X
+    assert hardmax_rank(scores) == tokens
+    cold = (scores / 0.05).softmax(-1)  # e^−20 off the diagonal
+    assert (torch.linalg.svdvals(cold) >= 1e-2).sum() == tokens
+    previous = x @ x.roll(-1, 0).T  # row i scores the token before it
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    previous[0] = 0
+    assert hardmax_rank(previous, causal) == tokens - 1
+    assert tokens - 1 > theorem1_bound(tokens) + 1
+
+
+def test_single_random_matrices_exceed_it_too():
+    """The spread is real: some of a few hundred draws lie above the mean's bound."""
+    ranks = [theorem1_rank(16, 64, trials=1, seed=seed).mean for seed in range(100)]
+    assert max(ranks) > theorem1_bound(16) + 1
+    assert sum(ranks) / 100 < theorem1_bound(16) + 1 / math.e + sampling_error(16, 100)
+
+
+@given(
+    tokens=st.integers(1, 20),
+    more=st.integers(0, 10),
+    share=st.sampled_from([0.0, 1e-6, 0.5, 0.99]),
+    seed=st.integers(0, 99),
+)
+def test_tokens_are_as_orthonormal_as_asked(tokens, more, share, seed):
+    epsilon = share / tokens
+    x = almost_orthonormal(tokens, tokens + more, epsilon, seed)
+    assert x.shape == (tokens, tokens + more)
+    error = x @ x.T - torch.eye(tokens)
+    # QR, eigenvectors and products: some 10·T roundings of entries of size 1
+    rounding = 1e-14 * (10 + tokens)
+    assert error.abs().max() <= epsilon + rounding
+    assert torch.equal(almost_orthonormal(tokens, tokens + more, epsilon, seed), x)
+    if share > 0.1 and tokens > 4:  # ε is used: the largest of 15 uniform entries
+        assert error.abs().max() > 0.5 * epsilon
+
+
+def test_the_theorems_scale_of_epsilon():
+    assert theorem1_epsilon(100, 190, 10) == pytest.approx(5e-6, rel=1e-12)
+    assert theorem1_epsilon(400, 190, 10) == pytest.approx(5e-6 / 8, rel=1e-12)
+
+
+def test_the_global_generator_is_neither_read_nor_moved():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = theorem1_rank(20, 4, epsilon=1e-3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert theorem1_rank(20, 4, epsilon=1e-3) == one
+    assert theorem1_rank(60, 4, seed=1) != theorem1_rank(60, 4, seed=2)
+
+
+@pytest.mark.parametrize("name", ["tokens", "head_dim", "width", "trials"])
+@pytest.mark.parametrize("size", [0, -3])
+def test_sizes_are_counts(name, size):
+    with pytest.raises(ShapeError, match=f"`{name}`: wanted a whole number, at least 1, got {size}"):
+        theorem1_rank(**{"tokens": 4, "head_dim": 2} | {name: size})
+
+
+def test_more_tokens_than_dimensions_are_refused():
+    with pytest.raises(ShapeError, match="`width`: wanted at least 5, as many as tokens, got 4"):
+        theorem1_rank(5, 2, width=4)
+
+
+@pytest.mark.parametrize("epsilon", [-0.1, 0.25, math.nan])
+def test_an_epsilon_too_large_is_refused(epsilon):
+    with pytest.raises(RankwiseError, match=r"`epsilon`: wanted at least 0 and below 1/T = 0\.25"):
+        almost_orthonormal(4, 6, epsilon)
+
+
+def test_an_unknown_mask_is_refused():
+    with pytest.raises(RankwiseError, match=r"`mask`: wanted 'full' or 'causal', got 'casual'. Did you mean"):
+        theorem1_rank(4, 2, mask="casual")
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_formulas_want_counts_too(size):
+    with pytest.raises(ShapeError, match="`tokens`: wanted a whole number"):
+        theorem1_bound(size)
+    with pytest.raises(ShapeError, match="`width`: wanted a whole number"):
+        theorem1_epsilon(4, size, 2)
