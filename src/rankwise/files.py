@@ -27,6 +27,14 @@ def write_whole(path: Path, text: str, subject: str) -> Path:
         ...     write_whole(Path(folder) / "a" / "b.txt", "hello", "file").read_text()
         'hello'
     """
+    if path.exists() and not path.is_file():
+        raise InputError(
+            f"{subject} {path}",
+            wanted="a file, or a name that is free",
+            got="a folder or a device",
+            fix="Choose another name.",
+        )
+    path = path.resolve()  # a link is followed, not replaced
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

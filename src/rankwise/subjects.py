@@ -1,6 +1,7 @@
 """What a command is pointed at: a model by Hub name, folder or Python factory, and what to feed it."""
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -131,12 +132,12 @@ def _from_factory(path: Path, name: str) -> Subject:
         made = factory()
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"model {path}:{name}",
             wanted="a factory that takes nothing and returns a module",
             got=f"{type(error).__name__}: {error}",
-            fix=f"`python {path}` shows where it fails.",
+            fix=f"`python {path}` shows where it fails; what runs as a script belongs under __main__.",
         ) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
@@ -311,9 +312,15 @@ def _texts(
     else:
         tokenizer = _bytes
         notes.append("text read as bytes (ids 0 to 255): a factory's model has no tokenizer")
-    made = text_batches(texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size)
+    alone = not subject.source and not takes_mask(subject.model)
+    made = text_batches(
+        texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=1 if alone else batch_size
+    )
     data = f"{path if path is not None else dataset}, up to {tokens} tokens"
-    if not subject.source:
+    if alone:
+        notes.append(
+            "one sequence in a batch: the model takes no attention_mask, so padding could not be told"
+        )
         return Inputs((batch["input_ids"] for batch in made), data, tuple(notes))
     if getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False):
         notes.append("the decoder reads the encoder's text, shifted by one token")
@@ -352,6 +359,11 @@ def _longest(model: nn.Module) -> int | None:
         for name, module in model.named_modules()
     )
     return positions - (getattr(config, "pad_token_id", 0) or 0) - 1 if offset else positions
+
+
+def takes_mask(model: nn.Module) -> bool:
+    """Whether ``forward`` has an ``attention_mask``, and ``input_ids`` to go with it."""
+    return {"input_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
 
 
 def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

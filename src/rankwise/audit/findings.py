@@ -1,11 +1,14 @@
 """From numbers to findings: what a reader should know, why it matters, what to do."""
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Unseen
 from rankwise.errors import InputError, did_you_mean
+
+R = TypeVar("R")
+K = TypeVar("K", bound=Hashable)
 
 CODES = (
     "COLLAPSE",
@@ -38,7 +41,8 @@ IDENTITY_DISTANCE = 0.1
 TWIN_DISTANCE = 0.1
 """Two heads whose difference holds 1 % of their joint energy mix the same way."""
 ABOVE_NULL, BELOW_NULL = 1.25, 0.5
-"""Rank relative to that of random winners; the spread of a hardmax rank at T ≥ 32 is below 8 % of it."""
+"""Rank relative to what chance gives, by both nulls where both are known; the spread of a hardmax rank at
+T ≥ 32 is below 8 % of it."""
 
 NULL_REMEDY = (
     "see what training did: `rankwise compare` with an audit of the same architecture at random weights, "
@@ -70,14 +74,26 @@ def find(
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 
-def _place(head: HeadRecord, whole: bool = False) -> Place:
-    return Place(stack=head.stack, layer=head.layer, site=head.site, head=None if whole else head.head)
+def _grouped(records: Sequence[R], key: Callable[[R], K]) -> list[tuple[K, list[R]]]:
+    """Records with the same key together, in the order of the first of each: stacks may run in turn."""
+    groups: dict[K, list[R]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return list(groups.items())
+
+
+def _site_of(head: HeadRecord) -> tuple[str, int, str, bool]:
+    return head.stack, head.layer, head.site, head.cross
+
+
+def _place(head: HeadRecord) -> Place:
+    return Place(stack=head.stack, layer=head.layer, site=head.site, head=head.head)
 
 
 def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> Iterator[Finding]:
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
     remedy = 'torch.autograd.set_detect_anomaly(True), or torch_dtype="float32" in place of half precision'
-    for site, group in groupby(heads, key=lambda head: (head.stack, head.layer, head.site, head.cross)):
+    for site, group in _grouped(heads, _site_of):
         broken = [head for head in group if head.nonfinite]
         if broken:
             yield Finding(
@@ -101,11 +117,13 @@ def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> It
 
 
 def _collapse(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
-    for _, group in groupby(layers, key=lambda layer: layer.stack):
+    for _, group in _grouped(layers, lambda layer: layer.stack):
         states = [layer for layer in group if layer.tokens >= MIN_TOKENS]
         if len(states) < 2:
             continue
         first = states[0].relative_collapse
+        if math.isnan(first):
+            continue
         threshold = min(COLLAPSE_WARNING, COLLAPSE_FALL * first)
         low = [state for state in states[1:] if state.relative_collapse < threshold]
         if not low:
@@ -170,11 +188,10 @@ def _is_trivial(head: HeadRecord) -> bool:
 
 
 def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
-    """Pairs in which each is the other's nearest, unless both are the same known trivial thing."""
-    for _, group in groupby(heads, key=lambda head: (head.stack, head.layer, head.site, head.cross)):
-        site = list(group)
-        by_head = {head.head: head for head in site}
-        for head in site:
+    """A head and the one it is nearest to, once a pair; not where both have a finding of their own."""
+    for _, group in _grouped(heads, _site_of):
+        by_head = {head.head: head for head in group}
+        for head in group:
             other = by_head.get(-1 if head.nearest_head is None else head.nearest_head)
             if other is None or min(head.tokens, head.sources) < MIN_TOKENS:
                 continue
@@ -196,10 +213,10 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
 
 def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
     """One finding a layer and direction: most heads of a trained model lie on one side or the other."""
-    for _, group in groupby(heads, key=lambda head: (head.stack, head.layer, head.site, head.cross)):
+    for _, group in _grouped(heads, _site_of):
         site = [head for head in group if min(head.tokens, head.sources) >= MIN_TOKENS]
-        above = [head for head in site if head.numerical_rank > ABOVE_NULL * head.null_rank]
-        below = [head for head in site if head.numerical_rank < BELOW_NULL * head.null_rank]
+        above = [head for head in site if head.numerical_rank > ABOVE_NULL * max(_chances(head))]
+        below = [head for head in site if head.numerical_rank < BELOW_NULL * min(_chances(head))]
         for code, found, words in (
             ("ABOVE_NULL", above, f"over {ABOVE_NULL:g} times"),
             ("BELOW_NULL", below, "less than half"),
@@ -216,6 +233,7 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                     "of": len(site),
                     "numerical_rank": extreme.numerical_rank,
                     "null_rank": extreme.null_rank,
+                    **({} if math.isnan(extreme.random_rank) else {"random_rank": extreme.random_rank}),
                 },
                 meaning=f"{len(found)} of {len(site)} heads have {words} the rank of rows that each pick one "
                 f"token at random ({extreme.null_rank:.0f} of {extreme.tokens:.0f} under this mask).",
@@ -223,9 +241,13 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
             )
 
 
+def _chances(head: HeadRecord) -> list[float]:
+    """What chance gives: one random winner a row, and random queries and keys where those are known."""
+    return [null for null in (head.null_rank, head.random_rank) if not math.isnan(null)]
+
+
 def _unseen(unseen: Sequence[Unseen]) -> Iterator[Finding]:
-    for (kind, reason), group in groupby(unseen, key=lambda module: (module.type, module.reason)):
-        modules = list(group)
+    for (kind, reason), modules in _grouped(unseen, lambda module: (module.type, module.reason)):
         yield Finding(
             code="UNSEEN",
             severity="info" if reason.startswith("never called") else "warning",

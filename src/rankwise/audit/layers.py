@@ -1,5 +1,7 @@
 """From captured token states to numbers: collapse through depth, padding left out."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 
@@ -11,43 +13,65 @@ from rankwise.capture import StateSite
 LAYER_MEASURES = ("tokens", "norm", "collapse", "relative_collapse", "mean_cosine", "effective_rank")
 
 
+@dataclass
+class SiteStates:
+    """What is known so far of the states after one block."""
+
+    stack: str
+    site: str
+    layer: int
+    width: int
+    moments: RunningMoments = field(default_factory=lambda: RunningMoments((len(LAYER_MEASURES),)))
+    nonfinite: int = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Take one sequence into the means."""
+        broken = bool(np.isnan(values[LAYER_MEASURES.index("norm")]))
+        self.nonfinite += broken
+        self.moments.add(np.full_like(values, np.nan) if broken else values)
+
+    def record(self) -> LayerRecord:
+        """What to write down."""
+        mean, spread = self.moments.mean, self.moments.spread
+        return LayerRecord(
+            stack=self.stack,
+            site=self.site,
+            layer=self.layer,
+            sequences=int(self.moments.count[LAYER_MEASURES.index("norm")]),
+            nonfinite=self.nonfinite,
+            width=self.width,
+            spread={name: float(spread[at]) for at, name in enumerate(LAYER_MEASURES) if at},
+            **{name: float(mean[at]) for at, name in enumerate(LAYER_MEASURES)},
+        )
+
+
 class LayerTable:
     """Takes token states as they are captured and keeps running numbers of every layer."""
 
     def __init__(self) -> None:
-        self._layers: dict[tuple[str, int], tuple[StateSite, int, RunningMoments, list[int]]] = {}
+        self._layers: dict[tuple[str, int], SiteStates] = {}
+        self._pending: list[tuple[SiteStates, list[np.ndarray]]] = []
 
     def add(self, state: StateSite) -> None:
-        """Measure every sequence of one captured state."""
-        key = (state.stack, state.layer)
-        if key not in self._layers:
-            empty = state.tokens.new_zeros(0, 0, 0)
-            bare = StateSite(state.name, state.layer, empty, None, state.stack, state.run)
-            self._layers[key] = bare, state.tokens.shape[-1], RunningMoments((len(LAYER_MEASURES),)), [0]
-        _, _, moments, nonfinite = self._layers[key]
-        for values in _measure(state):
-            broken = bool(np.isnan(values[LAYER_MEASURES.index("norm")]))
-            nonfinite[0] += broken
-            moments.add(np.full_like(values, np.nan) if broken else values)
+        """Measure every sequence of one captured state; `commit` takes the numbers into the means."""
+        known = SiteStates(state.stack, state.name, state.layer, state.tokens.shape[-1])
+        self._pending.append((known, _measure(state)))
+
+    def commit(self) -> None:
+        """A batch is done: take its numbers into the means."""
+        for new, numbers in self._pending:
+            known = self._layers.setdefault((new.stack, new.layer), new)
+            for values in numbers:
+                known.add(values)
+        self._pending.clear()
+
+    def discard(self) -> None:
+        """A batch failed midway: forget its numbers."""
+        self._pending.clear()
 
     def records(self) -> list[LayerRecord]:
         """One record a layer, in the order of the model."""
-        out = []
-        for state, width, moments, nonfinite in self._layers.values():
-            mean, spread = moments.mean, moments.spread
-            out.append(
-                LayerRecord(
-                    stack=state.stack,
-                    site=state.name,
-                    layer=state.layer,
-                    sequences=int(moments.count[LAYER_MEASURES.index("norm")]),
-                    nonfinite=nonfinite[0],
-                    width=width,
-                    spread={name: float(spread[at]) for at, name in enumerate(LAYER_MEASURES) if at},
-                    **{name: float(mean[at]) for at, name in enumerate(LAYER_MEASURES)},
-                )
-            )
-        return out
+        return [layer.record() for layer in self._layers.values()]
 
 
 def _measure(state: StateSite) -> list[np.ndarray]:

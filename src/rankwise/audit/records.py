@@ -70,6 +70,13 @@ class HeadRecord(Record):
     """‖M − I‖_F / √(‖M‖_F² + T), in [0, 1]; 0 = every token keeps to itself; NaN where T ≠ S."""
     null_rank: Number
     """Expected rank of a hardmax matrix with uniform winners under the same mask."""
+    random_rank: Number = math.nan
+    """Mean numerical rank that random queries and keys of this length, width, mask and scale give.
+
+    NaN where the width is not known (a matrix the model formed itself), the mask has no name, or T is large.
+    """
+    z_score: Number = math.nan
+    """(numerical rank − random rank) / standard deviation of the random rank."""
     nearest_head: int | None = None
     """The head of the same site that mixes most alike."""
     nearest_distance: Number = math.nan

@@ -126,11 +126,12 @@ def _parsed(path: Path) -> dict[str, Any]:
         ) from error
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
         raise RecordError(
             f"audit {path}",
             wanted="JSON",
-            got=f"{error}",
+            got=_shortened(str(error)),
             fix="The file is cut short or is no audit; run `rankwise audit` again.",
         ) from None
     if not isinstance(content, dict) or content.get("format") != "rankwise-audit":
@@ -141,6 +142,10 @@ def _parsed(path: Path) -> dict[str, Any]:
             fix="Give a file written by `rankwise audit` or `Audit.save`.",
         )
     return content
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]} …"
 
 
 def _check_version(path: Path, content: dict[str, Any]) -> None:

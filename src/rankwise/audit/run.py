@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,7 +18,7 @@ from rankwise.audit.layers import LayerTable
 from rankwise.audit.records import Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
-from rankwise.errors import InputError, RankwiseError
+from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.measures import DELTA, check_delta
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
@@ -31,7 +31,10 @@ LIBRARIES = ("torch", "transformers")
 
 
 class AuditError(RankwiseError):
-    """The model failed while it was audited; ``audit`` holds what was measured before, or None."""
+    """The model or its batches failed while it was audited.
+
+    ``audit`` holds the whole batches before; where the first one failed, the layers it got through, or None.
+    """
 
     def __init__(self, audit: Audit | None, subject: str, *, wanted: str, got: str, fix: str) -> None:
         super().__init__(subject, wanted=wanted, got=got, fix=fix)
@@ -66,11 +69,11 @@ def audit(
         on_progress: called after each measured site.
 
     Returns:
-        The audit; ``complete`` is False if it was interrupted from the keyboard, and then holds what was
-        measured until then.
+        The audit. Interrupted from the keyboard it holds the whole batches until then (of a first one, its
+        finished layers), and ``complete`` is False.
 
     Raises:
-        AuditError: if the model raises; its ``audit`` holds the batches before.
+        AuditError: if the model or the batches raise; its ``audit`` holds what was measured before.
         CaptureError: if no mixing operator is found.
         InputError: if there are no batches.
 
@@ -81,10 +84,21 @@ def audit(
         >>> [(head.layer, head.head) for head in result.heads]
         [(0, 0), (0, 1)]
     """
+    _check_batches(batches)
     check_delta(delta)
     run = _Run(model, delta, dict(provenance or {}), on_progress)
     run.over(batches, sites, blocks)
     return run.result()
+
+
+def _check_batches(batches: object) -> None:
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise InputError(
+            "`batches`",
+            wanted="an iterable of batches",
+            got=type(batches).__name__,
+            fix="Put a single batch into a list: `rw.audit(model, [batch])`.",
+        )
 
 
 class _Run:
@@ -94,47 +108,93 @@ class _Run:
         self, model: nn.Module, delta: float, given: dict[str, Any], on_progress: Progress | None
     ) -> None:
         self.model, self.delta, self.given = model, delta, given
+        self.given_notes = tuple(self.given.pop("notes", ()))
         self.heads, self.layers = HeadTable(delta), LayerTable()
         self.trace = Trace()
+        self.notes: list[str] = []
         self.batches = 0
         self.sequences = 0
         self.complete = True
+        self._name = type(model).__name__
+        self._current: Any = None
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
         self, batches: Iterable[Batch], sites: Mapping[str, SiteAdapter] | None, blocks: str | None
     ) -> None:
         """Run all batches, or as many as can be run."""
-        device = _device(self.model)
         with ExitStack() as stack:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                self.trace.notes.append("the compiled model was run uncompiled, with the same weights")
-            notes = self.trace.notes
+                self.notes.append("the compiled model was run uncompiled, with the same weights")
+            watch = capture(
+                self.model, on_mixer=self._mixer, on_state=self._state, sites=sites, blocks=blocks
+            )
             try:
-                with (
-                    capture(
-                        self.model, on_mixer=self._mixer, on_state=self._state, sites=sites, blocks=blocks
-                    ) as self.trace,
-                    torch.no_grad(),
-                ):
-                    for batch in batches:
-                        self._one(_moved(batch, device))
-                        self.batches += 1
-                    if not self.batches:
-                        raise InputError(
-                            "`batches`",
-                            wanted="at least one batch",
-                            got="none",
-                            fix="Pass a list of batches; an exhausted iterator gives none.",
-                        )
+                with watch as self.trace, torch.no_grad():
+                    self._run_all(iter(batches), _device(self.model))
             except KeyboardInterrupt:
-                self.complete = False
-                if not self.heads.records():
+                if not self._keep_what_is_done():
                     raise
-                self.trace.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
-            finally:
-                self.trace.notes[:0] = notes
+                self.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise self._failed(error) from error
+
+    def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
+        for batch in batches:
+            self._current = batch
+            self._call(_moved(batch, device))
+            for table in (self.heads, self.layers):
+                table.commit()
+            self.batches += 1
+            self.sequences += _batch_size(batch)
+            self._current = None
+        if not self.batches:
+            raise InputError(
+                "`batches`",
+                wanted="at least one batch",
+                got="none",
+                fix="Pass a list of batches; an exhausted iterator gives none.",
+            )
+
+    def _call(self, batch: Batch) -> None:
+        if isinstance(batch, Mapping):
+            self.model(**batch)
+        elif isinstance(batch, tuple | list):
+            self.model(*batch)
+        else:
+            self.model(batch)
+
+    def _keep_what_is_done(self) -> bool:
+        """Whole batches are kept; of a first one that was not finished, the layers that were."""
+        self.complete = False
+        for table in (self.heads, self.layers):
+            if self.batches:
+                table.discard()
+            else:
+                table.commit()
+        return bool(self.heads.records())
+
+    def _failed(self, error: Exception) -> Exception:
+        kept = self._keep_what_is_done()
+        if isinstance(error, RankwiseError):
+            said = {"wanted": error.wanted, "got": error.got, "fix": error.fix}
+            return AuditError(self.result(), error.subject, **said) if kept else error
+        subject, got = f"batch {self.batches + 1}", f"{type(error).__name__}: {error}"
+        partial = self.result() if kept else None
+        if self._current is None:
+            fix = "Iterate over the batches by themselves to see the whole traceback."
+            return AuditError(partial, subject, wanted="a batch", got=got, fix=fix)
+        return AuditError(
+            partial,
+            subject,
+            wanted=f"a forward pass of {self._name} over {_described(self._current)}",
+            got=got,
+            fix="Run the model on this batch by itself to see the whole traceback; shorter sequences or "
+            "other keys are the usual cure.",
+        )
 
     def result(self) -> Audit:
         """What is known so far."""
@@ -147,32 +207,6 @@ class _Run:
             layers=layers,
             findings=find(heads, layers, unseen),
             unseen=unseen,
-        )
-
-    def _one(self, batch: Batch) -> None:
-        try:
-            if isinstance(batch, Mapping):
-                self.model(**batch)
-            elif isinstance(batch, tuple | list):
-                self.model(*batch)
-            else:
-                self.model(batch)
-        except RankwiseError:
-            raise
-        except Exception as error:
-            raise self._failed(batch, error) from error
-        self.sequences += _batch_size(batch)
-
-    def _failed(self, batch: Batch, error: Exception) -> AuditError:
-        self.complete = False
-        partial = self.result() if self.batches else None
-        return AuditError(
-            partial,
-            f"batch {self.batches + 1}",
-            wanted=f"a forward pass of {type(self.model).__name__} over {_described(batch)}",
-            got=f"{type(error).__name__}: {error}",
-            fix="Run the model on this batch by itself to see the whole traceback; shorter sequences or "
-            "other keys are the usual cure.",
         )
 
     def _mixer(self, site: MixerSite) -> None:
@@ -210,8 +244,14 @@ class _Run:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": _versions(),
         }
-        notes = [*self.trace.notes, *self.given.get("notes", ())]
-        return Provenance(**{**found, **self.given, "notes": notes})
+        notes = [_printable(note) for note in (*self.notes, *self.trace.notes, *self.given_notes)]
+        said = {**found, **self.given}
+        return Provenance(**{name: _printable(value) for name, value in said.items()}, notes=notes)
+
+
+def _printable(value: Any) -> Any:
+    """Paths may hold bytes that are no text; JSON and HTML may not."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _versions() -> dict[str, str]:
@@ -232,7 +272,8 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {key: _moved(item, device) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device) for item in value)
+        moved = [_moved(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
 
 

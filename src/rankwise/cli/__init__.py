@@ -2,6 +2,7 @@
 
 import sys
 
+import click
 import typer
 
 from rankwise.cli import audit, compare
@@ -34,10 +35,14 @@ def main() -> None:
     from rankwise.errors import RankwiseError
 
     try:
-        app()
+        status = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
     except RankwiseError as error:
         print(f"rankwise: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("rankwise: interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+        status = 1
+    except (KeyboardInterrupt, click.Abort):
+        print("rankwise: interrupted before there was anything to write", file=sys.stderr)
+        status = 130
+    sys.exit(status or 0)

@@ -1,5 +1,6 @@
 """`rankwise audit`."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,7 +84,7 @@ def command(
         "model": "the bundled demo" if model is None else subject.name,
         "revision": subject.revision,
         "data": inputs.data.replace(str(demo_text()), "the bundled text"),
-        "command": " ".join(["rankwise", *sys.argv[1:]]),
+        "command": shlex.join(["rankwise", *sys.argv[1:]]),
         "notes": [*subject.notes, *inputs.notes],
     }
     failure = None

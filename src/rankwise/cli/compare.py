@@ -29,4 +29,5 @@ def command(
     console = Console()
     render_comparison(comparison, console)
     if out is not None:
-        console.print(f"comparison: {write_whole(out, comparison.model_dump_json(indent=1), 'comparison')}")
+        written = write_whole(out, comparison.model_dump_json(indent=1), "comparison")
+        console.print(f"comparison: {written}", highlight=False, markup=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rankwise.errors import InputError
-from rankwise.files import write_whole
 
 if TYPE_CHECKING:
     from rankwise.audit import Audit
@@ -26,9 +25,17 @@ def prepare_folder(folder: Path) -> None:
     Raises:
         InputError: if it cannot be made or written to.
     """
-    probe = folder / ".rankwise-can-write"
-    write_whole(probe, "", "output folder")
-    probe.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"--out {folder}",
+            wanted="a folder that can be written",
+            got=error.strerror or str(error),
+            fix="Choose a folder you may write to.",
+        ) from error
 
 
 def quiet_libraries() -> None:
@@ -55,7 +62,7 @@ def show_progress(sequences: int) -> Iterator[Callable[[int, str], None]]:
 
 
 def write_report(audit: "Audit", folder: Path) -> None:
-    """Write audit.json and index.html, show the findings, and say what was written where.
+    """Write audit.json and index.html, then show the findings and say what was written where.
 
     Args:
         audit: what to write.
@@ -66,8 +73,6 @@ def write_report(audit: "Audit", folder: Path) -> None:
     """
     from rankwise.report import render_console
 
-    console = Console()
-    render_console(audit, console)
     try:
         written = [audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")]
     except InputError as error:
@@ -78,7 +83,9 @@ def write_report(audit: "Audit", folder: Path) -> None:
             got=error.got,
             fix=f"{error.fix} The audit is kept in {rescued}.",
         ) from error
-    for path in written:
-        console.print(
-            f"{'report' if path.suffix == '.html' else 'audit'}: {path}", highlight=False, soft_wrap=True
-        )
+    console = Console()
+    with suppress(BrokenPipeError):  # a reader that has seen enough loses nothing
+        render_console(audit, console)
+        for path in written:
+            kind = "report" if path.suffix == ".html" else "audit"
+            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
