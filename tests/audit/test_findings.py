@@ -13,10 +13,11 @@ from rankwise.errors import InputError
 def head(**changes: Any) -> HeadRecord:
     """A head that nothing is to be said about."""
     usual: dict[str, Any] = {
-        "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full", "sequences": 2,
-        "tokens": 32, "sources": 32, "numerical_rank": 20, "effective_rank": 12, "stable_rank": 3, "sigma_max": 1.4,
-        "row_entropy": 2, "sink_mass": 0.1, "peak_mass": 0.2, "row_distance": 0.7, "identity_distance": 0.8,
-        "null_rank": 20.4, "nearest_head": 1, "nearest_distance": 0.7,
+        "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full",
+        "sequences": 2, "tokens": 32, "sources": 32, "numerical_rank": 20, "effective_rank": 12,
+        "stable_rank": 3, "sigma_max": 1.4, "row_entropy": 2, "sink_mass": 0.1, "peak_mass": 0.2,
+        "row_distance": 0.7, "identity_distance": 0.8, "null_rank": 20.4, "nearest_head": 1,
+        "nearest_distance": 0.7,
     }  # fmt: skip
     return HeadRecord(**(usual | changes))
 
@@ -135,3 +136,36 @@ def test_every_code_is_known() -> None:
     assert set(check_codes(CODES)) == set(CODES)
     with pytest.raises(InputError, match="Did you mean COLLAPSE"):
         check_codes(["COLAPSE"])
+
+
+def test_a_trivial_head_and_a_usual_one_are_twins() -> None:
+    for first, second in (({"peak_mass": 0.95}, {}), ({}, {"peak_mass": 0.95})):
+        pair = (
+            head(nearest_distance=0.05, **first),
+            head(head=1, nearest_head=0, nearest_distance=0.05, **second),
+        )
+        assert sorted(codes(*pair)) == ["SINK", "TWINS"]
+
+
+def test_a_twin_is_placed_at_the_lower_head() -> None:
+    far = head(head=0, nearest_head=2, nearest_distance=0.5)
+    pair = (
+        head(head=1, nearest_head=0, nearest_distance=0.6),
+        head(head=2, nearest_head=1, nearest_distance=0.05),
+    )
+    [finding] = find([far, *pair], (), ())
+    assert (finding.where.head, finding.evidence["nearest_head"]) == (1, 2)
+
+
+def test_short_states_have_not_collapsed() -> None:
+    assert codes(layers=(layer(0, 0.9, tokens=7), layer(1, 0.01, tokens=7))) == []
+
+
+def test_unknown_first_states_say_nothing() -> None:
+    assert codes(layers=(layer(0, math.nan), layer(1, 0.2))) == []
+
+
+def test_rank_that_random_queries_and_keys_have_too_is_no_finding() -> None:
+    assert codes(head(numerical_rank=30, random_rank=29)) == []
+    assert codes(head(numerical_rank=30, random_rank=15)) == ["ABOVE_NULL"]
+    assert codes(head(numerical_rank=9, random_rank=8)) == []

@@ -43,7 +43,7 @@ def test_six_layers_of_twelve_heads_equal_a_direct_svd(encoder: Path) -> None:
         matrices = torch.cat([batch[head.layer][:, head.head] for batch in layers])
         sigma = torch.linalg.svdvals(matrices)
         share = sigma / sigma.sum(-1, keepdim=True)
-        # The audited model computes queries and keys in float32: a relative 2⁻²⁴ times about √D·L·10 roundings.
+        # Queries and keys are computed in float32: a relative 2⁻²⁴ times about √D·L·10 roundings.
         close = {"rel": 1e-4}
         entropy = -(share * share.clamp(min=1e-300).log()).sum(-1)
         assert head.effective_rank == pytest.approx(entropy.exp().mean().item(), **close)

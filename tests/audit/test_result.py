@@ -113,3 +113,30 @@ def test_frames(audit: rw.Audit) -> None:
 
 def test_repr_is_one_line(audit: rw.Audit) -> None:
     assert str(audit).startswith("Audit(NanoGPT: 12 heads, 4 layers")
+
+
+def test_links_are_followed_and_devices_refused(audit: rw.Audit, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "real" / "audit.json")
+    audit.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert rw.Audit.load(tmp_path / "real").heads
+    with pytest.raises(InputError, match="a folder or a device"):
+        audit.save("/dev/null")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format": ' + "9" * 5000 + "}", '{"format": "rankwise-audit", "a": "\\ud800"}']
+)
+def test_json_that_python_cannot_hold(text: str, tmp_path: Path) -> None:
+    (tmp_path / "audit.json").write_text(text)
+    with pytest.raises(RecordError, match="wanted JSON"):
+        rw.Audit.load(tmp_path)
+
+
+def test_names_that_are_no_text_are_written_readably(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    batches = [{"input_ids": torch.randint(0, 60, (1, 9))}]
+    audit = rw.audit(nano_gpt(), batches, provenance={"data": name, "notes": [name]})
+    assert rw.Audit.load(audit.save(tmp_path / "a.json")).provenance.data == "caf\\udce9.txt"
+    audit.to_html(tmp_path / "a.html")

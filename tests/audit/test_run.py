@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.audit import AuditError
+from rankwise.audit.run import _check_batches
 from rankwise.errors import CaptureError, InputError, RankwiseError
 
 
@@ -287,3 +288,150 @@ def test_the_function_wins_over_the_folder_of_its_name() -> None:
 
     assert callable(rw.audit)
     assert callable(rw.capture)
+
+
+class Streams(nn.Module):
+    """Two stacks that run in turn; the first wipes out what tells tokens apart."""
+
+    class Block(nn.Module):
+        def __init__(self, keep: float) -> None:
+            super().__init__()
+            self.keep, self.qkv = keep, nn.Linear(16, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            return self.keep * (x - x.mean(1, keepdim=True)) + x.mean(1, keepdim=True) + 0 * mixed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList([self.Block(0.05) for _ in range(3)])
+        self.right = nn.ModuleList([self.Block(1.0) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for left, right in zip(self.left, self.right, strict=True):
+            x, y = left(x), right(y)
+        return x + y
+
+
+def test_stacks_that_run_in_turn_are_told_apart() -> None:
+    audit = rw.audit(Streams(), [torch.randn(2, 12, 16) + 1])
+    collapsed = [finding for finding in audit.findings if finding.code == "COLLAPSE"]
+    assert [finding.where.stack for finding in collapsed] == ["left"]
+
+
+def test_each_head_has_the_null_of_its_own_mask() -> None:
+    class TwoMasks(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            full = torch.ones(20, 20, dtype=torch.bool)
+            near = full.tril() & full.triu(-1)
+            mask = torch.stack([full, near])[None]
+            return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    first, second = rw.audit(TwoMasks(), [torch.randn(3, 2, 20, 8)]).heads
+    assert (first.mask, first.null_rank) == ("full", pytest.approx(rw.rank_barrier(20)))
+    assert (second.mask, second.null_rank) == (
+        "window",
+        pytest.approx(rw.rank_barrier(20, "causal", window=2)),
+    )
+
+
+def test_the_mask_is_named_by_the_longest_sequence() -> None:
+    model, long = nano_gpt(), ids(1, 12)["input_ids"]
+    assert rw.audit(model, [long[:, :1], long]).heads[0].mask == "causal"
+
+
+def test_random_heads_lie_near_their_random_null() -> None:
+    class Random(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, k)
+
+    batches = [(torch.randn(1, 4, 64, 8), torch.randn(1, 4, 64, 8)) for _ in range(8)]
+    heads = rw.audit(Random(), batches).heads
+    # the mean of eight, against one standard deviation of one: |z| above 4 has a chance below 1e-4
+    assert all(abs(head.z_score) < 4 for head in heads)
+    identity = rw.audit(Random(), [(100 * torch.eye(64)[None, None], torch.eye(64)[None, None])]).heads[0]
+    assert identity.numerical_rank == 64
+    assert math.isnan(
+        rw.audit(hugging_face("BloomModel", vocab_size=64, hidden_size=32, n_layer=1, n_head=4)(), [ids()])
+        .heads[0]
+        .random_rank
+    )
+
+
+def test_a_list_of_heads_is_a_layer_of_heads() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(24, 8, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([Head() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.cat([head(x) for head in self.heads], dim=-1)
+
+    model = nn.Sequential(Block(), Block())
+    audit = rw.audit(model, [torch.randn(2, 12, 24)])
+    assert [(head.layer, head.head) for head in audit.heads] == [
+        (at, of) for at in range(2) for of in range(3)
+    ]
+    assert audit.heads[0].site == "0.heads.*"
+
+
+def test_what_fails_while_batches_are_made_keeps_the_ones_before() -> None:
+    def batches() -> Iterator[dict[str, Tensor]]:
+        yield ids()
+        raise OSError("disk gone")
+
+    def refused() -> Iterator[dict[str, Tensor]]:
+        yield ids()
+        raise InputError("picture 3", wanted="a picture", got="noise", fix="Remove it.")
+
+    for made, says in ((batches, "batch 2: wanted a batch, got OSError: disk gone"), (refused, "picture 3")):
+        with pytest.raises(AuditError, match=says) as caught:
+            rw.audit(bert(), made())
+        assert caught.value.audit is not None
+        assert caught.value.audit.heads[0].sequences == 2
+
+
+def test_only_whole_batches_count_but_of_the_first_what_there_is() -> None:
+    model = bert()
+    calls = iter(range(100))
+
+    def second_time(module: nn.Module, args: Any, output: Any) -> None:
+        if next(calls) in failing:
+            raise KeyboardInterrupt
+
+    model.encoder.layer[2].register_forward_hook(second_time)
+    failing = {1}
+    audit = rw.audit(model, [ids(), ids()])
+    assert {head.sequences for head in audit.heads} == {2}
+    assert audit.provenance.sequences == 2
+    calls, failing = iter(range(100)), {0}
+    audit = rw.audit(model, [ids(), ids()])
+    assert {head.layer for head in audit.heads} == {0, 1}
+    assert not audit.complete
+
+
+def test_a_single_batch_wants_a_list() -> None:
+    with pytest.raises(InputError, match=r"got Tensor.*rw\.audit\(model, \[batch\]\)"):
+        rw.audit(bert(), torch.zeros(2, 3))
+    for batches in ({"input_ids": torch.zeros(2, 3)}, "text", None):  # the types say so under test, too
+        with pytest.raises(InputError, match=r"rw\.audit\(model, \[batch\]\)"):
+            _check_batches(batches)
+
+
+def test_heads_that_change_their_number_are_refused() -> None:
+    class Changing(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    with pytest.raises(RankwiseError, match="wanted 2, as in the batches before, got 3"):
+        rw.audit(Changing(), [torch.randn(1, 2, 9, 4), torch.randn(1, 3, 9, 4)])

@@ -351,3 +351,39 @@ def test_compare(run: Run, folder: Path, tmp_path: Path) -> None:
     assert "wanted JSON" in str(result.exception)
     result = run("compare", "a", "nowhere")
     assert "no such file" in str(result.exception)
+
+
+def test_a_factory_that_takes_no_mask_reads_one_row_at_a_time(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FACTORY)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "x" * n}) for n in (52, 9, 4)))
+    assert run("audit", "net.py:build", "--text", "rows.jsonl", "--batch-size", 3).exit_code == 0
+    audit = audit_of(tmp_path)
+    assert audit.heads[0].tokens == pytest.approx((52 + 9 + 4) / 3)
+    assert any("padding" in note for note in audit.provenance.notes)
+
+
+def test_a_factory_that_leaves_is_an_error(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import sys\ndef build():\n    sys.exit(0)\n")
+    result = run("audit", "net.py:build", "--text", "text.txt")
+    assert isinstance(result.exception, RankwiseError)
+    assert "SystemExit" in str(result.exception)
+
+
+def test_markup_in_names_is_shown_as_it_is(run: Run, folder: Path) -> None:
+    result = run("audit", folder, "--text", "text.txt", "--tokens", 16, "--out", "x [bold]y")
+    assert result.exit_code == 0
+    assert "x [bold]y/audit.json" in result.output
+
+
+def test_a_reader_that_leaves_early_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    code = "from rankwise.cli import main; main()"
+    audit = f"{sys.executable} -c '{code}' audit {folder} --text text.txt --tokens 16 | true"
+    subprocess.run(["bash", "-c", audit], cwd=tmp_path, capture_output=True, check=False)
+    assert len(audit_of(tmp_path).heads) == 4
+
+
+def test_a_wrong_option_has_status_2(tmp_path: Path) -> None:
+    done = process("audit", "--nonsense", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--nonsense" in done.stderr

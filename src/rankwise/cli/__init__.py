@@ -2,7 +2,6 @@
 
 import sys
 
-import click
 import typer
 
 from rankwise.cli import audit, compare
@@ -35,14 +34,6 @@ def main() -> None:
     from rankwise.errors import RankwiseError
 
     try:
-        status = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        status = error.exit_code
+        app()
     except RankwiseError as error:
-        print(f"rankwise: {error}", file=sys.stderr)
-        status = 1
-    except (KeyboardInterrupt, click.Abort):
-        print("rankwise: interrupted before there was anything to write", file=sys.stderr)
-        status = 130
-    sys.exit(status or 0)
+        sys.exit(f"rankwise: {error}")
