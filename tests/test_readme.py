@@ -1,0 +1,27 @@
+"""What the README shows is what its code prints."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+
+
+def test_code_prints_what_is_shown() -> None:
+    blocks = BLOCK.findall(README.read_text(encoding="utf-8"))
+    assert len(blocks) == 2
+    namespace: dict[str, object] = {}
+    for code, shown in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        assert printed.getvalue() == shown
+
+
+def test_links_lead_to_files() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", README.read_text(encoding="utf-8"))
+    assert links
+    missing = [link for link in links if not (README.parent / link).exists()]
+    assert missing == []
