@@ -291,6 +291,32 @@ class CrossStack(nn.Module):
         return self.norm(x)
 
 
+class Sublayer(nn.Module):
+    """Residual around whatever it is given to call, as in the annotated transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + call(self.norm(x))
+
+
+class SublayerBlock(nn.Module):
+    """Attention (once or twice) and a feed-forward part, each in a sublayer of one list."""
+
+    def __init__(self, attentions: int) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleDict({f"{at}": Attention(plain) for at in range(attentions)})
+        self.feedforward = nn.Linear(WIDTH, WIDTH)
+        self.sublayer = nn.ModuleList([Sublayer() for _ in range(attentions + 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for sublayer, attention in zip(self.sublayer, self.attentions.values(), strict=False):
+            x = sublayer(x, attention)
+        return self.sublayer[-1](x, self.feedforward)
+
+
 # --- softmaxes that mix no tokens ---------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from capture_zoo import (
     Shared,
     Stack,
     Stages,
+    SublayerBlock,
     TokensFirst,
     Towers,
     Twins,
@@ -86,6 +87,9 @@ LINKED = {
         "blocks.{}",
         3,
     ),
+    "blocks of a list of sublayers": (lambda: Stack(lambda: SublayerBlock(1)), "blocks.{}", 3),
+    "blocks of a list of many sublayers": (lambda: Stack(lambda: SublayerBlock(2)), "blocks.{}", 3),
+    "one block of many sublayers": (lambda: Stack(lambda: SublayerBlock(2), 1), "blocks.{}", 1),
     "mixed blocks": (
         lambda: nn.Sequential(Block(Attention(plain)), Residual(Attention(plain)), nn.LayerNorm(WIDTH)),
         "{}",
@@ -224,6 +228,57 @@ def test_stages_of_blocks_are_one_stack(depths):
         assert torch.equal(state.tokens, read[name][0])
     assert torch.equal(trace.states[-1].tokens, gave[names[-1]][0])
     assert trace.notes == []
+
+
+class Maps(nn.Module):
+    """Stages on pictures, their tokens made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([Picture() for _ in range(2)])
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class Picture(nn.Module):
+    """(B, D, H, W) → tokens → (B, D, H, W)."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = stack_of(depth=2)
+
+    def forward(self, x):
+        return self.blocks(x.flatten(2).mT).mT.unflatten(2, x.shape[2:])
+
+
+def test_stages_that_break_the_stream_are_stacks_of_their_own():
+    trace = captured(Maps(), torch.randn(2, WIDTH, 3, 2))
+    assert [(site.stack, site.layer) for site in trace.mixers] == [
+        (f"stages.{stage}.blocks.blocks", at) for stage in range(2) for at in range(2)
+    ]
+    assert [state.layer for state in trace.states] == [0, 1, 2] * 2
+
+
+def test_outputs_kept_by_request_are_safe_from_later_changes():
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            q = self.proj(x)[:, None]
+            values = x[:, None].clone()
+            y = fused(q, q, values)
+            y += 1
+            values.zero_()
+            return y[:, 0]
+
+    trace = captured(Stack(lambda: Residual(Added())), hidden(), values=True)
+    for site in trace.mixers:
+        assert (site.operator @ site.values - site.output).abs().max() < 1e-5
 
 
 def test_one_encoder_on_two_inputs_is_two_runs():
@@ -372,6 +427,11 @@ def test_patterns(name, pattern, fits):
 )
 def test_stack_names(name, stack):
     assert stack_name(name) == stack
+
+
+def test_stack_names_keep_the_numbers_of_what_runs_the_blocks():
+    assert stack_name("stages.1.blocks.0", "stages.1") == "stages.1.blocks"
+    assert stack_name("stages.1.blocks.0", "stages") == "stages.*.blocks"
 
 
 def test_ranks_prefer_lists_of_like_modules():

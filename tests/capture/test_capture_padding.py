@@ -191,6 +191,75 @@ def test_an_additive_mask_is_not_taken_for_zeros_and_ones():
         assert all(torch.equal(site.valid_tokens, keep.bool()) for site in trace.mixers)
 
 
+def test_the_mask_of_a_call_that_was_interrupted_is_forgotten():
+    class Interrupted(Told):
+        armed = True
+
+        def forward(self, x, attention_mask=None):
+            x = super().forward(x)
+            if self.armed:
+                raise KeyboardInterrupt
+            return x
+
+    model, keep = Interrupted().eval(), torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    with torch.no_grad(), rw.capture(model) as trace:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 6, WIDTH), attention_mask=keep)
+        model.armed = False
+        model(torch.randn(2, 6, WIDTH))
+    assert [bool(site.valid_tokens.all()) for site in trace.mixers] == [False, False, True, True]
+
+
+class Bare(nn.Module):
+    """An encoder-decoder whose decoder takes no mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Told(), CrossStack()
+
+    def forward(self, x, y, attention_mask=None, decoder_attention_mask=None):
+        return self.decoder(y, context=self.encoder(x, attention_mask=attention_mask))
+
+
+def test_a_decoder_without_a_mask_has_the_one_its_model_was_told():
+    model, x, y = Bare().eval(), torch.randn(2, 6, WIDTH), torch.randn(2, 6, WIDTH)
+    keep = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    for told in (None, keep.flip(0)):
+        with torch.no_grad(), rw.capture(model) as trace:
+            model(x, y, attention_mask=keep, **({} if told is None else {"decoder_attention_mask": told}))
+        rows = torch.ones(2, 6).bool() if told is None else told.bool()
+        for site in trace.mixers:
+            assert torch.equal(site.valid_tokens, rows if "decoder" in site.stack else keep.bool())
+
+
+class Wrapped(nn.Module):
+    """An encoder-decoder inside a model that is told of the encoder's padding only."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids):
+        return self.inner(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids
+        )
+
+
+def test_the_mask_of_an_encoder_is_not_taken_for_the_decoders_of_the_same_length():
+    family = next(family for family in FAMILIES if family.name == "T5")
+    batch, _ = padded_batch("right")
+    for how in family.implementations:
+        model, ids = Wrapped(family.build(how)), torch.randint(5, 60, (2, LONGEST))
+        with torch.no_grad(), rw.capture(model) as trace:
+            model(**batch, decoder_input_ids=ids)
+        keep = batch["attention_mask"].bool()
+        for site in trace.mixers:
+            decodes = "decoder" in site.stack
+            assert torch.equal(site.valid_tokens, torch.ones_like(keep) if decodes else keep)
+            own = decodes and not site.cross
+            assert torch.equal(site.valid_sources, torch.ones_like(keep) if own else keep)
+
+
 @pytest.mark.parametrize("tokens", [5, 7])
 def test_keys_of_a_context_are_cross_attention_also_at_equal_length(tokens):
     model = CrossStack().eval()

@@ -1,5 +1,7 @@
 """Models as they are really run: with caches, in half precision, checkpointed, compiled, offloaded."""
 
+import warnings
+
 import pytest
 import torch
 from capture_zoo import HEADS, WIDTH, Attention, Block, Stack, fused, hidden, plain, stack_of
@@ -7,6 +9,7 @@ from recipes.families import FAMILIES
 from recipes.tiny_models import LLAMA, TOKEN_IDS
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rankwise as rw
 from rankwise.capture import compiled_modules
@@ -148,7 +151,9 @@ def test_inference_mode():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_records_each_block_once(reentrant):
     model = llama().train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with warnings.catch_warnings():  # renamed in transformers 5.x, the old name stays until 6
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     alone = model(PROMPT, labels=PROMPT).loss
     alone.backward()
@@ -162,6 +167,29 @@ def test_gradient_checkpointing_records_each_block_once(reentrant):
     assert [site.layer for site in trace.mixers] == [0, 1, 2]
     assert [state.layer for state in trace.states] == [0, 1, 2, 3]
     assert trace.notes == []
+
+
+class Checkpointed(Stack):
+    """Every block runs again in the backward pass."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("mix", [plain, fused])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_run_again_in_the_backward_pass_are_recorded_once(mix, reentrant):
+    model = Checkpointed(lambda: Block(Attention(mix)))
+    model.reentrant, runs = reentrant, []
+    model.blocks[0].register_forward_pre_hook(lambda *given: runs.append(1))
+    with rw.capture(model) as trace:
+        torch.autograd.backward([model(hidden().requires_grad_()).sum()])
+    assert len(runs) == 2
+    assert [site.layer for site in trace.mixers] == [0, 1, 2]
+    assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+    assert {site.run for site in trace.mixers} == {0}
 
 
 class Dropping(nn.Module):

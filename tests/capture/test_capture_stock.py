@@ -13,6 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rankwise as rw
 from rankwise.errors import CaptureError
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+]
+
 WATCHED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 TOLERANCE = 1e-5  # sums of at most 64 float32 products of size ≤ 2
 
@@ -439,6 +445,9 @@ def test_a_layer_of_ones_own_inside_the_stock_encoder():
     trace, _, _ = compared(model, torch.randn(B, T, WIDTH))
     assert [(site.name, site.layer) for site in trace.mixers] == [("layers.0", 0), ("layers.1", 1)]
     assert [state.layer for state in trace.states] == [0, 1, 2]
+    for site, state in zip(trace.mixers, trace.states, strict=False):
+        q = state.tokens.unflatten(-1, (4, -1)).transpose(1, 2)
+        assert (site.operator.dense() - rw.SoftmaxMixing(q, q).dense()).abs().max() < TOLERANCE
 
 
 def test_a_forward_replaced_on_the_module_is_told():

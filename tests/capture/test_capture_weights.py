@@ -19,8 +19,10 @@ from capture_zoo import (
     SoftExperts,
     Stack,
     channel_attention,
+    heads_of,
     hidden,
     linear_attention,
+    merged,
     plain,
     scores,
     stack_of,
@@ -77,6 +79,9 @@ WAYS = {
     "head mask": lambda q, k, v: (A(q, k) * torch.tensor([[[1.0]], [[0.0]], [[1.0]]])) @ v,
     "head mask in place": lambda q, k, v: A(q, k).mul_(0.5) @ v,
     "written into": lambda q, k, v: zeroed(A(q, k).to(torch.float64).to(v.dtype)) @ v,
+    "cast, then a head mask": lambda q, k, v: (
+        A(q, k).double().float() * torch.tensor([[[1.0]], [[0.0]], [[1.0]]]) @ v
+    ),
     "renormalised": lambda q, k, v: F.normalize(A(q, k), p=2, dim=-1) @ v,
     "difference of two softmaxes": lambda q, k, v: (A(q, k) - 0.3 * A(k, q)) @ v,
     "talking heads": lambda q, k, v: torch.einsum("bhij,hg->bgij", A(q, k), MIX) @ v,
@@ -130,6 +135,36 @@ def test_attention_written_by_hand_is_seen_as_it_mixes(way):
 def test_masks_of_written_attention_are_its_support(way):
     for site in seen(stack_of(WAYS[way]), hidden()).mixers:
         assert torch.equal(site.operator.support(), CAUSAL.expand(site.operator.shape))
+
+
+def test_entries_zeroed_after_the_softmax_are_outside_the_support():
+    for mix in (
+        lambda q, k, v: A(q, k).masked_fill(~CAUSAL, 0.0) @ v,
+        lambda q, k, v: A(q, k).double().masked_fill(~CAUSAL, 0.0).float() @ v,
+        lambda q, k, v: (A(q, k) * CAUSAL) @ v,
+    ):
+        for site in seen(stack_of(mix), hidden()).mixers:
+            assert torch.equal(site.operator.support(), CAUSAL.expand(site.operator.shape))
+
+
+class Gated(nn.Module):
+    """A softmax over features, then attention of what it gates, its projections kept apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        x = x * x.softmax(-1)
+        q, k, v = (heads_of(part(x)) for part in (self.to_q, self.to_k, self.to_v))
+        return merged(plain(q, k, v))
+
+
+def test_a_softmax_over_features_is_not_followed_into_the_queries():
+    tokens = WIDTH // HEADS  # as many as each head has channels
+    trace = seen(Stack(lambda: Block(Gated())).eval(), hidden(tokens=tokens))
+    assert len(trace.mixers) == 3
+    assert all((site.operator.dense().sum(-1) - 1).abs().max() < 1e-5 for site in trace.mixers)
 
 
 def test_what_is_mixed_is_the_softmax_before_dropout():

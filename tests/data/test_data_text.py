@@ -93,7 +93,9 @@ def test_other_encodings_are_recognised(content: bytes, fix: str, tmp_path: Path
 ROWS = b'{"text": "one", "id": 1}\n\n{"text": "two \\u00e9"}\n'
 
 
-@pytest.mark.parametrize(("name", "content"), [("r.jsonl", ROWS), ("R.JSONL.GZ", gzip.compress(ROWS, mtime=0))])
+@pytest.mark.parametrize(
+    ("name", "content"), [("r.jsonl", ROWS), ("R.JSONL.GZ", gzip.compress(ROWS, mtime=0))]
+)
 def test_rows_come_in_order_without_blank_lines(name: str, content: bytes, tmp_path: Path) -> None:
     assert load_text(write(tmp_path, content, name)) == ["one", "two é"]
 

@@ -1,7 +1,6 @@
 """The repeated blocks of a model, found as it runs."""
 
-from dataclasses import dataclass, field
-
+import torch
 from torch import Tensor, nn
 
 from rankwise.capture.chains import BY_HAND, Chains, Claim, same, snapshot
@@ -11,34 +10,7 @@ from rankwise.capture.padding import OWN_MASK, told_mask
 from rankwise.capture.states import shown_as
 from rankwise.capture.stock import is_stock
 from rankwise.capture.trace import MixerSite
-
-
-@dataclass
-class Visit:
-    """A call of a module that may be a block."""
-
-    frame: Frame
-    given: Tensor
-    """What it reads."""
-    before: Tensor
-    """The same, safe from changes in place."""
-    linked: bool
-    """Whether it reads what the block before it gave."""
-    apart: bool
-    """Whether a like module with blocks inside ran before it, and gave something else."""
-    gave: Tensor | None = None
-    open: list["Visit"] = field(default_factory=list)
-    """Calls inside it that may be blocks in its stead."""
-    claim: Claim | None = None
-    settled: bool = False
-    """Whether blocks were found inside it, so that it is none."""
-
-    def holds_one_like_it(self) -> bool:
-        """Whether one call inside it reads what it reads and gives what it gives."""
-        if len(self.open) != 1 or self.gave is None:
-            return False
-        inner = self.open[0]
-        return same(self.given, inner.given) and inner.gave is not None and same(self.gave, inner.gave)
+from rankwise.capture.visits import Visit
 
 
 class Blocks:
@@ -46,8 +18,8 @@ class Blocks:
 
     A block is an item of a list of like modules (``encoder.layer.3``, ``transformer.h.0``) that has a mixer
     inside and gives back states of the shape it was given. Where such items lie inside one another, the inner
-    ones are blocks if they run one after the other, as in stages of blocks; if they run side by side, as
-    heads do, or there is only one, the outer one is.
+    ones are blocks if each reads what the one before it gave, as in stages of blocks; if they run side by
+    side, as heads do, or there is only one, the outer one is.
 
     Args:
         model: the model.
@@ -76,7 +48,7 @@ class Blocks:
 
     def add(self, mixer: MixerSite) -> None:
         """A mixer ran: keep it until its block is known, or hand it on where there can be none."""
-        self._hand_up([mixer], mixer.name, BY_HAND)
+        self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
 
     def finish(self) -> None:
         """The forward pass is over."""
@@ -102,61 +74,60 @@ class Blocks:
                 self._visits.append(self._visit(frame, given))
 
     def _visit(self, frame: Frame, given: Tensor) -> Visit:
-        stack = stack_of(frame.name)
+        stack, outer = self._stack(frame.name), self._innermost()
         chain = self._chains.continues(stack, self._owner(), given)
         known = chain.snapshot if chain is not None and same(chain.gave, given) else None
+        follows = outer is not None and any(same(inner.gave, given) for inner in outer.offered(stack))
         other = self._gave.get(stack)
         return Visit(
             frame,
+            stack,
+            self._rank[frame.name],
             given,
             snapshot(given) if known is None else known,
-            linked=chain is not None or any(same(offer.gave, given) for offer in self._offers(stack)),
+            linked=chain is not None or follows,
             apart=other is not None and not same(other, given),
         )
-
-    def _offers(self, stack: str) -> list[Visit]:
-        """Calls before this one, inside the same candidate, that may be blocks."""
-        around = self._visits[-1].open if self._visits else []
-        return [visit for visit in around if stack_of(visit.frame.name) == stack]
 
     def _left(self, frame: Frame) -> None:
         self._drop_stale()
         visit = self._visits.pop() if self._visits and self._visits[-1].frame is frame else None
-        if frame.output is None:  # it raised
+        if frame.raised:
             self._chains.drop(frame.serial)
             return
         if visit is not None:
-            visit.gave = first_tokens(frame.output, axes=visit.given.dim())
+            visit.gave = _given_back(frame, visit)
             self._ended(visit)
         self._chains.close(frame.serial, tensors_of(frame.output))
 
     def _ended(self, visit: Visit) -> None:
-        frame = visit.frame
+        frame, outer = visit.frame, self._innermost()
         if not frame.pending and not visit.settled and frame.name not in self._expected:
-            self._carry_on(visit)
+            self._carry_on(visit, outer)
             return
-        claim = visit.claim = self._claim(visit)
-        if claim is None or visit.holds_one_like_it():
-            self._is_none(visit)
+        visit.claim = self._claim(visit)
+        if visit.claim is None or visit.yields_to_inner():
+            self._yield(visit)
             return
         for inner in visit.open:
-            self._inner[stack_of(inner.frame.name)] = False
-        outer = self._visits[-1] if self._visits else None
-        if outer is None or self._inner.get(claim.stack):
-            self._settle(claim)
+            self._inner[inner.stack] = False
+        if outer is None or self._inner.get(visit.stack):
+            self._settle(visit.claim)
             return
-        self._hand_up(frame.pending, frame.name, claim.owner)
-        if self._rank[outer.frame.name] >= self._rank[frame.name] and claim.stack not in self._inner:
+        self._hand_up(frame.pending, visit.stack, visit.claim.owner)
+        if outer.rank >= visit.rank and visit.stack not in self._inner:
             self._offer(outer, visit)
 
-    def _carry_on(self, visit: Visit) -> None:
+    def _carry_on(self, visit: Visit, outer: Visit | None) -> None:
         """An item without a mixer: it may carry the stream on between two that have one."""
-        name, gave = visit.frame.name, visit.gave
-        chain = self._chains.continues(stack_of(name), self._owner(), visit.given)
+        gave = visit.gave
+        if outer is not None:
+            outer.plain.add((visit.stack, visit.kind))
+        chain = self._chains.continues(visit.stack, self._owner(), visit.given)
         if chain is None or gave is None or gave.shape != visit.given.shape:
-            self._barren.add(name)
+            self._barren.add(visit.frame.name)
         else:
-            chain.carry(visit.given, gave, type(visit.frame.module))
+            chain.carry(visit.given, gave, visit.kind)
 
     def _claim(self, visit: Visit) -> Claim | None:
         """The call as a block, if it has the shape of one."""
@@ -170,8 +141,8 @@ class Blocks:
             return None
         return Claim(
             frame.name,
-            type(frame.module),
-            stack_of(frame.name),
+            visit.kind,
+            visit.stack,
             self._owner(),
             visit.before,
             gave,
@@ -186,29 +157,31 @@ class Blocks:
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: Visit, visit: Visit) -> None:
-        """A block inside what may be a block: wait until a second one, or the end, tells."""
-        stack = stack_of(visit.frame.name)
-        others = self._offers(stack)
+        """What may be a block inside what may be one: wait until a second one, or the end, tells."""
+        others = outer.offered(visit.stack)
         outer.open.append(visit)
-        if others:
-            self._inner[stack] = not any(same(other.given, visit.given) for other in others)
-            if self._inner[stack]:  # one after the other
-                self._settle_inside(outer)
-            outer.open.clear()
+        if any(same(other.given, visit.given) for other in others):  # side by side
+            self._inner[visit.stack] = False
+            outer.open = [inner for inner in outer.open if inner.stack != visit.stack]
+        elif others and outer.rank > 0:  # one after the other, in no list of blocks
+            self._settle_inside(outer)
 
-    def _is_none(self, visit: Visit) -> None:
+    def _yield(self, visit: Visit) -> None:
         """No block itself: what may be one inside it is, and what else mixed there belongs around it."""
         self._visits.append(visit)
         self._settle_inside(visit)
         self._visits.pop()
         if visit.settled and visit.gave is not None:
-            self._gave[stack_of(visit.frame.name)] = visit.gave
-        self._hand_up(visit.frame.pending, visit.frame.name, self._owner())
+            self._gave[visit.stack] = visit.gave
+        self._hand_up(visit.frame.pending, visit.stack, self._owner())
 
     def _settle_inside(self, outer: Visit) -> None:
+        if len(outer.open) > 1:
+            self._inner.update({inner.stack: True for inner in outer.open})
         for inner in outer.open:
             if inner.claim is not None:
                 self._settle(inner.claim)
+        outer.open.clear()
 
     def _settle(self, claim: Claim) -> None:
         mine = {id(mixer) for mixer in claim.mixers}
@@ -217,12 +190,12 @@ class Blocks:
             around.frame.pending = [mixer for mixer in around.frame.pending if id(mixer) not in mine]
         self._chains.add(claim)
 
-    def _hand_up(self, mixers: list[MixerSite], name: str, owner: int) -> None:
+    def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
         """No block, or none for now: its mixers belong to whatever is around it."""
         if self._visits:
             self._visits[-1].frame.pending.extend(mixers)
         elif mixers:
-            self._chains.add_bare(mixers, stack_of(name), owner)
+            self._chains.add_bare(mixers, stack, owner)
 
     # --- what is around -----------------------------------------------------------------------------------
 
@@ -231,14 +204,32 @@ class Blocks:
         running = {frame.serial for frame in self._frames.running}
         self._visits = [visit for visit in self._visits if visit.frame.serial in running]
 
-    def _owner(self) -> int:
+    def _innermost(self) -> Visit | None:
+        return self._visits[-1] if self._visits else None
+
+    def _owning(self) -> Frame | None:
         """The innermost call around that is no candidate: it runs the blocks one after the other."""
         visited = {visit.frame.serial for visit in self._visits}
         around = self._frames.running[:-1]
-        return next((frame.serial for frame in reversed(around) if frame.serial not in visited), BY_HAND)
+        return next((frame for frame in reversed(around) if frame.serial not in visited), None)
+
+    def _owner(self) -> int:
+        owning = self._owning()
+        return BY_HAND if owning is None else owning.serial
+
+    def _stack(self, name: str) -> str:
+        owning = self._owning()
+        return stack_of(name, "" if owning is None else owning.name)
 
     def _mask(self, frame: Frame, tokens: Tensor) -> Tensor | None:
         for site in frame.pending:
             if not site.cross and site.valid_tokens.shape == tokens.shape[:2]:
                 return site.valid_tokens
         return told_mask(self._frames.running, OWN_MASK, *tokens.shape[:2])
+
+
+def _given_back(frame: Frame, visit: Visit) -> Tensor | None:
+    """What a call gave; one that returns nothing may have changed what it was given in place."""
+    if frame.output is None:
+        return None if torch.equal(visit.before, visit.given) else visit.given
+    return first_tokens(frame.output, axes=visit.given.dim())

@@ -12,7 +12,6 @@ from rankwise.capture.frames import Frame
 from rankwise.capture.layout import given_shape, layout_of, unpacked_groups
 from rankwise.capture.weights import Mixed
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
-from rankwise.operators.softmax import MASKED_BELOW
 
 ROUTER = "a softmax weighs several values for each token by itself, as a router does"
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
@@ -61,14 +60,13 @@ def mixed_call(mixed: Mixed, frame: Frame) -> Call:
     """What a softmax written by hand applied."""
     layout = layout_of(mixed.matrix.shape, frame)
     matrix, allowed = mixed.matrix.detach(), None
-    if mixed.scores is not None and mixed.scores.numel() == matrix.numel():
-        allowed = (mixed.scores.detach() > MASKED_BELOW).reshape(matrix.shape)
+    if mixed.allowed is not None:
+        allowed = mixed.allowed.of(matrix.shape)
         # Nothing is masked, though entries may be zero by underflow: one True says so for all of them.
         everything = allowed.new_ones((1, 1, 1, 1))
         allowed = everything if bool(allowed.all()) else layout(allowed)
-    return Call(
-        DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), layout(mixed.output.detach())
-    )
+    output = None if mixed.output is None else layout(mixed.output.detach())
+    return Call(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output)
 
 
 def why_no_tokens(mixed: Mixed, frames: Sequence[Frame]) -> str | None:
@@ -97,7 +95,12 @@ def why_no_tokens(mixed: Mixed, frames: Sequence[Frame]) -> str | None:
 
 
 def _are_channels(mixed: Mixed, frames: Sequence[Frame]) -> bool:
-    """Whether columns times heads make up a width, and what a token would be as wide as does not."""
+    """Whether columns times heads make up a width, and what a token would be as wide as does not.
+
+    A matrix with a row for each token that the module was given is no evidence, however wide a token is.
+    """
+    if _for_each_token(mixed.matrix, frames):
+        return False
     layout = layout_of(mixed.matrix.shape, frames[-1])
     heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
     widths = {frame.tokens.shape[-1] for frame in frames if frame.tokens is not None}
@@ -105,6 +108,16 @@ def _are_channels(mixed: Mixed, frames: Sequence[Frame]) -> bool:
     return any(columns * n in widths for n in heads) and not any(
         columns_of_values * n in widths for n in heads
     )
+
+
+def _for_each_token(matrix: Tensor, frames: Sequence[Frame]) -> bool:
+    """Whether the nearest module given (B, T, D) tokens, or (T, B, D), was given one for each row."""
+    given = next((frame.tokens for frame in reversed(frames) if frame.tokens is not None), None)
+    if given is None or given.is_nested:
+        return False
+    first, second = given.shape[:2]
+    leading, rows = matrix.shape[:-2], matrix.shape[-2]
+    return rows == second or (rows == first and first not in leading[:1] and prod(leading) % second == 0)
 
 
 def _lengths(frames: Sequence[Frame]) -> set[int]:

@@ -205,11 +205,12 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
         return known is tensor
     if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
         return False
-    return (
-        known.data_ptr() == tensor.data_ptr()
-        and known.shape == tensor.shape
-        and known.stride() == tensor.stride()
-    )
+    if known.shape != tensor.shape or {known.layout, tensor.layout} != {torch.strided}:
+        return False
+    try:
+        return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
+    except RuntimeError:  # tensors without memory of their own, as inside torch.vmap
+        return False
 
 
 def snapshot(tokens: Tensor) -> Tensor:

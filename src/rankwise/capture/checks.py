@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rankwise.capture.calls import Call
+from rankwise.capture.frames import Frames
 from rankwise.capture.names import matches
 from rankwise.capture.trace import Trace
 from rankwise.errors import CaptureError, InputError, did_you_mean
@@ -98,15 +99,30 @@ def checked_operator(given: object, site: str) -> Call:
     )
 
 
-def nothing_found(model: nn.Module, trace: Trace, called: bool) -> CaptureError:
+def nothing_found(model: nn.Module, trace: Trace, frames: Frames, ran: bool) -> CaptureError:
     """The error of a capture without a mixer: what was seen instead, and how to name it by hand.
 
     Args:
         model: the model.
         trace: what the capture holds.
-        called: whether any module of the model was called.
+        frames: the calls it followed.
+        ran: whether mixers ran all the same, in calls that did not end well.
     """
-    if not called:
+    if ran:
+        return CaptureError(
+            f"model {type(model).__name__}",
+            wanted="at least one call that ends without an error",
+            got="mixers only in calls that raised",
+            fix="Let the error out of the model, or mend what raised it.",
+        )
+    if not frames.called and frames.elsewhere:
+        return CaptureError(
+            "`capture`",
+            wanted="the model to run in the thread that entered the block",
+            got="calls in another thread only",
+            fix="Enter `rw.capture(model)` in the thread that calls the model.",
+        )
+    if not frames.called:
         return CaptureError(
             "`capture`",
             wanted="the model to run inside the block",

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rankwise.capture.blocks import Blocks
 from rankwise.capture.calls import ROUTER, Call, fused_arguments, fused_call, mixed_call, why_no_tokens
@@ -23,8 +22,7 @@ from rankwise.capture.checks import (
     training_notes,
 )
 from rankwise.capture.frames import Frame, Frames
-from rankwise.capture.layout import sequences_behind
-from rankwise.capture.padding import is_cross, valid_positions
+from rankwise.capture.sites import mixer_site
 from rankwise.capture.stock import (
     functional_call,
     is_stock,
@@ -47,6 +45,10 @@ SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Mixing
 NO_STATES = (
     "no token states were found: no item of a list of modules mixes and gives back (B, T, D) states of the "
     "shape it read; name the residual blocks in `blocks=` if there are any"
+)
+OTHER_THREAD = (
+    "the model was also called in another thread than the one that entered `capture`; those calls were not "
+    "looked at"
 )
 
 
@@ -106,7 +108,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._captured: set[str] = set()
         self._left_out: dict[str, str] = {}
         self._outermost: set[str] = set()
-        self._states = 0
+        self._mixers = self._states = 0
 
     def __enter__(self) -> Trace:
         """Start to watch the model."""
@@ -137,7 +139,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._tap.weights.clear()
         if kind is None:
             self._blocks.finish()
-            if self._captured and not self._states:
+            if self._mixers and not self._states:
                 self._note(NO_STATES)
         self._trace.unseen = unseen_modules(
             self._model,
@@ -146,8 +148,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._frames.called,
             self._left_out,
         )
-        if kind is None and not self._captured:
-            raise nothing_found(self._model, self._trace, called=bool(self._frames.called))
+        if self._frames.elsewhere:
+            self._note(OTHER_THREAD)
+        if kind is None and not self._mixers:
+            raise nothing_found(self._model, self._trace, self._frames, ran=bool(self._captured))
 
     # --- what the hooks and the mode report ---------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._outermost.add(frame.name)
 
     def _left(self, frame: Frame) -> None:
-        if frame.output is None:  # it raised
+        if frame.raised:
             return
         if frame.name in self._sites:
             with _apart(None):
@@ -233,33 +237,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._add(made)
 
     def _add(self, call: Call, kind: str = "softmax") -> None:
-        frames, operator = self._frames.running, call.operator
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            cross = is_cross(frames, operator) if call.cross is None else call.cross
-            if call.lengths is None:
-                tokens, sources = valid_positions(frames, operator, cross)
-            else:
-                added = operator.shape[-1] - operator.shape[-2]
-                tokens, sources = call.lengths, F.pad(call.lengths, (0, added), value=True)
-        for frame in frames:
+        site = mixer_site(call, self._frames.running, kind, self._chains.run, self._values)
+        for frame in self._frames.running:
             frame.mixed_inside = True
-        site = MixerSite(
-            name=frames[-1].name,
-            layer=-1,
-            kind=kind,
-            operator=operator,
-            valid_tokens=tokens,
-            valid_sources=sources,
-            cross=cross,
-            sequences=operator.shape[0] if call.whole else sequences_behind(frames, operator),
-            run=self._chains.run,
-            values=call.values if self._values else None,
-            output=call.output if self._values else None,
-        )
         self._captured.add(site.name)
         self._blocks.add(site)
 
     def _emit_mixer(self, site: MixerSite) -> None:
+        self._mixers += 1
         with _apart(site.operator.device):
             self._on_mixer(site)
 

@@ -1,6 +1,8 @@
 """Which module is running: a stack of calls, kept by hooks that are always removed."""
 
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +32,10 @@ class Frame:
     serial: int = 0
     """Number of the call, over the whole capture."""
     output: Any = None
+    raised: bool = False
+    """Whether it ended with an error."""
+    handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    """The error that was being handled when it was called, if there was one."""
     guards: ExitStack = field(default_factory=ExitStack)
     pending: list[Any] = field(default_factory=list)
     """Mixers captured inside it that no block has claimed yet."""
@@ -107,6 +113,9 @@ class Frames:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._quiet = {id(module) for name, module in model.named_modules() if name in quiet}
         self._model = model
+        self._thread = threading.get_ident()
+        self.elsewhere = False
+        """Whether the model was called in another thread, where our function mode is not active."""
         self._serial = count()
 
     @contextmanager
@@ -137,7 +146,7 @@ class Frames:
             self._drop_above(0)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        if _recomputing():
+        if _recomputing() or self._in_other_thread():
             return
         if module is self._model:  # whatever is still here was left behind by a call that never ended
             self._drop_above(0)
@@ -150,7 +159,11 @@ class Frames:
             listener(frame)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
-        if _recomputing() or not any(frame.module is module for frame in self.running):
+        if (
+            _recomputing()
+            or self._in_other_thread()
+            or not any(frame.module is module for frame in self.running)
+        ):
             return
         # A module that raised on the way leaves its frame behind: drop whatever lies above ours.
         while self.running[-1].module is not module:
@@ -158,11 +171,18 @@ class Frames:
         frame = self.running[-1]
         frame.guards.close()
         frame.kwargs, frame.output = kwargs, output
+        # PyTorch gives None for the output of a call that raised, and so do some modules themselves.
+        frame.raised = output is None and sys.exc_info()[1] is not frame.handled
         try:
             for listener in self.on_leave:
                 listener(frame)
         finally:
             self.running.pop()
+
+    def _in_other_thread(self) -> bool:
+        other = threading.get_ident() != self._thread
+        self.elsewhere = self.elsewhere or other
+        return other
 
     def _drop_above(self, height: int) -> None:
         while len(self.running) > height:

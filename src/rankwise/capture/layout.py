@@ -98,5 +98,7 @@ def unpacked_groups(query: Tensor, frame: Frame) -> Tensor:
 def sequences_behind(frames: Sequence[Frame], operator: MixingOperator) -> int:
     """Sequences behind the batch axis: an outer module that saw fewer of them cut them into windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
-    given = [shape for frame in frames if (shape := given_shape(frame, tokens)) is not None]
+    # Two axes are (B, F) as often as (T, D), and one sequence has one window unless three axes say otherwise.
+    deep = [frame for frame in frames if frame.tokens is not None]
+    given = [shape for frame in deep if (shape := given_shape(frame, tokens)) is not None]
     return min((size for size, _ in given if size and batch % size == 0), default=batch)

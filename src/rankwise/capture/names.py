@@ -37,13 +37,15 @@ def matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def stack_of(name: str) -> str:
+def stack_of(name: str, owner: str = "") -> str:
     """The stack a block belongs to: ``encoder.layer.3`` → ``encoder.layer``, ``block2`` → ``block*``.
 
-    Numbers of outer lists become ``*``: ``stages.1.blocks.0`` → ``stages.*.blocks``.
+    Numbers of outer lists become ``*``, ``stages.1.blocks.0`` → ``stages.*.blocks``, unless they are in the
+    name of the module that runs the blocks.
     """
     *outer, last = name.split(".")
-    outer = ["*" if part.isdigit() else part for part in outer]
+    known = len(owner.split(".")) if owner else 0
+    outer = ["*" if part.isdigit() and at >= known else part for at, part in enumerate(outer)]
     if not last.isdigit():
         outer.append(re.sub(r"\d+$", "*", last))
     return ".".join(outer) or "*"

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from rankwise.capture.frames import ABSENT, Frame
-from rankwise.operators import MixingOperator
+from rankwise.capture.chains import same
+from rankwise.capture.frames import ABSENT, Frame, parameter_names
+from rankwise.operators import DenseMixing, MixingOperator
 
 CROSS_ARGUMENTS = (
     "encoder_hidden_states",
@@ -50,25 +51,35 @@ def valid_positions(
     """Real rows and columns of an operator of shape (B, H, T, S).
 
     A two-axis ``attention_mask`` given to a module around the mixer says it outright; without one, a column
-    that no row of any head may see is padding, and in self-attention so is its row.
+    that no row of any head may see is padding, and in self-attention so is its row, unless the module was
+    given a second stream of tokens that its keys may come from.
     """
     batch, _, tokens, sources = operator.shape
     columns = told_mask(frames, OTHER_MASK if cross else OWN_MASK, batch, sources)
-    if columns is None and _could_hide(operator):
+    told = columns is not None
+    if not told and _could_hide(operator):
         columns = operator.support().any(-2).any(-2)
     if cross:
-        rows = _told_decoder(frames, batch, tokens)
-    elif tokens == sources:
+        rows = told_mask(frames, OWN_MASK, batch, tokens, past_none=True)
+    elif tokens == sources and (told or not _has_second_stream(frames[-1])):
         rows = columns
+    elif tokens == sources:  # keys may come from the second stream: rows stay until someone tells
+        rows = None
     else:  # with a cache, rows are the last of the tokens that the mask speaks of
         rows = told_mask(frames, OWN_MASK, batch, at_least=tokens)
     return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
 
 
 def told_mask(
-    frames: Sequence[Frame], name: str, batch: int, length: int = 0, at_least: int = 0
+    frames: Sequence[Frame],
+    name: str,
+    batch: int,
+    length: int = 0,
+    *,
+    at_least: int = 0,
+    past_none: bool = False,
 ) -> Bool[Tensor, "B T"] | None:
-    """The nearest two-axis mask of that name and shape; stops where a module was given None.
+    """The nearest two-axis mask of that name and shape.
 
     Args:
         frames: calls under way, outermost first.
@@ -76,28 +87,25 @@ def told_mask(
         batch: sequences.
         length: how long the mask must be.
         at_least: or how long it must be at least; then its last so many entries are meant.
+        past_none: whether to go on outwards where a module was given None.
     """
-    for frame in reversed(frames):
-        value = frame.argument(name)
-        if value is None:
-            return None
+    for at in range(len(frames) - 1, -1, -1):
+        decodes = name == OWN_MASK and _runs_decoder(frames, at)
+        value = frames[at].argument(DECODER_MASK if decodes else name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:
             fits = value.shape[1] >= at_least if at_least else value.shape[1] == length
             if fits and _speaks_of_tokens(value):
                 return value[:, -at_least:].bool() if at_least else value.bool()
-    return None
-
-
-def _told_decoder(frames: Sequence[Frame], batch: int, tokens: int) -> Bool[Tensor, "B T"] | None:
-    """The mask of the queries of cross-attention: inner modules that were given none do not decide."""
-    for frame in reversed(frames):
-        told = frame.argument(DECODER_MASK)
-        value = frame.argument(OWN_MASK) if told is ABSENT else told
-        if isinstance(value, Tensor) and value.dim() == 2 and tuple(value.shape) == (batch, tokens):
-            return value.bool() if _speaks_of_tokens(value) else None
-        if told is not ABSENT:
+        if decodes or (value is None and not past_none):
             return None
     return None
+
+
+def _runs_decoder(frames: Sequence[Frame], at: int) -> bool:
+    """Whether an encoder-decoder runs its decoder: what it calls ``attention_mask`` is the encoder's."""
+    if at + 1 == len(frames) or DECODER_MASK not in parameter_names(frames[at].module):
+        return False
+    return "decoder" in frames[at + 1].name.rpartition(".")[2]
 
 
 def _speaks_of_tokens(mask: Tensor) -> bool:
@@ -111,6 +119,14 @@ def _or_all(mask: Tensor | None, batch: int, length: int, operator: MixingOperat
     return mask.to(operator.device)
 
 
+def _has_second_stream(frame: Frame) -> bool:
+    """Whether a module was given two (B, T, D) tensors that are not the same."""
+    streams = [tensor for tensor in frame.tensors if tensor.is_floating_point() and tensor.dim() == 3]
+    return any(not same(streams[0], other) for other in streams[1:])
+
+
 def _could_hide(operator: MixingOperator) -> bool:
-    """An operator without a mask hides no column, so its support need not be formed."""
+    """Whether its support shows a mask: zeros of weights changed after the softmax are none."""
+    if isinstance(operator, DenseMixing):
+        return operator.allowed is not None
     return getattr(operator, "mask", True) is not None

@@ -8,10 +8,11 @@ from torch import nn
 from rankwise.capture.trace import UnseenModule
 
 MIXER_NAME = re.compile(
-    r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU)"
+    r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU"
+    r"|Rglru|RNN|LSTM|GRU|FourierTransform|TokenMix|SpatialGating)"
 )
 NOT_A_MIXER = re.compile(
-    r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model)$"
+    r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model|Structure)$"
 )
 QUERY_KEY = (
     {"q_proj", "k_proj"},
@@ -54,7 +55,7 @@ def unseen_modules(
     missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
     outermost: list[str] = []
     for name in missing:
-        if not any(name.startswith(f"{outer}.") for outer in outermost):
+        if not any(_holds(outer, name) for outer in outermost):
             outermost.append(name)
     modules = dict(model.named_modules())
     return [
@@ -63,11 +64,16 @@ def unseen_modules(
 
 
 def _related(name: str, site: str) -> bool:
-    return f"{site}.".startswith(f"{name}.") or name.startswith(f"{site}.")
+    return _holds(name, site) or _holds(site, name)
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether a module is another, or has it inside; the model itself, of empty name, has them all inside."""
+    return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
 def _reason(name: str, called: set[str], known: Mapping[str, str]) -> str:
-    inside = [reason for other, reason in known.items() if f"{other}.".startswith(f"{name}.")]
+    inside = [reason for other, reason in known.items() if _holds(name, other)]
     if inside:
         return inside[0]
     if name not in called:

@@ -10,9 +10,12 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rankwise.capture import einsum
+from rankwise.capture.masks import ADDED_PRODUCTS, CUTS, FILLS, MOVES_AXES, Entries, Masks
 
 Function = Callable[..., Any]
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
+LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
+EXP = {torch.exp, Tensor.exp, Tensor.exp_}
 KEEPS_VALUES = {
     F.dropout,
     torch.dropout,
@@ -39,18 +42,6 @@ KEEPS_VALUES = {
     Tensor.detach,
 }
 """Casts, dropout and new shapes: what is mixed is still the softmax (dropout's rescaling apart)."""
-MOVES_AXES = {
-    Tensor.transpose,
-    torch.transpose,
-    Tensor.permute,
-    torch.permute,
-    Tensor.swapaxes,
-    torch.swapaxes,
-    Tensor.movedim,
-    torch.movedim,
-    Tensor.mT.__get__,  # type: ignore[attr-defined]
-    Tensor.T.__get__,  # type: ignore[attr-defined]
-}
 PRODUCTS = {
     torch.matmul,
     Tensor.matmul,
@@ -60,8 +51,7 @@ PRODUCTS = {
     torch.mm,
     Tensor.mm,
 }
-ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
-"""Scores = bias + Q Kᵀ in one call."""
+TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
 STARTS_ANEW = {
     F.linear,
     F.layer_norm,
@@ -79,16 +69,18 @@ STARTS_ANEW = {
 
 @dataclass(frozen=True)
 class Weights:
-    """What is known of a tensor that came out of a softmax over its last axis."""
+    """What is known of a tensor that came out of a softmax."""
 
     probabilities: Tensor | None
     """The softmax's own result, before casts and dropout; None where it is the tensor itself."""
-    scores: Tensor | None
-    """What the softmax was taken of."""
+    allowed: Entries | None
+    """Which of its entries no mask had hidden; None where it is not known."""
     compared: bool
     """Whether the scores compare activations with activations, as Q Kᵀ does."""
     intact: bool = True
     """Whether only casts, dropout and new shapes lie between the softmax and the tensor."""
+    sums_down: bool = False
+    """Whether its columns sum to 1, and not its rows: it mixes once it is transposed."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +90,10 @@ class Mixed:
     matrix: Tensor
     """(..., T, S), as finely as the model knew it."""
     values: Tensor
-    output: Tensor
-    scores: Tensor | None
-    """What the softmax was taken of, if the matrix is its result as it was."""
+    output: Tensor | None
+    """None where the model added something in the same call."""
+    allowed: Entries | None
+    """Which entries of the matrix no mask had hidden before the softmax, where that is known."""
     compared: bool
     values_compared: bool
     """Whether the values, too, are a product of activations: Kᵀ V of linear attention."""
@@ -117,27 +110,37 @@ class WeightsTap:
     def clear(self) -> None:
         """Forget everything: a new forward pass begins."""
         self._weights: Any = WeakIdKeyDictionary()
+        self._logarithms: Any = WeakIdKeyDictionary()
         self._compared: Any = WeakIdKeyDictionary()
+        self._masks = Masks()
 
     def saw(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Mixed | None:
         """Take note of one call; the mixing it completes, if it does."""
         if func is Tensor.__setitem__:
-            self._written_into(args[0])
+            self._written_into(*args[:3])
         if not isinstance(out, Tensor):
             return None
-        if func in SOFTMAX:
-            self._softmax(args, kwargs, out)
+        if func in SOFTMAX or func in LOG_SOFTMAX:
+            self._softmax(args, kwargs, out, self._weights if func in SOFTMAX else self._logarithms)
+            return None
+        if func in EXP and args[0] in self._logarithms:
+            self._weights[out] = self._logarithms[args[0]]
             return None
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if func in PRODUCTS:
             mixed = self._product(tensors, out) if self._weights else None
+        elif func in ADDED_PRODUCTS and kwargs.get("alpha", 1) == 1:
+            mixed = self._product(tensors[1:], out) if self._weights else None
+            mixed = None if mixed is None else replace(mixed, output=None)
         elif func is torch.einsum:
             mixed = self._einsum(args, out)
         else:
             mixed = None
         self._note_comparison(func, tensors, args, out)
+        if out in self._compared:
+            self._masks.saw(func, args, kwargs, out, self._compared)
         if mixed is None and self._weights:
-            self._follow(func, tensors, out)
+            self._follow(func, args, kwargs, out)
         return mixed
 
     def _known(self, tensor: Tensor) -> Weights | None:
@@ -161,15 +164,20 @@ class WeightsTap:
         if compared:
             self._compared[out] = True
 
-    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Any) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         scores = args[0] if args else kwargs.get("input")
-        if out.dim() >= 2 and dim is not None and dim % out.dim() == out.dim() - 1:
-            self._weights[out] = Weights(None, scores, compared=scores in self._compared)
+        if out.dim() < 2 or dim is None or not isinstance(scores, Tensor):
+            return
+        compared, axis = scores in self._compared, dim % out.dim() - out.dim()
+        if axis == -1 or (axis == -2 and compared):
+            allowed = self._masks.allowed(scores, compared)
+            known[out] = Weights(None, allowed, compared, sums_down=axis == -2)
 
     # --- from the softmax to the product ------------------------------------------------------------------
 
-    def _follow(self, func: Function, tensors: list[Tensor], out: Tensor) -> None:
+    def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         source = next((tensor for tensor in tensors if self._known(tensor) is not None), None)
         if source is None:
             return
@@ -179,25 +187,35 @@ class WeightsTap:
             if out is not source:
                 self._weights[out] = replace(weights, probabilities=_or(weights.probabilities, source))
         elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
-            self._weights[out] = Weights(None, None, weights.compared, intact=False)
+            allowed = None
+            if weights.allowed is not None and not _recombines(func):
+                allowed = weights.allowed.through(func, args, kwargs, source, out)
+                allowed = _zeroed(allowed, func, args, out)
+            down = weights.sums_down and not _turns(func, args, kwargs, source)
+            self._weights[out] = Weights(None, allowed, weights.compared, intact=False, sums_down=down)
 
-    def _written_into(self, tensor: Tensor) -> None:
+    def _written_into(self, tensor: Tensor, where: object, value: object) -> None:
         weights = self._known(tensor)
         if weights is not None:
-            self._weights[tensor] = Weights(None, None, weights.compared, intact=False)
+            self._weights[tensor] = replace(weights, probabilities=None, intact=False)
+        elif tensor in self._compared:
+            self._masks.written_into(tensor, where, value)
 
     def _product(self, tensors: list[Tensor], out: Tensor) -> Mixed | None:
         if len(tensors) != 2:
             return None
         first, second = tensors
         weights = self._known(first)
-        if weights is not None:
+        if weights is not None and not weights.sums_down:
             return self._mixed(weights, first, second, second, out)
         weights = self._known(second)
         if weights is None or min(first.dim(), second.dim(), out.dim()) < 2:
             return None
         # Channels first: Y = V Mᵀ is Yᵀ = M Vᵀ.
-        changed = Weights(None, None, weights.compared, intact=False)
+        changed = replace(weights, probabilities=None, intact=False)
+        if weights.allowed is not None:
+            swapped = weights.allowed.through(Tensor.transpose, (second, -2, -1), {}, second, second.mT)
+            changed = replace(changed, allowed=swapped)
         return self._mixed(changed, second.mT, first, first.mT, out.mT)
 
     def _einsum(self, args: tuple[Any, ...], out: Tensor) -> Mixed | None:
@@ -207,7 +225,7 @@ class WeightsTap:
         for at in (0, 1):
             operand, other = read.tensors[at], read.tensors[1 - at]
             weights, how = self._known(operand), einsum.contraction(read, at)
-            if weights is None or how is None:
+            if weights is None or how is None or weights.sums_down:
                 continue
             values, theirs = other, read.letters[1 - at]
             if set(how.axes) <= set(theirs):
@@ -222,7 +240,7 @@ class WeightsTap:
             finest if finest.shape == operand.shape else finest.reshape(operand.shape),
             values,
             out,
-            scores=weights.scores if weights.intact else None,
+            allowed=weights.allowed,
             compared=weights.compared,
             values_compared=given in self._compared,
             values_learned=isinstance(given, nn.Parameter),
@@ -243,6 +261,29 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
     return first.dim() == 2 or first.shape[0] == second.shape[0] or 1 in (first.shape[0], second.shape[0])
 
 
+def _recombines(func: Function) -> bool:
+    """Whether entries are made of several: which ones a mask had hidden is not known any more."""
+    return func in STARTS_ANEW or func in PRODUCTS or func is torch.einsum
+
+
+def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out: Tensor) -> Entries | None:
+    """Without the entries that a boolean mask sets to zero after the softmax."""
+    masks = [arg for arg in args[1:2] if isinstance(arg, Tensor) and arg.dtype == torch.bool]
+    if allowed is None or not masks:
+        return allowed
+    if func in FILLS and len(args) > 2 and not isinstance(args[2], Tensor) and args[2] == 0:
+        return Entries(out.shape, lambda: allowed.of(out.shape) & ~masks[0])
+    if func in TIMES:
+        return Entries(out.shape, lambda: allowed.of(out.shape) & masks[0])
+    return allowed
+
+
+def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor) -> bool:
+    """Whether it makes the last axis but one the last: told by the strides of an empty tensor."""
+    empty = torch.empty([2] * source.dim(), device="meta")
+    return func in MOVES_AXES and func(empty, *args[1:], **kwargs).stride()[-1] == 2
+
+
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
     """Head masks, renormalisation, talking heads, moved axes, columns cut off: another matrix of weights."""
     if out.dim() < 2 or not out.is_floating_point():
@@ -250,4 +291,4 @@ def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
     if func in MOVES_AXES:
         return True
     cut = out.shape[-2] == source.shape[-2] and out.shape[-1] < source.shape[-1]
-    return out.shape[-2:] == source.shape[-2:] or (func is Tensor.__getitem__ and cut)
+    return out.shape[-2:] == source.shape[-2:] or (func in CUTS and cut)

@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.measures._inputs import Mixing, measured
+from rankwise.measures._inputs import Mixing
+from rankwise.measures._parts import measured_in_parts
 
 
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
@@ -30,4 +31,5 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
 
 def spectrum_for(op: Mixing, subject: str) -> Float64[Tensor, "*batch N"]:
     """`singular_values`, with errors in the name of the measure that asked."""
-    return measured(op, subject, torch.linalg.svdvals)
+    (sigma,) = measured_in_parts(op, subject, lambda matrices: (torch.linalg.svdvals(matrices),))
+    return sigma

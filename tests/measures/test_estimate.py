@@ -1,0 +1,313 @@
+"""The matrix-free spectrum: against dense, intervals that keep their rate, what it asks of operators."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.measures.estimate_cases import FEW_KINDS, KINDS, OnlyProducts, head
+from tests.measures.measure_cases import generator, make, normal, rotation, unchecked
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rankwise.errors import RankwiseError, ShapeError
+from rankwise.measures import krylov, rank_summary
+from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
+from rankwise.operators import DenseMixing, SoftmaxMixing
+
+RANKS = ("effective_rank", "stable_rank", "sigma_max")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def held(estimate, truth):
+    slack = 1e-9 * abs(truth)  # the truth is rounded too
+    return bool(estimate.low - slack <= truth <= estimate.high + slack)
+
+
+def same(one: SpectrumEstimate, other: SpectrumEstimate) -> bool:
+    """Bit for bit."""
+    return all(
+        torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
+        for name in RANKS
+        for a, b in zip(getattr(one, name), getattr(other, name), strict=True)
+    )
+
+
+# --- against dense ---------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    kind=st.sampled_from(["signed", "stochastic", "low rank", "sparse"]),
+    seed=st.integers(0, 2**31),
+)
+def test_where_the_vectors_span_the_space_the_answer_is_exact(shape, kind, seed):
+    """MᵀM hides σ below ε^½·8·‖M‖_F: nine of them change H by at most 9·1e-7·(1 + log 1e7)."""
+    m = make(kind, shape, seed)
+    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=4, steps=4)
+    assert spectrum.effective_rank.value == pytest.approx(float(exact.effective_rank), rel=2e-5)
+    assert spectrum.stable_rank.value == pytest.approx(float(exact.stable_rank), rel=1e-11)
+    assert spectrum.sigma_max.value == pytest.approx(float(exact.sigma_max), rel=1e-11)
+    for name in RANKS:
+        assert held(getattr(spectrum, name), float(getattr(exact, name)))
+        assert (getattr(spectrum, name).stderr <= 2e-5 * getattr(exact, name)).all()
+
+
+@given(
+    rank=st.integers(1, 12), tokens=st.integers(40, 90), sources=st.integers(40, 90), seed=st.integers(0, 99)
+)
+def test_an_exhausted_low_rank_is_exact(rank, tokens, sources, seed):
+    """Fewer products than dimensions, more than the rank: what is left is rounding, √(64 ε·90) of ‖M‖_F."""
+    m = normal(tokens, rank, seed=seed) @ normal(rank, sources, seed=seed + 1)
+    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=4, steps=5)
+    assert spectrum.effective_rank.value == pytest.approx(float(exact.effective_rank), rel=1e-4)
+    assert held(spectrum.effective_rank, float(exact.effective_rank))
+    assert spectrum.effective_rank.stderr < 1e-4 * exact.effective_rank
+    assert spectrum.stable_rank.value == pytest.approx(float(exact.stable_rank), rel=1e-9)
+
+
+@every_kind
+def test_many_kinds_of_heads_at_512(kind):
+    """Within 2 % and within their intervals, with products for three quarters of the columns."""
+    operator = head(kind, 512)
+    exact, spectrum = rank_summary(operator), estimate_spectrum(operator, probes=16, steps=24)
+    for name in RANKS:
+        truth = float(getattr(exact, name))
+        assert float(getattr(spectrum, name).value) == pytest.approx(truth, rel=0.02)
+        assert held(getattr(spectrum, name), truth)
+
+
+def test_a_longer_head():
+    operator = head("plain causal", 1100)
+    exact, spectrum = rank_summary(operator), estimate_spectrum(operator, probes=16, steps=20)
+    assert float(spectrum.effective_rank.value) == pytest.approx(float(exact.effective_rank), rel=0.02)
+    assert held(spectrum.effective_rank, float(exact.effective_rank))
+    assert float(spectrum.stable_rank.value) == pytest.approx(float(exact.stable_rank), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_intervals_keep_their_rate(kind):
+    """95 % nominal: of 16 seeds at most 4 may miss, which chance exceeds in 0.1 % of kinds.
+
+    Nor are they empty caution: the mean error is at least a twentieth of the mean half-width.
+    """
+    operator = head(kind, 130)
+    exact = rank_summary(operator)
+    runs = [estimate_spectrum(operator, probes=8, steps=8, seed=seed) for seed in range(16)]
+    for name in RANKS:
+        truth = float(getattr(exact, name))
+        assert sum(not held(getattr(run, name), truth) for run in runs) <= 4
+    truth = float(exact.effective_rank)
+    errors = [abs(float(run.effective_rank.value) - truth) for run in runs]
+    widths = [float(run.effective_rank.high - run.effective_rank.low) / 2 for run in runs]
+    assert sum(errors) >= 0.05 * sum(widths)
+
+
+def test_more_products_narrow_the_interval():
+    operator = head("sharp", 400)
+    widths = []
+    for probes, steps in ((4, 4), (8, 8), (16, 16)):
+        estimate = estimate_spectrum(operator, probes, steps).effective_rank
+        widths.append(float(estimate.high - estimate.low))
+    assert widths[0] > 2 * widths[1] > 4 * widths[2] > 0
+
+
+# --- laws ------------------------------------------------------------------------------------------------
+
+
+def test_only_the_gram_matrix_matters():
+    """Another order of rows, or a rotation of them, leaves MᵀM; a transpose answers as what it transposes."""
+    m = head("plain", 150).dense(torch.float64)
+    first = estimate_spectrum(m, probes=8, steps=6)
+    assert same(first, estimate_spectrum(DenseMixing(m).mT, probes=8, steps=6))
+    for other in (m.flip(0), rotation(150, 3) @ m):
+        again = estimate_spectrum(other, probes=8, steps=6)
+        for name in RANKS:
+            for one, two in zip(getattr(first, name), getattr(again, name), strict=True):
+                assert float(one) == pytest.approx(float(two), rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=20)
+@given(exponent=st.integers(-900, 900))
+def test_a_power_of_two_changes_nothing_but_sigma(exponent):
+    m = make("signed", (40, 30), seed=2)
+    plain, scaled = (estimate_spectrum(x, probes=4, steps=4) for x in (m, m * 2.0**exponent))
+    assert all(a.equal(b) for a, b in zip(plain.effective_rank, scaled.effective_rank, strict=True))
+    assert all(a.equal(b) for a, b in zip(plain.stable_rank, scaled.stable_rank, strict=True))
+    assert (plain.sigma_max.value * 2.0**exponent).equal(scaled.sigma_max.value)
+
+
+def test_a_head_has_one_answer_alone_and_in_any_batch():
+    q, k = torch.randn(2, 4, 60, 8, generator=generator(1)), torch.randn(2, 2, 60, 8, generator=generator(2))
+    mask = torch.rand(2, 1, 60, 60, generator=generator(3)) > 0.2
+    operator = SoftmaxMixing(q, k, mask=mask)
+    together = estimate_spectrum(operator, probes=4, steps=6)
+    assert together.effective_rank.value.shape == together.products.shape == (2, 4)
+    for sequence in range(2):
+        for index in range(4):
+            alone = estimate_spectrum(operator[sequence, index], probes=4, steps=6)
+            for name in RANKS:
+                for one, other in zip(getattr(together, name), getattr(alone, name), strict=True):
+                    assert one[sequence, index] == other
+
+
+def test_the_seed_decides_and_torch_is_left_alone():
+    operator = head("plain", 120)
+    state = torch.get_rng_state()
+    first = estimate_spectrum(operator, probes=4, steps=4, seed=7)
+    assert torch.get_rng_state().equal(state)
+    torch.manual_seed(123)
+    assert same(first, estimate_spectrum(operator, probes=4, steps=4, seed=7))
+    assert not same(first, estimate_spectrum(operator, probes=4, steps=4, seed=8))
+
+
+def test_any_device_answers_alike(device):
+    operator = head("plain causal", 200)
+    here, there = (estimate_spectrum(x, probes=8, steps=8) for x in (operator, operator.to(device)))
+    for name in RANKS:
+        for one, other in zip(getattr(here, name), getattr(there, name), strict=True):
+            assert float(one) == pytest.approx(float(other), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_queries_of_any_precision_are_taken_as_they_are(dtype):
+    q, k = normal(2, 90, 8).to(dtype)
+    assert same(
+        estimate_spectrum(SoftmaxMixing(q, k), probes=4, steps=4),
+        estimate_spectrum(SoftmaxMixing(q.double(), k.double()), probes=4, steps=4),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_tensors_of_whole_numbers_are_matrices(dtype):
+    matrix = torch.eye(5, dtype=dtype)
+    assert estimate_spectrum(matrix).effective_rank.value == pytest.approx(5)
+
+
+# --- what it asks of an operator -------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor made inside held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.numbers = max(self.numbers, leaf.numel())
+        return result
+
+
+def test_the_matrix_is_never_formed(monkeypatch):
+    """Nothing is larger than the Krylov basis, 1,500·32 numbers; the matrix has 2,250,000."""
+    monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", 30_000)
+    operator = head("plain", 1500)
+    with LargestTensor() as seen:
+        estimate_spectrum(operator, probes=4, steps=8).count(0.1)
+    assert 0 < seen.numbers <= 1500 * 32
+    with LargestTensor() as seen:  # the watch itself works
+        operator.dense()
+    assert seen.numbers == 1500 * 1500
+
+
+def test_other_kinds_are_applied_by_their_own_products():
+    matrix = head("decay", 130).dense()
+    operator = OnlyProducts(matrix)
+    spectrum = estimate_spectrum(operator, probes=4, steps=6)
+    assert operator.rows_read == 130
+    assert operator.columns_applied == int(spectrum.products) == 2 * 4 * 6
+    dense = estimate_spectrum(matrix, probes=4, steps=6)
+    for name in RANKS:
+        assert float(getattr(spectrum, name).value) == pytest.approx(
+            float(getattr(dense, name).value), rel=1e-9
+        )
+
+
+def test_products_are_never_more_than_promised_and_fewer_for_low_rank():
+    assert int(estimate_spectrum(head("plain", 100), probes=4, steps=6).products) == 48
+    assert int(estimate_spectrum(torch.ones(100, 100), probes=4, steps=6).products) < 48
+    assert int(estimate_spectrum(torch.eye(10), probes=4, steps=6).products) == 20
+
+
+def test_no_graph_is_built():
+    matrix = torch.rand(60, 60, requires_grad=True)
+    assert not estimate_spectrum(matrix, probes=4, steps=4).effective_rank.value.requires_grad
+
+
+# --- edges -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_answers_nan_and_leaves_the_others_alone(bad):
+    matrices = make("stochastic", (2, 2, 30, 30), seed=5)
+    clean = estimate_spectrum(matrices, probes=4, steps=4)
+    matrices[1, 0, 3, 4] = bad
+    spoilt = estimate_spectrum(matrices, probes=4, steps=4)
+    for name in RANKS:
+        for one, other in zip(getattr(clean, name), getattr(spoilt, name), strict=True):
+            assert other[1, 0].isnan()
+            assert one[0].equal(other[0])
+            assert one[1, 1].equal(other[1, 1])
+    assert spoilt.products[1, 0] == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (50, 50), (1, 40), (40, 1)])
+def test_zero_has_rank_zero(shape):
+    spectrum = estimate_spectrum(torch.zeros(shape), probes=4, steps=4)
+    for name in RANKS:
+        assert [float(x) for x in getattr(spectrum, name)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 60), (60, 1), (3, 200), (200, 3)])
+def test_thin_matrices_are_exact(shape):
+    m = normal(*shape, seed=3)
+    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=4, steps=4)
+    assert float(spectrum.effective_rank.value) == pytest.approx(float(exact.effective_rank), rel=1e-4)
+    assert float(spectrum.stable_rank.value) == pytest.approx(float(exact.stable_rank), rel=1e-9)
+
+
+@pytest.mark.parametrize("batch", [(0,), (2, 0), (0, 3)])
+def test_a_batch_may_be_empty(batch):
+    spectrum = estimate_spectrum(torch.zeros(*batch, 4, 5))
+    assert spectrum.effective_rank.value.shape == spectrum.count(0.1).low.shape == batch
+
+
+def test_a_result_shows_its_numbers_and_keeps_its_workings_to_itself():
+    shown = repr(estimate_spectrum(torch.eye(3)))
+    assert "effective_rank=Estimate(value=" in shown
+    assert "_heads" not in shown
+    assert Estimate._fields == ("value", "stderr", "low", "high")
+
+
+@pytest.mark.parametrize("probes", [-2, 0, 2, 5])
+def test_probes_come_in_two_halves(probes):
+    with pytest.raises(RankwiseError, match=rf"`probes`: wanted an even number, at least 4, got {probes}\."):
+        estimate_spectrum(torch.eye(3), probes=probes)
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 1])
+def test_one_step_is_no_space(steps):
+    with pytest.raises(RankwiseError, match=rf"`steps`: wanted at least 2, got {steps}\."):
+        estimate_spectrum(torch.eye(3), steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [(torch.ones(3), r"\(3,\)"), (torch.ones(2, 0, 3), r"\(2, 0, 3\)"), ([[1.0]], "list"), (1.0, "float")],
+)
+def test_only_matrices_have_ranks(wrong, got):
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=rf"`estimate_spectrum`: wanted a MixingOperator.* got {got}"),
+    ):
+        estimate_spectrum(wrong)
+
+
+def test_complex_matrices_are_refused():
+    with unchecked(), pytest.raises(ShapeError, match=r"wanted real numbers, got torch\.complex64"):
+        estimate_spectrum(torch.ones(2, 2, dtype=torch.complex64))

@@ -1,0 +1,362 @@
+"""The fast ways to the ranks against the SVD: thousands of matrices, and those made to break them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.measures.measure_cases import U, close, generator, make, matrices, normal, rotation
+
+from rankwise.measures import (
+    effective_rank,
+    numerical_rank,
+    rank_summary,
+    singular_values,
+    stable_rank,
+    summarize_spectrum,
+)
+from rankwise.measures.dense_gram import GramSpectrum, gram_spectrum
+from rankwise.measures.exact import DIRECT, EFFECTIVE_RTOL, count_at_least, gram_or_svd
+from rankwise.measures.inertia import inertia_count
+
+SHAPES = [(1, 1), (1, 7), (2, 2), (3, 3), (7, 4), (16, 16), (17, 40), (33, 33), (64, 20)]
+SIZE = DIRECT + 5
+"""Large enough for the fast ways."""
+DELTAS = (0.3, 1e-2, 1e-4)
+svd = torch.linalg.svdvals
+
+
+def orthogonal(count, size, seed):
+    return torch.linalg.qr(normal(count, size, size, seed=seed)).Q
+
+
+def with_spectrum(sigma, seed=0):
+    """Matrices with the singular values of each row of ``sigma``."""
+    count, size = sigma.shape
+    left, right = orthogonal(count, size, seed), orthogonal(count, size, seed + 1)
+    return left @ (sigma[..., None] * right)
+
+
+def family(kind, count, shape, seed):
+    """Many matrices of one kind."""
+    rows, columns = shape
+    if kind in ("signed", "stochastic", "causal", "low rank", "sparse"):
+        return make(kind, (count, rows, columns), seed)
+    if kind == "hardmax":
+        return torch.nn.functional.one_hot(
+            normal(count, rows, columns, seed=seed).argmax(-1), columns
+        ).double()
+    if kind == "permutation":
+        order = torch.rand(count, max(shape), generator=generator(seed)).argsort(-1)[:, :rows] % columns
+        return torch.nn.functional.one_hot(order, columns).double()
+    if kind == "identity":
+        return torch.eye(rows, columns, dtype=torch.float64).expand(count, rows, columns)
+    if kind == "sink":
+        logits = normal(count, rows, columns, seed=seed)
+        logits[..., 0] += 12
+        return logits.softmax(-1)
+    if kind == "zero rows and columns":
+        m = normal(count, rows, columns, seed=seed)
+        return (
+            m * (normal(count, rows, 1, seed=seed + 1) > 0) * (normal(count, 1, columns, seed=seed + 2) > 0)
+        )
+    if kind == "decaying":
+        decay = 10.0 ** -torch.linspace(0, 14, columns, dtype=torch.float64)
+        return normal(count, rows, columns, seed=seed) * decay
+    if kind == "clusters":
+        steps = (0.3 * torch.tensor([1, 1, 1, 2, 0.5], dtype=torch.float64)).repeat(max(shape))
+        return (rotation(rows, seed) @ torch.diag(steps[: max(shape)])[:rows, :columns]).expand(count, -1, -1)
+    if kind == "equal norms":  # M Mᵀ − δ²I has a diagonal of zeros at δ = 0.3: pivots must be 2×2
+        return 0.3 * torch.nn.functional.normalize(normal(count, rows, columns, seed=seed), dim=-1)
+    assert kind == "large entries"
+    return normal(count, rows, columns, seed=seed) * 1e6
+
+
+KINDS = (
+    "signed",
+    "stochastic",
+    "causal",
+    "low rank",
+    "sparse",
+    "hardmax",
+    "permutation",
+    "identity",
+    "sink",
+    "zero rows and columns",
+    "decaying",
+    "clusters",
+    "equal norms",
+    "large entries",
+)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def undecidable(sigma, delta):
+    """Where the SVD itself cannot tell: a σ within 16·n·ε·σ_1 of δ."""
+    width = 16 * sigma.shape[-1] * U * sigma[..., :1]
+    return ((sigma - delta).abs() <= width).any(-1)
+
+
+# --- thousands of matrices: 9 shapes × 14 kinds × 100 × 3 thresholds --------------------------------------
+
+
+@every_shape
+@every_kind
+def test_a_count_that_is_certain_is_that_of_the_svd(kind, shape):
+    m = family(kind, 100, shape, seed=sum(shape))
+    sigma = svd(m)
+    for delta in DELTAS:
+        wanted = (sigma >= delta).sum(-1)
+        count, certain = inertia_count(m, delta)
+        assert count[certain].equal(wanted[certain].double())
+        assert not (certain & undecidable(sigma, delta)).any()
+        spectrum = gram_spectrum(m)
+        decided = spectrum.decides_count(delta)
+        assert (spectrum.singular_values() >= delta).sum(-1)[decided].equal(wanted[decided])
+        assert not (decided & undecidable(sigma, delta)).any()
+
+
+@every_shape
+@every_kind
+def test_eigenvalues_are_within_their_slack(kind, shape):
+    """Hoffman and Wielandt; the squares of the SVD's own errors, 2·16·n·ε·σ_1² of each, come on top."""
+    m = family(kind, 100, shape, seed=sum(shape))
+    spectrum, sigma = gram_spectrum(m), svd(m)
+    wanted = (sigma / spectrum.scale[:, None]).square()
+    off = torch.linalg.vector_norm(spectrum.eigenvalues - wanted, dim=-1)
+    assert (off <= spectrum.slack + 32 * len(sigma[0]) ** 1.5 * U * wanted[:, 0]).all()
+    close(spectrum.slack, 2 * max(shape) * U * wanted.sum(-1), rtol=1e-9)
+
+
+@every_shape
+@every_kind
+def test_effective_ranks_are_within_their_bound(kind, shape):
+    m = family(kind, 100, shape, seed=sum(shape))
+    spectrum = gram_spectrum(m)
+    got = summarize_spectrum(spectrum.singular_values()).effective_rank
+    wanted = summarize_spectrum(svd(m)).effective_rank
+    own = 40 * min(shape) * 16 * max(shape) * U  # rounding of the SVD and of the entropy, as rank_tolerance
+    assert ((got - wanted).abs() <= (spectrum.effective_rank_error() + own) * wanted).all()
+    assert (spectrum.effective_rank_error() < 1e-4).all()
+
+
+@pytest.mark.parametrize("shape", [(SIZE, SIZE), (SIZE, SIZE + 20), (SIZE + 30, SIZE)], ids=str)
+@every_kind
+def test_the_public_ranks_are_those_of_the_svd(kind, shape):
+    m = family(kind, 6, shape, seed=1)
+    for delta in DELTAS:
+        sigma = svd(m)
+        wanted = summarize_spectrum(sigma, delta)
+        same = ~undecidable(sigma, delta)
+        assert numerical_rank(m, delta)[same].equal(wanted.numerical_rank[same])
+        summary = rank_summary(m, delta)
+        assert summary.numerical_rank[same].equal(wanted.numerical_rank[same])
+        # measured: below 2e-7 here; the promise is EFFECTIVE_RTOL
+        close(summary.effective_rank, wanted.effective_rank, rtol=1e-5)
+        close(summary.stable_rank, wanted.stable_rank, rtol=1e-10)
+        close(summary.sigma_max, wanted.sigma_max, rtol=1e-10)
+        close(stable_rank(m), wanted.stable_rank, rtol=1e-10)
+        close(effective_rank(m), wanted.effective_rank, rtol=40 * max(shape) * 16 * max(shape) * U)
+
+
+# --- too close to tell -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nudge", [0.0, 1e-15, -1e-15, 1e-13, -1e-13])
+@pytest.mark.parametrize("copies", [1, 5])
+def test_a_singular_value_at_delta_goes_to_the_svd(nudge, copies):
+    delta = 0.2
+    sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
+    sigma[:4, :copies] = delta * (1 + nudge)
+    m = with_spectrum(sigma)
+    near = torch.arange(8) < 4
+    assert inertia_count(m, delta)[1].equal(~near)
+    assert gram_spectrum(m).decides_count(delta).equal(~near)
+    summary = rank_summary(m, delta)
+    assert summary.fallback.equal(near.double())
+    assert summary.numerical_rank[~near].eq(SIZE).all()
+    assert ((summary.numerical_rank[near] >= SIZE - copies) & (summary.numerical_rank[near] <= SIZE)).all()
+    assert summary.singular_values[near].equal(svd(m[near]))
+    assert numerical_rank(m, delta).equal(summary.numerical_rank)
+
+
+@pytest.mark.parametrize("gap", [1e-8, -1e-8])
+def test_a_singular_value_beside_delta_does_not(gap):
+    delta = 0.2
+    sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
+    sigma[:, :3] = delta * (1 + gap)
+    m = with_spectrum(sigma)
+    count, certain = inertia_count(m, delta)
+    assert certain.all()
+    assert (count == (SIZE if gap > 0 else SIZE - 3)).all()
+    summary = rank_summary(m, delta)
+    assert not summary.fallback.any()
+    assert summary.numerical_rank.equal(count)
+
+
+@given(
+    share=st.floats(-0.9, 0.9),
+    delta=st.sampled_from([0.05, 0.5]),
+    seed=st.integers(0, 99),
+    size=st.integers(2, 12),
+)
+def test_nothing_within_the_slack_is_trusted(share, delta, seed, size):
+    """λ = δ² + share·slack, where slack = 2·k·ε·Σσ²."""
+    sigma = torch.rand(1, size, dtype=torch.float64, generator=generator(seed)) + 0.6
+    sigma[0, 0] = delta
+    slack = 2 * size * U * sigma.square().sum()
+    sigma[0, 0] = (delta**2 + share * slack).sqrt()
+    m = torch.diag_embed(sigma)  # so that the singular values are exactly these
+    assert not inertia_count(m, delta)[1].any()
+    assert not gram_spectrum(m).decides_count(delta).any()
+
+
+def test_a_delta_below_what_a_gram_matrix_shows_goes_to_the_svd():
+    sigma = torch.ones(2, SIZE, dtype=torch.float64)
+    sigma[:, 5:] = torch.tensor([[1e-9], [1e-11]])
+    m = with_spectrum(sigma)
+    assert numerical_rank(m, 1e-10).tolist() == [SIZE, 5]
+    assert rank_summary(m, 1e-10).fallback.tolist() == [1, 1]
+    assert rank_summary(m, 1e-3).fallback.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("scale", [2.0**-1000, 1e-300, 1e-150, 1e-30, 1e30, 1e150, 1e300])
+def test_scale_is_safe(scale):
+    m = make("causal", (3, SIZE, SIZE), seed=4)
+    m[1] = m[1].T.clone()
+    wanted, got = rank_summary(m, 0.1), rank_summary(scale * m, scale * 0.1)
+    assert got.numerical_rank.equal(wanted.numerical_rank)
+    assert numerical_rank(scale * m, scale * 0.1).equal(wanted.numerical_rank)
+    close(got.sigma_max, scale * wanted.sigma_max, rtol=1e-10)
+    close(torch.stack(got[2:4]), torch.stack(wanted[2:4]), rtol=1e-6)
+    assert not got.fallback.any()
+    assert not rank_summary(scale * m, delta=1e-308 if scale > 1 else 1e300).numerical_rank.isnan().any()
+
+
+def test_matrices_of_any_scale_share_a_batch():
+    m = make("stochastic", (4, SIZE, SIZE), seed=5)
+    scale = torch.tensor([1e-200, 1.0, 1e200, 0.0], dtype=torch.float64)[:, None, None]
+    wanted = [float((svd(s * one) >= 0.1).sum()) for s, one in zip(scale, m, strict=True)]
+    assert wanted[0] == wanted[3] == 0
+    assert wanted[2] == SIZE
+    assert numerical_rank(scale * m, 0.1).tolist() == wanted
+    assert rank_summary(scale * m, 0.1).numerical_rank.tolist() == wanted
+
+
+def test_a_delta_beyond_every_scale():
+    m = 1e-300 * normal(2, SIZE, SIZE)
+    assert numerical_rank(m, 1e300).tolist() == [0, 0]
+    assert numerical_rank(1e300 * normal(2, SIZE, SIZE), 1e-300).tolist() == [SIZE, SIZE]
+
+
+# --- the effective rank ----------------------------------------------------------------------------------
+
+
+@given(
+    tail=st.integers(0, 40),
+    head=st.integers(1, 20),
+    slack=st.floats(1e-14, 1e-6),
+    seed=st.integers(0, 99),
+    even=st.booleans(),
+)
+def test_no_perturbation_of_that_size_moves_the_effective_rank_further(tail, head, slack, seed, even):
+    """Among them the worst of Hölder's inequality: the same error in every eigenvalue that is zero."""
+    values = torch.cat([torch.rand(head, generator=generator(seed)) + 0.01, torch.zeros(tail)]).double()
+    values = values.sort(descending=True).values
+    noise = torch.zeros_like(values) if even and tail else normal(len(values), seed=seed)
+    noise[head:] += 1
+    noise = noise / noise.norm() * slack
+    seen = (values + noise).clamp(min=0).sort(descending=True).values
+    bound = GramSpectrum(seen[None], torch.tensor([slack], dtype=torch.float64), torch.ones(1).double())
+    true, moved = (summarize_spectrum(v.sqrt()).effective_rank.item() for v in (values, seen))
+    assert abs(moved - true) <= bound.effective_rank_error().item() * true * (1 + 1e-9)
+
+
+def test_an_effective_rank_in_doubt_goes_to_the_svd():
+    m = torch.cat([make("low rank", (2, SIZE, SIZE), seed=6), make("signed", (2, SIZE, SIZE), seed=6)])
+    error = gram_spectrum(m).effective_rank_error()
+    between = (error[:2].min() * error[2:].max()).sqrt().item()
+    assert error[2:].max() < between < error[:2].min()
+    sigma, fallback = gram_or_svd(m, rtol=between)
+    assert fallback.tolist() == [1, 1, 0, 0]
+    assert sigma[:2].equal(svd(m[:2]))
+    assert gram_or_svd(m, rtol=EFFECTIVE_RTOL)[1].tolist() == [0, 0, 0, 0]
+    assert gram_or_svd(m, rtol=None)[1].tolist() == [0, 0, 0, 0]
+
+
+def test_a_slack_that_drowns_everything_is_no_bound():
+    drowned = GramSpectrum(torch.ones(1, 4).double(), torch.ones(1).double(), torch.ones(1).double())
+    assert drowned.effective_rank_error().isinf().all()
+    zero = GramSpectrum(torch.zeros(1, 4).double(), torch.zeros(1).double(), torch.ones(1).double())
+    assert zero.effective_rank_error().tolist() == [0]
+
+
+# --- what else a measure owes ----------------------------------------------------------------------------
+
+
+def test_an_exact_summary_is_the_svd():
+    m = make("stochastic", (3, SIZE, SIZE), seed=7)
+    exact, fast = rank_summary(m, exact=True), rank_summary(m)
+    assert exact.singular_values.equal(singular_values(m))
+    for one, other in zip(exact, summarize_spectrum(singular_values(m)), strict=True):
+        assert one.equal(other)
+    assert not exact.fallback.any()
+    assert not fast.singular_values.equal(exact.singular_values)
+    close(fast.singular_values, exact.singular_values, rtol=0, atol=1e-7)
+
+
+def test_small_matrices_are_decomposed():
+    m = make("stochastic", (3, DIRECT - 1, SIZE), seed=7)
+    assert rank_summary(m).singular_values.equal(singular_values(m))
+
+
+@given(m=matrices(batch=(3,)), delta=st.sampled_from(DELTAS))
+def test_small_matrices_could_go_any_way(m, delta):
+    sigma = svd(m)
+    count, certain = inertia_count(m, delta)
+    assert count[certain].equal((sigma >= delta).sum(-1)[certain].double())
+    close(gram_spectrum(m).singular_values(), sigma, rtol=0, atol=1e-6 * (1 + sigma.max().item()))
+
+
+def test_a_hardmax_matrix_has_the_rank_of_its_winners():
+    m = family("hardmax", 5, (200, 200), seed=8)
+    winners = m.any(-2).sum(-1).double()
+    assert numerical_rank(m, 0.5).equal(winners)
+    assert not rank_summary(m, 0.5).fallback.any()
+
+
+@pytest.mark.parametrize("measure", [rank_summary, stable_rank], ids=lambda f: f.__name__)
+def test_gradients_are_those_of_the_svd(measure):
+    m = make("signed", (2, SIZE, SIZE), seed=9)
+    given_, wanted = m.clone().requires_grad_(), m.clone().requires_grad_()
+    got = measure(given_)
+    (got.stable_rank if measure is rank_summary else got).sum().backward()
+    summarize_spectrum(svd(wanted)).stable_rank.sum().backward()
+    close(given_.grad, wanted.grad, rtol=1e-12)
+    assert not numerical_rank(given_).requires_grad
+
+
+def test_counts_take_the_gram_matrix_where_the_inertia_is_not_sure(monkeypatch):
+    m = make("stochastic", (3, SIZE, SIZE), seed=10)
+    wanted = count_at_least(m, 0.1)
+
+    def unsure(matrices, delta):
+        return matrices.new_full((len(matrices),), -1), torch.tensor([True, False, False])
+
+    monkeypatch.setattr("rankwise.measures.exact.inertia_count", unsure)
+    assert count_at_least(m, 0.1).tolist() == [-1, *wanted[1:].tolist()]
+
+
+@pytest.mark.parametrize("call", [numerical_rank, stable_rank, rank_summary], ids=lambda f: f.__name__)
+def test_a_matrix_that_is_not_finite_answers_nan_alone(call):
+    m = make("stochastic", (2, 3, SIZE, SIZE), seed=11)
+    clean = call(m)
+    m[0, 1, 3, 4], m[1, 2, 0, 0], m[1, 0, :2, 0] = math.nan, math.inf, torch.tensor([math.inf, -math.inf])
+    bad = torch.tensor([[False, True, False], [True, False, True]])
+    got = call(m)
+    pairs = zip(got, clean, strict=True) if isinstance(got, tuple) else [(got, clean)]
+    for one, other in pairs:
+        assert one[bad].isnan().all()
+        assert one[~bad].equal(other[~bad])
