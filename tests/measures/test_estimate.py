@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures import krylov, rank_summary
 from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
-from rankwise.operators import DenseMixing, SoftmaxMixing
+from rankwise.operators import (
+    DenseMixing,
+    DiagonalMixing,
+    LinearAttentionMixing,
+    SemiseparableMixing,
+    SoftmaxMixing,
+    ToeplitzMixing,
+)
 
 RANKS = ("effective_rank", "stable_rank", "sigma_max")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -226,6 +233,27 @@ def test_other_kinds_are_applied_by_their_own_products():
         assert float(getattr(spectrum, name).value) == pytest.approx(
             float(getattr(dense, name).value), rel=1e-9
         )
+
+
+LINEAR_TIME = {
+    "diagonal": lambda x: DiagonalMixing(x[0, :, 0].abs()),
+    "toeplitz": lambda x: ToeplitzMixing(x[0, :, 0] * 0.95 ** torch.arange(90)),
+    "linear attention": lambda x: LinearAttentionMixing(
+        x[0].exp(), x[1].exp(), is_causal=True, normalized=True
+    ),
+    "semiseparable": lambda x: SemiseparableMixing(x[0], x[1], -x[0, :, 0].abs() / 9),
+}
+
+
+@pytest.mark.parametrize("make_operator", LINEAR_TIME.values(), ids=LINEAR_TIME)
+def test_every_linear_time_operator_is_measured_as_its_matrix(make_operator):
+    """In float64 both ways, of float32 parts; 48 products of a few hundred roundings each."""
+    operator = make_operator(torch.randn(2, 90, 5, generator=generator(4)))
+    spectrum = estimate_spectrum(operator, probes=4, steps=6)
+    dense = estimate_spectrum(operator.dense(torch.float64), probes=4, steps=6)
+    for name in RANKS:
+        for one, other in zip(getattr(spectrum, name), getattr(dense, name), strict=True):
+            assert float(one) == pytest.approx(float(other), rel=1e-6, abs=1e-9)
 
 
 def test_products_are_never_more_than_promised_and_fewer_for_low_rank():

@@ -200,6 +200,14 @@ def test_probes_that_all_agree_are_not_extrapolated():
     assert bracket.reach(2.5) * scale < 1e-6 * truth
 
 
+def test_a_freak_draw_costs_no_more_than_what_it_hides():
+    """Signs may all miss one and the same of four equal directions: its σ = 3 is lost, no more than that."""
+    sigma = torch.tensor([3.0] * 4 + [1.0] * 30).double()
+    for seed in range(60):
+        found, scale = estimator(sigma.diag(), seed=seed)
+        assert abs(found.by_probes(torch.sqrt).value * scale - float(sigma.sum())) < 3.01
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ritz_values_enclose_the_nuclear_norm_without_chance(kind):
     dense = head(kind, 60, seed=3).dense(torch.float64)

@@ -24,6 +24,7 @@ SHAPES = [(1, 1), (1, 7), (2, 2), (3, 3), (7, 4), (16, 16), (17, 40), (33, 33), 
 SIZE = DIRECT + 5
 """Large enough for the fast ways."""
 DELTAS = (0.3, 1e-2, 1e-4)
+INFINITIES = torch.tensor([math.inf, -math.inf], dtype=torch.float64)
 svd = torch.linalg.svdvals
 
 
@@ -286,6 +287,16 @@ def test_an_effective_rank_in_doubt_goes_to_the_svd():
     assert gram_or_svd(m, rtol=None)[1].tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("times", [0.9, 1.1])
+def test_a_summary_looks_at_that_doubt(times, monkeypatch):
+    m = make("stochastic", (2, SIZE, SIZE), seed=6)
+    monkeypatch.setattr(
+        GramSpectrum, "effective_rank_error", lambda spectrum: torch.full_like(spectrum.slack, 0.01 * times)
+    )
+    assert rank_summary(m).fallback.tolist() == [float(times > 1)] * 2
+    assert rank_summary(m).singular_values.equal(svd(m)) == (times > 1)
+
+
 def test_a_slack_that_drowns_everything_is_no_bound():
     drowned = GramSpectrum(torch.ones(1, 4).double(), torch.ones(1).double(), torch.ones(1).double())
     assert drowned.effective_rank_error().isinf().all()
@@ -353,8 +364,8 @@ def test_counts_take_the_gram_matrix_where_the_inertia_is_not_sure(monkeypatch):
 def test_a_matrix_that_is_not_finite_answers_nan_alone(call):
     m = make("stochastic", (2, 3, SIZE, SIZE), seed=11)
     clean = call(m)
-    m[0, 1, 3, 4], m[1, 2, 0, 0], m[1, 0, :2, 0] = math.nan, math.inf, torch.tensor([math.inf, -math.inf])
-    bad = torch.tensor([[False, True, False], [True, False, True]])
+    m[0, 1, 3, 4], m[0, 2, 1, 1], m[1, 2, 0, 0], m[1, 0, :2, 0] = math.nan, -math.inf, math.inf, INFINITIES
+    bad = torch.tensor([[False, True, True], [True, False, True]])
     got = call(m)
     pairs = zip(got, clean, strict=True) if isinstance(got, tuple) else [(got, clean)]
     for one, other in pairs:

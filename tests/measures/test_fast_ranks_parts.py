@@ -63,6 +63,12 @@ def test_the_shorter_side_comes_first(shape):
     assert gram_spectrum(normal(2, *shape)).eigenvalues.shape == (2, min(shape))
 
 
+def test_a_large_entry_below_zero_is_scaled_too():
+    wide, scale = in_range(-(2.0**600) * torch.rand(1, 4, 4, dtype=torch.float64))
+    assert scale > 2.0**590
+    assert wide.abs().max() < 2
+
+
 @pytest.mark.parametrize("power", [-1022, -300, -90, 0, 90, 300, 1000])
 def test_a_power_of_two_is_taken_out_where_squares_would_leave_the_range(power):
     m = normal(1, 4, 4) * 2.0**power
@@ -136,6 +142,22 @@ def test_zeros_on_the_diagonal_do_not_make_a_count_unsure():
     count, certain = inertia_count(m, 1.0)
     assert certain.all()
     assert count.equal((torch.linalg.svdvals(m) >= 1).sum(-1).double())
+
+
+def test_a_delta_far_beyond_the_matrix_is_decided():
+    for scale, delta in ((1e-300, 1e300), (1.0, 1e200), (1e-3, 1e3)):
+        count, certain = inertia_count(scale * normal(3, 10, 10), delta)
+        assert certain.all()
+        assert count.tolist() == [0, 0, 0]
+
+
+def test_a_factor_that_grows_makes_a_count_unsure(monkeypatch):
+    m = normal(3, 10, 10)
+    assert inertia_count(m, 1.0)[1].all()
+    monkeypatch.setattr(
+        "rankwise.measures.inertia._growth", lambda factor, paired: factor[:, 0, 0].abs() + 1e14
+    )
+    assert not inertia_count(m, 1.0)[1].any()
 
 
 # --- batches in parts ------------------------------------------------------------------------------------
