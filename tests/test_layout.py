@@ -21,10 +21,25 @@ ALLOWED = {
     "capture": {"errors", "shapes", "operators"},
     "audit": {"errors", "shapes", "operators", "files", "capture", "measures", "theory"},
     "report": {"errors", "files", "audit"},
+    "ops": {"errors", "shapes"},
+    "models": {"errors", "shapes", "files", "operators", "ops", "surgery"},
+    "surgery": {"errors", "shapes", "files", "operators", "capture", "measures", "theory"},
     "data": {"errors", "shapes", "files"},
     "assets": {"errors"},
     "subjects": {"errors", "data"},
-    "cli": {"errors", "files", "audit", "report", "data", "assets", "subjects", "measures"},
+    "cli": {
+        "errors",
+        "files",
+        "audit",
+        "report",
+        "data",
+        "assets",
+        "subjects",
+        "measures",
+        "ops",
+        "models",
+        "surgery",
+    },
 }
 LAZY = {("audit", "report"): "Audit.to_html is the contract; imported when it is called"}
 

@@ -10,6 +10,7 @@ from rankwise.errors import RankwiseError
 from rankwise.measures import (
     coding_rate,
     effective_rank,
+    estimate_spectrum,
     numerical_rank,
     singular_values,
     stable_rank,
@@ -33,6 +34,7 @@ __all__ = [
     "coding_rate",
     "compare",
     "effective_rank",
+    "estimate_spectrum",
     "numerical_rank",
     "rank_barrier",
     "singular_values",

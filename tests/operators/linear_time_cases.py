@@ -9,6 +9,7 @@ from rankwise.operators import (
     DiagonalMixing,
     LinearAttentionMixing,
     MixingOperator,
+    SelectiveMixing,
     SemiseparableMixing,
     ToeplitzMixing,
 )
@@ -47,6 +48,15 @@ def semiseparable(groups: int, stepped: bool) -> Callable[..., MixingOperator]:
     return make
 
 
+def selective(shared: bool) -> Callable[..., MixingOperator]:
+    def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+        c, b = (normal(B, 1 if shared else H, T, K) for _ in range(2))
+        rate = -normal(H, K).abs() if shared else -normal(B, H, K).abs()
+        return SelectiveMixing(c, b, rate, normal(B, H, T).abs())
+
+    return make
+
+
 LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "linear": linear(False, False),
     "linear, causal": linear(True, False),
@@ -57,4 +67,6 @@ LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "toeplitz": toeplitz(False),
     "semiseparable": semiseparable(1, False),
     "semiseparable, grouped, stepped": semiseparable(3, True),
+    "selective": selective(True),
+    "selective, by channel": selective(False),
 }

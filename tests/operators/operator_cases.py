@@ -10,7 +10,7 @@ from linear_time_cases import LINEAR_TIME
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.operators import MixingOperator
+from rankwise.operators import MixingOperator, PartMixing
 
 Make = Callable[[int, int, int, int, int], MixingOperator]
 
@@ -94,6 +94,24 @@ def transposed(make: Make) -> Make:
 
 
 KINDS |= {f"{name}, transposed": transposed(KINDS[name]) for name in TRANSPOSED}
+
+PARTS = ("dense with a mask", "softmax, causal, none", "softmax, grouped, bias", *LINEAR_TIME)
+
+
+def part_of(make: Make) -> Make:
+    """Some rows and columns, one of each at least."""
+
+    def picked(*size: int) -> MixingOperator:
+        op = make(*size)
+        keep = [torch.rand(count) < 0.6 for count in op.shape[-2:]]
+        for one in keep:
+            one[torch.randint(len(one), (1,))] = True
+        return PartMixing(op, *keep)
+
+    return picked
+
+
+KINDS |= {f"part of {name}": part_of(KINDS[name]) for name in PARTS}
 
 sizes = st.tuples(*(st.integers(1, top) for top in (3, 2, 6, 6, 4)))
 """Batch, heads, tokens, sources, head width."""

@@ -328,6 +328,20 @@ def mixed() -> AuditRecord:
     )
 
 
+def estimated() -> AuditRecord:
+    """A long context: exact ranks, estimates, and estimates that only bound the rank, side by side."""
+    errors = {"numerical_rank": 12.0, "effective_rank": 4.0, "stable_rank": 0.01, "sigma_max": 1e-6}
+    heads = []
+    for head in grid(3, 4, 6, tokens=32768.0):
+        rank = head.numerical_rank
+        known = {"rank_low": rank, "rank_high": rank, "random_rank": 0.5 * head.tokens, "z_score": 3.2}
+        guess = known | {"estimated": 64, "stderr": errors, "spectrum": []}
+        bound = guess | {"numerical_rank": math.nan, "rank_low": 0.5 * rank, "rank_high": 0.9 * rank}
+        heads.append(head.model_copy(update=(known, guess, bound)[head.layer]))
+    about = provenance("sample/long", method="256 of 768 spectra exact, the others estimated")
+    return AuditRecord(provenance=about, heads=heads, layers=states(3), findings=[])
+
+
 def long_names() -> AuditRecord:
     """Names without a place to break them."""
     name, stack = "organisation/" + "model_" * 20, "transformer_" * 10
@@ -352,4 +366,5 @@ ALL = {
     "large": lambda: sized(48, 32),
     "only_nan": only_nan,
     "mixed": mixed,
+    "estimated": estimated,
 }

@@ -36,6 +36,17 @@ def test_a_missing_number_is_a_dash(name: str) -> None:
     assert any("–" in row for row in numbers) == (name == "only_nan")
 
 
+def test_estimates_are_marked_and_what_is_only_bounded_is_a_range() -> None:
+    rows = [line.split() for line in printed("estimated").splitlines() if re.match(r" +\d+ +4 ", line)]
+    exact, guess, bound = rows
+    assert exact[5] == guess[5] == "0.50"  # random share
+    assert not any("≈" in word for word in exact)
+    assert guess[3].startswith("≈")
+    low, high = map(float, bound[3].split("–"))
+    assert 0 < low < high
+    assert [word.startswith("≈") for word in bound[6:8]] == [True, True]
+
+
 def test_findings_come_before_the_tables_and_the_gravest_first() -> None:
     text = printed("encoder")
     order = [

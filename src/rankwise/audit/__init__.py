@@ -2,6 +2,7 @@
 
 from rankwise.audit.comparison import Comparison, compare
 from rankwise.audit.findings import CODES, check_codes
+from rankwise.audit.numbers import check_method
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.audit.run import AuditError, audit
@@ -19,5 +20,6 @@ __all__ = [
     "Unseen",
     "audit",
     "check_codes",
+    "check_method",
     "compare",
 ]

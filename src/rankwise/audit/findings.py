@@ -215,15 +215,15 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
     """One finding a layer and direction: most heads of a trained model lie on one side or the other."""
     for _, group in _grouped(heads, _site_of):
         site = [head for head in group if min(head.tokens, head.sources) >= MIN_TOKENS]
-        above = [head for head in site if head.numerical_rank > ABOVE_NULL * max(_chances(head))]
-        below = [head for head in site if head.numerical_rank < BELOW_NULL * min(_chances(head))]
+        above = [head for head in site if head.least_rank > ABOVE_NULL * max(_chances(head))]
+        below = [head for head in site if head.most_rank < BELOW_NULL * min(_chances(head))]
         for code, found, words in (
             ("ABOVE_NULL", above, f"over {ABOVE_NULL:g} times"),
             ("BELOW_NULL", below, "less than half"),
         ):
             if not found:
                 continue
-            extreme = max(found, key=lambda head: abs(math.log((head.numerical_rank + 1) / head.null_rank)))
+            extreme = max(found, key=lambda head: abs(math.log((_middle_rank(head) + 1) / head.null_rank)))
             yield Finding(
                 code=code,
                 severity="info",
@@ -231,7 +231,7 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 evidence={
                     "heads": len(found),
                     "of": len(site),
-                    "numerical_rank": extreme.numerical_rank,
+                    "numerical_rank": _middle_rank(extreme),
                     "null_rank": extreme.null_rank,
                     **({} if math.isnan(extreme.random_rank) else {"random_rank": extreme.random_rank}),
                 },
@@ -239,6 +239,11 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 f"token at random ({extreme.null_rank:.0f} of {extreme.tokens:.0f} under this mask).",
                 remedy=NULL_REMEDY,
             )
+
+
+def _middle_rank(head: HeadRecord) -> float:
+    """The numerical rank; the middle of its interval where an estimate can only bound it."""
+    return (head.least_rank + head.most_rank) / 2 if math.isnan(head.numerical_rank) else head.numerical_rank
 
 
 def _chances(head: HeadRecord) -> list[float]:

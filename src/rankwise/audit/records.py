@@ -47,12 +47,23 @@ class HeadRecord(Record):
     """Sequences (or windows of images) that gave finite numbers."""
     nonfinite: int = 0
     """Sequences whose operator held NaN or infinity; left out of every mean."""
+    estimated: int = 0
+    """Sequences whose ranks were estimated without the matrix; of the others they are exact."""
+    fallbacks: int = 0
+    """Sequences in which a singular value lay too close to δ for the fast count, and the SVD decided."""
     tokens: Number
     """Rows without padding, mean over sequences."""
     sources: Number
     """Columns without padding, mean over sequences."""
     numerical_rank: Number
-    """Singular values ≥ δ (absolute), in [0, min(T, S)]."""
+    """Singular values ≥ δ (absolute), in [0, min(T, S)].
+
+    NaN where an estimate can only bound it: then ``rank_low`` and ``rank_high`` are the answer.
+    """
+    rank_low: Number = math.nan
+    """Mean lower end of the 95 % interval of the numerical rank; the rank itself where it is exact."""
+    rank_high: Number = math.nan
+    """Mean upper end of it."""
     effective_rank: Number
     """Exponential of the entropy of the normalised singular values, in [1, min(T, S)]."""
     stable_rank: Number
@@ -82,8 +93,26 @@ class HeadRecord(Record):
     nearest_distance: Number = math.nan
     """‖M − M'‖_F / √(‖M‖_F² + ‖M'‖_F²) to that head, in [0, 1]; 0 = the same."""
     spread: dict[str, Number] = Field(default_factory=dict)
+    stderr: dict[str, Number] = Field(default_factory=dict)
+    """Of estimated measures: the mean standard error over sequences; empty where all is exact.
+
+    The random vectors of an estimate are the same for all sequences: errors do not average out.
+    """
     spectrum: list[Number] = Field(default_factory=list)
-    """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence, at most 64 of them, evenly taken by index."""
+    """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence, at most 64 of them, evenly taken by index.
+
+    Empty where they were not computed.
+    """
+
+    @property
+    def least_rank(self) -> float:
+        """What the numerical rank is at least: ``rank_low``, or the rank itself where no interval is kept."""
+        return self.numerical_rank if math.isnan(self.rank_low) else self.rank_low
+
+    @property
+    def most_rank(self) -> float:
+        """What the numerical rank is at most."""
+        return self.numerical_rank if math.isnan(self.rank_high) else self.rank_high
 
     @property
     def rank_share(self) -> float:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rankwise.audit.findings import find
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
-from rankwise.audit.records import Provenance, Unseen
+from rankwise.audit.numbers import Method, check_method, method_of
+from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.errors import CaptureError, InputError, RankwiseError
@@ -46,6 +47,7 @@ def audit(
     batches: Iterable[Batch],
     delta: float = DELTA,
     *,
+    method: Method = "auto",
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
     provenance: Mapping[str, Any] | None = None,
@@ -57,12 +59,15 @@ def audit(
     block has run and then let go: memory does not grow with batches or layers. The model stays in the mode
     it is in (call ``model.eval()`` first), its attention backend is not switched.
 
-    Cost: one forward pass, and one singular value decomposition (T S min(T, S)) for each head and sequence.
+    Cost: one forward pass; for each head and sequence the eigenvalues of a Gram matrix (T S min(T, S) time,
+    8 T S bytes), or where ranks are estimated 67 walks over the rows (O(T S K) time, O(T + S) memory).
 
     Args:
         model: any `torch.nn.Module`.
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``).
         delta: singular values below it count as zero in the numerical rank.
+        method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval where δ cannot
+            be resolved); or "auto", exact while min(T, S) ≤ 4,096.
         sites: operators named by hand, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
         provenance: what to write into the record besides what is known here: model, revision, data, command.
@@ -75,7 +80,7 @@ def audit(
     Raises:
         AuditError: if the model or the batches raise; its ``audit`` holds what was measured before.
         CaptureError: if no mixing operator is found.
-        InputError: if there are no batches.
+        InputError: if there are no batches, or no such method.
 
     Example:
         >>> import torch, rankwise as rw
@@ -86,7 +91,7 @@ def audit(
     """
     _check_batches(batches)
     check_delta(delta)
-    run = _Run(model, delta, dict(provenance or {}), on_progress)
+    run = _Run(model, delta, check_method(method), dict(provenance or {}), on_progress)
     run.over(batches, sites, blocks)
     return run.result()
 
@@ -105,11 +110,16 @@ class _Run:
     """One audit under way."""
 
     def __init__(
-        self, model: nn.Module, delta: float, given: dict[str, Any], on_progress: Progress | None
+        self,
+        model: nn.Module,
+        delta: float,
+        method: Method,
+        given: dict[str, Any],
+        on_progress: Progress | None,
     ) -> None:
         self.model, self.delta, self.given = model, delta, given
         self.given_notes = tuple(self.given.pop("notes", ()))
-        self.heads, self.layers = HeadTable(delta), LayerTable()
+        self.heads, self.layers = HeadTable(delta, method), LayerTable()
         self.trace = Trace()
         self.notes: list[str] = []
         self.batches = 0
@@ -202,7 +212,7 @@ class _Run:
         unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
         return Audit(
             complete=self.complete,
-            provenance=self._provenance(),
+            provenance=self._provenance(heads),
             heads=heads,
             layers=layers,
             findings=find(heads, layers, unseen),
@@ -229,7 +239,7 @@ class _Run:
             ) from error
         self._on_progress(self.batches, name)
 
-    def _provenance(self) -> Provenance:
+    def _provenance(self, heads: list[HeadRecord]) -> Provenance:
         model = self.model
         parameters = list(model.parameters())
         found: dict[str, Any] = {
@@ -237,6 +247,7 @@ class _Run:
             "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
             "parameters": sum(parameter.numel() for parameter in parameters),
             "delta": self.delta,
+            "method": method_of(heads),
             "model_dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
             "device": ", ".join(sorted({str(one.device) for one in parameters})),
             "batches": self.batches,

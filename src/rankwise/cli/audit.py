@@ -44,6 +44,10 @@ def command(
     sequences: Annotated[int, typer.Option(min=1, help="Sequences or pictures in all.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
     delta: Annotated[float, typer.Option(help="Singular values below it count as zero.")] = 1e-2,
+    method: Annotated[
+        str,
+        typer.Option(help="Of the ranks: exact, estimate, or auto (exact up to 4,096 tokens)."),
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
@@ -58,13 +62,14 @@ def command(
 ) -> None:
     """Audit a model; see `HELP`."""
     from rankwise.assets import demo_text
-    from rankwise.audit import AuditError, audit, check_codes
+    from rankwise.audit import AuditError, audit, check_codes, check_method
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress, write_report
     from rankwise.measures import check_delta
     from rankwise.subjects import inputs_for, load_subject
 
     codes = check_codes(fail_on or [])
     check_delta(delta)
+    how = check_method(method)
     prepare_folder(out)
     quiet_libraries()
     source, text = _demo(model, text, images, dataset)
@@ -90,7 +95,14 @@ def command(
     failure = None
     try:
         with show_progress(sequences) as on_progress:
-            result = audit(subject.model, inputs.batches, delta, provenance=facts, on_progress=on_progress)
+            result = audit(
+                subject.model,
+                inputs.batches,
+                delta,
+                method=how,
+                provenance=facts,
+                on_progress=on_progress,
+            )
     except AuditError as error:
         if error.audit is None:
             raise

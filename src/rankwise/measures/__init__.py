@@ -7,6 +7,7 @@ holds NaN or infinity answers NaN and leaves the others of its batch alone.
 from rankwise.measures._inputs import as_matrices
 from rankwise.measures.coding_rate import coding_rate
 from rankwise.measures.collapse import mean_cosine, state_effective_rank, token_collapse, token_norm
+from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
 from rankwise.measures.rank import (
     DELTA,
     RankSummary,
@@ -17,6 +18,7 @@ from rankwise.measures.rank import (
     stable_rank,
     summarize_spectrum,
 )
+from rankwise.measures.row_summary import RowSummary, row_summary
 from rankwise.measures.rows import (
     head_distance,
     identity_distance,
@@ -29,11 +31,15 @@ from rankwise.measures.spectrum import singular_values
 
 __all__ = [
     "DELTA",
+    "Estimate",
     "RankSummary",
+    "RowSummary",
+    "SpectrumEstimate",
     "as_matrices",
     "check_delta",
     "coding_rate",
     "effective_rank",
+    "estimate_spectrum",
     "head_distance",
     "identity_distance",
     "mean_cosine",
@@ -42,6 +48,7 @@ __all__ = [
     "rank_summary",
     "row_distance",
     "row_entropy",
+    "row_summary",
     "singular_values",
     "sink_mass",
     "stable_rank",

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
+from rankwise.operators import DenseMixing, MixingOperator, PartMixing, SoftmaxMixing
 from rankwise.operators.base import TransposedMixing
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -53,7 +53,7 @@ class Gram:
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
         """MᵀM X and Xᵀ MᵀM X, the second as the Gram matrix of M X: rounding cannot make it negative."""
         vectors = vectors / self.scale
-        if not isinstance(self.operator, ROW_WALKED):
+        if not _walks_rows(self.operator):
             image = self.operator @ vectors
             return self.operator.mT @ image / self.scale, image.mT @ image
         product = torch.zeros_like(vectors)
@@ -82,6 +82,11 @@ class Gram:
                 largest = max(largest, top)
         scale = 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
         return scale, math.fsum(energy * (top / scale) ** 2 for top, energy in energies)
+
+
+def _walks_rows(operator: MixingOperator) -> bool:
+    whole = operator.operator if isinstance(operator, PartMixing) else operator
+    return isinstance(whole, ROW_WALKED)
 
 
 class Krylov(NamedTuple):

@@ -4,6 +4,8 @@ from rankwise.operators.base import MixingOperator
 from rankwise.operators.dense import DenseMixing
 from rankwise.operators.diagonal import DiagonalMixing
 from rankwise.operators.linear_attention import LinearAttentionMixing
+from rankwise.operators.part import PartMixing
+from rankwise.operators.selective import SelectiveMixing
 from rankwise.operators.semiseparable import SemiseparableMixing
 from rankwise.operators.softmax import SoftmaxMixing
 from rankwise.operators.toeplitz import ToeplitzMixing
@@ -13,6 +15,8 @@ __all__ = [
     "DiagonalMixing",
     "LinearAttentionMixing",
     "MixingOperator",
+    "PartMixing",
+    "SelectiveMixing",
     "SemiseparableMixing",
     "SoftmaxMixing",
     "ToeplitzMixing",

@@ -52,6 +52,10 @@ class MixingOperator(ABC):
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Which entries the mask lets be non-zero."""
 
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support; by default cut from all of it."""
+        return self.support()[..., start:stop, :]
+
     @abstractmethod
     def __getitem__(self, index: Index) -> "MixingOperator":
         """Pick sequences and heads, as a tensor of the leading axes would."""
@@ -108,13 +112,18 @@ class MixingOperator(ABC):
         return self if dtype is None or dtype == self.dtype else self.to(dtype)
 
     def _check(self, values: Tensor, wanted: int, what: str) -> None:
-        if values.ndim < 2 or values.shape[-2] != wanted:
+        if values.ndim < 2 or values.shape[-2] != wanted or not self._takes(values.shape[:-2]):
             raise ShapeError(
                 f"`{what}`",
                 wanted=f"values of shape (..., {wanted}, V) for an operator of shape {tuple(self.shape)}",
                 got=f"{tuple(values.shape)}",
-                fix="Put the tokens on the last axis but one.",
+                fix="Put the tokens on the last axis but one; leading axes must broadcast.",
             )
+
+    def _takes(self, leading_axes: torch.Size) -> bool:
+        """Whether values of these leading axes fit: they broadcast."""
+        pairs = zip(reversed(leading_axes), reversed(self.shape[:-2]), strict=False)
+        return all(have == wanted or 1 in (have, wanted) for have, wanted in pairs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -175,6 +184,11 @@ class TransposedMixing(MixingOperator):
 
     def _map(self, change: TensorMap) -> "TransposedMixing":
         return TransposedMixing(self.operator._map(change))
+
+
+def on_or_below(start: int, stop: int, sources: int, device: torch.device) -> Bool[Tensor, "R S"]:
+    """Rows ``start`` to ``stop`` of a causal mask: row t sees column s where s ≤ t."""
+    return torch.arange(sources, device=device) <= torch.arange(start, stop, device=device)[:, None]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -69,6 +69,12 @@ class DenseMixing(MixingOperator):
         """Entries the mask allows, or those that are not exactly zero."""
         return self.matrix != 0 if self.allowed is None else self.allowed.expand(self.shape)
 
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support."""
+        if self.allowed is not None:
+            return self.support()[..., start:stop, :]
+        return self.matrix[..., start:stop, :] != 0
+
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""
         self._check(values, self.shape[-1], "M @ values")

@@ -62,6 +62,10 @@ class DiagonalMixing(MixingOperator):
         """The diagonal."""
         return self._own(0, self.shape[-2]).expand(self.shape)
 
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support."""
+        return self._own(start, stop).expand(*self.shape[:-2], -1, -1)
+
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """Scale each token."""
         self._check(values, self.shape[-1], "M @ values")

@@ -6,7 +6,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+from rankwise.operators.base import (
+    Index,
+    MixingOperator,
+    TensorMap,
+    at_least_float32,
+    leading,
+    on_or_below,
+)
 from rankwise.operators.scan import scan, scan_transposed
 
 
@@ -79,8 +86,16 @@ class LinearAttentionMixing(MixingOperator):
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """All entries, or those on and below the diagonal."""
-        seen = torch.ones(self.shape[-2:], dtype=torch.bool, device=self.device)
-        return (seen.tril() if self.is_causal else seen).expand(self.shape)
+        return self.support_rows(0, self.shape[-2])
+
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support."""
+        sources = self.shape[-1]
+        if self.is_causal:
+            seen = on_or_below(start, stop, sources, self.device)
+        else:
+            seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return seen.expand(*self.shape[:-2], stop - start, sources)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""

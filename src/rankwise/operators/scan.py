@@ -6,6 +6,8 @@ from torch import Tensor
 
 CHUNK = 64
 """Tokens multiplied as a dense block: its cost, O(CHUNK) a token, is that of a state of 64 features."""
+STATES = 1 << 20
+"""Numbers of the states that a selective scan holds at once: 4 MiB in float32."""
 
 
 def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[Tensor, "*batch R N"]:
@@ -111,3 +113,81 @@ def scan_transposed(
     if log_decay is not None:  # a_r lies between tokens r − 1 and r: read backwards it belongs to r − 1
         log_decay = log_decay.roll(-1, -1).flip(-1)
     return scan(right.flip(-2), left.flip(-2), log_decay, values.flip(-2), chunk).flip(-2)
+
+
+def selective_scan(
+    left: Float[Tensor, "*left T N"],
+    right: Float[Tensor, "*right T N"],
+    rate: Float[Tensor, "*rate N"],
+    step: Float[Tensor, "*step T"],
+    values: Float[Tensor, "*values T V"],
+    numbers: int = STATES,
+) -> Float[Tensor, "*out T V"]:
+    """Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every t.
+
+    `scan` with a decay for each feature: token by token, through a state of N×V numbers.
+
+    Cost: O(T N V) time and O(T V + N V) memory for each leading axis, and as many tokens' states at once as
+    hold ``numbers`` numbers, over all leading axes.
+
+    Args:
+        left: one vector a row; its leading axes and those of the others broadcast.
+        right: one vector a source.
+        rate: logarithm of the decay of each feature in one unit of step, at most 0.
+        step: how far each token carries the decay, finite. That of the first token has no part.
+        values: what is summed.
+        numbers: how many to hold at once. It changes memory and time, nothing else.
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(3, 1)
+        >>> selective_scan(one, one, torch.tensor([0.5]).log(), torch.ones(3), one).flatten().tolist()
+        [1.0, 1.5, 1.75]
+    """
+    lead = torch.broadcast_shapes(left.shape[:-2], rate.shape[:-1], step.shape[:-1], values.shape[:-2])
+    size = (*lead, left.shape[-1], values.shape[-1])
+    state, outputs = values.new_zeros(size), []
+    chunk = max(1, numbers // max(1, state.numel()))
+    for start in range(0, values.shape[-2], chunk):
+        part = slice(start, start + chunk)
+        # the axis of tokens goes first, so that the state of one token lies in one piece
+        decay = (step[..., part, None] * rate[..., None, :]).exp().movedim(-2, 0)[..., None]
+        added = (right[..., part, :, None] * values[..., part, None, :]).movedim(-3, 0)
+        states = []
+        for a, x in zip(decay.unbind(), added.unbind(), strict=True):
+            state = torch.addcmul(x, a, state)
+            states.append(state)
+        read = left[..., part, None, :]
+        outputs.append((read @ torch.stack(states, dim=-3))[..., 0, :])
+    return torch.cat(outputs, dim=-2)
+
+
+def selective_scan_transposed(
+    left: Float[Tensor, "*left T N"],
+    right: Float[Tensor, "*right T N"],
+    rate: Float[Tensor, "*rate N"],
+    step: Float[Tensor, "*step T"],
+    values: Float[Tensor, "*values T V"],
+    numbers: int = STATES,
+) -> Float[Tensor, "*out T V"]:
+    """Σ_{t ≥ s} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_t for every s.
+
+    `selective_scan`, from the end.
+
+    Args:
+        left: one vector a row.
+        right: one vector a source.
+        rate: as in `selective_scan`.
+        step: as in `selective_scan`.
+        values: what is summed, one vector a row.
+        numbers: how many to hold at once.
+
+    Example:
+        >>> import torch
+        >>> one, half = torch.ones(3, 1), torch.tensor([0.5]).log()
+        >>> selective_scan_transposed(one, one, half, torch.ones(3), one).flatten().tolist()
+        [1.75, 1.5, 1.0]
+    """
+    step = step.roll(-1, -1).flip(-1)  # as in `scan_transposed`
+    left, right, values = left.flip(-2), right.flip(-2), values.flip(-2)
+    return selective_scan(right, left, rate, step, values, numbers).flip(-2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading, on_or_below
 from rankwise.operators.scan import log_weights, scan, scan_transposed
 
 
@@ -86,7 +86,12 @@ class SemiseparableMixing(MixingOperator):
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries on and below the diagonal."""
-        return torch.ones(self.shape[-2:], dtype=torch.bool, device=self.device).tril().expand(self.shape)
+        return self.support_rows(0, self.shape[-2])
+
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows of the support: what lies on and below the diagonal."""
+        seen = on_or_below(start, stop, self.shape[-1], self.device)
+        return seen.expand(*self.shape[:-2], -1, -1)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""

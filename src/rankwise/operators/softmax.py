@@ -15,6 +15,7 @@ from rankwise.operators.base import (
     at_least_float32,
     checked_mask,
     leading,
+    on_or_below,
 )
 
 MASKED_BELOW = -9e3
@@ -88,12 +89,19 @@ class SoftmaxMixing(MixingOperator):
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries that neither the mask nor causality removes."""
-        tokens, sources = self.shape[-2:]
-        allowed = torch.ones(tokens, sources, dtype=torch.bool, device=self.device)
-        allowed = allowed.tril() if self.is_causal else allowed
+        return self.support_rows(0, self.shape[-2])
+
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support."""
+        sources = self.shape[-1]
+        if self.is_causal:
+            allowed = on_or_below(start, stop, sources, self.device)
+        else:
+            allowed = torch.ones(1, sources, dtype=torch.bool, device=self.device)
         if self.mask is not None:
-            allowed = allowed & (self.mask if self.mask.dtype == torch.bool else self.mask > MASKED_BELOW)
-        return allowed.expand(self.shape)
+            mask = self._mask_rows(self.mask, start, stop)
+            allowed = allowed & (mask if mask.dtype == torch.bool else mask > MASKED_BELOW)
+        return allowed.expand(*self.shape[:-2], stop - start, sources)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V by torch's fused attention: the matrix is not formed; values of H or Hkv heads."""
@@ -125,15 +133,25 @@ class SoftmaxMixing(MixingOperator):
         query, key = self.query[..., start:stop, :].to(dtype), self._ungrouped(self.key.to(dtype))
         scores = (query * self.scale) @ key.mT
         if self.mask is not None:
-            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
+            mask = self._mask_rows(self.mask, start, stop)
             if mask.dtype == torch.bool:
                 scores = scores.masked_fill(~mask, -torch.inf)
             else:
                 scores = scores + mask.to(dtype)
         if self.is_causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self.device).triu(start + 1)
-            scores = scores.masked_fill(hidden, -torch.inf)
+            seen = on_or_below(start, stop, self.shape[-1], self.device)
+            scores = scores.masked_fill(~seen, -torch.inf)
         return scores
+
+    @staticmethod
+    def _mask_rows(mask: Tensor, start: int, stop: int) -> Tensor:
+        return mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
+
+    def _takes(self, leading_axes: torch.Size) -> bool:
+        """Values may come once for each key head, too."""
+        if self.groups > 1 and leading_axes and leading_axes[-1] == self.key.shape[-3]:
+            leading_axes = torch.Size([*leading_axes[:-1], 1])
+        return super()._takes(leading_axes)
 
     def _ungrouped(self, tensor: Tensor) -> Tensor:
         """Key heads (or their values), one for each query head."""
@@ -147,8 +165,8 @@ class SoftmaxMixing(MixingOperator):
         return values.expand(*leading_axes, *values.shape[-2:])
 
     def _causal_mask(self, mask: Tensor) -> Tensor:
-        hidden = torch.ones(self.shape[-2:], dtype=torch.bool, device=self.device).triu(1)
-        return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
+        seen = on_or_below(0, self.shape[-2], self.shape[-1], self.device)
+        return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 def _check_query_key(query: Tensor, key: Tensor) -> None:

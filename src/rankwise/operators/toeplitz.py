@@ -64,8 +64,13 @@ class ToeplitzMixing(MixingOperator):
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """All entries, or those on and below the diagonal."""
-        lag = self._lags(0, self.shape[-1])
-        return (lag >= 0 if self.is_causal else torch.ones_like(lag, dtype=torch.bool)).expand(self.shape)
+        return self.support_rows(0, self.shape[-2])
+
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows of the support."""
+        lag = self._lags(start, stop)
+        seen = lag >= 0 if self.is_causal else torch.ones_like(lag, dtype=torch.bool)
+        return seen.expand(*self.shape[:-2], -1, -1)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""

@@ -1,5 +1,6 @@
 """The report on the console: findings first, then the layers, then where the numbers come from."""
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -9,7 +10,17 @@ from rich.text import Text
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord, Provenance
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
-from rankwise.report.text import count, mean, null_share, plain, rank_share, shown
+from rankwise.report.text import (
+    count,
+    highest_share,
+    lowest_share,
+    mean,
+    null_share,
+    plain,
+    random_share,
+    rank_share,
+    shown,
+)
 
 _MOST_NAMES = 5
 
@@ -82,25 +93,39 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
         *(f"{mask} mask" for mask in masks if len(masks) == 1),
         *([panel.pattern] if panel.pattern != panel.title else []),
     ]
-    numbers = ["tokens", "rank\nshare", "null\nshare", "effective\nrank", "stable\nrank", "sink\nmass"]
+    random = ["random\nshare"] if any(math.isfinite(head.random_rank) for head in mine) else []
+    ranks = ["rank\nshare", "null\nshare", *random, "effective\nrank", "stable\nrank"]
+    numbers = ["tokens", *ranks, "sink\nmass"]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
     for row in panel.rows:
-        _add_layer(table, row, [heads[index] for index in row.cells.values()], varied)
+        _add_layer(table, row, [heads[index] for index in row.cells.values()], varied, bool(random))
     return line((panel.title, "bold"), (", ".join(facts), "dim")), table
 
 
-def _add_layer(table: Table, row: Row, heads: Sequence[HeadRecord], varied: Sequence[str]) -> None:
+def _add_layer(
+    table: Table, row: Row, heads: Sequence[HeadRecord], varied: Sequence[str], random: bool
+) -> None:
     share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
     texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in varied]
+    about = "≈" if any(head.estimated for head in heads) else ""
     numbers: list[str | Text] = [
         shown(mean(head.tokens for head in heads), 0),
-        Text(shown(share, 2), "yellow" if share < null else ""),
+        Text(_share_words(heads, share), "yellow" if share < null else ""),
         shown(null, 2),
-        shown(mean(head.effective_rank for head in heads), 1),
-        shown(mean(head.stable_rank for head in heads), 1),
+        *([shown(mean(map(random_share, heads)), 2)] if random else []),
+        about + shown(mean(head.effective_rank for head in heads), 1),
+        about + shown(mean(head.stable_rank for head in heads), 1),
         shown(mean(head.sink_mass for head in heads), 2),
     ]
     table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
+
+
+def _share_words(heads: Sequence[HeadRecord], share: float) -> str:
+    """The mean rank share; from the least to the most it can be where an estimate only bounds some."""
+    if all(math.isfinite(head.numerical_rank) or not head.estimated for head in heads):
+        return ("≈" if any(head.estimated for head in heads) else "") + shown(share, 2)
+    ends = (mean(map(lowest_share, heads)), mean(map(highest_share, heads)))
+    return "–".join(shown(end, 2) for end in ends)
 
 
 def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table]:

@@ -8,7 +8,7 @@ from typing import Any
 from rankwise.audit.records import HeadRecord, Severity
 from rankwise.report.catalogue import HEAD_MEASURES, HeadMeasure
 from rankwise.report.panels import Panel, Row
-from rankwise.report.text import MISSING, null_share, rank_share, shown
+from rankwise.report.text import MISSING, estimated_words, null_share, random_share, rank_words, shown
 
 _SAME_NULL = 0.005
 """Nulls nearer than this look like one on a scale from 0 to 1."""
@@ -64,15 +64,28 @@ def describe(head: HeadRecord) -> str:
     Returns:
         Plain text, not escaped.
     """
-    facts = [f"{head.kind}, {head.mask} mask", f"rank share {shown(rank_share(head), 2)}"]
-    facts[1] += f" (null {shown(null_share(head), 2)})"
+    facts = [f"{head.kind}, {head.mask} mask", f"rank share {rank_words(head)}"]
+    facts[1] += f" (null {shown(null_share(head), 2)}{_random_words(head)})"
     for measure in HEAD_MEASURES[1:]:
         spread = head.spread.get(measure.name, math.nan)
         around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
-        facts.append(f"{measure.short.lower()} {shown(measure.value(head), measure.digits)}{around}")
+        value = estimated_words(head, measure.name, measure.value(head), measure.digits)
+        facts.append(f"{measure.short.lower()} {value}{around}{_error_words(head, measure)}")
     if head.nonfinite:
         facts.append(f"not finite in {head.nonfinite} of {head.nonfinite + head.sequences} sequences")
     return " · ".join(facts)
+
+
+def _random_words(head: HeadRecord) -> str:
+    if not math.isfinite(head.random_rank):
+        return ""
+    score = f", z {head.z_score:+.1f}" if math.isfinite(head.z_score) else ""
+    return f", random queries and keys {shown(random_share(head), 2)}{score}"
+
+
+def _error_words(head: HeadRecord, measure: HeadMeasure) -> str:
+    error = head.stderr.get(measure.name, math.nan)
+    return f" (standard error {shown(error, measure.digits)})" if math.isfinite(error) else ""
 
 
 def _index_grid(panel: Panel) -> list[list[int | None]]:
@@ -110,7 +123,12 @@ def _colour(
 
 
 def _words(measure: HeadMeasure, index: int | None, heads: Sequence[HeadRecord]) -> str:
-    return "" if index is None else shown(measure.value(heads[index]), measure.digits)
+    if index is None:
+        return ""
+    head = heads[index]
+    if measure.name == "rank_share":
+        return rank_words(head)
+    return estimated_words(head, measure.name, measure.value(head), measure.digits)
 
 
 def _marks(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity]) -> list[Any]:

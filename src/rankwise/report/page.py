@@ -11,7 +11,19 @@ from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import describe, draw_panel
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.targets import Target, find_target
-from rankwise.report.text import SEVERITIES, count, mean, null_share, pieces, rank_share, shown, title
+from rankwise.report.text import (
+    SEVERITIES,
+    count,
+    estimated_words,
+    mean,
+    null_share,
+    pieces,
+    random_share,
+    rank_share,
+    rank_words,
+    shown,
+    title,
+)
 
 _GRAVEST = list(SEVERITIES)
 
@@ -164,10 +176,14 @@ def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 
 def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
-    values = [(measure.value(head), measure.digits) for measure in HEAD_MEASURES]
-    values[1:1] = [(null_share(head), 2)]
+    share, others = HEAD_MEASURES[0], HEAD_MEASURES[1:]
+    values = [(share.value(head), rank_words(head))]
+    values += [(value, shown(value, 2)) for value in (null_share(head), random_share(head))]
+    for measure in others:
+        value = measure.value(head)
+        values.append((value, estimated_words(head, measure.name, value, measure.digits)))
     nearest = "" if head.nearest_head is None else str(head.nearest_head)
-    numbers = [(value if math.isfinite(value) else "", shown(value, digits)) for value, digits in values]
+    numbers = [(value if math.isfinite(value) else "", words) for value, words in values]
     tokens = (head.tokens if math.isfinite(head.tokens) else "", shown(head.tokens, 0))
     return {"head": head, "panel": panel, "tokens": tokens, "numbers": numbers, "nearest": nearest}
 

@@ -117,6 +117,48 @@ def null_share(head: HeadRecord) -> float:
     return _share(head.null_rank, head)
 
 
+def random_share(head: HeadRecord) -> float:
+    """Random rank over min(T, S): what random queries and keys give; NaN where that is not known."""
+    return _share(head.random_rank, head)
+
+
+def lowest_share(head: HeadRecord) -> float:
+    """Least share the numerical rank may have: the lower end of its interval."""
+    return _share(head.least_rank, head)
+
+
+def highest_share(head: HeadRecord) -> float:
+    """Greatest share the numerical rank may have: the upper end of its interval."""
+    return _share(head.most_rank, head)
+
+
+def rank_words(head: HeadRecord) -> str:
+    """The rank share, with ≈ before an estimate; the interval where that is all an estimate can give.
+
+    Args:
+        head: the head.
+    """
+    if not head.estimated:
+        return shown(rank_share(head), 2)
+    if math.isfinite(head.numerical_rank):
+        return f"≈{shown(rank_share(head), 2)}"
+    ends = (lowest_share(head), highest_share(head))
+    return "–".join(shown(end, 2) for end in ends) if all(map(math.isfinite, ends)) else MISSING
+
+
+def estimated_words(head: HeadRecord, name: str, value: float, digits: int) -> str:
+    """A measure of a head, with ≈ before it where it is an estimate.
+
+    Args:
+        head: the head.
+        name: of the measure.
+        value: what it is.
+        digits: decimals.
+    """
+    mark = "≈" if name in head.stderr and math.isfinite(value) else ""
+    return mark + shown(value, digits)
+
+
 def _share(rank: float, head: HeadRecord) -> float:
     smaller = min(head.tokens, head.sources)
     return rank / smaller if smaller > 0 else math.nan

@@ -1,6 +1,7 @@
 """The low-rank barrier: what rank chance alone gives."""
 
 import math
+from collections.abc import Iterable
 from typing import overload
 
 import torch
@@ -68,7 +69,7 @@ def rank_barrier(
         _check_window(window, mask)
     if isinstance(mask, Tensor):
         _check_mask(mask, tokens, sources)
-        return _any_mask(mask.cpu() if mask.device.type == "mps" else mask)  # mps has no float64
+        return rank_barrier_of_rows([mask])
     if mask == "full":
         return _full(tokens, tokens if sources is None else sources)
     if mask == "causal":
@@ -104,9 +105,28 @@ def _window(tokens: int, window: int) -> float:
     return (1 - missed).sum().item()
 
 
-def _any_mask(mask: Bool[Tensor, "*batch T S"]) -> Float64[Tensor, "*batch"]:
-    seen = mask.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1)
-    log_missed = torch.where(mask, torch.log1p(-1 / seen), 0.0).sum(-2)
+def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch R S"]]) -> Float64[Tensor, "*batch"]:
+    """`rank_barrier` under a boolean mask that comes a block of rows at a time.
+
+    Cost: O(T S) time, memory of a block.
+
+    Args:
+        rows: blocks of the mask, the rows of each; leading axes broadcast.
+
+    Example:
+        >>> import torch
+        >>> mask = torch.ones(3, 3, dtype=torch.bool).tril()
+        >>> round(rank_barrier_of_rows([mask[:2], mask[2:]]).item(), 6)
+        2.0
+    """
+    log_missed: Tensor | None = None
+    for block in rows:
+        block = block.cpu() if block.device.type == "mps" else block  # no float64 there
+        seen = block.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1)
+        part = torch.where(block, torch.log1p(-1 / seen), 0.0).sum(-2)
+        log_missed = part if log_missed is None else log_missed + part
+    if log_missed is None:
+        raise ShapeError("`rows`", wanted="at least one block", got="none", fix="Pass the rows of a mask.")
     return -torch.expm1(log_missed).sum(-1)
 
 

@@ -1,0 +1,173 @@
+"""From a captured mixer to numbers: exact where the matrix is small, matrix-free where it is not."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankwise import measures
+from rankwise.audit.accumulate import Floats
+from rankwise.audit.masks import Pattern, barrier_of, patterns_of
+from rankwise.audit.records import HeadRecord
+from rankwise.capture import MixerSite
+from rankwise.errors import InputError, did_you_mean
+from rankwise.operators import DenseMixing, MixingOperator, PartMixing
+
+Method = Literal["auto", "exact", "estimate"]
+"""How ranks are taken; "auto" is exact while the shorter side of a matrix is at most `EXACT_UP_TO`."""
+
+EXACT_UP_TO = 4096
+"""From here on an estimate is faster on a CPU, and the float64 matrix takes over 128 MiB a head."""
+PROBES, STEPS, SEED = 16, 64, 0
+"""Of every estimate."""
+MATRIX_BYTES = 2**28
+"""Float64 matrices formed at once: 256 MiB hold four heads at T = 2,896; small heads go together."""
+SPECTRUM_POINTS = 64
+"""Singular values kept of a head, for its picture."""
+
+MEASURES = (
+    "tokens",
+    "sources",
+    "numerical_rank",
+    "effective_rank",
+    "stable_rank",
+    "sigma_max",
+    "row_entropy",
+    "sink_mass",
+    "peak_mass",
+    "row_distance",
+    "identity_distance",
+    "null_rank",
+    "rank_low",
+    "rank_high",
+)
+"""Numbers of a head that are averaged over sequences, under the names they have in its record."""
+ERRORS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
+"""Measures that an estimate gives with a standard error."""
+WAYS = ("estimated", "fallback")
+"""1 where the ranks of a head were estimated; where the exact count was too close and the SVD decided."""
+COLUMNS = (*MEASURES, *(f"stderr of {name}" for name in ERRORS), *WAYS)
+
+
+class Measured(NamedTuple):
+    """The heads of one mixer on one sequence or window."""
+
+    values: Floats
+    """(H, columns)."""
+    distances: Floats
+    """(H, H)."""
+    patterns: list[Pattern]
+    """Of each head."""
+    spectra: list[list[float]]
+    """Empty where they were not computed."""
+
+
+def check_method(method: str) -> Method:
+    """Refuse a method there is not.
+
+    Args:
+        method: its name.
+
+    Raises:
+        InputError: naming the methods there are.
+    """
+    known = get_args(Method)
+    if method not in known:
+        raise InputError(
+            "`method`",
+            wanted=" or ".join(repr(name) for name in known),
+            got=repr(method),
+            fix=did_you_mean(str(method), known),
+        )
+    return method  # type: ignore[return-value]
+
+
+def method_of(heads: Sequence[HeadRecord]) -> str:
+    """Say in words how the ranks of an audit were taken."""
+    all_of = sum(head.sequences for head in heads)
+    estimated = sum(head.estimated for head in heads)
+    if not estimated:
+        return "exact"
+    how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}"
+    return how if estimated == all_of else f"{all_of - estimated} of {all_of} spectra exact, the others {how}"
+
+
+def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured]:
+    """For each sequence (or window) of a mixer: numbers, distances, mask and spectra of its heads."""
+    operator = site.operator
+    batch, heads, tokens, sources = operator.shape
+    whole = bool(site.valid_tokens.all()) and bool(site.valid_sources.all())
+    if whole and not estimates(operator, method):
+        at_once = max(1, MATRIX_BYTES // (8 * heads * tokens * sources))
+        for start in range(0, batch, at_once):
+            yield from _exact(operator[start : start + at_once], delta)
+        return
+    for at in range(batch):  # sequences of their own lengths
+        rows, columns = site.valid_tokens[at], site.valid_sources[at]
+        if not (rows.any() and columns.any()):
+            yield _nothing(heads)
+            continue
+        one = operator[at : at + 1]
+        one = one if whole else PartMixing(one, rows, columns)
+        yield from _estimated(one, delta) if estimates(one, method) else _exact(one, delta)
+
+
+def estimates(operator: MixingOperator, method: Method) -> bool:
+    """Whether the ranks of matrices of this size are estimated."""
+    return method == "estimate" or (method == "auto" and min(operator.shape[-2:]) > EXACT_UP_TO)
+
+
+def _exact(operator: MixingOperator, delta: float) -> Iterator[Measured]:
+    dense = DenseMixing(operator.dense(torch.float64))
+    ranks = measures.rank_summary(dense, delta)
+    sigma = ranks.singular_values
+    kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
+    known: dict[str, Tensor | float] = {name: getattr(ranks, name) for name in ERRORS}
+    known |= {f"stderr of {name}": 0.0 for name in ERRORS}
+    known |= {"rank_low": ranks.numerical_rank, "rank_high": ranks.numerical_rank}
+    known |= {"estimated": 0.0, "fallback": ranks.fallback}
+    yield from _measured(operator, dense, known, sigma[..., kept.to(sigma.device)].cpu())
+
+
+def _estimated(operator: MixingOperator, delta: float) -> Iterator[Measured]:
+    found = measures.estimate_spectrum(operator, PROBES, STEPS, SEED)
+    count = found.count(delta)
+    named = dict(zip(ERRORS, (count, found.effective_rank, found.stable_rank, found.sigma_max), strict=True))
+    known: dict[str, Tensor | float] = {name: one.value for name, one in named.items()}
+    known |= {f"stderr of {name}": one.stderr for name, one in named.items()}
+    known |= {"rank_low": count.low, "rank_high": count.high}
+    known |= {"estimated": 1.0, "fallback": 0.0}
+    yield from _measured(operator, operator, known, None)
+
+
+def _measured(
+    operator: MixingOperator,
+    rows_of: MixingOperator,
+    known: dict[str, Tensor | float],
+    spectra: Tensor | None,
+) -> Iterator[Measured]:
+    batch, heads, tokens, sources = operator.shape
+    rows = measures.row_summary(rows_of)
+    known |= {"tokens": float(tokens), "sources": float(sources), "null_rank": barrier_of(operator)}
+    known |= {name: getattr(rows, name) for name in rows._fields if name in COLUMNS}
+    values = np.stack([_numbers(known[name], (batch, heads)) for name in COLUMNS], axis=-1)
+    distances, patterns = rows.head_distance.cpu().numpy(), patterns_of(operator)
+    for at in range(batch):
+        shown = [] if spectra is None else _rounded(spectra[at])
+        yield Measured(values[at], distances[at], patterns[at], shown)
+
+
+def _numbers(given: Tensor | float, shape: tuple[int, int]) -> Floats:
+    return given.cpu().numpy() if isinstance(given, Tensor) else np.full(shape, float(given))
+
+
+def _nothing(heads: int) -> Measured:
+    unknown = np.full((heads, len(COLUMNS)), math.nan)
+    return Measured(unknown, np.full((heads, heads), math.nan), [Pattern("full")] * heads, [])
+
+
+def _rounded(spectra: Tensor) -> list[list[float]]:
+    return [[float(f"{value:.6g}") for value in head] for head in spectra.tolist()]

@@ -1,0 +1,117 @@
+"""Exact, estimated, or both in one audit: the numbers agree, and the record says which is which."""
+
+import math
+
+import pytest
+import torch
+from recipes.families import BERT, LLAMA, hugging_face
+from torch import Tensor
+
+import rankwise as rw
+from rankwise.audit import check_method, numbers
+from rankwise.audit.records import HeadRecord
+from rankwise.errors import InputError
+
+RANKS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
+OTHERS = ("row_entropy", "sink_mass", "peak_mass", "row_distance", "identity_distance", "null_rank")
+
+
+def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
+    return torch.randint(5, 60, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(lengths: list[int], left: bool = False) -> dict[str, Tensor]:
+    keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {
+        "input_ids": ids(len(lengths), max(lengths)),
+        "attention_mask": (keep.flip(-1) if left else keep).long(),
+    }
+
+
+def assert_alike(one: HeadRecord, other: HeadRecord) -> None:
+    for name in (*RANKS, *OTHERS):
+        # where 16·64 vectors span everything, an estimate is exact to √ε = 1e-8 of σ_1 and T of that in sums
+        assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-6, abs=1e-6), name
+    assert (one.mask, one.nearest_head) == (other.mask, other.nearest_head)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    [
+        ("BertModel", padded([12, 7, 1])),
+        ("LlamaModel", padded([9, 12], left=True)),
+        ("BertModel", padded([5])),
+    ],
+    ids=["right", "left", "none"],
+)
+def test_an_estimate_of_small_heads_is_exact(family, batch):
+    model = hugging_face(family, **(BERT if family == "BertModel" else LLAMA))()
+    exact, estimated = (rw.audit(model, [batch], method=method) for method in ("exact", "estimate"))
+    for one, other in zip(exact.heads, estimated.heads, strict=True):
+        assert_alike(one, other)
+        assert (one.estimated, other.estimated) == (0, one.sequences)
+        assert one.stderr == {}
+        assert set(other.stderr) == set(RANKS)
+        assert one.rank_low == one.rank_high == one.numerical_rank
+        assert other.rank_low <= one.numerical_rank <= other.rank_high
+        assert other.spectrum == []
+    assert exact.provenance.method == "exact"
+    assert estimated.provenance.method == "estimated with 16 probes, 64 steps, seed 0"
+
+
+def test_the_method_goes_by_the_real_tokens_of_each_sequence(monkeypatch):
+    monkeypatch.setattr(numbers, "EXACT_UP_TO", 8)
+    model = hugging_face("BertModel", **BERT)()
+    mixed = rw.audit(model, [padded([12, 8, 3])])
+    exact = rw.audit(model, [padded([12, 8, 3])], method="exact")
+    heads = len(mixed.heads)
+    assert {head.estimated for head in mixed.heads} == {1}
+    assert mixed.provenance.method.startswith(
+        f"{2 * heads} of {3 * heads} spectra exact, the others estimated"
+    )
+    for one, other in zip(mixed.heads, exact.heads, strict=True):
+        assert_alike(one, other)
+        assert len(one.spectrum) == 8  # of the first sequence that has one
+
+
+def test_a_count_that_cannot_be_resolved_is_an_interval_never_a_number(monkeypatch):
+    monkeypatch.setattr(numbers, "PROBES", 4)
+    monkeypatch.setattr(numbers, "STEPS", 2)
+    model = hugging_face("LlamaModel", **LLAMA)()
+    batches = [{"input_ids": ids(1, 60)}, {"input_ids": ids(1, 4, seed=2)}]
+    delta = 0.02
+    exact = rw.audit(model, batches, delta, method="exact")
+    coarse = rw.audit(model, batches, delta, method="estimate")
+    open_ones = [head for head in coarse.heads if math.isnan(head.numerical_rank)]
+    assert open_ones  # two products with four vectors do not tell σ near 0.02 apart
+    for one, other in zip(coarse.heads, exact.heads, strict=True):
+        assert one.rank_low <= other.numerical_rank <= one.rank_high
+        if math.isnan(one.numerical_rank):
+            assert one.rank_low < one.rank_high
+    again = rw.Audit.model_validate_json(coarse.model_dump_json())
+    assert [head.rank_low for head in again.heads] == [head.rank_low for head in coarse.heads]
+
+
+class Kept(torch.nn.Module):
+    """A layer whose operator is told by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+@pytest.mark.parametrize(("delta", "fallbacks"), [(1.0, 2), (0.5, 0)])
+def test_where_a_singular_value_sits_on_delta_the_svd_decides_and_is_counted(delta, fallbacks):
+    sites = {"mix": lambda module, args, kwargs, output: rw.DenseMixing(torch.eye(100)[None, None])}
+    audit = rw.audit(Kept(), [torch.ones(1, 100, 4)] * 2, delta, sites=sites)
+    assert [(head.numerical_rank, head.fallbacks) for head in audit.heads] == [(100.0, fallbacks)]
+
+
+def test_an_unknown_method_is_named():
+    with pytest.raises(
+        InputError, match=r"`method`: wanted 'auto' or 'exact' or 'estimate', got 'estimated'.*mean"
+    ):
+        check_method("estimated")

@@ -1,0 +1,262 @@
+"""SelectiveMixing: the laws of every operator, one matrix for each channel, and no large tensor."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mixing_laws import (
+    check_gradients,
+    check_indexing,
+    check_matrix,
+    check_products,
+    largest_tensor,
+    near,
+    normal,
+    odd_sizes,
+    products,
+    uniform,
+)
+from operator_cases import unchecked
+
+from rankwise.errors import ShapeError
+from rankwise.operators.scan import selective_scan
+from rankwise.operators.selective import SelectiveMixing
+from rankwise.operators.semiseparable import SemiseparableMixing
+
+RATES = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30]
+STEPS = [0.0, 1e-30, 1e-9, 0.1, 3.0, 1e3]
+
+
+def by_hand(c, b, rate, step, absolute=False):
+    """Column by column, as the state's recurrence does it; from |c| and |b| for the sizes summed."""
+    c, b, rate, step = (tensor.double() for tensor in (c, b, rate, step))
+    if absolute:
+        c, b, rate = c.abs(), b.abs(), torch.zeros_like(rate)
+    tokens = step.shape[-1]
+    matrix = torch.zeros(*step.shape, tokens, dtype=torch.float64)
+    for s in range(tokens):
+        state = b[..., s, :] * step[..., s, None]
+        for t in range(s, tokens):
+            state = state if t == s else (rate * step[..., t, None]).exp() * state
+            matrix[..., t, s] = (c[..., t, :] * state).sum(-1)
+    return matrix
+
+
+def terms(c):
+    """Roundings behind one entry: N products and step, T values summed, a decay from a sum of T steps.
+
+    A sum of steps L is off by T·u·L, its exponential by T·u·|rate·L|·e^(rate·L), at most T·u: relative
+    to products that have not decayed, so sizes are taken without decay. As a product of T factors it is off
+    by 2T·u.
+    """
+    tokens, width = c.shape[-2:]
+    return width + 4 * tokens + 4
+
+
+def check(c, b, rate, step, dtype=torch.float64):
+    op, exact = SelectiveMixing(c, b, rate, step), by_hand(c, b, rate, step)
+    size = by_hand(c, b, rate, step, absolute=True)
+    rounding = 2 * terms(c) * torch.finfo(dtype).eps * size
+    check_matrix(op, exact, rounding, torch.ones(exact.shape[-2:], dtype=torch.bool).tril())
+    check_products(op, exact, products(size, terms(c), dtype))
+
+
+def inputs(tokens, channels=(2, 4), shared=True, width=3, seed=0, dtype=torch.float64):
+    lead = (*channels[:-1], 1) if shared and channels else channels
+    c, b = (normal(*lead, tokens, width, seed=seed + i, dtype=dtype) for i in range(2))
+    rate = -normal(*channels[-1:], width, seed=seed + 2, dtype=dtype).abs()
+    return c, b, rate, uniform(*channels, tokens, seed=seed + 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("tokens", odd_sizes())
+def test_it_is_the_matrix_formed_by_hand(tokens, dtype, shared):
+    check(*inputs(tokens, shared=shared, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("channels", [(), (3,), (2, 4), (2, 3, 2)], ids=str)
+@settings(max_examples=10)
+@given(tokens=st.integers(1, 9), width=st.integers(1, 4), seed=st.integers(0, 9))
+def test_any_small_size(channels, shared, tokens, width, seed):
+    check(*inputs(tokens, channels, shared, width, seed))
+
+
+@settings(max_examples=20)
+@given(tokens=st.integers(1, 12), seed=st.integers(0, 99))
+def test_decays_of_every_size(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    c, b, rate, step = inputs(tokens, seed=seed)
+    rate = torch.tensor(RATES, dtype=torch.float64)[
+        torch.randint(len(RATES), rate.shape, generator=generator)
+    ]
+    step = torch.tensor(STEPS, dtype=torch.float64)[
+        torch.randint(len(STEPS), step.shape, generator=generator)
+    ]
+    check(c, b, rate, step)
+
+
+def test_a_rate_for_each_sequence():
+    c, b, _, step = inputs(7)
+    check(c, b, -normal(2, 4, 3, seed=9).abs(), step)
+
+
+def test_one_decay_for_all_features_is_a_semiseparable_matrix():
+    """Mamba-2 is Mamba with a scalar for A."""
+    c, b, rate, step = inputs(80)
+    rate = rate[:, :1].expand(-1, 3)
+    ours = SelectiveMixing(c, b, rate, step)
+    theirs = SemiseparableMixing(c, b, rate[:, 0, None] * step, step)
+    # entries of size ≤ 30, each off by 2·(N + 4T + 4) roundings on either side
+    torch.testing.assert_close(ours.dense(), theirs.dense(), rtol=0, atol=1e-11)
+    v = normal(2, 4, 80, 2)
+    torch.testing.assert_close(ours @ v, theirs @ v, rtol=0, atol=1e-10)
+
+
+def test_a_step_of_zero_leaves_no_trace_of_its_token():
+    c, b, rate, step = inputs(9)
+    step[..., 4] = 0
+    dense = SelectiveMixing(c, b, rate, step).dense()
+    assert bool((dense[..., 4] == 0).all())
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    without = SelectiveMixing(c[..., others, :], b[..., others, :], rate, step[..., others]).dense()
+    torch.testing.assert_close(dense[..., others, :][..., others], without, rtol=1e-13, atol=1e-14)
+
+
+def test_how_many_states_are_held_at_once_changes_nothing():
+    c, b, rate, step = inputs(50)
+    v = normal(2, 4, 50, 3, seed=7)
+    whole = selective_scan(c, b, rate, step, v)
+    for numbers in (1, 200, 1000):
+        torch.testing.assert_close(
+            selective_scan(c, b, rate, step, v, numbers), whole, rtol=1e-13, atol=1e-13
+        )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_gradients(shared):
+    check_gradients(SelectiveMixing, *inputs(4, (2,), shared, width=2))
+    check_gradients(SelectiveMixing, *inputs(1, (2,), shared, width=2))
+
+
+def test_gradients_at_a_rate_and_a_step_of_zero():
+    c, b, rate, step = inputs(4, (2,), width=2)
+    rate[0, 0] = step[1, 2] = 0
+    given = [x.requires_grad_() for x in (c, b, rate, step)]
+    op, weight = SelectiveMixing(*given), normal(2, 4, 4)
+    ours = torch.autograd.grad((op.dense() * weight).sum(), given)
+    eye = torch.eye(4, dtype=torch.float64)
+    theirs = torch.autograd.grad(((op @ eye) * weight).sum(), given)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_indexing(shared):
+    check_indexing(SelectiveMixing(*inputs(5, shared=shared)))
+
+
+def test_c_and_b_stay_shared_by_channels_of_one_sequence():
+    op = SelectiveMixing(*inputs(5, (2, 4)))
+    for index in (
+        0,
+        slice(0, 1),
+        (slice(None), slice(0, 2)),
+        (0, torch.tensor([3, 1])),
+        (..., torch.tensor([0, 2])),
+    ):
+        picked = op[torch.tensor(index) if isinstance(index, list) else _tensors(index)]
+        assert picked.c.shape[-3] == 1
+    assert op[torch.tensor([0, 1]), torch.tensor([2, 2])].c.shape == (2, 5, 3)
+    assert op[1, 3].c.shape == (5, 3)
+    assert op[:, :0].shape == (2, 0, 5, 5)
+
+
+def _tensors(index):
+    if not isinstance(index, tuple):
+        return index
+    return tuple(torch.tensor(pick) if isinstance(pick, list) else pick for pick in index)
+
+
+def test_neither_matrix_nor_state_by_token_is_formed():
+    tokens, channels, width = 1500, 64, 8
+    op, v = SelectiveMixing(*inputs(tokens, (channels,), width=width)), normal(channels, tokens, 1)
+    numbers = 1 << 14
+    c, b, rate, step = op.c, op.b, op.rate, op.step
+    assert largest_tensor(lambda: selective_scan(c, b, rate, step, v, numbers)) <= channels * tokens
+    for work in (lambda: op @ v, lambda: op.mT @ v):
+        assert largest_tensor(work) <= 1 << 20  # D·N·T is 768,000: below what is held at once
+    assert largest_tensor(lambda: op[:2].dense()) >= 2 * tokens * tokens
+
+
+def test_half_precision_is_summed_in_float32():
+    """In bfloat16 a sum of ones stops at 256."""
+    one = torch.ones(1, 1000, 1, dtype=torch.bfloat16)
+    op = SelectiveMixing(one, one, torch.zeros(2, 1).bfloat16(), torch.ones(2, 1000).bfloat16())
+    v = one.expand(2, -1, -1)
+    assert op.dtype == (op @ v).dtype == torch.bfloat16
+    assert (op @ v)[0, -1].item() == 1000
+    assert op.apply_transposed(v)[1, 0].item() == 1000
+
+
+def test_kind_type_and_place():
+    c, b, rate, step = inputs(3)
+    op = SelectiveMixing(c.half(), b.half(), rate.half(), step.float())
+    assert (op.kind, op.dtype, op.device.type) == ("selective", torch.float32, "cpu")
+    assert op.to(torch.float64).rate.dtype == torch.float64
+    assert op.dense(torch.float64).dtype == torch.float64
+    assert op.shape == (2, 4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("c", "b", "rate", "step"),
+    [
+        ((1, 4, 3), (1, 4, 2), (2, 3), (2, 4)),
+        ((1, 4, 3), (1, 5, 3), (2, 3), (2, 4)),
+        ((1, 4, 3), (1, 4, 3), (2, 2), (2, 4)),
+        ((1, 4, 3), (1, 4, 3), (3, 3), (2, 4)),
+        ((1, 4, 3), (1, 4, 3), (2, 3), (2, 5)),
+        ((3, 4, 3), (3, 4, 3), (2, 3), (2, 4)),
+        ((4, 3), (4, 3), (2, 3), (2, 4)),
+        ((2, 1, 4, 3), (2, 1, 4, 3), (2, 3), (3, 2, 4)),
+        ((2, 1, 4, 3), (2, 1, 4, 3), (3, 2, 3), (2, 2, 4)),
+        ((1, 0, 3), (1, 0, 3), (2, 3), (2, 0)),
+        ((1, 4, 0), (1, 4, 0), (2, 0), (2, 4)),
+        ((3,), (3,), (3,), ()),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(c, b, rate, step):
+    made = [torch.zeros(shape) for shape in (c, b, rate, step)]
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"`SelectiveMixing`: wanted c and b \(\.\.\., 1 or D, T, N\)"),
+    ):
+        SelectiveMixing(*made)
+
+
+def test_values_of_other_tokens_are_refused():
+    op = SelectiveMixing(*inputs(3))
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 3, V\)"),
+    ):
+        op @ normal(2, 4, 5, 2)
+    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\)"):
+        op.apply_transposed(normal(2, 4, 5, 2))
+
+
+def test_one_value_for_all_channels_of_a_sequence():
+    op, v = SelectiveMixing(*inputs(70)), normal(2, 1, 70, 2)
+    near(op @ v, op.dense() @ v, torch.tensor(1e-11))
+    near(op.apply_transposed(v), op.dense().mT @ v, torch.tensor(1e-11))
+
+
+def test_an_infinite_sum_never_shows():
+    """Steps near the top of float32 overflow their sum: the decay is 0 then, as it should be."""
+    c, b, rate, _ = inputs(6, dtype=torch.float32)
+    op = SelectiveMixing(c, b, rate, torch.full((2, 4, 6), 1e38))
+    assert bool(op.dense().isfinite().all())
+    assert bool((op.dense().tril(-1) == 0).all())
