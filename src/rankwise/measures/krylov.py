@@ -124,14 +124,14 @@ def block_lanczos(
         keep_basis: give Q too, instead of letting its memory go.
     """
     size, width = start.shape
-    basis = start.new_empty(size, steps * width)
+    basis = start.new_empty(steps * width, size)  # a block a step, each in one piece of memory
     matrix = start.new_zeros((steps + 1) * width, (steps + 1) * width)
     block, first = _orthonormal(start, 1e-10 * float(start.norm()))
     used, live = 0, []
     for used in range(1, steps + 1):
         here, after = slice((used - 1) * width, used * width), slice(used * width, (used + 1) * width)
-        known = basis[:, : used * width]
-        known[:, here] = block
+        known = basis[: used * width]
+        known[here] = block.mT
         live.append(block.square().sum(0) > 0.5)  # directions left out are zero columns
         product, inner = apply(block)
         matrix[here, here] = (inner + inner.mT) / 2
@@ -149,14 +149,14 @@ def block_lanczos(
         start=first[there],
         tail=matrix[end : end + width, :end][:, there],
         steps=used,
-        basis=basis[:, :end][:, there] if keep_basis else None,
+        basis=basis[:end][there].mT if keep_basis else None,
     )
 
 
 def _without(vectors: Tensor, known: Tensor) -> Tensor:
-    """Vectors less their part in a basis; twice, because once leaves rounding behind."""
+    """Vectors less their part in a basis of rows; twice, because once leaves rounding behind."""
     for _ in range(2):
-        vectors = vectors - known @ (known.mT @ vectors)
+        vectors = torch.addmm(vectors, known.mT, known @ vectors, alpha=-1)
     return vectors
 
 
