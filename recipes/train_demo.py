@@ -19,10 +19,11 @@ import sys
 import tempfile
 import time
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+from rankwise.models import ToSTConfig
+from rankwise.ops import half_lives
 
 ROOT = Path(__file__).parents[1]
 CARD = Path(__file__).with_name("demo_card.md")
@@ -90,7 +94,32 @@ def demo() -> Recipe:
     return Recipe(name="demo")
 
 
-RECIPES = {"demo": demo}
+def tost(**changes: Any) -> ToSTConfig:
+    """The demo's frame with causal TSSA in place of attention, and as many parameters (within 2 %)."""
+    return ToSTConfig(
+        vocab_size=259,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=1,
+        **changes,
+    )
+
+
+def demo_tost() -> Recipe:
+    """The demo's twin: causal TSSA as published."""
+    return replace(demo(), name="demo_tost", model=tost(), bundles_text=False)
+
+
+def demo_tost_decayed() -> Recipe:
+    """The twin whose statistics forget: half-lives from 2 tokens to the length of the window."""
+    model = tost(half_life=half_lives(4, 2, 256).tolist())
+    return replace(demo(), name="demo_tost_decayed", model=model, bundles_text=False)
+
+
+RECIPES = {"demo": demo, "demo_tost": demo_tost, "demo_tost_decayed": demo_tost_decayed}
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -9,8 +9,10 @@ from rankwise.operators import (
     DiagonalMixing,
     LinearAttentionMixing,
     MixingOperator,
+    ProductMixing,
     SelectiveMixing,
     SemiseparableMixing,
+    SumMixing,
     ToeplitzMixing,
 )
 
@@ -57,6 +59,15 @@ def selective(shared: bool) -> Callable[..., MixingOperator]:
     return make
 
 
+def product(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+    features = LinearAttentionMixing(normal(B, H, T, K), normal(B, H, S, K))
+    return ProductMixing(DiagonalMixing(normal(B, H, T)), features, ToeplitzMixing(normal(B, H, S)))
+
+
+def total(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+    return SumMixing(diagonal(B, H, T, S, K), selective(True)(B, H, T, S, K))
+
+
 LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "linear": linear(False, False),
     "linear, causal": linear(True, False),
@@ -67,6 +78,8 @@ LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "toeplitz": toeplitz(False),
     "semiseparable": semiseparable(1, False),
     "semiseparable, grouped, stepped": semiseparable(3, True),
+    "product": product,
+    "sum": total,
     "selective": selective(True),
     "selective, by channel": selective(False),
 }

@@ -188,8 +188,12 @@ def _is_trivial(head: HeadRecord) -> bool:
 
 
 def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
-    """A head and the one it is nearest to, once a pair; not where both have a finding of their own."""
-    for _, group in _grouped(heads, _site_of):
+    """A head and the one it is nearest to, once a pair; not where both have a finding of their own.
+
+    Of queries and keys that could be shared: channels of a state-space mixer are alike by the dozen.
+    """
+    attention = [head for head in heads if head.kind not in ("selective", "semiseparable", "toeplitz")]
+    for _, group in _grouped(attention, _site_of):
         by_head = {head.head: head for head in group}
         for head in group:
             other = by_head.get(-1 if head.nearest_head is None else head.nearest_head)
@@ -214,7 +218,8 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
 def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
     """One finding a layer and direction: most heads of a trained model lie on one side or the other."""
     for _, group in _grouped(heads, _site_of):
-        site = [head for head in group if min(head.tokens, head.sources) >= MIN_TOKENS]
+        known = [head for head in group if _chances(head)]
+        site = [head for head in known if min(head.tokens, head.sources) >= MIN_TOKENS]
         above = [head for head in site if head.least_rank > ABOVE_NULL * max(_chances(head))]
         below = [head for head in site if head.most_rank < BELOW_NULL * min(_chances(head))]
         for code, found, words in (

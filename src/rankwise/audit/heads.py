@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +15,13 @@ from rankwise.audit.numbers import COLUMNS, ERRORS, MEASURES, WAYS, Measured, Me
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
-from rankwise.operators import SoftmaxMixing
+from rankwise.operators import SoftmaxMixing, sampled_channels
 from rankwise.theory import NullRank, interpolated_null_rank
 
+BY_CHANNEL = ("selective", "toeplitz")
+"""Kinds with a matrix for every channel: thousands of them, of which a sample is measured."""
+MAX_CHANNELS = 16
+"""Channels measured of such a mixer, spread evenly, by a fixed seed."""
 RANK, SIGMA = COLUMNS.index("numerical_rank"), COLUMNS.index("sigma_max")
 UNKNOWN = NullRank(math.nan, math.nan, 0)
 
@@ -48,6 +52,9 @@ class SiteHeads:
     patterns: list[Pattern] = field(default_factory=list)
     longest: int = 0
     spectra: list[list[float]] = field(default_factory=list)
+    maps: list[list[float]] = field(default_factory=list)
+    channels: list[int] = field(default_factory=list)
+    """The numbers of the heads: not all of them where there are thousands."""
 
     def check_heads(self, heads: int) -> None:
         """Refuse another number of heads than before."""
@@ -81,6 +88,8 @@ class HeadTable:
 
     def __init__(self, delta: float, method: Method = "auto") -> None:
         self.delta, self.method = delta, method
+        self.notes: dict[str, None] = {}
+        """What was measured in part, once each."""
         self._sites: dict[SiteKey, SiteHeads] = {}
         self._calls: dict[tuple[int, str, int, str, bool], int] = {}
         self._pending: list[Callable[[], None]] = []
@@ -89,34 +98,38 @@ class HeadTable:
         """Measure every head and sequence of a captured mixer; `commit` takes the numbers into the means."""
         key = SiteKey(site.stack, site.layer, site.name, site.cross, self._occurrence(site))
         windows = max(1, site.operator.shape[0] // max(site.sequences, 1))
+        channels = list(range(site.operator.shape[-3]))
+        if site.kind in BY_CHANNEL and len(channels) > MAX_CHANNELS:
+            sampled = sampled_channels(site.operator, MAX_CHANNELS)
+            self.notes[f"{MAX_CHANNELS} of the {len(channels)} channels of {site.kind} mixers"] = None
+            site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
         operator = site.operator
         width = operator.query.shape[-1] if isinstance(operator, SoftmaxMixing) else None
         scale = operator.scale if isinstance(operator, SoftmaxMixing) else None
-        heads, kind, numbers = operator.shape[-3], site.kind, list(measured(site, self.delta, self.method))
-        self._pending.append(lambda: self._take(key, kind, heads, width, scale, numbers, windows))
+        kind, numbers = site.kind, list(measured(site, self.delta, self.method))
+        self._pending.append(lambda: self._take(key, kind, channels, width, scale, numbers, windows))
 
     def _take(
         self,
         key: SiteKey,
         kind: str,
-        heads: int,
+        channels: list[int],
         width: int | None,
         scale: float | None,
         numbers: list[Measured],
         windows: int,
     ) -> None:
-        known = self._sites.get(key)
+        known, heads = self._sites.get(key), len(channels)
         if known is None:
-            moments = RunningMoments((heads, len(COLUMNS)))
-            known = SiteHeads(
-                key, kind, moments, RunningMoments((heads, heads)), np.zeros(heads), width, scale
-            )
+            moments, distances = RunningMoments((heads, len(COLUMNS))), RunningMoments((heads, heads))
+            known = SiteHeads(key, kind, moments, distances, np.zeros(heads), width, scale, channels=channels)
             self._sites[key] = known
         known.check_heads(heads)
         for one in numbers:
             if one.values[0, 0] > known.longest:
                 known.longest, known.patterns = int(one.values[0, 0]), one.patterns
             known.spectra = known.spectra or one.spectra
+            known.maps = known.maps or one.maps
         for start in range(0, len(numbers), windows):
             known.add(numbers[start : start + windows])
 
@@ -197,11 +210,12 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
         estimated, fallbacks = (round(numbers[way] * sequences) if sequences else 0 for way in WAYS)
         null = random_rank(site, head, numbers["tokens"], numbers["sources"], delta)
         nearest = None if np.isnan(distance[head]).all() else int(np.nanargmin(distance[head]))
+        other = None if nearest is None else site.channels[nearest]
         yield HeadRecord(
             stack=site.key.stack,
             site=site.key.site,
             layer=site.key.layer,
-            head=head,
+            head=site.channels[head],
             kind=site.kind,
             mask=site.patterns[head].name if site.patterns else "full",
             cross=site.key.cross,
@@ -211,7 +225,8 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             fallbacks=fallbacks,
             random_rank=null.mean,
             z_score=(numbers["numerical_rank"] - null.mean) / null.std if null.std > 0 else np.nan,
-            nearest_head=nearest,
+            membership_map=site.maps[head] if site.maps else [],
+            nearest_head=other,
             nearest_distance=np.nan if nearest is None else float(distance[head, nearest]),
             spread={name: float(spread[head, at]) for at, name in enumerate(MEASURES) if at > 1},
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},

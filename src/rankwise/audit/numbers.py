@@ -14,7 +14,7 @@ from rankwise.audit.masks import Pattern, barrier_of, patterns_of
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError, did_you_mean
-from rankwise.operators import DenseMixing, MixingOperator, PartMixing
+from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing
 
 Method = Literal["auto", "exact", "estimate"]
 """How ranks are taken; "auto" is exact while the shorter side of a matrix is at most `EXACT_UP_TO`."""
@@ -43,12 +43,18 @@ MEASURES = (
     "null_rank",
     "rank_low",
     "rank_high",
+    "membership",
+    "coding_rate",
 )
 """Numbers of a head that are averaged over sequences, under the names they have in its record."""
 ERRORS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that an estimate gives with a standard error."""
 WAYS = ("estimated", "fallback")
 """1 where the ranks of a head were estimated; where the exact count was too close and the SVD decided."""
+AVERAGING = ("softmax", "dense", "linear")
+"""Kinds whose rows are means over tokens: chance under their mask is a null for their rank."""
+MAP_TOKENS = 1024
+"""Tokens of a membership map."""
 COLUMNS = (*MEASURES, *(f"stderr of {name}" for name in ERRORS), *WAYS)
 
 
@@ -63,6 +69,12 @@ class Measured(NamedTuple):
     """Of each head."""
     spectra: list[list[float]]
     """Empty where they were not computed."""
+    maps: list[list[float]]
+    """Memberships of the tokens in each head, where the mixer has such."""
+
+
+Extras = dict[str, Tensor | float]
+"""Columns by name, (B, H) or one number for all; and the map of memberships."""
 
 
 def check_method(method: str) -> Method:
@@ -103,7 +115,8 @@ def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured
     if whole and not estimates(operator, method):
         at_once = max(1, MATRIX_BYTES // (8 * heads * tokens * sources))
         for start in range(0, batch, at_once):
-            yield from _exact(operator[start : start + at_once], delta)
+            index = slice(start, start + at_once)
+            yield from _exact(operator[index], _extras(site, index), delta)
         return
     for at in range(batch):  # sequences of their own lengths
         rows, columns = site.valid_tokens[at], site.valid_sources[at]
@@ -112,7 +125,9 @@ def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured
             continue
         one = operator[at : at + 1]
         one = one if whole else PartMixing(one, rows, columns)
-        yield from _estimated(one, delta) if estimates(one, method) else _exact(one, delta)
+        extras = _extras(site, slice(at, at + 1))
+        take = _estimated if estimates(one, method) else _exact
+        yield from take(one, extras, delta)
 
 
 def estimates(operator: MixingOperator, method: Method) -> bool:
@@ -120,53 +135,78 @@ def estimates(operator: MixingOperator, method: Method) -> bool:
     return method == "estimate" or (method == "auto" and min(operator.shape[-2:]) > EXACT_UP_TO)
 
 
-def _exact(operator: MixingOperator, delta: float) -> Iterator[Measured]:
+def _extras(site: MixerSite, index: slice) -> Extras:
+    """What is known of memberships: their mean, their rate, their map."""
+    heads = site.operator[index]
+    if not isinstance(heads, DiagonalMixing):
+        known: Extras = {"membership": math.nan, "coding_rate": math.nan}
+        return known if site.kind in AVERAGING else known | {"null_rank": math.nan}
+    rows, share = site.valid_tokens[index], heads.diagonal.double()
+    real = rows[:, None].to(share.device)
+    mean = share.masked_fill(~real, 0).sum(-1) / real.sum(-1)
+    rate: Tensor | float = math.nan
+    if site.projection is not None:
+        rate = measures.variational_rate(site.projection[index], heads.diagonal, rows)
+    kept = share.masked_fill(~real, math.nan)
+    return {"null_rank": math.nan, "membership": mean, "coding_rate": rate, "map": kept}
+
+
+def _exact(operator: MixingOperator, extras: Extras, delta: float) -> Iterator[Measured]:
     dense = DenseMixing(operator.dense(torch.float64))
     ranks = measures.rank_summary(dense, delta)
     sigma = ranks.singular_values
     kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
-    known: dict[str, Tensor | float] = {name: getattr(ranks, name) for name in ERRORS}
+    known: Extras = {name: getattr(ranks, name) for name in ERRORS}
     known |= {f"stderr of {name}": 0.0 for name in ERRORS}
     known |= {"rank_low": ranks.numerical_rank, "rank_high": ranks.numerical_rank}
     known |= {"estimated": 0.0, "fallback": ranks.fallback}
-    yield from _measured(operator, dense, known, sigma[..., kept.to(sigma.device)].cpu())
+    yield from _measured(operator, dense, known | extras, sigma[..., kept.to(sigma.device)].cpu())
 
 
-def _estimated(operator: MixingOperator, delta: float) -> Iterator[Measured]:
+def _estimated(operator: MixingOperator, extras: Extras, delta: float) -> Iterator[Measured]:
     found = measures.estimate_spectrum(operator, PROBES, STEPS, SEED)
     count = found.count(delta)
     named = dict(zip(ERRORS, (count, found.effective_rank, found.stable_rank, found.sigma_max), strict=True))
-    known: dict[str, Tensor | float] = {name: one.value for name, one in named.items()}
+    known: Extras = {name: one.value for name, one in named.items()}
     known |= {f"stderr of {name}": one.stderr for name, one in named.items()}
     known |= {"rank_low": count.low, "rank_high": count.high}
     known |= {"estimated": 1.0, "fallback": 0.0}
-    yield from _measured(operator, operator, known, None)
+    yield from _measured(operator, operator, known | extras, None)
 
 
 def _measured(
     operator: MixingOperator,
     rows_of: MixingOperator,
-    known: dict[str, Tensor | float],
+    known: Extras,
     spectra: Tensor | None,
 ) -> Iterator[Measured]:
     batch, heads, tokens, sources = operator.shape
     rows = measures.row_summary(rows_of)
-    known |= {"tokens": float(tokens), "sources": float(sources), "null_rank": barrier_of(operator)}
+    known |= {"tokens": float(tokens), "sources": float(sources)}
+    if "null_rank" not in known:
+        known["null_rank"] = barrier_of(operator)
     known |= {name: getattr(rows, name) for name in rows._fields if name in COLUMNS}
     values = np.stack([_numbers(known[name], (batch, heads)) for name in COLUMNS], axis=-1)
     distances, patterns = rows.head_distance.cpu().numpy(), patterns_of(operator)
     for at in range(batch):
         shown = [] if spectra is None else _rounded(spectra[at])
-        yield Measured(values[at], distances[at], patterns[at], shown)
+        yield Measured(values[at], distances[at], patterns[at], shown, _map(known.get("map"), at))
 
 
 def _numbers(given: Tensor | float, shape: tuple[int, int]) -> Floats:
     return given.cpu().numpy() if isinstance(given, Tensor) else np.full(shape, float(given))
 
 
+def _map(share: Tensor | float | None, at: int) -> list[list[float]]:
+    if not isinstance(share, Tensor):
+        return []
+    real = share[at][:, ~share[at, 0].isnan()]
+    return _rounded(real[:, :MAP_TOKENS].cpu())
+
+
 def _nothing(heads: int) -> Measured:
     unknown = np.full((heads, len(COLUMNS)), math.nan)
-    return Measured(unknown, np.full((heads, heads), math.nan), [Pattern("full")] * heads, [])
+    return Measured(unknown, np.full((heads, heads), math.nan), [Pattern("full")] * heads, [], [])
 
 
 def _rounded(spectra: Tensor) -> list[list[float]]:

@@ -80,7 +80,10 @@ class HeadRecord(Record):
     identity_distance: Number
     """‖M − I‖_F / √(‖M‖_F² + T), in [0, 1]; 0 = every token keeps to itself; NaN where T ≠ S."""
     null_rank: Number
-    """Expected rank of a hardmax matrix with uniform winners under the same mask."""
+    """Expected rank of a hardmax matrix with uniform winners under the same mask.
+
+    NaN for mixers that are no mean over tokens (state-space, diagonal): it says nothing of them.
+    """
     random_rank: Number = math.nan
     """Mean numerical rank that random queries and keys of this length, width, mask and scale give.
 
@@ -88,6 +91,12 @@ class HeadRecord(Record):
     """
     z_score: Number = math.nan
     """(numerical rank − random rank) / standard deviation of the random rank."""
+    membership: Number = math.nan
+    """Mean membership Π of a token in the head, in [0, 1]; of TSSA, NaN elsewhere."""
+    coding_rate: Number = math.nan
+    """The head's share in R_c^var, the rate of the tokens grouped by their memberships, in nats; of TSSA."""
+    membership_map: list[Number] = Field(default_factory=list)
+    """Π of each token of the first sequence, as many as 1,024; of TSSA, empty elsewhere."""
     nearest_head: int | None = None
     """The head of the same site that mixes most alike."""
     nearest_distance: Number = math.nan

@@ -255,7 +255,8 @@ class _Run:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": _versions(),
         }
-        notes = [_printable(note) for note in (*self.notes, *self.trace.notes, *self.given_notes)]
+        parts = [f"measured: {part}, spread evenly" for part in self.heads.notes]
+        notes = [_printable(note) for note in (*self.notes, *parts, *self.trace.notes, *self.given_notes)]
         said = {**found, **self.given}
         return Provenance(**{name: _printable(value) for name, value in said.items()}, notes=notes)
 

@@ -1,6 +1,6 @@
 """From one attention call to the operator it applied, in (B, H, T, S)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rankwise.capture.frames import Frame
 from rankwise.capture.layout import given_shape, layout_of, unpacked_groups
+from rankwise.capture.trace import Path
 from rankwise.capture.weights import Mixed
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
 
@@ -30,6 +31,11 @@ class Call:
     """Real tokens (B, T) where a self-attention itself knows them."""
     whole: bool = False
     """Whether its batch axis is known to hold whole sequences, no windows."""
+    finish: Callable[[Tensor], Tensor] | None = None
+    """From M V to what the module gave, where that is known."""
+    path: Path | None = None
+    projection: Tensor | None = None
+    """Tokens in the subspaces of the heads (B, H, T, K), where the mixer has such."""
 
 
 def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

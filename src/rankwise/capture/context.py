@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.capture.adapters import Reader
 from rankwise.capture.blocks import Blocks
 from rankwise.capture.calls import ROUTER, Call, fused_arguments, fused_call, mixed_call, why_no_tokens
 from rankwise.capture.chains import Chains
@@ -114,10 +115,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         """Start to watch the model."""
         check_unused(self._entered_once)
         self._entered_once = True
-        self._candidates = mixer_like(self._model)
         self._trace.notes.extend(training_notes(self._model))
         self._tap = AttentionTap(self._fused, self._functional, self._mixed)
         self._frames = Frames(self._model, quiet_names(self._model))
+        self._reader = Reader(self._model, self._frames, self._left_out.setdefault, self._values)
+        self._candidates = mixer_like(self._model) | self._reader.names
         self._frames.on_enter.append(self._entered)
         # Before the blocks' own listener: a mixer that is itself a block must be known when it is left.
         self._frames.on_leave.append(self._left)
@@ -160,6 +162,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._begin(frame)
         stock = is_stock(frame.module) or is_stock_stack(frame.module)
         frame.guards.enter_context(self._tap.switched(on=not stock))
+        if not self._named_by_hand():
+            self._reader.entered(frame)
 
     def _begin(self, frame: Frame) -> None:
         if frame.name in self._outermost or self._chains.run < 0:
@@ -173,9 +177,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if frame.raised:
             return
         if frame.name in self._sites:
-            with _apart(None):
+            with self._apart(None):
                 made = self._sites[frame.name](frame.module, frame.args, frame.kwargs, frame.output)
             self._add(checked_operator(made, frame.name), kind=made.kind)
+        elif self._reader.inside:
+            with self._apart(None):
+                call = self._reader.left(frame)
+            if call is not None:
+                self._add(call, kind=call.operator.kind)
         elif is_stock(frame.module) and not frame.mixed_inside and not self._named_by_hand():
             reason = why_not_known(frame.module, frame.called_inside)
             if reason is None:
@@ -190,20 +199,20 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return running[-2] if len(running) > 1 else None
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._frames.running and not self._named_by_hand():
+        if self._frames.running and not self._read_otherwise():
             given = fused_arguments(args, kwargs)
             if given.get("dropout_p", 0.0) > 0:
                 self._note(dropout_note("fused attention"))
             self._try(partial(fused_call, given, output, self._frames.running[-1]), output)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._frames.running and not self._named_by_hand():
+        if self._frames.running and not self._read_otherwise():
             with torch.no_grad():
                 frame = self._frames.running[-1]
                 self._try(partial(functional_call, args, kwargs, frame), *frame.tensors[:1])
 
     def _mixed(self, mixed: Mixed) -> None:
-        if not self._frames.running or self._named_by_hand():
+        if not self._frames.running or self._read_otherwise():
             return
         reason = why_no_tokens(mixed, self._frames.running)
         if reason is None:
@@ -215,6 +224,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _named_by_hand(self) -> bool:
         return any(frame.name in self._sites for frame in self._frames.running)
+
+    def _read_otherwise(self) -> bool:
+        """Whether what is running is no business of the tap."""
+        return self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:
         if note not in self._trace.notes:
@@ -245,20 +258,20 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _emit_mixer(self, site: MixerSite) -> None:
         self._mixers += 1
-        with _apart(site.operator.device):
+        with self._apart(site.operator.device):
             self._on_mixer(site)
 
     def _emit_state(self, state: StateSite) -> None:
         self._states += 1
-        with _apart(state.tokens.device):
+        with self._apart(state.tokens.device):
             self._on_state(state)
 
-
-def _apart(device: torch.device | None) -> ExitStack:
-    """Keep measures out of the model's run: no tap, no gradient, no autocast."""
-    stack = ExitStack()
-    stack.enter_context(torch._C.DisableTorchFunction())
-    stack.enter_context(torch.no_grad())
-    if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-    return stack
+    def _apart(self, device: torch.device | None) -> ExitStack:
+        """Keep measures out of the model's run: no tap, no hook, no gradient; on a device, no autocast."""
+        stack = ExitStack()
+        stack.enter_context(self._frames.still())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.no_grad())
+        if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        return stack

@@ -43,6 +43,10 @@ class Frame:
     """Whether a module inside it was called."""
     mixed_inside: bool = False
     """Whether a mixer inside it was captured."""
+    adapter: Any = None
+    """What reads its operator when it ends, if anything does."""
+    steps: dict[str, Any] = field(default_factory=dict)
+    """Calls inside it that an adapter reads, by the names of their modules inside it."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -117,6 +121,7 @@ class Frames:
         self.elsewhere = False
         """Whether the model was called in another thread, where our function mode is not active."""
         self._serial = count()
+        self._still = False
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -145,8 +150,17 @@ class Frames:
                 nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
             self._drop_above(0)
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Calls until the block ends are none of the model's own: take no note of them."""
+        before, self._still = self._still, True
+        try:
+            yield
+        finally:
+            self._still = before
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        if _recomputing() or self._in_other_thread():
+        if _recomputing() or self._in_other_thread() or self._still:
             return
         if module is self._model:  # whatever is still here was left behind by a call that never ended
             self._drop_above(0)
@@ -162,6 +176,7 @@ class Frames:
         if (
             _recomputing()
             or self._in_other_thread()
+            or self._still
             or not any(frame.module is module for frame in self.running)
         ):
             return

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from rankwise.capture.chains import same
 from rankwise.capture.frames import ABSENT, Frame, parameter_names
-from rankwise.operators import DenseMixing, MixingOperator
+from rankwise.operators import (
+    DenseMixing,
+    DiagonalMixing,
+    LinearAttentionMixing,
+    MixingOperator,
+    SelectiveMixing,
+    SemiseparableMixing,
+    ToeplitzMixing,
+)
 
 CROSS_ARGUMENTS = (
     "encoder_hidden_states",
@@ -28,6 +36,14 @@ CACHE_ARGUMENTS = (
     "cache",
     "past",
 )
+UNMASKED = (
+    DiagonalMixing,
+    LinearAttentionMixing,
+    SelectiveMixing,
+    SemiseparableMixing,
+    ToeplitzMixing,
+)
+"""Kinds that hold no mask: each of their tokens sees itself."""
 OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
 
 
@@ -127,6 +143,8 @@ def _has_second_stream(frame: Frame) -> bool:
 
 def _could_hide(operator: MixingOperator) -> bool:
     """Whether its support shows a mask: zeros of weights changed after the softmax are none."""
+    if isinstance(operator, UNMASKED):
+        return False
     if isinstance(operator, DenseMixing):
         return operator.allowed is not None
     return getattr(operator, "mask", True) is not None

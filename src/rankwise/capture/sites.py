@@ -44,6 +44,9 @@ def mixer_site(call: Call, frames: Sequence[Frame], kind: str, run: int, values:
             run=run,
             values=_kept(call.values) if values else None,
             output=_kept(call.output) if values else None,
+            finish=call.finish if values else None,
+            path=call.path if values else None,
+            projection=call.projection,
         )
 
 

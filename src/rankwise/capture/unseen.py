@@ -11,6 +11,21 @@ MIXER_NAME = re.compile(
     r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU"
     r"|Rglru|RNN|LSTM|GRU|FourierTransform|TokenMix|SpatialGating)"
 )
+WITHOUT_OPERATOR = (
+    (
+        re.compile("DeltaNet|DeltaAttention|GatedDelta|KimiDelta"),
+        "the delta rule multiplies its state by a matrix at each token, which no kind of operator here holds",
+    ),
+    (
+        re.compile("RWKV|Rwkv"),
+        "each row of its weights is divided by a decaying sum of them, which no kind of operator here holds",
+    ),
+    (
+        re.compile("LSTM|GRU|RNN"),
+        "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
+    ),
+)
+"""Classes of layers of which it is known that capture has no operator for them, with the reason."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model|Structure)$"
 )
@@ -59,7 +74,8 @@ def unseen_modules(
             outermost.append(name)
     modules = dict(model.named_modules())
     return [
-        UnseenModule(name, type(modules[name]).__name__, _reason(name, called, known)) for name in outermost
+        UnseenModule(name, type(modules[name]).__name__, _reason(name, modules[name], called, known))
+        for name in outermost
     ]
 
 
@@ -72,12 +88,15 @@ def _holds(outer: str, inner: str) -> bool:
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
-def _reason(name: str, called: set[str], known: Mapping[str, str]) -> str:
+def _reason(name: str, module: nn.Module, called: set[str], known: Mapping[str, str]) -> str:
     inside = [reason for other, reason in known.items() if _holds(name, other)]
     if inside:
         return inside[0]
     if name not in called:
         return "never called in this capture"
+    for pattern, reason in WITHOUT_OPERATOR:
+        if pattern.search(type(module).__name__):
+            return f"{reason}; name it in `sites=` with a function of your own to capture it"
     return (
         "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "
         "operation, or another kind of mixer; name it in `sites=` to capture it"

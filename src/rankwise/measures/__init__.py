@@ -8,6 +8,7 @@ from rankwise.measures._inputs import as_matrices
 from rankwise.measures.coding_rate import coding_rate
 from rankwise.measures.collapse import mean_cosine, state_effective_rank, token_collapse, token_norm
 from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
+from rankwise.measures.membership import variational_rate
 from rankwise.measures.rank import (
     DELTA,
     RankSummary,
@@ -56,4 +57,5 @@ __all__ = [
     "summarize_spectrum",
     "token_collapse",
     "token_norm",
+    "variational_rate",
 ]

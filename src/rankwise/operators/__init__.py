@@ -1,6 +1,8 @@
 """Mixing operators: the T×S matrices by which layers mix tokens, one file a kind."""
 
 from rankwise.operators.base import MixingOperator
+from rankwise.operators.channels import sampled_channels
+from rankwise.operators.compose import ProductMixing, SumMixing
 from rankwise.operators.dense import DenseMixing
 from rankwise.operators.diagonal import DiagonalMixing
 from rankwise.operators.linear_attention import LinearAttentionMixing
@@ -16,8 +18,11 @@ __all__ = [
     "LinearAttentionMixing",
     "MixingOperator",
     "PartMixing",
+    "ProductMixing",
     "SelectiveMixing",
     "SemiseparableMixing",
     "SoftmaxMixing",
+    "SumMixing",
     "ToeplitzMixing",
+    "sampled_channels",
 ]

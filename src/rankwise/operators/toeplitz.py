@@ -1,7 +1,7 @@
 """The same kernel at every token: S4, long convolutions and other time-invariant models."""
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from rankwise.errors import ShapeError
@@ -36,6 +36,53 @@ class ToeplitzMixing(MixingOperator):
     def __init__(self, kernel: Float[Tensor, "..."], is_causal: bool = True) -> None:
         _check_kernel(kernel, is_causal)
         self.kernel, self.is_causal = kernel, is_causal
+
+    @classmethod
+    def from_ssm(
+        cls,
+        a: Shaped[Tensor, "*heads N"],
+        b: Shaped[Tensor, "*heads N"],
+        c: Shaped[Tensor, "*heads N"],
+        step: Float[Tensor, "*heads"],
+        tokens: int,
+        conjugates: bool = False,
+    ) -> "ToeplitzMixing":
+        """The causal convolution of a diagonal state space, as in S4D.
+
+        Formula: ``kernel[l] = Re Σ_n c_n b̄_n exp(l · step · a_n)`` with b̄ = (exp(step · a) − 1)/a · b, a
+        zero-order hold (step · b where a = 0); twice that where conjugate states were left out.
+        Cost: O(T N) time and O(T) memory for each head.
+        Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal
+        State Space Models", NeurIPS 2022, eq. 4 and listing 1.
+
+        Args:
+            a: what the state decays by, real or complex, real parts at most 0.
+            b: what enters the state.
+            c: what reads the state.
+            step: Δ, one a head.
+            tokens: T.
+            conjugates: whether each complex state stands for itself and its conjugate, as S4D keeps them.
+
+        Raises:
+            ShapeError: if they do not fit together, or T is less than 1.
+
+        Example:
+            >>> import torch
+            >>> one = torch.ones(1, 1)
+            >>> a = torch.tensor([[0.5]]).log()
+            >>> operator = ToeplitzMixing.from_ssm(a, one, one, torch.ones(1), tokens=3)
+            >>> (operator.kernel / operator.kernel[:, :1]).tolist()
+            [[1.0, 0.5, 0.25]]
+        """
+        _check_ssm(a, b, c, step, tokens)
+        a_step = a * step[..., None]
+        linear = step[..., None] * torch.ones_like(a)
+        held = torch.where(a == 0, linear, torch.expm1(a_step) / torch.where(a == 0, 1, a))
+        weights, lags = c * held * b, torch.arange(tokens, device=a.device)
+        kernel = step.new_zeros(*step.shape, tokens)
+        for weight, rate in zip(weights.unbind(-1), a_step.unbind(-1), strict=True):
+            kernel = kernel + (weight[..., None] * (rate[..., None] * lags).exp()).real
+        return cls(2 * kernel if conjugates else kernel)
 
     @property
     def shape(self) -> torch.Size:
@@ -107,6 +154,17 @@ class ToeplitzMixing(MixingOperator):
         negative = 0 if self.is_causal else self.shape[-1] - 1
         zeros = kernel.new_zeros(*kernel.shape[:-1], length - kernel.shape[-1])
         return torch.cat([kernel[..., negative:], zeros, kernel[..., :negative]], dim=-1)
+
+
+def _check_ssm(a: Tensor, b: Tensor, c: Tensor, step: Tensor, tokens: int) -> None:
+    if a.ndim == 0 or not (a.shape == b.shape == c.shape and step.shape == a.shape[:-1] and tokens > 0):
+        raise ShapeError(
+            "`ToeplitzMixing.from_ssm`",
+            wanted="a, b and c (..., H, N), step (..., H), tokens ≥ 1",
+            got=f"a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}, step {tuple(step.shape)}, "
+            f"tokens {tokens}",
+            fix="Expand what heads share.",
+        )
 
 
 def _check_kernel(kernel: Tensor, is_causal: bool) -> None:

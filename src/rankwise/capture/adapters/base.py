@@ -1,0 +1,118 @@
+"""What an adapter is: how to read the operator of one family of layers from one call."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from rankwise.capture.calls import Call
+from rankwise.capture.frames import ABSENT, Frame
+from rankwise.errors import RankwiseError
+
+FUSED = (
+    "a fused kernel ran in place of its own steps, so that what it mixed with was not seen; call "
+    "model.eval(), or run it without the kernel"
+)
+OFFLOADED = "its weights are offloaded and gone when it has run; capture it with the weights on a device"
+PACKED = "it was told that a row holds several sequences (`seq_idx`); pass each sequence as a row of its own"
+CONTINUED = (
+    "it went on from a cache that holds earlier tokens, which are no columns of its operator; capture the "
+    "whole sequence in one call"
+)
+
+CACHES = ("cache_params", "past_key_values")
+"""What layers of transformers call their cache."""
+
+
+class NotExactError(RankwiseError):
+    """A call whose operator does not follow from what was seen of it; its text is the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("this call", wanted="one whose operator can be read", got="another", fix=reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a module inside a mixer."""
+
+    given: Tensor
+    gave: Any
+
+
+Steps = Mapping[str, Step]
+"""The calls of the modules that an adapter watches, by their names inside the mixer."""
+
+
+class Adapter(ABC):
+    """Reads the operator of one family of layers, exactly or not at all.
+
+    It changes nothing and runs nothing of the model a second time: it reads what the modules inside the mixer
+    were given and gave, and its weights.
+    """
+
+    watched: ClassVar[tuple[str, ...]] = ()
+    """Modules inside the mixer whose calls are kept until the mixer ends."""
+
+    @abstractmethod
+    def reads(self, module: nn.Module) -> bool:
+        """Whether a module is of this family."""
+
+    def why_not(self, frame: Frame) -> str | None:
+        """Why the operator of a call that now begins will not be exact; None where it will."""
+        return None
+
+    @abstractmethod
+    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+        """The operator of a call that has just ended.
+
+        Args:
+            frame: the call.
+            steps: the calls of the watched modules inside it.
+            values: whether what it was applied to is asked for, and how the layer goes on from there.
+
+        Raises:
+            NotExactError: where it does not follow from what was seen.
+        """
+
+
+def named(module: nn.Module, classes: frozenset[str]) -> bool:
+    """Whether a module's class, or one it is made from, is one of these of transformers."""
+    return any(
+        kind.__name__ in classes and kind.__module__.startswith("transformers.models.")
+        for kind in type(module).__mro__
+    )
+
+
+def step(steps: Steps, name: str) -> Step:
+    """The call of one watched module.
+
+    Raises:
+        NotExactError: if it was not called.
+    """
+    if name not in steps:
+        raise NotExactError(FUSED)
+    return steps[name]
+
+
+def why_not_from_scratch(frame: Frame) -> str | None:
+    """Why a state-space layer of transformers does not start from an empty state; None where it does."""
+    layer = getattr(frame.module, "layer_idx", None)
+    for cache in (frame.argument(name) for name in CACHES):
+        if cache not in (None, ABSENT) and cache.get_conv_state(layer, state_idx=0) is not None:
+            return CONTINUED
+    if frame.kwargs.get("seq_idx") is not None:
+        return PACKED
+    return None
+
+
+def check_on_device(*weights: Tensor | None) -> None:
+    """Refuse weights that are not there.
+
+    Raises:
+        NotExactError: if one of them is offloaded.
+    """
+    if any(weight is not None and weight.is_meta for weight in weights):
+        raise NotExactError(OFFLOADED)

@@ -1,0 +1,24 @@
+"""The list of adapters."""
+
+from torch import nn
+
+from rankwise.capture.adapters.base import Adapter
+from rankwise.capture.adapters.mamba import MambaAdapter
+from rankwise.capture.adapters.mamba2 import Mamba2Adapter
+from rankwise.capture.adapters.protocol import ProtocolAdapter
+from rankwise.capture.adapters.rg_lru import RGLRUAdapter
+from rankwise.capture.adapters.short_conv import ShortConvAdapter
+
+ADAPTERS: tuple[Adapter, ...] = (
+    ProtocolAdapter(),
+    MambaAdapter(),
+    Mamba2Adapter(),
+    RGLRUAdapter(),
+    ShortConvAdapter(),
+)
+"""Asked in this order."""
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """The adapter that reads a module, if there is one."""
+    return next((adapter for adapter in ADAPTERS if adapter.reads(module)), None)

@@ -1,0 +1,52 @@
+"""The gated short convolution of LFM2, as transformers computes it."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankwise.capture.adapters.base import Adapter, Steps, check_on_device, named, step, why_not_from_scratch
+from rankwise.capture.adapters.path import short_convolution
+from rankwise.capture.calls import Call
+from rankwise.capture.frames import Frame
+from rankwise.capture.trace import Path
+from rankwise.operators import DiagonalMixing, ProductMixing
+
+
+class ShortConvAdapter(Adapter):
+    """One Toeplitz matrix for each channel, from the weights of the convolution alone.
+
+    Values are the channels behind the first gate; the convolution's bias, the second gate and the output
+    projection come after.
+    """
+
+    watched = ("in_proj",)
+    classes = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv"})
+
+    def reads(self, module: nn.Module) -> bool:
+        """Whether it is the convolution of transformers' LFM2."""
+        return named(module, self.classes)
+
+    def why_not(self, frame: Frame) -> str | None:
+        """It goes on from earlier tokens, or holds several sequences in a row."""
+        return why_not_from_scratch(frame)
+
+    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+        """The convolution of a whole sequence."""
+        layer: Any = frame.module
+        check_on_device(layer.conv.weight, layer.conv.bias)
+        enters, leaves, x = step(steps, "in_proj").gave.transpose(1, 2).chunk(3, dim=1)
+        operator = short_convolution(layer.conv.weight, x.shape[0], x.shape[-1])
+        if not values:
+            return Call(operator, whole=True)
+        bias = x.new_zeros(x.shape[1]) if layer.conv.bias is None else layer.conv.bias.detach()
+        path = Path(
+            ProductMixing(DiagonalMixing(leaves), operator, DiagonalMixing(enters)),
+            x[..., None],
+            (leaves * bias[:, None])[..., None],
+            lambda gated: layer.out_proj(gated[..., 0].transpose(1, 2)),
+        )
+
+        def finish(mixed: Tensor) -> Tensor:
+            return path.finish(leaves[..., None] * mixed + path.offset)
+
+        return Call(operator, (enters * x)[..., None], finish=finish, path=path, whole=True)

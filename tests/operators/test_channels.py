@@ -1,0 +1,51 @@
+"""Samples of channels: in order, spread, repeatable, and as likely one as another."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_cases import unchecked
+
+from rankwise.errors import InputError, ShapeError
+from rankwise.operators import DiagonalMixing, sampled_channels
+
+
+@settings(max_examples=50)
+@given(heads=st.integers(1, 200), count=st.integers(1, 40), seed=st.integers(0, 9))
+def test_a_sample_is_one_of_each_run(heads, count, seed):
+    picked = sampled_channels(DiagonalMixing(torch.ones(2, heads, 3)), count, seed).tolist()
+    assert picked == sorted(set(picked))
+    assert len(picked) == min(heads, count)
+    assert 0 <= picked[0] <= picked[-1] < heads
+    if heads <= count:
+        assert picked == list(range(heads))
+    else:
+        runs = [sum(head >= heads * (at + 1) // count for at in range(count)) for head in picked]
+        assert runs == list(range(count))
+
+
+def test_the_seed_decides_and_nothing_else():
+    operator = DiagonalMixing(torch.ones(1, 1536, 2))
+    torch.manual_seed(1)
+    one = sampled_channels(operator)
+    torch.manual_seed(2)
+    assert torch.equal(sampled_channels(operator), one)
+    assert not torch.equal(sampled_channels(operator, seed=1), one)
+    assert len(one) == 16
+
+
+def test_every_head_has_its_chance():
+    operator = DiagonalMixing(torch.ones(7, 2))
+    drawn = torch.stack([sampled_channels(operator, 3, seed) for seed in range(300)])
+    counts = torch.bincount(drawn.flatten(), minlength=7)
+    # runs of 2, 2 and 3 heads: each is drawn 150 or 100 times of 300, with deviation √(300·¼) = 8.7
+    expected = torch.tensor([150, 150, 150, 150, 100, 100, 100])
+    assert bool(((counts - expected).abs() < 5 * 8.7).all())
+
+
+def test_bad_input_is_refused():
+    operator = DiagonalMixing(torch.ones(4, 2))
+    with pytest.raises(InputError, match="`count` of `sampled_channels`: wanted at least 1, got 0"):
+        sampled_channels(operator, 0)
+    with unchecked(), pytest.raises(ShapeError, match=r"wanted an operator of shape \(\.\.\., H, T, S\)"):
+        sampled_channels(operator[0])

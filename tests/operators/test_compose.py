@@ -1,0 +1,101 @@
+"""Products and sums of operators are the products and sums of their matrices."""
+
+import pytest
+import torch
+from mixing_laws import check_gradients, check_indexing, check_matrix, check_products, normal, products
+from operator_cases import unchecked
+
+from rankwise.errors import ShapeError
+from rankwise.operators import (
+    DiagonalMixing,
+    LinearAttentionMixing,
+    ProductMixing,
+    SelectiveMixing,
+    SumMixing,
+    ToeplitzMixing,
+)
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def chain(tokens=7, sources=5):
+    return (
+        DiagonalMixing(normal(2, 4, tokens)),
+        LinearAttentionMixing(normal(2, 4, tokens, 3, seed=1), normal(2, 4, sources, 3, seed=2)),
+        ToeplitzMixing(normal(2, 4, sources, seed=3)),
+    )
+
+
+def alike(tokens=7):
+    c, b = normal(2, 1, tokens, 3, seed=4), normal(2, 1, tokens, 3, seed=5)
+    scan = SelectiveMixing(c, b, -normal(4, 3, seed=6).abs(), normal(2, 4, tokens, seed=7).abs())
+    return DiagonalMixing(normal(2, 4, tokens)), scan
+
+
+def test_a_product_is_the_product_of_the_matrices():
+    one, two, three = (part.dense() for part in chain())
+    exact = one @ two @ three
+    size = one.abs() @ two.abs() @ three.abs()
+    # 1 + 3 + 5 roundings of terms of this size; the transform's error is 1e-15 of ‖kernel‖·‖values‖
+    slack = 64 * EPS * size.amax((-2, -1), keepdim=True).expand_as(size)
+    check_matrix(ProductMixing(*chain()), exact, slack, torch.ones_like(exact, dtype=torch.bool))
+    everywhere = slack / (64 * EPS)
+    check_products(ProductMixing(*chain()), exact, products(everywhere, 64, torch.float64))
+
+
+def test_a_sum_is_the_sum_of_the_matrices():
+    one, two = (part.dense() for part in alike())
+    size = one.abs() + two.abs()
+    slack = 64 * EPS * size.amax((-2, -1), keepdim=True).expand_as(size)
+    support = torch.ones(7, 7, dtype=torch.bool).tril()
+    check_matrix(SumMixing(*alike()), one + two, slack, support)
+    check_products(SumMixing(*alike()), one + two, products(slack / (64 * EPS), 64, torch.float64))
+
+
+def test_support_follows_chains():
+    lower = ToeplitzMixing(normal(1, 4))
+    gate = DiagonalMixing(normal(1, 4))
+    assert torch.equal(ProductMixing(gate, lower).support()[0], torch.ones(4, 4, dtype=torch.bool).tril())
+    assert torch.equal(ProductMixing(gate, gate).support()[0], torch.eye(4, dtype=torch.bool))
+    assert bool(ProductMixing(lower, lower.mT).support().all())
+
+
+def test_indexing_and_gradients():
+    check_indexing(ProductMixing(*chain(5, 5)))
+    check_indexing(SumMixing(*alike(5)))
+    for kind in (ProductMixing, SumMixing):
+        check_gradients(
+            lambda d, k, kind=kind: kind(DiagonalMixing(d), ToeplitzMixing(k)), normal(3), normal(3)
+        )
+
+
+def test_half_precision_is_carried_in_float32_between_the_parts():
+    """1 + 2⁻⁸ is no bfloat16; both parts together give it back whole."""
+    up = DiagonalMixing(torch.full((1, 2), 257.0))
+    down = DiagonalMixing(torch.full((1, 2), 1 / 257))
+    one = torch.ones(1, 2, 1, dtype=torch.bfloat16)
+    assert torch.equal(ProductMixing(down, up) @ one, one)
+    assert torch.equal(ProductMixing(down, up).apply_transposed(one), one)
+    assert ProductMixing(up, up.to(torch.float64)).dtype == torch.float64
+    assert ProductMixing(up, down).kind == "product"
+    assert SumMixing(up, down).kind == "sum"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        (ProductMixing, ()),
+        (ProductMixing, ((2, 3), (2, 4))),
+        (ProductMixing, ((2, 3), (1, 3))),
+        (SumMixing, ((2, 3), (2, 4))),
+        (SumMixing, ()),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(kind, shapes):
+    parts = [DiagonalMixing(torch.ones(shape)) for shape in shapes]
+    with (
+        unchecked(),
+        pytest.raises(ShapeError, match=f"`{kind.__name__}`: wanted operators of the same leading"),
+    ):
+        kind(*parts)

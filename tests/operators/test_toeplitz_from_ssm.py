@@ -1,0 +1,81 @@
+"""A diagonal state space as a convolution: the recurrence, its limits, and what does not fit."""
+
+import pytest
+import torch
+from mixing_laws import normal, uniform
+from operator_cases import unchecked
+
+from rankwise.errors import ShapeError
+from rankwise.operators import ToeplitzMixing
+
+
+def system(heads=3, states=4, seed=0):
+    a = torch.complex(-uniform(heads, states, seed=seed) - 0.1, normal(heads, states, seed=seed + 1))
+    b, c = (
+        torch.complex(normal(heads, states, seed=seed + i), normal(heads, states, seed=seed + i + 1))
+        for i in (2, 4)
+    )
+    return a, b, c, uniform(heads, seed=seed + 6) + 0.01
+
+
+def recurrence(a, b, c, step, inputs):
+    """x' = a x + b u with u held between tokens, solved exactly from token to token."""
+    decay = (a * step[:, None]).exp()
+    state, outputs = torch.zeros_like(a), []
+    for u in inputs.unbind(-1):
+        state = decay * state + (decay - 1) / a * b * u[:, None]
+        outputs.append((c * state).sum(-1).real)
+    return torch.stack(outputs, dim=-1)
+
+
+@pytest.mark.parametrize("conjugates", [False, True])
+def test_it_is_the_recurrence(conjugates):
+    a, b, c, step = system()
+    inputs = normal(3, 30, seed=9)
+    wanted = recurrence(a, b, c, step, inputs) * (2 if conjugates else 1)
+    operator = ToeplitzMixing.from_ssm(a, b, c, step, 30, conjugates)
+    # 30 · 4 terms of size ≤ 10, each a few roundings; exp(l·a) is off by l roundings of its exponent
+    torch.testing.assert_close((operator @ inputs[..., None])[..., 0], wanted, rtol=0, atol=1e-11)
+
+
+def test_conjugates_stand_for_both():
+    a, b, c, step = system()
+    both = ToeplitzMixing.from_ssm(*(torch.cat([x, x.conj()], -1) for x in (a, b, c)), step, 12)
+    half = ToeplitzMixing.from_ssm(a, b, c, step, 12, conjugates=True)
+    torch.testing.assert_close(half.kernel, both.kernel, rtol=1e-12, atol=1e-13)
+
+
+def test_a_state_that_does_not_decay_is_a_running_sum():
+    one = torch.ones(2, 1, dtype=torch.float64)
+    step = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    operator = ToeplitzMixing.from_ssm(torch.zeros_like(one), one, one, step, 4)
+    assert torch.equal(operator.dense(), step[:, None, None] * torch.ones(4, 4, dtype=torch.float64).tril())
+
+
+def test_tiny_rates_are_exact():
+    """(exp(x) − 1)/x loses every digit at x = 1e-17 unless it is taken as a whole."""
+    a = torch.full((1, 1), -1e-17, dtype=torch.float64)
+    one = torch.ones_like(a)
+    kernel = ToeplitzMixing.from_ssm(a, one, one, one[0], 3).kernel
+    torch.testing.assert_close(kernel, torch.ones_like(kernel), rtol=1e-15, atol=0)
+
+
+def test_gradients_reach_every_parameter():
+    given = [x.requires_grad_() for x in system(2, 2)]
+    assert torch.autograd.gradcheck(lambda *x: ToeplitzMixing.from_ssm(*x, 4).kernel, given)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tokens"),
+    [
+        (((2, 3), (2, 3), (2, 3), (3,)), 4),
+        (((2, 3), (2, 4), (2, 3), (2,)), 4),
+        (((2, 3), (2, 3), (3,), (2,)), 4),
+        (((2, 3), (2, 3), (2, 3), (2,)), 0),
+        (((), (), (), ()), 4),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(shapes, tokens):
+    with unchecked(), pytest.raises(ShapeError, match=r"`ToeplitzMixing.from_ssm`: wanted a, b and c"):
+        ToeplitzMixing.from_ssm(*(torch.ones(shape) for shape in shapes), tokens)
