@@ -1,4 +1,4 @@
-"""Claim: capture sees every attention layer of these model families, and sees it exactly.
+"""Claim: capture sees every mixer of these model families, and sees it exactly.
 
 Builds each family tiny and with random float64 weights (no download), runs one batch, and compares what was
 captured with what the model itself computed:
@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 
 from recipes.family_checks import Family, Row, check, replay_attention, replay_layer
+from recipes.state_space_checks import STATE_SPACE_HEADINGS, StateSpaceRow, check_state_space
+from recipes.state_space_models import STATE_SPACE
 from recipes.tiny_models import (
     BERT,
     IMAGE,
@@ -88,18 +90,21 @@ def shown(error: float) -> str:
     return f"{error:.0e}" if error else "0"
 
 
-def page(rows: Iterable[Row], command: str) -> str:
-    """The whole page: provenance, table, and what the table rests on."""
+def page(rows: Iterable[Row], state_space: Iterable[StateSpaceRow], command: str) -> str:
+    """The whole page: provenance, tables, and what they rest on."""
     import transformers
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     where = f"Python {platform.python_version()}, {platform.machine()} CPU"
     table = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}", *map(line, rows)]
+    names = STATE_SPACE_HEADINGS
+    second = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}", *(row.line for row in state_space)]
     text = TEXT_OF_PAGE.read_text(encoding="utf-8")
     return (
         text.replace("{command}", command)
         .replace("{where}", f"{versions}, {where}")
         .replace("{table}", "\n".join(table))
+        .replace("{state_space}", "\n".join(second))
     )
 
 
@@ -149,7 +154,7 @@ FAMILIES = [
 def main(arguments: list[str] | None = None) -> int:
     """Check all families (or some) and write the page; the exit status says whether all is as claimed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    names = [family.name for family in FAMILIES]
+    names = [*(family.name for family in FAMILIES), *STATE_SPACE]
     parser.add_argument("--families", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--page", type=Path, default=PAGE, help="where to write (default: docs/models.md)")
     given = parser.parse_args(arguments)
@@ -159,12 +164,16 @@ def main(arguments: list[str] | None = None) -> int:
         if family.name in given.families
         for implementation in family.implementations
     ]
-    given.page.write_text(page(rows, "python -m recipes.families"), encoding="utf-8")
+    state_space = [check_state_space(name) for name in STATE_SPACE if name in given.families]
+    given.page.write_text(page(rows, state_space, "python -m recipes.families"), encoding="utf-8")
     print(f"wrote {given.page}")
     wrong = [row for row in rows if not (row.complete and row.identical)]
     for row in wrong:
         print(f"not as claimed: {row.family.name} ({row.implementation})", file=sys.stderr)
-    return 1 if wrong else 0
+    wrong_too = [row.name for row in state_space if not (row.complete and row.identical)]
+    for name in wrong_too:
+        print(f"not as claimed: {name}", file=sys.stderr)
+    return 1 if wrong or wrong_too else 0
 
 
 if __name__ == "__main__":

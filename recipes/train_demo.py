@@ -95,7 +95,7 @@ def demo() -> Recipe:
 
 
 def tost(**changes: Any) -> ToSTConfig:
-    """The demo's frame with causal TSSA in place of attention, and as many parameters (within 2 %)."""
+    """The demo's frame with causal TSSA in place of attention, and as many parameters (within 0.1 %)."""
     return ToSTConfig(
         vocab_size=259,
         hidden_size=128,
@@ -110,12 +110,12 @@ def tost(**changes: Any) -> ToSTConfig:
 
 def demo_tost() -> Recipe:
     """The demo's twin: causal TSSA as published."""
-    return replace(demo(), name="demo_tost", model=tost(), bundles_text=False)
+    return replace(demo(), name="demo_tost", model=tost(intermediate_size=496), bundles_text=False)
 
 
 def demo_tost_decayed() -> Recipe:
-    """The twin whose statistics forget: half-lives from 2 tokens to the length of the window."""
-    model = tost(half_life=half_lives(4, 2, 256).tolist())
+    """The twin whose statistics forget: half-lives from 4 tokens to the length of the window."""
+    model = tost(intermediate_size=500, half_life=half_lives(4, 4, 256).tolist())
     return replace(demo(), name="demo_tost_decayed", model=model, bundles_text=False)
 
 

@@ -26,7 +26,7 @@ ALLOWED = {
     "surgery": {"errors", "shapes", "files", "operators", "capture", "measures", "theory"},
     "data": {"errors", "shapes", "files"},
     "assets": {"errors"},
-    "subjects": {"errors", "data"},
+    "subjects": {"errors", "data", "models"},
     "cli": {
         "errors",
         "files",

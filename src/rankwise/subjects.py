@@ -155,6 +155,7 @@ def _from_factory(path: Path, name: str) -> Subject:
 def _from_transformers(spec: str, revision: str | None, dtype: str, trust_remote_code: bool) -> Subject:
     import transformers
 
+    from rankwise import models  # known to transformers from here on
     from rankwise.data.hub import need_hub
 
     works = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
@@ -163,7 +164,8 @@ def _from_transformers(spec: str, revision: str | None, dtype: str, trust_remote
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     try:
         config = transformers.AutoConfig.from_pretrained(spec, **options)
-        named = [getattr(transformers, name, None) for name in config.architectures or []]
+        homes = (transformers, models)
+        named = [getattr(home, name, None) for name in config.architectures or [] for home in homes]
         auto = next((kind for kind in named if kind is not None), transformers.AutoModel)
         if auto is not transformers.AutoModel:
             options.pop("trust_remote_code")

@@ -11,6 +11,7 @@ import rankwise as rw
 from rankwise.audit import check_method, numbers
 from rankwise.audit.records import HeadRecord
 from rankwise.errors import InputError
+from rankwise.operators import ToeplitzMixing
 
 RANKS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
 OTHERS = ("row_entropy", "sink_mass", "peak_mass", "row_distance", "identity_distance", "null_rank")
@@ -115,3 +116,19 @@ def test_an_unknown_method_is_named():
         InputError, match=r"`method`: wanted 'auto' or 'exact' or 'estimate', got 'estimated'.*mean"
     ):
         check_method("estimated")
+
+
+@pytest.mark.parametrize(("channels", "measured"), [(128, 128), (129, 16)])
+def test_of_a_mixer_with_a_matrix_for_every_channel_a_sample_is_measured(channels, measured):
+    kernel = torch.rand(1, channels, 9, generator=torch.Generator().manual_seed(0))
+    sites = {"mix": lambda module, args, kwargs, output: ToeplitzMixing(kernel)}
+    audit = rw.audit(Kept(), [torch.ones(1, 9, 4)], sites=sites)
+    assert len(audit.heads) == measured
+    numbers = [head.head for head in audit.heads]
+    assert numbers == sorted(set(numbers))
+    assert all(0 <= number < channels for number in numbers)
+    wanted = rw.effective_rank(ToeplitzMixing(kernel))[0, numbers]
+    assert [head.effective_rank for head in audit.heads] == pytest.approx(wanted.tolist(), rel=1e-9)
+    assert all(head.nearest_head in numbers for head in audit.heads)
+    assert {math.isnan(head.null_rank) for head in audit.heads} == {True}
+    assert any("16 of the 129 channels" in note for note in audit.provenance.notes) == (measured == 16)

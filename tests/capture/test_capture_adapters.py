@@ -1,14 +1,19 @@
 """State-space layers of transformers: every mixer and state, exactly, with padding and caches told apart."""
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
+from recipes.families import PAGE
+from recipes.state_space_checks import check_state_space
 from recipes.state_space_models import STATE_SPACE, tiny
 
 import rankwise as rw
+from rankwise.capture.adapters import adapter_of
+from rankwise.capture.frames import Frame
 
 EPS32 = torch.finfo(torch.float32).eps
 every_family = pytest.mark.parametrize("name", list(STATE_SPACE))
@@ -19,7 +24,7 @@ def batch(padded=False, tokens=12):
     given = {"input_ids": torch.randint(5, 60, (2, tokens))}
     if padded:
         mask = torch.ones(2, tokens, dtype=torch.long)
-        mask[0, :4] = 0
+        mask[0, :4] = mask[1, 9:] = 0
         given["attention_mask"] = mask
     return given
 
@@ -198,14 +203,94 @@ def test_gradients_still_flow_and_nothing_captured_holds_a_graph(name):
     assert not site.values.requires_grad
 
 
-@pytest.mark.parametrize("name", ["Mamba", "Mamba-2"])
-def test_half_precision(name):
-    one = look(tiny(name).bfloat16(), batch())
+@pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Falcon-Mamba"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_precisions(name, dtype):
+    one = look(tiny(name).to(dtype), batch(padded=True))
+    assert torch.equal(one.alone, one.watched)
+    # a few roundings on the way; float64 models of transformers compute the scan in float32
+    slack = 8 * 2**-8 if dtype == torch.bfloat16 else 450 * EPS32
     for site in one.sites:
-        wanted = one.gave[site.name].float()
-        got = site.finish(site.operator @ site.values).float()
-        # bfloat16 has 8 bits: a few roundings to it on the way, each 2⁻⁸ of the size of what is summed
-        assert (got - wanted).abs().max() <= 8 * 2**-8 * max(1.0, float(wanted.abs().max()))
+        wanted, path = one.gave[site.name].double(), site.path
+        with torch.no_grad():
+            for got in (
+                site.finish(site.operator @ site.values),
+                path.finish(path.operator @ path.values + path.offset),
+            ):
+                assert (got.double() - wanted).abs().max() <= slack * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Jamba"])
+def test_autocast(name):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one = look(tiny(name), batch(padded=True))
+        assert torch.equal(one.alone, one.watched)
+        for site in one.sites:
+            wanted = one.gave[site.name].float()
+            with torch.no_grad():
+                got = site.finish(site.operator @ site.values).float()
+            # bfloat16 has 8 bits: a few roundings to it on the way
+            assert (got - wanted).abs().max() <= 8 * 2**-8 * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Zamba2"])
+def test_of_generated_text_the_prefill_is_read_and_a_note_tells_of_the_steps(name):
+    model = tiny(name, head="ForCausalLM")
+    with torch.no_grad():
+        alone = model.generate(**batch(), max_new_tokens=4, do_sample=False)
+        with rw.capture(model) as trace:
+            watched = model.generate(**batch(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(alone, watched)
+    assert [site.run for site in trace.mixers if site.kind != "softmax"] == [0] * sum(
+        kind != "softmax" for kind in STATE_SPACE[name].kinds
+    )
+    assert [note for note in trace.notes if "other calls of a mixer that was captured were left out" in note]
+    assert trace.unseen == []
+
+
+def test_a_position_of_zero_resets_the_rg_lru():
+    given = batch() | {"position_ids": torch.arange(12)[None] % 5}
+    (site,) = look(tiny("RecurrentGemma"), given).sites
+    dense = site.operator.dense()
+    assert bool((dense[..., 5:, :5] == 0).all())
+    assert bool((dense[..., 4, 3] != 0).any())
+    # two sums of ≤ 12 terms
+    assert (site.operator @ site.values - site.output).abs().max() <= 100 * EPS32 * site.output.abs().max()
+
+
+def test_the_rg_lru_is_read_wherever_its_state_is_empty():
+    """A first token of position 12 resets nothing; without a state there is nothing to reset."""
+    given = batch() | {"position_ids": torch.arange(12)[None] + 12, "use_cache": True}
+    assert len(look(tiny("RecurrentGemma"), given).sites) == 1
+
+
+def test_packed_rows_are_not_read():
+    """transformers refuses them itself without a kernel, so the adapter is asked alone."""
+    mixer, x = tiny("Mamba-2").layers[0].mixer, torch.randn(2, 12, 32)
+    adapter, packed = adapter_of(mixer), torch.zeros(2, 12, dtype=torch.int32)
+    assert "a row holds several sequences" in adapter.why_not(
+        Frame("mixer", mixer, (x,), {"seq_idx": packed})
+    )
+    assert adapter.why_not(Frame("mixer", mixer, (x,), {"seq_idx": None})) is None
+
+
+def test_the_page_in_the_docs_lists_every_family():
+    text = PAGE.read_text()
+    for name in STATE_SPACE:
+        rows = [row for row in text.splitlines() if row.startswith(f"| {name} |")]
+        assert len(rows) == 1, name
+        assert rows[0].endswith("| yes |")
+
+
+def test_the_check_of_the_page_fails_for_what_is_wrong(monkeypatch):
+    row = check_state_space("Mamba")
+    assert row.complete
+    assert row.identical
+    assert row.mixer_error < 450 * EPS32
+    assert row.path_error < 1000 * EPS32
+    monkeypatch.setitem(STATE_SPACE, "Mamba", replace(STATE_SPACE["Mamba"], states=4))
+    assert not row.complete
+    assert "| 2 of 2 | 3 of 4 |" in row.line
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2"])

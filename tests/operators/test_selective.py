@@ -102,15 +102,17 @@ def test_a_rate_for_each_sequence():
     check(c, b, -normal(2, 4, 3, seed=9).abs(), step)
 
 
-def test_one_decay_for_all_features_is_a_semiseparable_matrix():
-    """Mamba-2 is Mamba with a scalar for A."""
-    c, b, rate, step = inputs(80)
-    rate = rate[:, :1].expand(-1, 3)
+@pytest.mark.parametrize("tokens", [80, 1100])
+def test_one_decay_for_all_features_is_a_semiseparable_matrix(tokens):
+    """Mamba-2 is Mamba with a scalar for A; longer ones are formed in blocks of rows."""
+    c, b, rate, step = inputs(tokens, (1, 2), width=2)
+    rate = rate[:, :1].expand(-1, 2)
     ours = SelectiveMixing(c, b, rate, step)
     theirs = SemiseparableMixing(c, b, rate[:, 0, None] * step, step)
     # entries of size ≤ 30, each off by 2·(N + 4T + 4) roundings on either side
     torch.testing.assert_close(ours.dense(), theirs.dense(), rtol=0, atol=1e-11)
-    v = normal(2, 4, 80, 2)
+    torch.testing.assert_close(ours.rows(30, tokens), theirs.rows(30, tokens), rtol=0, atol=1e-11)
+    v = normal(1, 2, tokens, 2)
     torch.testing.assert_close(ours @ v, theirs @ v, rtol=0, atol=1e-10)
 
 

@@ -342,6 +342,21 @@ def estimated() -> AuditRecord:
     return AuditRecord(provenance=about, heads=heads, layers=states(3), findings=[])
 
 
+def memberships() -> AuditRecord:
+    """Two stacks of TSSA layers: one over the tokens of a text, one over the patches of a picture."""
+    rng = np.random.default_rng(7)
+    heads = []
+    for stack, tokens, lies in (("text", 40, None), ("picture", 24, (4, 6))):
+        for head in grid(
+            3, 4, 7, stack=stack, site=stack + ".{}.mixer", kind="diagonal", tokens=float(tokens)
+        ):
+            share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
+            known = {"membership": 0.25, "coding_rate": 0.02, "null_rank": math.nan, "mask": "other"}
+            heads.append(head.model_copy(update=known | {"membership_map": share, "membership_grid": lies}))
+    layers = states(3, stack="text") + states(3, 2, stack="picture")
+    return AuditRecord(provenance=provenance("sample/tost"), heads=heads, layers=layers, findings=[])
+
+
 def long_names() -> AuditRecord:
     """Names without a place to break them."""
     name, stack = "organisation/" + "model_" * 20, "transformer_" * 10
@@ -367,4 +382,5 @@ ALL = {
     "only_nan": only_nan,
     "mixed": mixed,
     "estimated": estimated,
+    "memberships": memberships,
 }

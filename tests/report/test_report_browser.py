@@ -308,3 +308,18 @@ def test_the_policy_stops_a_script_that_got_in_after_all(browser: Browser, repor
     assert visit.page.evaluate("window.got") is None
     assert any("Content Security Policy" in complaint for complaint in visit.complaints)
     visit.page.close()
+
+
+def test_memberships_are_drawn_for_the_layer_chosen(browser: Browser, reports: dict[str, str]) -> None:
+    visit = Visit(browser, reports["memberships"])
+    page = visit.page
+    settle(page)
+    plots = page.locator(".plot.membership")
+    assert plots.count() == 2
+    read = "(at) => document.querySelectorAll('.plot.membership')[at].data[0].z[0][0]"
+    before = [page.evaluate(read, at) for at in range(2)]
+    page.locator("#membership-1").select_option("2")
+    page.wait_for_function(f"(old) => ({read})(1) !== old", arg=before[1])
+    assert page.evaluate(read, 0) == before[0]
+    assert visit.complaints == []
+    page.close()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
+from rankwise.audit.numbers import AVERAGING
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Unseen
 from rankwise.errors import InputError, did_you_mean
 
@@ -192,7 +193,7 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
 
     Of queries and keys that could be shared: channels of a state-space mixer are alike by the dozen.
     """
-    attention = [head for head in heads if head.kind not in ("selective", "semiseparable", "toeplitz")]
+    attention = [head for head in heads if head.kind in (*AVERAGING, "diagonal")]
     for _, group in _grouped(attention, _site_of):
         by_head = {head.head: head for head in group}
         for head in group:

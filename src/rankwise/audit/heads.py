@@ -11,17 +11,17 @@ import numpy as np
 
 from rankwise.audit.accumulate import Floats, RunningMoments
 from rankwise.audit.masks import Pattern
-from rankwise.audit.numbers import COLUMNS, ERRORS, MEASURES, WAYS, Measured, Method, measured
+from rankwise.audit.numbers import AVERAGING, COLUMNS, ERRORS, MEASURES, WAYS, Measured, Method, measured
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
 from rankwise.operators import SoftmaxMixing, sampled_channels
 from rankwise.theory import NullRank, interpolated_null_rank
 
-BY_CHANNEL = ("selective", "toeplitz")
-"""Kinds with a matrix for every channel: thousands of them, of which a sample is measured."""
+MANY_HEADS = 128
+"""State-space mixers with more matrices than this have one for every channel …"""
 MAX_CHANNELS = 16
-"""Channels measured of such a mixer, spread evenly, by a fixed seed."""
+"""… of which so many are measured, spread evenly, by a fixed seed."""
 RANK, SIGMA = COLUMNS.index("numerical_rank"), COLUMNS.index("sigma_max")
 UNKNOWN = NullRank(math.nan, math.nan, 0)
 
@@ -53,6 +53,8 @@ class SiteHeads:
     longest: int = 0
     spectra: list[list[float]] = field(default_factory=list)
     maps: list[list[float]] = field(default_factory=list)
+    picture: tuple[int, int] | None = None
+    """Height and width of what the model was given, where that is pictures."""
     channels: list[int] = field(default_factory=list)
     """The numbers of the heads: not all of them where there are thousands."""
 
@@ -88,24 +90,31 @@ class HeadTable:
 
     def __init__(self, delta: float, method: Method = "auto") -> None:
         self.delta, self.method = delta, method
+        self._picture: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
         """What was measured in part, once each."""
         self._sites: dict[SiteKey, SiteHeads] = {}
         self._calls: dict[tuple[int, str, int, str, bool], int] = {}
         self._pending: list[Callable[[], None]] = []
 
-    def add(self, site: MixerSite) -> None:
-        """Measure every head and sequence of a captured mixer; `commit` takes the numbers into the means."""
+    def add(self, site: MixerSite, picture: tuple[int, int] | None = None) -> None:
+        """Measure every head and sequence of a captured mixer; `commit` takes the numbers into the means.
+
+        Args:
+            site: the mixer.
+            picture: height and width of what the model was given, where that is pictures.
+        """
         key = SiteKey(site.stack, site.layer, site.name, site.cross, self._occurrence(site))
         windows = max(1, site.operator.shape[0] // max(site.sequences, 1))
         channels = list(range(site.operator.shape[-3]))
-        if site.kind in BY_CHANNEL and len(channels) > MAX_CHANNELS:
+        if site.kind not in (*AVERAGING, "diagonal") and len(channels) > MANY_HEADS:
             sampled = sampled_channels(site.operator, MAX_CHANNELS)
             self.notes[f"{MAX_CHANNELS} of the {len(channels)} channels of {site.kind} mixers"] = None
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
         operator = site.operator
         width = operator.query.shape[-1] if isinstance(operator, SoftmaxMixing) else None
         scale = operator.scale if isinstance(operator, SoftmaxMixing) else None
+        self._picture = picture
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))
         self._pending.append(lambda: self._take(key, kind, channels, width, scale, numbers, windows))
 
@@ -130,6 +139,7 @@ class HeadTable:
                 known.longest, known.patterns = int(one.values[0, 0]), one.patterns
             known.spectra = known.spectra or one.spectra
             known.maps = known.maps or one.maps
+        known.picture = self._picture
         for start in range(0, len(numbers), windows):
             known.add(numbers[start : start + windows])
 
@@ -199,6 +209,20 @@ def random_rank(site: SiteHeads, head: int, tokens: float, sources: float, delta
     )
 
 
+def patch_grid(tokens: int, picture: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns of patches of the shape of their picture; None where tokens are no such grid.
+
+    Args:
+        tokens: how many patches there are.
+        picture: height and width of the picture.
+    """
+    if picture is None:
+        return None
+    height, width = picture
+    rows = math.isqrt(tokens * height // width)
+    return (rows, tokens // rows) if rows and rows * rows * width == tokens * height else None
+
+
 def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
     count, mean, spread = site.moments.count, site.moments.mean.copy(), site.moments.spread
     mean[count[:, RANK] < count[:, SIGMA], RANK] = np.nan  # a mean of the countable ones would be biased
@@ -226,6 +250,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             random_rank=null.mean,
             z_score=(numbers["numerical_rank"] - null.mean) / null.std if null.std > 0 else np.nan,
             membership_map=site.maps[head] if site.maps else [],
+            membership_grid=patch_grid(len(site.maps[head]), site.picture) if site.maps else None,
             nearest_head=other,
             nearest_distance=np.nan if nearest is None else float(distance[head, nearest]),
             spread={name: float(spread[head, at]) for at, name in enumerate(MEASURES) if at > 1},

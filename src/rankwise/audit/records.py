@@ -97,6 +97,8 @@ class HeadRecord(Record):
     """The head's share in R_c^var, the rate of the tokens grouped by their memberships, in nats; of TSSA."""
     membership_map: list[Number] = Field(default_factory=list)
     """Π of each token of the first sequence, as many as 1,024; of TSSA, empty elsewhere."""
+    membership_grid: tuple[int, int] | None = None
+    """Rows and columns in which these tokens lie, where they are patches of a picture."""
     nearest_head: int | None = None
     """The head of the same site that mixes most alike."""
     nearest_distance: Number = math.nan

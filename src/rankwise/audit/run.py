@@ -220,7 +220,7 @@ class _Run:
         )
 
     def _mixer(self, site: MixerSite) -> None:
-        self._measure(site.name, lambda: self.heads.add(site))
+        self._measure(site.name, lambda: self.heads.add(site, _picture(self._current)))
 
     def _state(self, state: StateSite) -> None:
         self._measure(state.name, lambda: self.layers.add(state))
@@ -296,6 +296,14 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
         else enumerate([batch] if isinstance(batch, Tensor) else batch)
     )
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
+
+
+def _picture(batch: Batch | None) -> tuple[int, int] | None:
+    """Height and width of the pictures in a batch, (B, C, H, W), if it has any."""
+    for tensor in _tensors(batch).values() if batch is not None else ():
+        if tensor.dim() == 4 and tensor.is_floating_point():
+            return tensor.shape[2], tensor.shape[3]
+    return None
 
 
 def _batch_size(batch: Batch) -> int:

@@ -118,7 +118,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._trace.notes.extend(training_notes(self._model))
         self._tap = AttentionTap(self._fused, self._functional, self._mixed)
         self._frames = Frames(self._model, quiet_names(self._model))
-        self._reader = Reader(self._model, self._frames, self._left_out.setdefault, self._values)
+        self._reader = Reader(self._model, self._frames, self._values)
         self._candidates = mixer_like(self._model) | self._reader.names
         self._frames.on_enter.append(self._entered)
         # Before the blocks' own listener: a mixer that is itself a block must be known when it is left.
@@ -143,6 +143,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._blocks.finish()
             if self._mixers and not self._states:
                 self._note(NO_STATES)
+        for name, reason in self._reader.left_out:
+            self._left_out.setdefault(name, reason)
+            if name in self._captured:
+                self._note(f"other calls of a mixer that was captured were left out: {reason}")
         self._trace.unseen = unseen_modules(
             self._model,
             self._candidates | set(self._sites),

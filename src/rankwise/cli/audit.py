@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from rankwise.audit import Audit
+    from rankwise.surgery import Skips
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
 
@@ -66,6 +67,7 @@ def command(
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress, write_report
     from rankwise.measures import check_delta
     from rankwise.subjects import inputs_for, load_subject
+    from rankwise.surgery import apply_saved_skips
 
     codes = check_codes(fail_on or [])
     check_delta(delta)
@@ -76,6 +78,7 @@ def command(
     subject = load_subject(
         source, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
+    skipped = apply_saved_skips(subject.model, Path(subject.source)) if subject.source else None
     inputs = inputs_for(
         subject,
         text=text,
@@ -90,7 +93,7 @@ def command(
         "revision": subject.revision,
         "data": inputs.data.replace(str(demo_text()), "the bundled text"),
         "command": shlex.join(["rankwise", *sys.argv[1:]]),
-        "notes": [*subject.notes, *inputs.notes],
+        "notes": [*subject.notes, *_skip_notes(skipped), *inputs.notes],
     }
     failure = None
     try:
@@ -113,6 +116,10 @@ def command(
     if not result.complete:
         raise typer.Exit(130)
     _fail_on(result, codes)
+
+
+def _skip_notes(skips: "Skips | None") -> list[str]:
+    return [] if skips is None else [f"with the {len(skips)} λ-skips saved beside the model"]
 
 
 def _demo(

@@ -1,12 +1,22 @@
 """Selective state spaces: the operators of Mamba, one for each channel."""
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading, on_or_below
+from rankwise.operators.base import (
+    ROW_BLOCK,
+    Index,
+    MixingOperator,
+    TensorMap,
+    at_least_float32,
+    leading,
+    on_or_below,
+)
 from rankwise.operators.scan import log_weights, selective_scan, selective_scan_transposed
 
 
@@ -72,6 +82,9 @@ class SelectiveMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Summed over the features of the state one by one: O((stop − start) T N) for each channel."""
+        if stop - start > ROW_BLOCK:  # what is summed takes several times the memory of the rows
+            edges = [*range(start, stop, ROW_BLOCK), stop]
+            return torch.cat([self.rows(one, two) for one, two in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(at_least_float32(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
         # 0 · ∞ above the diagonal would be no number: finite, and cut off at the end

@@ -13,7 +13,7 @@ from rankwise.audit.records import AuditRecord
 from rankwise.files import write_whole
 from rankwise.report.page import page_context, page_data
 
-_SCRIPTS = ("theme.js", "heatmap.js", "curves.js", "page.js")
+_SCRIPTS = ("theme.js", "heatmap.js", "curves.js", "memberships.js", "page.js")
 
 
 def write_html(audit: AuditRecord, path: Path) -> Path:

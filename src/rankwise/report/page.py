@@ -9,6 +9,7 @@ from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
 from rankwise.report.catalogue import HEAD_MEASURES, STATE_MEASURES
 from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import describe, draw_panel
+from rankwise.report.memberships import membership_maps
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.targets import Target, find_target
 from rankwise.report.text import (
@@ -56,6 +57,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "stacks": list(dict.fromkeys(layer.stack for layer in audit.layers)),
         "rows": [_table_row(head, homes[index]) for index, head in enumerate(audit.heads)],
         "state_rows": [(layer, _state_words(layer)) for layer in audit.layers],
+        "memberships": membership_maps(panels, audit.heads),
         "provenance": _provenance(audit),
     }
 
@@ -83,6 +85,7 @@ def page_data(audit: AuditRecord) -> dict[str, Any]:
         "panel_names": names,
         "opening": opening_heads(audit.heads),
         "targets": [_target_data(target) for target in targets],
+        "memberships": membership_maps(panels, audit.heads),
     }
 
 

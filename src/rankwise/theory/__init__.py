@@ -1,19 +1,51 @@
 """Theory: what randomness would give, and what is proved. It looks at no model and no data."""
 
 from rankwise.theory.barrier import rank_barrier, rank_barrier_of_rows
+from rankwise.theory.collapse_bounds import (
+    attention_decay,
+    collapse_of,
+    diameter_of,
+    linear_decay,
+    selective_decay,
+)
 from rankwise.theory.hardmax import hardmax_rank
 from rankwise.theory.null import interpolated_null_rank, null_rank
 from rankwise.theory.random_heads import NullRank
+from rankwise.theory.skip_bounds import (
+    norm_bound,
+    norm_scale,
+    paper_condition,
+    paper_floor,
+    paper_scale,
+    paper_scale_with_floor,
+    spread,
+    sum_bound,
+    sum_scale,
+)
 from rankwise.theory.theorem1 import almost_orthonormal, theorem1_bound, theorem1_epsilon, theorem1_rank
 
 __all__ = [
     "NullRank",
     "almost_orthonormal",
+    "attention_decay",
+    "collapse_of",
+    "diameter_of",
     "hardmax_rank",
     "interpolated_null_rank",
+    "linear_decay",
+    "norm_bound",
+    "norm_scale",
     "null_rank",
+    "paper_condition",
+    "paper_floor",
+    "paper_scale",
+    "paper_scale_with_floor",
     "rank_barrier",
     "rank_barrier_of_rows",
+    "selective_decay",
+    "spread",
+    "sum_bound",
+    "sum_scale",
     "theorem1_bound",
     "theorem1_epsilon",
     "theorem1_rank",

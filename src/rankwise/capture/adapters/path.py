@@ -46,6 +46,19 @@ def gated_path(
     layer: Any = frame.module
     if layer.activation not in SILU:
         return None
+    with torch.autocast(given.device.type, enabled=False):  # which the operators' own sums are none of
+        return _gated_path(frame, mixing, given, gate, skip, finish)
+
+
+def _gated_path(
+    frame: Frame,
+    mixing: MixingOperator,
+    given: Tensor,
+    gate: Tensor,
+    skip: Tensor,
+    finish: Callable[[Tensor], Tensor],
+) -> Path:
+    layer: Any = frame.module
     sequences, channels, tokens = given.shape
     weight, bias = layer.conv1d.weight[:channels], layer.conv1d.bias
     convolution = short_convolution(weight, sequences, tokens)

@@ -53,7 +53,8 @@ def _projection(module: Any, frame: Frame) -> Tensor | None:
     """Tokens in the subspaces of the heads, (B, H, T, K): what a TSSA takes its statistics of."""
     if not callable(getattr(module, "projected", None)):
         return None
-    projected: Tensor = module.projected(frame.tensors[0])
+    with _own_random_numbers(frame):
+        projected: Tensor = module.projected(frame.tensors[0])
     return projected.transpose(1, 2)
 
 

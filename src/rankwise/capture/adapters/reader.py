@@ -1,7 +1,5 @@
 """Follows the running calls that an adapter reads."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +8,6 @@ from rankwise.capture.adapters.families import adapter_of
 from rankwise.capture.calls import Call
 from rankwise.capture.frames import Frame, Frames, first_tokens
 
-LeftOut = Callable[[str, str], object]
-"""Called with the name of a module and the reason why it was not captured."""
-
 
 class Reader:
     """Asks adapters for the operators of the modules they read, as these are called and left.
@@ -20,15 +15,16 @@ class Reader:
     Args:
         model: the model.
         frames: its running calls.
-        left_out: told of each call whose operator is not exact.
         values: whether what operators are applied to is asked for.
     """
 
-    def __init__(self, model: nn.Module, frames: Frames, left_out: LeftOut, values: bool) -> None:
+    def __init__(self, model: nn.Module, frames: Frames, values: bool) -> None:
         self._adapters = {
             name: adapter for name, module in model.named_modules() if (adapter := adapter_of(module))
         }
-        self._frames, self._left_out, self._values = frames, left_out, values
+        self._frames, self._values = frames, values
+        self.left_out: dict[tuple[str, str], None] = {}
+        """Names of modules of which a call's operator was not exact, with the reason."""
 
     @property
     def names(self) -> set[str]:
@@ -49,7 +45,7 @@ class Reader:
         if reason is None:
             frame.adapter = adapter
         else:
-            self._left_out(frame.name, reason)
+            self._leave_out(frame.name, reason)
 
     def left(self, frame: Frame) -> Call | None:
         """A call has ended: its operator, if an adapter reads it; else it may be a step of one."""
@@ -57,19 +53,22 @@ class Reader:
             self._note(frame)
             return None
         if any(0 in tensor.shape for tensor in frame.tensors[:1]):
-            self._left_out(frame.name, "it was called with no tokens or no sequences")
+            self._leave_out(frame.name, "it was called with no tokens or no sequences")
             return None
         try:
             call: Call = frame.adapter.call(frame, frame.steps, self._values)
         except torch.OutOfMemoryError:
             raise
         except NotExactError as error:
-            self._left_out(frame.name, error.reason)
+            self._leave_out(frame.name, error.reason)
         except Exception as error:  # of a class that another version of its library has changed
-            self._left_out(frame.name, _unreadable(error))
+            self._leave_out(frame.name, _unreadable(error))
         else:
             return call
         return None
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name, reason] = None
 
     def _reason(self, adapter: Adapter, frame: Frame) -> str | None:
         try:

@@ -57,7 +57,7 @@ function sortBy(header) {
 }
 
 async function drawAll() {
-  await Promise.all([drawMaps(), drawDepth(), drawSpectra()]);
+  await Promise.all([drawMaps(), drawDepth(), drawSpectra(), drawMemberships()]);
 }
 
 slots = slots.map((_, slot) => report.opening[slot] ?? null);

@@ -1,0 +1,211 @@
+"""`rankwise skip`."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rankwise.subjects import Inputs, Subject
+    from rankwise.surgery import SkipCertificate, Skips
+
+HELP = """Put λ-skips into a model: the skip connection around every mixer becomes λ·x.
+
+With --learn-on, λ alone is fitted, everything else frozen. The model folder it writes is the model as it was
+with skips.json and skips.safetensors beside it; `rankwise audit` reads both.
+
+[bold]Examples[/bold]
+
+  rankwise skip gpt2 --init 1 --learn-on book.txt --steps 100 --out gpt2-skips
+
+  rankwise skip gpt2-skips --text book.txt --certify
+
+  rankwise skip ./my-bert --init 2 --sites "bert.encoder.layer.[89]" --text book.txt --out my-bert-2
+"""
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Hugging Face name, or folder, with or without λ-skips.")],
+    init: Annotated[
+        float | None, typer.Option(help="λ to start from: 1 for new ones; those saved stay as they are.")
+    ] = None,
+    learn_on: Annotated[
+        Path | None, typer.Option(help="Text to fit λ on; every fifth sequence is kept for the report.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of the fit.")] = 50,
+    lr: Annotated[float, typer.Option(help="Learning rate of λ.")] = 0.02,
+    text: Annotated[Path | None, typer.Option(help="Text to measure on, where nothing is learnt.")] = None,
+    sites: Annotated[
+        list[str] | None, typer.Option(help="Modules to put λ into, with wildcards; may be repeated.")
+    ] = None,
+    per: Annotated[str, typer.Option(help="One λ for each layer or channel.")] = "layer",
+    certify: Annotated[bool, typer.Option("--certify", help="Say what λ guarantees.")] = False,
+    share: Annotated[float, typer.Option("--a", help="Part of μ² that each layer is to keep.")] = 0.5,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in all.")] = 40,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the model and its skips.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+    ] = False,
+) -> None:
+    """Put in, fit and certify λ-skips; see `HELP`."""
+    from rich.console import Console
+
+    from rankwise.cli.output import prepare_folder, quiet_libraries
+    from rankwise.cli.skip_tables import show_certificate, show_skips
+    from rankwise.subjects import inputs_for, load_subject
+    from rankwise.surgery import certify_skip, mean_loss, state_collapse
+
+    _check(out, certify, per)
+    if out is not None:
+        prepare_folder(out)
+    quiet_libraries()
+    subject = load_subject(
+        model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    inputs = inputs_for(
+        subject,
+        text=learn_on or text,
+        tokens=tokens,
+        sequences=sequences,
+        batch_size=1 if learn_on else batch_size,
+    )
+    learning, held = _split(inputs, subject, learn=learn_on is not None, batch_size=batch_size)
+    skips = _skips(subject, init, per, sites)
+    report: dict[str, Any] = {"command": shlex.join(["rankwise", *sys.argv[1:]]), "data": inputs.data}
+    mask = _mask_token(subject)
+    report["collapse"] = [state_collapse(subject.model, held)]
+    if learn_on is not None:
+        report["loss"] = [mean_loss(subject.model, held, mask)]
+        report["scales"] = _fit(subject, learning, steps, lr, mask)
+        report["loss"].append(mean_loss(subject.model, held, mask))
+        report["collapse"].append(state_collapse(subject.model, held))
+    console = Console()
+    show_skips(console, skips, report)
+    certificate = certify_skip(subject.model, held[0], share) if certify else None
+    if certificate is not None:
+        show_certificate(console, certificate)
+    if out is not None:
+        for path in _write(subject, out, report, certificate):
+            console.print(f"wrote: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _check(out: Path | None, certify: bool, per: str) -> None:
+    from rankwise.errors import InputError, did_you_mean
+
+    if per not in ("layer", "channel"):
+        raise InputError(
+            "--per", wanted="layer or channel", got=per, fix=did_you_mean(per, ["layer", "channel"])
+        )
+    if out is None and not certify:
+        raise InputError(
+            "what to do",
+            wanted="--out DIR, --certify, or both",
+            got="neither",
+            fix="Say where the changed model goes, or ask what its λ guarantees.",
+        )
+
+
+def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -> tuple[list[Any], list[Any]]:
+    """Batches to learn on, and batches to measure on: every fifth sequence."""
+    import torch
+
+    from rankwise.errors import InputError
+
+    device = next(subject.model.parameters()).device
+    batches = [{name: value.to(device) for name, value in batch.items()} for batch in inputs.batches]
+    if not learn:
+        return [], batches
+    if len(batches) < 2:
+        raise InputError(
+            "--learn-on",
+            wanted="two sequences or more: one to learn from, one to measure on",
+            got=f"{len(batches)}",
+            fix="Give a longer text, or fewer --tokens.",
+        )
+    held = batches[::5]
+    rest = [batch for at, batch in enumerate(batches) if at % 5]
+    alike = len({batch["input_ids"].shape for batch in rest}) == 1
+    if not alike:
+        return rest, held
+    joined = [
+        {name: torch.cat([one[name] for one in rest[at : at + batch_size]]) for name in rest[0]}
+        for at in range(0, len(rest), batch_size)
+    ]
+    return joined, held
+
+
+def _skips(subject: "Subject", init: float | None, per: str, sites: list[str] | None) -> "Skips":
+    import torch
+
+    from rankwise.surgery import add_lambda_skip, apply_saved_skips
+    from rankwise.surgery.skips import check_scale, choose
+
+    saved = apply_saved_skips(subject.model, subject.source) if subject.source else None
+    if saved is None:
+        return add_lambda_skip(
+            subject.model,
+            init=1.0 if init is None else init,
+            per="channel" if per == "channel" else "layer",
+            sites=sites,
+        )
+    chosen = choose(list(saved.sites.values()), sites)
+    if init is not None:
+        check_scale("--init", init)
+        with torch.no_grad():
+            for site in chosen:
+                saved[site.name].fill_(init)
+    for parameter in saved.values():
+        parameter.requires_grad_(True)
+    return saved
+
+
+def _mask_token(subject: "Subject") -> int | None:
+    if not type(subject.model).__name__.endswith("ForMaskedLM"):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(subject.source).mask_token_id
+
+
+def _fit(
+    subject: "Subject", batches: list[Any], steps: int, lr: float, mask: int | None
+) -> dict[str, list[float]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rankwise.surgery import fit_skips
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("fitting λ", total=steps)
+
+        def update(step: int, loss: float) -> None:
+            progress.update(task, completed=step, description=f"fitting λ: loss {loss:.3f}")
+
+        return fit_skips(subject.model, batches, steps, lr, mask, update).scales
+
+
+def _write(
+    subject: "Subject", out: Path, report: dict[str, Any], certificate: "SkipCertificate | None"
+) -> list[Path]:
+    from rankwise.surgery import remove_lambda_skip, save_skips
+
+    written = [*save_skips(subject.model, out, fitted=report)]
+    if certificate is not None:
+        written.append(certificate.save(out / "certificate.json"))
+    if subject.source:
+        from transformers import AutoTokenizer
+
+        remove_lambda_skip(subject.model)
+        transformed: Any = subject.model
+        transformed.save_pretrained(out)
+        AutoTokenizer.from_pretrained(subject.source).save_pretrained(out)
+        written.append(out / "model.safetensors")
+    return written

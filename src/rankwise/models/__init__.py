@@ -1,0 +1,62 @@
+"""Models of mixers, in Hugging Face's classes: configurations, heads, released checkpoints.
+
+Importing this registers ``model_type = "tost"`` with transformers' Auto classes.
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
+
+from rankwise.models.cache import MixerCache
+from rankwise.models.classification import ToSTForSequenceClassification
+from rankwise.models.configuration import ToSTConfig
+from rankwise.models.conversion import load_released_tost, save_model
+from rankwise.models.language import ToSTForCausalLM, ToSTModel
+from rankwise.models.mixers import (
+    MIXERS,
+    S4D,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    MixerOutput,
+    SoftmaxAttention,
+    TokenStatisticsAttention,
+)
+from rankwise.models.presets import PRESETS, preset
+from rankwise.models.skip import LambdaSkip, LayerScale
+from rankwise.models.vision import ToSTForImageClassification
+
+AutoConfig.register("tost", ToSTConfig, exist_ok=True)
+AutoModel.register(ToSTConfig, ToSTModel, exist_ok=True)
+AutoModelForCausalLM.register(ToSTConfig, ToSTForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(ToSTConfig, ToSTForSequenceClassification, exist_ok=True)
+AutoModelForImageClassification.register(ToSTConfig, ToSTForImageClassification, exist_ok=True)
+
+__all__ = [
+    "MIXERS",
+    "PRESETS",
+    "S4D",
+    "LambdaSkip",
+    "LayerScale",
+    "LinearAttention",
+    "Mamba",
+    "Mamba2",
+    "Mixer",
+    "MixerCache",
+    "MixerOutput",
+    "SoftmaxAttention",
+    "ToSTConfig",
+    "ToSTForCausalLM",
+    "ToSTForImageClassification",
+    "ToSTForSequenceClassification",
+    "ToSTModel",
+    "TokenStatisticsAttention",
+    "load_released_tost",
+    "preset",
+    "save_model",
+]

@@ -1,0 +1,99 @@
+"""A block: a mixer and a feed-forward part, each with norm, scale and skip."""
+
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rankwise.models.configuration import ToSTConfig
+from rankwise.models.mixers import MixerState, build_mixer
+from rankwise.models.skip import LambdaSkip, make_scale
+
+
+def make_norm(config: ToSTConfig) -> nn.Module:
+    """The norm that a configuration asks for."""
+    if config.norm == "none":
+        return nn.Identity()
+    if config.norm == "rms":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.use_bias)
+
+
+class FeedForward(nn.Module):
+    """``out_proj(act(in_proj(x)))``, token by token."""
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.act = ACT2FN[config.hidden_act]
+        self.out_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Apply to each token."""
+        return self.dropout(self.out_proj(self.act(self.in_proj(x))))
+
+
+class Block(GradientCheckpointingLayer):
+    """One layer.
+
+    Formula, pre-norm: ``y = λ x + γ₁ g(u) mixer(u)`` with ``u = norm(x)``; ``z = y + γ₂ mlp(norm(y))``.
+    Post-norm: ``y = norm(λ x + γ₁ g(x) mixer(x))``; ``z = norm(y + γ₂ mlp(y))``.
+    g is SiLU of a linear map, or 1.
+
+    Args:
+        config: what it is made of.
+        layer: its number, from 0.
+    """
+
+    def __init__(self, config: ToSTConfig, layer: int) -> None:
+        super().__init__()
+        self.post_norm = config.norm_position == "post"
+        self.mixer_norm = make_norm(config)
+        self.mixer = build_mixer(config, layer)
+        size = config.hidden_size
+        self.gate = nn.Linear(size, size, bias=config.use_bias) if config.gate else None
+        self.mixer_scale = make_scale(size, config.layer_scale)
+        self.skip = LambdaSkip(size, config.skip, config.skip_init)
+        self.mlp: FeedForward | None = None
+        if config.intermediate_size:
+            self.mlp_norm = make_norm(config)
+            self.mlp = FeedForward(config)
+            self.mlp_scale = make_scale(size, config.layer_scale)
+        for part in (self.mixer, self.mlp):
+            last = getattr(part, "out_proj", None)
+            if isinstance(last, nn.Linear):
+                # its start shrinks with depth, as GPT-2's does
+                last.ends_branch = True  # type: ignore[assignment]
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        attention_mask: Shaped[Tensor, "B T"] | None = None,
+        state: MixerState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Float[Tensor, "B T D"], MixerState | None]:
+        """Run the block.
+
+        Args:
+            hidden_states: token states.
+            attention_mask: real tokens of this call.
+            state: the mixer's, from an earlier call.
+            return_state: whether to give back a state.
+
+        Returns:
+            The new token states, and the mixer's state.
+        """
+        x = hidden_states
+        read = x if self.post_norm else self.mixer_norm(x)
+        mixed, state = self.mixer(read, attention_mask, state, return_state=return_state)
+        if self.gate is not None:
+            mixed = nn.functional.silu(self.gate(read)) * mixed
+        x = self.skip(x, self.mixer_scale(mixed))
+        if self.post_norm:
+            x = self.mixer_norm(x)
+        if self.mlp is None:
+            return x, state
+        if self.post_norm:
+            return self.mlp_norm(x + self.mlp_scale(self.mlp(x))), state
+        return x + self.mlp_scale(self.mlp(self.mlp_norm(x))), state

@@ -1,0 +1,84 @@
+"""The sequence classifier."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from rankwise.models.base import ToSTPreTrainedModel
+from rankwise.models.configuration import ToSTConfig
+from rankwise.models.language import ToSTModel
+
+
+class ToSTForSequenceClassification(ToSTPreTrainedModel):
+    """`ToSTModel`, one vector for each sequence, and a linear head.
+
+    The vector is the last real token's, or the mean of the real tokens: ``pooling`` of the configuration.
+
+    Example:
+        >>> import torch
+        >>> config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                     causal=False, num_labels=3)
+        >>> ToSTForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__(config)
+        self.model = ToSTModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Shaped[Tensor, "B T"] | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        labels: Shaped[Tensor, "..."] | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Classify sequences.
+
+        Args:
+            input_ids: as for `ToSTModel`.
+            attention_mask: as for `ToSTModel`; padding may be on either side.
+            inputs_embeds: as for `ToSTModel`.
+            labels: classes, or numbers for a regression, as ``problem_type`` says.
+            output_hidden_states: as for `ToSTModel`.
+            return_dict: an object with names, or a tuple.
+            **kwargs: passed to the loss.
+        """
+        output = self.model(
+            input_ids,
+            attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        tokens = output.last_hidden_state
+        real = tokens.new_ones(tokens.shape[:2]) if attention_mask is None else attention_mask
+        pooled = _last(tokens, real.bool()) if self.config.pooling == "last" else _mean(tokens, real.bool())
+        logits = self.classifier(pooled)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
+        named = self.config.return_dict if return_dict is None else return_dict
+        return result if named else result.to_tuple()
+
+
+def _last(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
+    """The last real token; the first place where a row has none."""
+    places = torch.arange(tokens.shape[1], device=tokens.device) * real
+    return tokens[torch.arange(len(tokens), device=tokens.device), places.argmax(1)]
+
+
+def _mean(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
+    """The mean of the real tokens; zero where a row has none."""
+    summed = tokens.masked_fill(~real[..., None], 0.0).sum(1)
+    return summed / real.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,239 @@
+"""What a model of ours is made of."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rankwise.errors import InputError, did_you_mean
+
+CHOICES = {
+    "norm": ("layer", "rms", "none"),
+    "norm_position": ("pre", "post"),
+    "skip": ("none", "fixed", "learned", "channel"),
+    "membership": ("softmax", "uniform"),
+    "position_embeddings": ("learned", "none"),
+    "pooling": ("last", "mean"),
+}
+"""Fields that are one of a few words."""
+
+POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "image_size",
+            "num_channels", "max_position_embeddings")  # fmt: skip
+"""Fields that are at least 1."""
+
+
+HalfLife = int | float | Sequence[int | float | None] | None
+
+
+class ToSTConfig(PreTrainedConfig):
+    """Configuration of every model in `rankwise.models`: mixers by layer, and the block around them.
+
+    The defaults are a language model of the released base size without LayerScale; `rankwise.models.preset`
+    gives the released ones. What a mixer other than TSSA takes beyond the width and the heads goes into
+    ``mixer_options``.
+
+    Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction",
+    and the code released with it (frame and defaults); norm, skip and gate are options of our own.
+
+    Args:
+        vocab_size: tokens known.
+        hidden_size: D, the model width.
+        num_hidden_layers: L, the number of blocks.
+        num_attention_heads: H, heads of every mixer.
+        head_dim: K, width of a head; D / H where None.
+        intermediate_size: width of the feed-forward part; 4 D where None, no such part where 0.
+        hidden_act: its activation, by transformers' name.
+        max_position_embeddings: tokens that learned positions are kept for.
+        layer_types: the mixer of each layer, names of `rankwise.models.MIXERS`; one name stands for all.
+        mixer_options: for each name in ``layer_types``, further arguments of that mixer.
+        causal: whether a token sees only itself and earlier ones.
+        membership: TSSA's Π: ``softmax`` over the heads, or ``uniform`` (1 / H).
+        half_life: causal TSSA with decayed sums: one number of tokens for all heads, or one for each, where
+            None is a head that forgets nothing; `rankwise.ops.half_lives` makes a ladder. None: no decay, as
+            released.
+        position_bias: causal TSSA's learned bias by position, as released; where None, it is kept unless
+            the sums decay or memberships are uniform.
+        position_embeddings: ``learned``, or ``none``: then length is unbounded.
+        norm: ``layer``, ``rms`` or ``none``.
+        norm_position: ``pre`` (on what a part reads) or ``post`` (on the sum).
+        norm_eps: its ε.
+        use_bias: biases in linear layers and norms.
+        layer_scale: initial value of a learned scale by channel on what each part adds; None: no scale.
+        skip: what the mixer's output is added to: λ x, with λ ``fixed``, ``learned``, or learned for each
+            ``channel``; or to nothing: ``none``.
+        skip_init: λ, or what it is learned from.
+        gate: multiply the mixer's output by SiLU of a linear map of its input.
+        dropout: rate on embeddings and on what each part adds.
+        initializer_range: standard deviation of weights at the start.
+        use_cache: give back the decoding state in evaluation.
+        pooling: token a sequence classifier reads: ``last`` real one, or the ``mean``; by ``causal`` where
+            None.
+        image_size: side of an image in pixels; images only.
+        patch_size: side of a patch: 16 or 8, by that many halvings.
+        num_channels: colours.
+        class_attention_layers: layers in which the class token reads the patches.
+        tokens_norm: the released class attention's norm on all tokens, not on the class token alone.
+        pad_token_id: token that fills up short rows.
+        bos_token_id: token a text starts with.
+        eos_token_id: token a text ends with.
+        tie_word_embeddings: whether the head shares the embedding's weights.
+        **kwargs: what `transformers.PreTrainedConfig` takes, such as ``num_labels``.
+
+    Raises:
+        InputError: for a value that is out of range or unknown.
+
+    Example:
+        >>> config = ToSTConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3,
+        ...                     layer_types=["tssa", "softmax", "tssa"])
+        >>> config.head_dim, config.intermediate_size, config.position_bias
+        (16, 256, True)
+    """
+
+    model_type = "tost"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a list)
+
+    def __init__(
+        self,
+        vocab_size: int = 50304,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        head_dim: int | None = None,
+        intermediate_size: int | None = None,
+        hidden_act: str = "gelu",
+        max_position_embeddings: int = 1024,
+        layer_types: Sequence[str] | str = "tssa",
+        mixer_options: dict[str, dict[str, Any]] | None = None,
+        causal: bool = True,
+        membership: str = "softmax",
+        half_life: HalfLife = None,
+        position_bias: bool | None = None,
+        position_embeddings: str = "learned",
+        norm: str = "layer",
+        norm_position: str = "pre",
+        norm_eps: float = 1e-5,
+        use_bias: bool = True,
+        layer_scale: float | None = None,
+        skip: str = "fixed",
+        skip_init: float = 1.0,
+        gate: bool = False,
+        dropout: float = 0.0,
+        initializer_range: float = 0.02,
+        use_cache: bool = True,
+        pooling: str | None = None,
+        image_size: int = 224,
+        patch_size: int = 16,
+        num_channels: int = 3,
+        class_attention_layers: int = 2,
+        tokens_norm: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.head_dim = head_dim if head_dim is not None else hidden_size // max(num_attention_heads, 1)
+        self.intermediate_size = intermediate_size if intermediate_size is not None else 4 * hidden_size
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.mixer_options = mixer_options or {}
+        self.causal = causal
+        self.membership = membership
+        self.half_life = _as_list(half_life, num_attention_heads)
+        literal = causal and half_life is None and membership == "softmax"
+        self.position_bias = literal if position_bias is None else position_bias
+        self.position_embeddings = position_embeddings
+        self.norm, self.norm_position, self.norm_eps = norm, norm_position, norm_eps
+        self.use_bias = use_bias
+        self.layer_scale = layer_scale
+        self.skip, self.skip_init = skip, skip_init
+        self.gate = gate
+        self.dropout = dropout
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        self.pooling = pooling if pooling is not None else "last" if causal else "mean"
+        self.image_size, self.patch_size, self.num_channels = image_size, patch_size, num_channels
+        self.class_attention_layers = class_attention_layers
+        self.tokens_norm = tokens_norm
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+        # Set last: transformers' own check, which runs above, knows the names of its own layers alone.
+        names = [layer_types] * num_hidden_layers if isinstance(layer_types, str) else list(layer_types)
+        self.layer_types = names
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every field; transformers calls this again before it saves.
+
+        Raises:
+            InputError: for a value that is out of range or unknown.
+        """
+        _check_sizes(self)
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise InputError(
+                    f"ToSTConfig `{name}`",
+                    wanted=f"one of {', '.join(choices)}",
+                    got=repr(value),
+                    fix=did_you_mean(str(value), choices),
+                )
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise InputError(
+                "ToSTConfig `layer_types`",
+                wanted=f"one name for each of {self.num_hidden_layers} layers",
+                got=f"{len(self.layer_types)}",
+                fix="Give as many names as num_hidden_layers, or one name for all.",
+            )
+
+
+def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
+    """One for each head; what is infinite becomes None, since JSON knows no infinity."""
+    if half_life is None:
+        return None
+    lives = [half_life] * heads if isinstance(half_life, int | float) else list(half_life)
+    return [None if life is None or math.isinf(life) else float(life) for life in lives]
+
+
+def _check_sizes(config: ToSTConfig) -> None:
+    for name in POSITIVE:
+        if getattr(config, name) < 1:
+            raise InputError(
+                f"ToSTConfig `{name}`", wanted="at least 1", got=f"{getattr(config, name)}", fix="Raise it."
+            )
+    if config.position_bias and not (config.causal and config.membership == "softmax"):
+        raise InputError(
+            "ToSTConfig `position_bias`",
+            wanted="a causal model with softmax memberships",
+            got=f"causal={config.causal}, membership={config.membership!r}",
+            fix="Leave position_bias out.",
+        )
+    if config.half_life is not None:
+        _check_half_life(config, config.half_life)
+
+
+def _check_half_life(config: ToSTConfig, lives: list[float | None]) -> None:
+    if len(lives) != config.num_attention_heads or not all(life is None or life > 0 for life in lives):
+        raise InputError(
+            "ToSTConfig `half_life`",
+            wanted=f"a number of tokens above 0, or one for each of {config.num_attention_heads} heads",
+            got=f"{lives}",
+            fix="A ladder such as [4, 16, 64, 256] gives each head a time scale of its own.",
+        )
+    if not config.causal:
+        raise InputError(
+            "ToSTConfig `half_life`",
+            wanted="a causal model",
+            got="causal=False",
+            fix="Sums over all tokens do not decay: leave half_life out.",
+        )

@@ -1,0 +1,207 @@
+"""Released ToST checkpoints → our models."""
+
+import argparse
+import json
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rankwise.errors import InputError
+from rankwise.models.language import ToSTForCausalLM
+from rankwise.models.pictures import picture_settings
+from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
+from rankwise.models.vision import ToSTForImageClassification
+
+WRAPPERS = ("_orig_mod.", "module.")
+"""What torch.compile and DistributedDataParallel put before every name."""
+
+LANGUAGE_MARK, VISION_MARK = "transformer.wte.weight", "patch_embed.proj.0.0.weight"
+
+
+def load_released_tost(
+    path: str | Path, *, tokens_norm: bool = True
+) -> ToSTForCausalLM | ToSTForImageClassification:
+    """Load a checkpoint of the released code: language (.pt) or vision (.pth).
+
+    The configuration is read off the shapes. Nothing but tensors, plain containers and `argparse.Namespace`,
+    which vision checkpoints hold their command line in, is unpickled.
+
+    Args:
+        path: the file.
+        tokens_norm: vision: whether it was trained with ``tokens_norm``, as all released sizes are; shapes do
+            not tell.
+
+    Returns:
+        The model in evaluation mode, float32 as stored.
+
+    Raises:
+        InputError: if the file cannot be read, is of another model, or lacks weights or has wrong shapes.
+
+    Example:
+        >>> load_released_tost("nothing.pt")
+        Traceback (most recent call last):
+        ...
+        rankwise.errors.InputError: checkpoint nothing.pt: wanted a file, got nothing there. Check the path.
+    """
+    path = Path(path)
+    weights = weights_of(_read(path), path)
+    if LANGUAGE_MARK in weights:
+        released = _understood(lambda: understand_language(weights), path)
+        model = ToSTForCausalLM(released.config)
+    elif VISION_MARK in weights:
+        released = _understood(lambda: understand_vision(weights, tokens_norm), path)
+        model = ToSTForImageClassification(released.config)
+    else:
+        raise _foreign(path, f"names such as {', '.join(sorted(weights)[:3])}")
+    model.load_state_dict(_renamed(weights, released, model.state_dict(), path))
+    model.tie_weights()
+    return model.eval()
+
+
+def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
+    """Write a model as safetensors and JSON, each file under another name first, then renamed.
+
+    An image classifier's folder says how its pictures are prepared: see `picture_settings`.
+
+    Args:
+        model: one of ours.
+        folder: where to; made if it is not there.
+
+    Returns:
+        The files written.
+
+    Raises:
+        InputError: if the folder cannot be written to.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".rankwise-") as partial:
+            model.save_pretrained(partial)
+            if model.main_input_name == "pixel_values":
+                settings = json.dumps(picture_settings(model.config), indent=2) + "\n"
+                Path(partial, "preprocessor_config.json").write_text(settings, encoding="utf-8")
+            written = []
+            for file in sorted(Path(partial).iterdir()):
+                file.chmod(0o644)  # safetensors writes for its owner alone
+                written.append(file.replace(folder / file.name))
+    except OSError as error:
+        raise InputError(
+            f"folder {folder}",
+            wanted="a folder that can be written",
+            got=error.strerror or str(error),
+            fix="Choose a folder you may write to and that has room.",
+        ) from error
+    return written
+
+
+def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
+    """The weights in what was loaded, without what compiling or distributing put before their names.
+
+    Raises:
+        InputError: if there are none.
+    """
+    inner = checkpoint
+    if isinstance(checkpoint, Mapping):
+        inner = next((checkpoint[key] for key in ("model", "state_dict") if key in checkpoint), checkpoint)
+    if not isinstance(inner, Mapping) or not inner or not all(torch.is_tensor(w) for w in inner.values()):
+        held = ", ".join(map(str, list(checkpoint)[:5])) if isinstance(checkpoint, Mapping) else ""
+        raise _foreign(path, f"keys {held}" if held else "no weights")
+    weights = {}
+    for name, weight in inner.items():
+        while name.startswith(WRAPPERS):
+            name = name.split(".", 1)[1]
+        weights[name] = weight
+    return weights
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "nothing there"
+        raise InputError(f"checkpoint {path}", wanted="a file", got=got, fix="Check the path.")
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
+        raise InputError(
+            f"checkpoint {path}",
+            wanted="a file of torch.save that holds tensors and plain values only",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0][:200],
+            fix="Only the released .pt and .pth files are read; no code from a checkpoint is ever run.",
+        ) from error
+
+
+def _understood(understand: Any, path: Path) -> ReleasedModel:
+    try:
+        return understand()
+    except KeyError as error:
+        name = error.args[0]
+        if name.endswith("attn.temp"):
+            raise _foreign(path, f"no {name}: a model with another attention") from None
+        raise InputError(
+            f"checkpoint {path}",
+            wanted=f"a weight {name}",
+            got="none",
+            fix="The file is not whole: get it again.",
+        ) from None
+
+
+def _renamed(weights: Weights, released: ReleasedModel, ours: Weights, path: Path) -> dict[str, Tensor]:
+    """The weights by our names, all there and of the right shapes.
+
+    Raises:
+        InputError: if not.
+    """
+    missing = [name for name in released.names if name not in weights and name != "lm_head.weight"]
+    foreign = [name for name in weights if name not in released.names]
+    if missing or foreign:
+        raise InputError(
+            f"checkpoint {path}",
+            wanted=f"the {len(released.names)} weights of a released {released.kind} model",
+            got=f"{_some(missing)} missing, {_some(foreign)} unknown",
+            fix="Variants of the released models cannot be loaded.",
+        )
+    renamed = {own: as_ours(name, weights[name]) for name, own in released.names.items() if name in weights}
+    if "model.embed_tokens.weight" in renamed:
+        _check_tied(renamed, path)
+    for name, own in released.names.items():
+        if own in renamed and renamed[own].shape != ours[own].shape:
+            raise InputError(
+                f"checkpoint {path}, weight {name}",
+                wanted=f"shape {tuple(ours[own].shape)}",
+                got=f"{tuple(renamed[own].shape)}",
+                fix="Sizes are read off the other weights: this one is of another model.",
+            )
+    return renamed
+
+
+def _check_tied(renamed: dict[str, Tensor], path: Path) -> None:
+    """The head shares the embedding's weights; a file that says otherwise is not a released one."""
+    embedding = renamed["model.embed_tokens.weight"]
+    if not torch.equal(renamed.setdefault("lm_head.weight", embedding), embedding):
+        raise InputError(
+            f"checkpoint {path}, weight lm_head.weight",
+            wanted="the same numbers as transformer.wte.weight, which the released models tie it to",
+            got="other numbers",
+            fix="A model with a head of its own cannot be loaded.",
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "none"
+
+
+def _foreign(path: Path, got: str) -> InputError:
+    return InputError(
+        f"checkpoint {path}",
+        wanted="a checkpoint of the released ToST code, language or vision",
+        got=got,
+        fix="Models in Hugging Face's format are loaded by from_pretrained, without conversion.",
+    )

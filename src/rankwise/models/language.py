@@ -1,0 +1,243 @@
+"""Stacks of blocks over tokens of text, and the causal language model."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from rankwise.errors import InputError
+from rankwise.models.base import ToSTPreTrainedModel
+from rankwise.models.block import Block, make_norm
+from rankwise.models.cache import MixerCache, positions
+from rankwise.models.configuration import ToSTConfig
+
+
+class ToSTModel(ToSTPreTrainedModel):
+    """Embedding, blocks and the last norm.
+
+    Example:
+        >>> import torch
+        >>> config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> ToSTModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 16])
+    """
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        learned = config.position_embeddings == "learned"
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = make_norm(config) if config.norm_position == "pre" else nn.Identity()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding of tokens."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Put another embedding in its place."""
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Shaped[Tensor, "B S"] | None = None,
+        position_ids: Int[Tensor, "..."] | None = None,
+        past_key_values: MixerCache | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Run the stack.
+
+        Args:
+            input_ids: tokens of this call.
+            attention_mask: true or 1 where a token is real; of all tokens so far, or of this call's.
+            position_ids: where the tokens stand; counted over real tokens where None.
+            past_key_values: what an earlier call gave back.
+            inputs_embeds: embeddings in place of ``input_ids``.
+            use_cache: whether to give back the decoding state; by the configuration, never while training.
+            output_hidden_states: whether to give back what each block reads, and the last norm's output.
+            return_dict: an object with names, or a tuple.
+            **kwargs: nothing that is used.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            got = "neither" if input_ids is None else "both"
+            raise InputError(
+                "`forward`", wanted="input_ids or inputs_embeds", got=got, fix="Give one of them."
+            )
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = _of_this_call(attention_mask, x)
+        cache = self._cache(past_key_values, use_cache)
+        x = self.dropout(self._with_positions(x, mask, position_ids, cache))
+        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: tuple[Tensor, ...] = ()
+        for index, layer in enumerate(self.layers):
+            states += (x,) if shown else ()
+            past = None if cache is None else cache.states[index]
+            x, new = layer(x, attention_mask=mask, state=past, return_state=cache is not None)
+            if cache is not None:
+                cache.states[index] = new
+        x = self.norm(x)
+        if cache is not None:
+            cache.advance(mask, x.shape[0], x.shape[1], x.device)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x, past_key_values=cache, hidden_states=(*states, x) if shown else None
+        )
+        named = self.config.return_dict if return_dict is None else return_dict
+        return output if named else output.to_tuple()
+
+    def _cache(self, given: MixerCache | None, wanted: bool | None) -> MixerCache | None:
+        """The cache to use and to fill."""
+        if wanted is None:
+            wanted = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training:
+            wanted = False
+        if not self.config.causal:
+            wanted = False
+        if isinstance(given, MixerCache) and len(given) == len(self.layers):
+            return given
+        if given is not None:
+            raise InputError(
+                "`past_key_values`",
+                wanted=f"the MixerCache of {len(self.layers)} layers that an earlier call gave back",
+                got=f"a {type(given).__name__} of {len(given)}",
+                fix="Leave it out on the first call.",
+            )
+        return MixerCache(len(self.layers)) if wanted else None
+
+    def _with_positions(
+        self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
+    ) -> Tensor:
+        """Add the learned positions, if there are any."""
+        if self.embed_positions is None and not self.config.position_bias:
+            return x
+        before, length = (None, 0) if cache is None else (cache.counts, cache.length)
+        counted = positions(x, mask, before)
+        _check_length(counted, x.shape[1] + length, self.config.max_position_embeddings)
+        if self.embed_positions is None:
+            return x
+        return x + self.embed_positions(counted if position_ids is None else position_ids)
+
+
+class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
+    """A causal language model: `ToSTModel` and a head that shares the embedding's weights.
+
+    Example:
+        >>> import torch
+        >>> config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = ToSTForCausalLM(config).eval()
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False).shape
+        torch.Size([1, 7])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__(config)
+        if not config.causal:
+            raise InputError(
+                "ToSTForCausalLM", wanted="causal=True", got="causal=False", fix="Set causal=True."
+            )
+        self.model = ToSTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """No: the model makes its own cache on the first call."""
+        return False
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Put another head in its place."""
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Shaped[Tensor, "B S"] | None = None,
+        position_ids: Int[Tensor, "..."] | None = None,
+        past_key_values: MixerCache | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        labels: Int[Tensor, "B T"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Int[Tensor, " N"] = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Predict the next token.
+
+        Args:
+            input_ids: as for `ToSTModel`.
+            attention_mask: as for `ToSTModel`.
+            position_ids: as for `ToSTModel`.
+            past_key_values: as for `ToSTModel`.
+            inputs_embeds: as for `ToSTModel`.
+            labels: the tokens themselves, -100 where none is to be predicted; shifted here.
+            use_cache: as for `ToSTModel`.
+            output_hidden_states: as for `ToSTModel`.
+            logits_to_keep: logits of the last so many tokens, or of these; all where 0.
+            return_dict: an object with names, or a tuple.
+            **kwargs: passed to the loss, such as ``num_items_in_batch``.
+        """
+        output = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
+            output_hidden_states, return_dict=True,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        named = self.config.return_dict if return_dict is None else return_dict
+        return result if named else result.to_tuple()
+
+
+def _of_this_call(attention_mask: Tensor | None, x: Tensor) -> Bool[Tensor, "B T"] | None:
+    """The mask of the tokens of this call; None where all are real, which is the faster way."""
+    if attention_mask is None:
+        return None
+    rows, tokens = x.shape[:2]
+    if attention_mask.ndim != 2 or len(attention_mask) != rows or attention_mask.shape[1] < tokens:
+        raise InputError(
+            "`attention_mask`",
+            wanted=f"(B, S) with B = {rows} and S ≥ {tokens}",
+            got=f"{tuple(attention_mask.shape)}",
+            fix="Give 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
+        )
+    mask = attention_mask[:, attention_mask.shape[1] - tokens :].bool()
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+def _check_length(positions: Tensor, most: int, limit: int) -> None:
+    """Refuse a position without an embedding; the tokens themselves are looked at only if that could be."""
+    if most > limit and int(positions.max()) >= limit:
+        raise InputError(
+            "length of the text",
+            wanted=f"at most max_position_embeddings = {limit} tokens",
+            got=f"{int(positions.max()) + 1}",
+            fix='Cut the text. A model with position_embeddings="none" and a half_life has no bound.',
+        )

@@ -1,0 +1,142 @@
+"""Token Statistics Self-Attention, the function."""
+
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rankwise.ops.tssa import library, reference
+from rankwise.ops.tssa.checks import check_options, check_packing, check_state, check_tensors
+from rankwise.ops.tssa.decay import rates
+from rankwise.ops.tssa.dispatch import choose
+from rankwise.ops.tssa.layout import lengths, offsets, segments
+from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
+from rankwise.ops.tssa.state import TSSAState
+
+
+class TSSAOutput(NamedTuple):
+    """What `tssa` gives.
+
+    Attributes:
+        output: in the dtype of w, (B, T, H, K); zero where a token is masked.
+        membership: Π, float32 (float64 for float64 inputs), (B, T, H); over the heads it sums to 1, for a
+            masked token to 0.
+        state: the statistics behind the last token, to go on from; None if bidirectional.
+    """
+
+    output: Float[Tensor, "B T H K"]
+    membership: Float[Tensor, "B T H"]
+    state: TSSAState | None
+
+
+def tssa(
+    w: Float[Tensor, "B T H K"],
+    temperature: Float[Tensor, " H"],
+    causal: bool = False,
+    bias: Float[Tensor, "H P"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+    state: TSSAState | None = None,
+    impl: str = "auto",
+    *,
+    membership: str = "softmax",
+    half_life: Float[Tensor, " H"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+) -> TSSAOutput:
+    """Attend by token statistics: no pair of tokens is compared, time and memory are linear in T.
+
+    Bidirectional, sums over all tokens u::
+
+        s[t,h]     = Σ_k w[t,h,k]² / max(‖w[:,h,k]‖, 1e-12)²
+        Π[t,·]     = softmax over heads of temperature[h] · s[t,h]
+        m[h,k]     = Σ_u Π[u,h] w[u,h,k]² / (Σ_u Π[u,h] + 1e-8)
+        out[t,h,k] = -Π[t,h] w[t,h,k] / (1 + m[h,k])
+
+    Causal, another function, with running sums and a learned bias by position, which counts K times::
+
+        c_t = λ_h c_{t-1} + w_t²;        s[t,h] = Σ_k ( w[t,h,k]² / max(c[t,h,k], 1e-12) + bias[h,t] )
+        a_t = λ_h a_{t-1} + Π_t w_t²;    n_t = λ_h n_{t-1} + Π_t;    m_t = a_t / (n_t + 1e-8)
+
+    with λ_h = 1, or 2^(-1/half_life[h]) where half-lives are given. Decay weighs a token u tokens back by
+    λ^u in all three sums alike, so m stays a weighted mean and s does not shrink as the text grows.
+
+    A masked token is as if it were not there: it adds nothing, lets no sum decay, takes no position of the
+    bias, gives zeros and gets no gradient, whatever its w holds. A padded row equals the row alone, be the
+    padding left, right or within.
+
+    Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; beyond input and output, memory O(B T H).
+
+    Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction"
+    (2024), and its released modules, whose outputs this reproduces; uniform memberships and half-lives are
+    additions of this package.
+
+    Args:
+        w: tokens in the subspaces of the heads: a linear map of them, split into heads.
+        temperature: of the softmax, one a head; not used by uniform memberships.
+        causal: whether a token sees only itself and those before.
+        bias: learned, by head and position; at least as many positions as the longest text. Causal only.
+        mask: True for real tokens.
+        state: what a causal call on the tokens before these gave; calls on pieces equal one on the whole.
+        impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.tssa.dispatch.choose` is the rule of
+            "auto". An explicit choice runs or raises.
+        membership: "softmax", or "uniform": Π = 1/H.
+        half_life: of the causal sums, in tokens, one a head; `half_lives` makes a ladder. Not learned.
+        cu_seqlens: boundaries [0, n_1, n_1 + n_2, …, T] of sequences packed in one row (B = 1); each
+            is by itself, and the state has one row for each.
+
+    Returns:
+        Output, memberships and state; gradients flow through all three.
+
+    Raises:
+        ShapeError: if shapes or dtypes do not fit, or the bias ends before the text.
+        InputError: if options contradict each other or the implementation cannot run here.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(1, 4, 2, 3)
+        >>> whole = tssa(w, torch.ones(2), causal=True)
+        >>> first = tssa(w[:, :3], torch.ones(2), causal=True)
+        >>> last = tssa(w[:, 3:], torch.ones(2), causal=True, state=first.state)
+        >>> torch.allclose(whole.output[:, 3:], last.output), last.state.seen.tolist()
+        (True, [4])
+        >>> tssa(w, torch.ones(2)).membership[0, 0].tolist()
+        [0.5, 0.5]
+    """
+    check_tensors(w, temperature, bias, mask, half_life)
+    check_options(causal, bias, state, membership, half_life)
+    if cu_seqlens is not None:
+        check_packing(cu_seqlens, w.shape[0], w.shape[1])
+    chosen = choose(impl, w.device)
+    bounds = segments(w.shape[0], w.shape[1], cu_seqlens, w.device)
+    tau = None if membership == "uniform" else temperature.to(exact(w.dtype))
+    problem = Problem(w, tau, None, mask, None, None, bounds, cu_seqlens is not None)
+    if not causal:
+        solution = _solve(problem, chosen)
+        return TSSAOutput(solution.output, solution.membership, None)
+    problem, count = _in_order(problem, bias, state, half_life)
+    solution = _solve(problem, chosen)
+    assert solution.end is not None
+    return TSSAOutput(solution.output, solution.membership, TSSAState(*solution.end, count))
+
+
+def _in_order(
+    problem: Problem, bias: Tensor | None, state: TSSAState | None, half_life: Tensor | None
+) -> tuple[Problem, Tensor]:
+    """What a causal call knows besides: the sums before it, the decay, the bias at each position."""
+    w, mask, bounds = problem.w, problem.mask, problem.bounds
+    sequences, heads, width = len(bounds) - 1, w.shape[2], w.shape[3]
+    dtype = exact(w.dtype)
+    if state is None:
+        state, count = TSSAState.zeros(sequences, heads, width, dtype, w.device), None
+    else:
+        check_state(state, sequences, heads, width)
+        count = state.seen
+    offset = None
+    if bias is not None:
+        offset = offsets(bias.to(dtype), width, mask, bounds, count, (w.shape[0], w.shape[1]), problem.packed)
+    start = Sums(state.energy.to(dtype), state.assigned.to(dtype), state.mass.to(dtype))
+    rate = None if half_life is None else rates(half_life).to(w.device)
+    return problem._replace(offset=offset, start=start, rate=rate), lengths(mask, bounds, state.seen)
+
+
+def _solve(problem: Problem, impl: str) -> Solution:
+    return reference.solve(problem) if impl == "reference" else library.solve(problem, impl)

@@ -1,0 +1,216 @@
+"""The benchmark: every size, forward and backward, decoding, memory, and whether the answers are right."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import exp, log
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rankwise.ops.tssa.api import tssa
+from rankwise.ops.tssa.bench.clock import fresh_peak, race
+from rankwise.ops.tssa.bench.contenders import (
+    COPY,
+    EAGER,
+    FLA,
+    OURS,
+    REFERENCE,
+    SDPA,
+    Inputs,
+    contenders,
+    inputs,
+    missing,
+)
+
+TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+QUICK = (256, 1024, 4096)
+POSITIONS = (1024, 65_536)
+PATIENCE = 20.0
+"""Seconds beyond which one call of softmax attention is not waited for; it grows with T²."""
+
+Row = dict[str, Any]
+
+
+def machine(device: str, dtype: torch.dtype) -> Row:
+    """What a time means nothing without.
+
+    Args:
+        device: where the benchmark runs.
+        dtype: of w.
+
+    Returns:
+        Names and numbers.
+    """
+    cpu = platform.processor()
+    try:
+        with open("/proc/cpuinfo") as file:
+            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    load = os.getloadavg() if hasattr(os, "getloadavg") else ()
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": [round(x, 2) for x in load],
+        "device": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "no_linear_attention": missing(device),
+    }
+
+
+def sizes(
+    tokens: tuple[int, ...], device: str, dtype: torch.dtype, repeats: int, memory: bool
+) -> Iterator[Row]:
+    """One row for each operation, direction and length, as they are measured.
+
+    Args:
+        tokens: lengths, rising.
+        device: where.
+        dtype: of w.
+        repeats: rounds.
+        memory: whether to measure peak memory, each in a process of its own.
+
+    Yields:
+        Milliseconds, ratios to ours and to the copy, errors, bytes.
+    """
+    for causal in (False, True):
+        for backward in (False, True):
+            slow = 0.0  # what softmax attention would take at the next length
+            for at, length in enumerate(tokens):
+                x = inputs(length, causal, device, dtype)
+                runs = _directed(x, contenders(x), backward)
+                if slow > PATIENCE:
+                    del runs[SDPA]
+                seconds = race(runs, x.w.device, repeats)
+                if SDPA in seconds and at + 1 < len(tokens):
+                    slow = seconds[SDPA] * (tokens[at + 1] / length) ** 2
+                row = _row(x, seconds, backward)
+                if memory:
+                    row["peak_bytes"] = _peaks(x, backward, dtype)
+                yield row
+
+
+def _directed(
+    x: Inputs, runs: dict[str, Callable[[], Tensor]], backward: bool
+) -> dict[str, Callable[[], object]]:
+    if not backward:
+        return dict(runs)
+    leaves = [x.w, x.query, x.key, x.value]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    given = torch.ones_like(x.w)
+
+    def both(run: Callable[[], Tensor]) -> Callable[[], object]:
+        def call() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            run().backward(given)
+
+        return call
+
+    return {
+        name: both(run) if name in (OURS, REFERENCE, EAGER, SDPA, FLA) else run for name, run in runs.items()
+    }
+
+
+def _row(x: Inputs, seconds: dict[str, float], backward: bool) -> Row:
+    ours, copy = seconds[OURS], seconds[COPY]
+    row: Row = {"causal": x.causal, "backward": backward, "tokens": x.w.shape[1]}
+    row["milliseconds"] = {name: 1e3 * taken for name, taken in seconds.items()}
+    row["times_ours"] = {name: taken / ours for name, taken in seconds.items()}
+    row["times_copy"] = {name: taken / copy for name, taken in seconds.items()}
+    row["error"] = {} if backward else _errors(x)
+    return row
+
+
+def _errors(x: Inputs) -> dict[str, float]:
+    """Distance from float64, relative to its norm, of ours and of eager."""
+    with torch.no_grad():
+        truth = tssa(x.w.double(), x.temperature.double(), x.causal, impl="reference").output
+        found = {name: contenders(x)[name]().double() for name in (OURS, EAGER)}
+    return {name: float((y - truth).norm() / truth.norm()) for name, y in found.items()}
+
+
+def _peaks(x: Inputs, backward: bool, dtype: torch.dtype) -> dict[str, int | None]:
+    job = {"causal": x.causal, "backward": backward, "tokens": x.w.shape[1], "device": x.w.device.type}
+    job["dtype"] = str(dtype).removeprefix("torch.")
+    return {name: fresh_peak(job | {"name": name}) for name in (OURS, EAGER)}
+
+
+def decoding(
+    device: str, dtype: torch.dtype, repeats: int, positions: tuple[int, ...] = POSITIONS
+) -> list[Row]:
+    """A token at a time, far into a text: time and bytes of state, against attention over cached keys.
+
+    Args:
+        device: where.
+        dtype: of w.
+        repeats: rounds of ten tokens.
+        positions: how far into the text.
+
+    Returns:
+        A row for each position.
+    """
+    rows = []
+    for position in positions:
+        x = inputs(position, True, device, dtype)
+        state = tssa(x.w, x.temperature, True).state
+        assert state is not None
+        token, query = x.w[:, -1:], x.query[:, -1:].transpose(1, 2)
+        key, value = (part.transpose(1, 2).contiguous() for part in (x.key, x.value))
+
+        def ten(run: Callable[[], object]) -> Callable[[], None]:
+            def call() -> None:
+                for _ in range(10):
+                    run()
+
+            return call
+
+        def ours(x: Inputs = x, token: Tensor = token, state: Any = state) -> object:
+            return tssa(token, x.temperature, True, state=state)
+
+        def attention(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> object:
+            return scaled_dot_product_attention(query, key, value)
+
+        with torch.no_grad():
+            seconds = race({OURS: ten(ours), SDPA: ten(attention)}, x.w.device, repeats)
+        size = sum(part.numel() * part.element_size() for part in state)
+        cached = 2 * key.numel() * key.element_size()
+        rows.append(
+            {
+                "position": position,
+                "microseconds": {name: 1e5 * taken for name, taken in seconds.items()},
+                "state_bytes": {OURS: size, SDPA: cached},
+            }
+        )
+    return rows
+
+
+def crossover(rows: list[Row], causal: bool, backward: bool) -> float | None:
+    """The length from which on ours is faster than softmax attention, between measured ones on log scales.
+
+    Args:
+        rows: from `sizes`.
+        causal: which operation.
+        backward: which direction.
+
+    Returns:
+        Tokens; the shortest length if ours is faster there already; None if it never is.
+    """
+    chosen = [r for r in rows if (r["causal"], r["backward"]) == (causal, backward)]
+    points = [(r["tokens"], r["times_ours"][SDPA]) for r in chosen if SDPA in r["times_ours"]]
+    if points and points[0][1] >= 1:
+        return float(points[0][0])
+    for (low, before), (high, after) in pairwise(points):
+        if before < 1 <= after:
+            share = -log(before) / (log(after) - log(before))
+            return exp(log(low) + share * (log(high) - log(low)))
+    return None

@@ -1,0 +1,177 @@
+"""The compiled loops of bidirectional TSSA.
+
+Arrays: w (M, H, K) with M the tokens of all sequences; a task is a piece, the tokens first[i] ≤ t < last[i]
+of sequence owner[i]. What is summed over tokens is summed by piece, in chunks, in float64.
+"""
+
+from typing import no_type_check
+
+import numpy as np
+
+from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled
+from rankwise.ops.tssa.cpu.head_loops import softmax_rows
+
+
+@compiled
+@no_type_check
+def add_energy_row(row, weight, sums):
+    """Add one token's weight · w²."""
+    for k in range(len(row)):
+        sums[k] += weight * (row[k] * row[k])
+
+
+@compiled
+@no_type_check
+def energies(w, weight, mask, first, last, total, low, high):
+    """total[i] = Σ_t weight[t,h] w[t,h,k]² over piece i; no weight means 1."""
+    heads, width = w.shape[1], w.shape[2]
+    local = np.zeros((heads, width), w.dtype)
+    one = w.dtype.type(1)
+    for i in range(low, high):
+        total[i] = 0
+        for chunk in range(first[i], last[i], CHUNK):
+            local[:] = 0
+            for t in range(chunk, min(chunk + CHUNK, last[i])):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    add_energy_row(w[t, h], weight[t, h] if weight.size > 0 else one, local[h])
+            total[i] += local
+
+
+@compiled
+@no_type_check
+def project_row(row, vector):
+    """Σ_k vector_k w_k²."""
+    out = row.dtype.type(0)
+    for k in range(len(row)):
+        out += row[k] * row[k] * vector[k]
+    return out
+
+
+@compiled
+@no_type_check
+def project(w, vector, mask, first, last, owner, out, low, high):
+    """out[t,h] = Σ_k vector[n,h,k] w[t,h,k]², n the token's sequence."""
+    for i in range(low, high):
+        for t in range(first[i], last[i]):
+            if mask.size > 0 and not mask[t]:
+                out[t] = 0
+                continue
+            for h in range(w.shape[1]):
+                out[t, h] = project_row(w[t, h], vector[owner[i], h])
+
+
+@compiled
+@no_type_check
+def assign(w, inverse, temperature, mask, first, last, owner, score, membership, total, mass, low, high):
+    """Scores and memberships; total[i] = Σ_t Π w² and mass[i] = Σ_t Π over piece i, while w is in the cache.
+
+    Without a temperature the memberships are there already.
+    """
+    heads, width = w.shape[1], w.shape[2]
+    local = np.zeros((heads, width), w.dtype)
+    for i in range(low, high):
+        total[i] = 0
+        mass[i] = 0
+        for chunk in range(first[i], last[i], CHUNK):
+            stop = min(chunk + CHUNK, last[i])
+            local[:] = 0
+            for t in range(chunk, stop):
+                if mask.size > 0 and not mask[t]:
+                    score[t] = 0
+                    continue
+                for h in range(heads):
+                    score[t, h] = project_row(w[t, h], inverse[owner[i], h])
+            if temperature.size > 0:
+                softmax_rows(score, temperature, mask, membership, chunk, stop)
+            for t in range(chunk, stop):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    mass[i, h] += membership[t, h]
+                    add_energy_row(w[t, h], membership[t, h], local[h])
+            total[i] += local
+
+
+@compiled
+@no_type_check
+def scale_row(row, out, factor, vector):
+    """-factor · vector · w."""
+    for k in range(len(row)):
+        out[k] = -factor * row[k] * vector[k]
+
+
+@compiled
+@no_type_check
+def outputs(w, membership, factor, mask, first, last, owner, out, low, high):
+    """Out = -Π w factor, factor = 1/(1 + m) of the token's sequence."""
+    for i in range(low, high):
+        for t in range(first[i], last[i]):
+            if mask.size > 0 and not mask[t]:
+                out[t] = 0
+                continue
+            for h in range(w.shape[1]):
+                scale_row(w[t, h], out[t, h], membership[t, h], factor[owner[i], h])
+
+
+@compiled
+@no_type_check
+def output_row_back(row, given, factor, pi, sums):
+    """Σ_k g w factor; adds Π g w factor² to the sums."""
+    out = row.dtype.type(0)
+    for k in range(len(row)):
+        x = given[k] * row[k] * factor[k]
+        out += x
+        sums[k] += pi * (x * factor[k])
+    return out
+
+
+@compiled
+@no_type_check
+def outputs_back(w, given, membership, factor, mask, first, last, owner, direct, total, low, high):
+    """direct[t,h] = Σ_k g w factor; total[i] = Σ_t Π g w factor² over piece i, the gradient of m."""
+    heads, width = w.shape[1], w.shape[2]
+    local = np.zeros((heads, width), w.dtype)
+    for i in range(low, high):
+        total[i] = 0
+        for chunk in range(first[i], last[i], CHUNK):
+            local[:] = 0
+            for t in range(chunk, min(chunk + CHUNK, last[i])):
+                if mask.size > 0 and not mask[t]:
+                    direct[t] = 0
+                    continue
+                for h in range(heads):
+                    direct[t, h] = output_row_back(
+                        w[t, h], given[t, h], factor[owner[i], h], membership[t, h], local[h]
+                    )
+            total[i] += local
+
+
+@compiled
+@no_type_check
+def token_row_back(row, given, out, factor, pi, asked, moment, inverse, energy):
+    """One token's gradient from those of its sequence's sums."""
+    two = row.dtype.type(2)
+    for k in range(len(row)):
+        g = moment[k] * pi + asked * inverse[k] + energy[k]
+        out[k] = two * row[k] * g - pi * given[k] * factor[k]
+
+
+@compiled
+@no_type_check
+def tokens_back(
+    w, given, membership, asked, factor, moment, inverse, energy, mask, first, last, owner, out, low, high
+):
+    """Gradient of w: 2w (moment Π + asked · inverse + energy) - Π g factor."""
+    for i in range(low, high):
+        n = owner[i]
+        for t in range(first[i], last[i]):
+            if mask.size > 0 and not mask[t]:
+                out[t] = 0
+                continue
+            for h in range(w.shape[1]):
+                token_row_back(
+                    w[t, h], given[t, h], out[t, h], factor[n, h], membership[t, h], asked[t, h],
+                    moment[n, h], inverse[n, h], energy[n, h],
+                )  # fmt: skip

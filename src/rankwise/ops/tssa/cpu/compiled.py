@@ -1,0 +1,35 @@
+"""How the loops of this folder are compiled, and what the compiler may change in them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+Loop = Callable[..., Any]
+
+ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
+"""Sums over channels may be reordered, products fused into sums, x/y become x·(1/y), zeros lose their sign.
+
+Not allowed: to take NaN or infinity for impossible (they must reach the output), or approximate functions.
+"""
+
+CHUNK = 64
+"""Tokens summed in the dtype of the sums before they are added to a float64 total.
+
+So a sum over T tokens is off by the rounding of 64 additions, not of T.
+"""
+
+
+def compiled(function: Loop, allowed: set[str] = ALLOWED) -> Loop:
+    """Compile a loop on its first call for each dtype, without the interpreter lock, cached on disk.
+
+    Where the package's folder cannot be written numba caches in the user's folder; NUMBA_CACHE_DIR moves it.
+
+    Args:
+        function: of numpy arrays and numbers.
+        allowed: what the compiler may change.
+
+    Returns:
+        The compiled function.
+    """
+    return njit(nogil=True, cache=True, fastmath=allowed, error_model="numpy")(function)

@@ -1,0 +1,42 @@
+"""The compiled loops over heads alone: memberships and their gradient, a row of H numbers a token."""
+
+from math import exp
+from typing import no_type_check
+
+from rankwise.ops.tssa.cpu.compiled import compiled
+
+
+@compiled
+@no_type_check
+def softmax_rows(score, temperature, mask, out, low, high):
+    """Π[t,·] = softmax over heads of temperature · score; zero where masked."""
+    heads = score.shape[1]
+    zero = score.dtype.type(0)
+    for t in range(low, high):
+        if mask.size > 0 and not mask[t]:
+            out[t] = zero
+            continue
+        top = temperature[0] * score[t, 0]
+        for h in range(heads):
+            out[t, h] = temperature[h] * score[t, h]
+            if not out[t, h] <= top:
+                top = out[t, h]
+        total = zero
+        for h in range(heads):
+            out[t, h] = exp(out[t, h] - top)
+            total += out[t, h]
+        for h in range(heads):
+            out[t, h] = out[t, h] / total
+
+
+@compiled
+@no_type_check
+def softmax_rows_back(membership, given, out, low, high):
+    """Gradient of temperature · score from that of Π: Π (g - Σ_h Π g)."""
+    heads = membership.shape[1]
+    for t in range(low, high):
+        mean = membership.dtype.type(0)
+        for h in range(heads):
+            mean += membership[t, h] * given[t, h]
+        for h in range(heads):
+            out[t, h] = membership[t, h] * (given[t, h] - mean)

@@ -1,0 +1,17 @@
+"""The kernels by name; a folder is imported when it first runs."""
+
+from importlib import import_module
+from types import ModuleType
+
+
+def kernels(impl: str, causal: bool) -> ModuleType:
+    """The module whose ``forward`` and ``backward`` run.
+
+    Args:
+        impl: "cpu" or "triton".
+        causal: which of the two operations.
+
+    Returns:
+        The module.
+    """
+    return import_module(f"rankwise.ops.tssa.{impl}.{'causal' if causal else 'bidirectional'}")

@@ -1,0 +1,179 @@
+"""The kernels as torch operators: with shapes for tracing, and gradients, so that compilers see one node."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.ops.tssa.implementations import kernels
+from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
+
+
+@torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
+def bidirectional(
+    w: Tensor, temperature: Tensor | None, mask: Tensor | None, bounds: Tensor, packed: bool, impl: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, memberships; and for the gradient scores and sums."""
+    problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
+    output, membership, score, sums = kernels(impl, causal=False).forward(problem)
+    return output, membership, score, *sums
+
+
+@torch.library.custom_op("rankwise::tssa_bidirectional_backward", mutates_args=())
+def bidirectional_backward(
+    given: Tensor,
+    given_membership: Tensor,
+    w: Tensor,
+    temperature: Tensor | None,
+    mask: Tensor | None,
+    bounds: Tensor,
+    membership: Tensor,
+    score: Tensor,
+    energy: Tensor,
+    assigned: Tensor,
+    mass: Tensor,
+    packed: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of w and of the temperature."""
+    problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
+    sums = Sums(energy, assigned, mass)
+    back = kernels(impl, causal=False).backward
+    return back(problem, membership, score, sums, given, given_membership)
+
+
+@torch.library.custom_op("rankwise::tssa_causal", mutates_args=())
+def causal(
+    w: Tensor,
+    temperature: Tensor | None,
+    offset: Tensor | None,
+    mask: Tensor | None,
+    energy: Tensor,
+    assigned: Tensor,
+    mass: Tensor,
+    rate: Tensor | None,
+    bounds: Tensor,
+    packed: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, memberships, scores (for the gradient), and the sums behind the last token."""
+    start = Sums(energy, assigned, mass)
+    problem = Problem(w, temperature, offset, mask, start, rate, bounds, packed)
+    output, membership, score, end = kernels(impl, causal=True).forward(problem)
+    return output, membership, score, *end
+
+
+@torch.library.custom_op("rankwise::tssa_causal_backward", mutates_args=())
+def causal_backward(
+    given: Tensor,
+    given_membership: Tensor,
+    given_energy: Tensor,
+    given_assigned: Tensor,
+    given_mass: Tensor,
+    w: Tensor,
+    temperature: Tensor | None,
+    mask: Tensor | None,
+    energy: Tensor,
+    assigned: Tensor,
+    mass: Tensor,
+    rate: Tensor | None,
+    bounds: Tensor,
+    membership: Tensor,
+    score: Tensor,
+    packed: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of w, temperature, offset and the first sums."""
+    start, end = Sums(energy, assigned, mass), Sums(given_energy, given_assigned, given_mass)
+    problem = Problem(w, temperature, None, mask, start, rate, bounds, packed)
+    back = kernels(impl, causal=True).backward
+    dw, dtemperature, doffset, first = back(problem, membership, score, given, given_membership, end)
+    return dw, dtemperature, doffset, *first
+
+
+def solve(problem: Problem, impl: str) -> Solution:
+    """Run a kernel.
+
+    Args:
+        problem: the call.
+        impl: "cpu" or "triton".
+
+    Returns:
+        Its solution.
+    """
+    w, temperature, offset, mask, start, rate, bounds, packed = problem
+    if start is None:
+        output, membership, *_ = bidirectional(w, temperature, mask, bounds, packed, impl)
+        return Solution(output, membership, None)
+    output, membership, _, *end = causal(w, temperature, offset, mask, *start, rate, bounds, packed, impl)
+    return Solution(output, membership, Sums(*end))
+
+
+def _like(w: Tensor, *shape: Any) -> Tensor:
+    # sizes are symbols while a graph is traced
+    return w.new_empty(shape, dtype=exact(w.dtype))
+
+
+@bidirectional.register_fake
+def _(w, temperature, mask, bounds, packed, impl):  # type: ignore[no-untyped-def]
+    return _shapes(w, bounds)
+
+
+@causal.register_fake
+def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, packed, impl):  # type: ignore[no-untyped-def]
+    return _shapes(w, bounds)
+
+
+def _shapes(w: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    batch, tokens, heads, width = w.shape
+    sequences = bounds.shape[0] - 1
+    per_token, per_channel = (batch, tokens, heads), (sequences, heads, width)
+    sums = (_like(w, *per_channel), _like(w, *per_channel), _like(w, sequences, heads))
+    output = torch.empty_like(w, memory_format=torch.contiguous_format)
+    return output, _like(w, *per_token), _like(w, *per_token), *sums
+
+
+@bidirectional_backward.register_fake
+def _(given, given_membership, w, temperature, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(w, memory_format=torch.contiguous_format), _like(w, w.shape[2])
+
+
+@causal_backward.register_fake
+def _(given, given_membership, ge, ga, gm, w, temperature, mask, energy, assigned, mass, *rest):  # type: ignore[no-untyped-def]
+    sums = (
+        torch.empty_like(part, memory_format=torch.contiguous_format) for part in (energy, assigned, mass)
+    )
+    per_token = _like(w, *w.shape[:3])
+    return torch.empty_like(w, memory_format=torch.contiguous_format), _like(w, w.shape[2]), per_token, *sums
+
+
+def _keep_bidirectional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    w, temperature, mask, bounds, ctx.packed, ctx.impl = inputs
+    ctx.save_for_backward(w, temperature, mask, bounds, *output[1:])
+
+
+def _bidirectional_backward(ctx: Any, given: Tensor, given_membership: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # under checkpointing they can be asked for once
+    dw, slope = bidirectional_backward(given, given_membership, *saved, packed=ctx.packed, impl=ctx.impl)
+    return dw, None if saved[1] is None else slope, None, None, None, None
+
+
+def _keep_causal(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    w, temperature, offset, mask, energy, assigned, mass, rate, bounds, ctx.packed, ctx.impl = inputs
+    ctx.offset = offset is not None
+    ctx.save_for_backward(w, temperature, mask, energy, assigned, mass, rate, bounds, *output[1:3])
+
+
+def _causal_backward(
+    ctx: Any, given: Tensor, given_membership: Tensor, _: Tensor, *given_end: Tensor
+) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    dw, slope, offset, *first = causal_backward(
+        given, given_membership, *given_end, *saved, packed=ctx.packed, impl=ctx.impl
+    )
+    slopes = (None if saved[1] is None else slope, offset if ctx.offset else None)
+    return dw, *slopes, None, *first, None, None, None, None
+
+
+bidirectional.register_autograd(_bidirectional_backward, setup_context=_keep_bidirectional)
+causal.register_autograd(_causal_backward, setup_context=_keep_causal)

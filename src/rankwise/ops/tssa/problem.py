@@ -1,0 +1,64 @@
+"""One call of TSSA, checked and in the dtypes of the sums: what every implementation is handed."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sums(NamedTuple):
+    """The differentiable part of a state, for N sequences.
+
+    Attributes:
+        energy: (N, H, K).
+        assigned: (N, H, K).
+        mass: (N, H).
+    """
+
+    energy: Tensor
+    assigned: Tensor
+    mass: Tensor
+
+
+class Problem(NamedTuple):
+    """What is to be computed; every tensor but w is in the dtype of the sums.
+
+    Attributes:
+        w: (B, T, H, K), in its own dtype.
+        temperature: (H,), or None for uniform memberships.
+        offset: what the bias adds to the score, (B, T, H), or None.
+        mask: real tokens, (B, T), or None for all.
+        start: sums before the first token; None where the call is bidirectional.
+        rate: λ, (H,) in float64, or None for λ = 1.
+        bounds: where each of the N sequences begins in the B·T tokens, and where the last ends, (N + 1,).
+        packed: whether one row holds all sequences; otherwise each row is one.
+    """
+
+    w: Tensor
+    temperature: Tensor | None
+    offset: Tensor | None
+    mask: Tensor | None
+    start: Sums | None
+    rate: Tensor | None
+    bounds: Tensor
+    packed: bool
+
+
+class Solution(NamedTuple):
+    """Output (B,T,H,K) in the dtype of w, memberships (B,T,H), the sums behind the last token if causal."""
+
+    output: Tensor
+    membership: Tensor
+    end: Sums | None
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the sums: float64 for float64, otherwise float32.
+
+    Args:
+        dtype: of w.
+
+    Returns:
+        The wider one.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32

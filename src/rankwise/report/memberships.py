@@ -1,0 +1,59 @@
+"""Membership maps: how far each token belongs to each head of a TSSA layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rankwise.audit.records import HeadRecord
+from rankwise.report.panels import Panel, Row
+
+
+def membership_maps(panels: Sequence[Panel], heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
+    """Lay out the memberships of the first sequence, a picture for each layer of a panel that has them.
+
+    A layer of a text is a grid of heads by tokens. A layer of a picture is its heads side by side, each with
+    the tokens where they lie in the picture, an empty column between two.
+
+    Args:
+        panels: the panels of the audit.
+        heads: its heads.
+
+    Returns:
+        For each panel with memberships its title, the columns of a picture (0 for a text), the largest
+        membership, and its layers with their names and grids.
+    """
+    found = []
+    for panel in panels:
+        rows = [row for row in panel.rows if all(heads[index].membership_map for index in row.cells.values())]
+        if rows:
+            mine = [heads[index] for row in rows for index in row.cells.values()]
+            found.append(
+                {
+                    "title": panel.title,
+                    "columns": mine[0].membership_grid[1] if mine[0].membership_grid else 0,
+                    "largest": max(max(head.membership_map) for head in mine),
+                    "layers": [{"name": _name(row, panel), "z": _grid(row, heads)} for row in rows],
+                }
+            )
+    return found
+
+
+def _name(row: Row, panel: Panel) -> str:
+    alone = [other.layer for other in panel.rows].count(row.layer) == 1
+    return f"layer {row.layer}" if alone else f"layer {row.layer}, {row.site}"
+
+
+def _grid(row: Row, heads: Sequence[HeadRecord]) -> list[list[float | None]]:
+    mine = [heads[index] for _, index in sorted(row.cells.items())]
+    values = [[float(f"{share:.3g}") for share in head.membership_map] for head in mine]
+    grid = mine[0].membership_grid
+    if not grid:
+        return [list(line) for line in values]
+    height, width = grid
+    lines: list[list[float | None]] = []
+    for at in range(height):
+        line: list[float | None] = []
+        for number, shares in enumerate(values):
+            line += [None][: number > 0]  # an empty column between two heads
+            line += shares[at * width : (at + 1) * width]
+        lines.append(line)
+    return lines

@@ -1,0 +1,110 @@
+"""What a certificate of λ-skips says, and how it is written down."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rankwise.files import write_whole
+
+
+class LayerCertificate(BaseModel):
+    """One λ-skip: what was measured there, and what each bound asks for.
+
+    Numbers are of the worst sequence of the batch, unless said otherwise: the smallest of what is kept, the
+    largest of what is needed. None where something does not apply or is not known.
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    site: str
+    scale: float
+    """λ; of one for each channel, that of least magnitude."""
+    norm: str
+    """``none``: the bounds speak of the sum; ``LayerNorm`` or ``RMSNorm``: of what that makes of it."""
+    collapse_in: float
+    """Mean over sequences of μ of what the mixer's block reads; before a norm, of its directions times √D."""
+    collapse_out: float
+    """Mean over sequences of μ after the sum, and after the norm where there is one, without its gain."""
+    kept: float
+    """Least μ_out/μ_in of a sequence."""
+    relative_in: float
+    """Mean of μ/‖Y‖_F before."""
+    relative_out: float
+    """Mean of μ/‖Y‖_F after."""
+    price: float
+    """Mean of ‖B‖/‖λY + B‖, B what the mixer gave: how much mixing the sum holds."""
+    gain: float
+    """Largest ‖B‖_F/‖Y‖_F of a sequence; at most S·C_M where the mixer is as the paper has it."""
+    mixing_norm: float | None
+    """C_M on the data: largest ‖M‖_F, of all heads together."""
+    mixing_norm_worst: float | None
+    """C_M whatever the input: √(H·T) where rows are weights that sum to 1; None where nothing bounds it."""
+    value_norm: float | None
+    """S: ‖C‖_F of the value and output weights, of all heads together."""
+    paper_holds: bool | None
+    """Whether Eq. 7 holds at this λ, with S·C_M measured."""
+    paper_scale: float | None
+    """Least |λ| for Eq. 7, with S·C_M measured."""
+    paper_scale_worst: float | None
+    """Likewise, with C_M whatever the input."""
+    paper_floor: float | None
+    """The theorem's b at this λ; the theorem speaks of states with μ² ≥ b."""
+    paper_scale_with_floor: float | None
+    """Least |λ| for Eq. 7 and μ² ≥ b together."""
+    sound_bound: float
+    """Least share of μ_in that is sure at this λ, whatever way the mixer's rows point."""
+    sound_scale: float
+    """Least |λ| that is sure to keep √a of μ, given the lengths of the mixer's rows."""
+    sound_scale_relative: float | None
+    """Likewise of μ/‖Y‖_F; None after a norm, where it is the same."""
+    sound_scale_any_mixing: float | None
+    """Likewise whatever the weights of attention are, given the tokens it reads."""
+
+
+class StackCertificate(BaseModel):
+    """One stack of layers: from what its first λ-skip reads to what its last one gives."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    stack: str
+    layers: int
+    kept: float
+    """Mean over sequences of (μ/‖Y‖)_L/(μ/‖Y‖)_0 at the λ of the model."""
+    target: float
+    threshold: float
+    """Least |λ|, one for all layers, from which on the stack keeps the target, on this batch."""
+    paper_scale: float | None
+    """The largest of its layers."""
+    paper_scale_with_floor: float | None
+    sound_scale: float
+
+
+class SkipCertificate(BaseModel):
+    """What the λ-skips of a model guarantee on a batch: layer by layer, and for its stacks."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    a: float
+    """The part of μ² that each layer is to keep."""
+    target: float
+    """The part of μ/‖Y‖ that a stack is to keep."""
+    sequences: int
+    layers: list[LayerCertificate]
+    stacks: list[StackCertificate]
+    notes: list[str] = []
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON.
+
+        Args:
+            path: the file.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        return write_whole(Path(path), self.model_dump_json(indent=1), "certificate")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The layers as dicts, for a table."""
+        return [layer.model_dump() for layer in self.layers]

@@ -1,0 +1,213 @@
+"""Fit the λ of a model on text, everything else frozen; see what it does to loss and collapse."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.capture import StateSite, capture
+from rankwise.measures import token_collapse
+from rankwise.surgery.errors import SkipError
+from rankwise.surgery.groups import skip_parameter_groups
+from rankwise.surgery.skips import skips_of
+
+Batch = Mapping[str, Tensor]
+MASKED = 0.15
+"""Share of tokens a masked language model is asked for."""
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+
+@dataclass
+class Fit:
+    """How a fit of λ went."""
+
+    losses: list[float] = field(default_factory=list)
+    """Of each step, before it."""
+    scales: dict[str, list[float]] = field(default_factory=dict)
+    """λ of each site before the first step and after the last; of one for each channel, the mean."""
+
+
+def fit_skips(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    steps: int,
+    lr: float = 0.02,
+    mask_token: int | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> Fit:
+    """Fit the λ-skips of a language model by its own loss; all other parameters stay as they are.
+
+    Cost: a forward and a backward pass for each step.
+
+    Args:
+        model: a model of transformers with λ-skips and a language-model head.
+        batches: ``input_ids`` and ``attention_mask``; taken in turn.
+        steps: how many.
+        lr: learning rate of Adam; there is no weight decay.
+        mask_token: the id that stands for a masked token, for masked language models.
+        on_step: called with the number of finished steps and the loss.
+
+    Raises:
+        SkipError: if the model has no loss to learn from or no λ that can, or the loss is not finite; then
+            the λ are as they were.
+    """
+    skips = skips_of(model)
+    start = {name: value.detach().clone() for name, value in skips.items()}
+    groups = skip_parameter_groups(model, only_skips=True)
+    result = Fit(scales={name: [float(value.mean())] for name, value in start.items()})
+    with _only_learning(model, [one for group in groups for one in group["params"]]):
+        optimiser = torch.optim.Adam(groups, lr=lr)
+        for step in range(steps):
+            optimiser.zero_grad()
+            loss = loss_of(model, batches[step % len(batches)], mask_token)
+            if not math.isfinite(loss.item()):
+                with torch.no_grad():
+                    for name, value in skips.items():
+                        value.copy_(start[name])
+                raise SkipError(
+                    f"loss of step {step + 1}",
+                    wanted="a finite number",
+                    got=str(loss.item()),
+                    fix="Use a lower learning rate; the λ are as they were before.",
+                )
+            result.losses.append(loss.item())
+            loss.backward()
+            optimiser.step()
+            if on_step is not None:
+                on_step(step + 1, loss.item())
+    for name, value in skips.items():
+        result.scales[name].append(float(value.detach().mean()))
+    return result
+
+
+def mean_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> float:
+    """Mean loss of a language model over batches, in evaluation mode.
+
+    Args:
+        model: a model of transformers with a language-model head.
+        batches: ``input_ids`` and ``attention_mask``.
+        mask_token: as in `fit_skips`.
+
+    Raises:
+        SkipError: if the model has no loss.
+    """
+    with _evaluating(model), torch.no_grad():
+        losses = [loss_of(model, batch, mask_token).item() for batch in batches]
+    return sum(losses) / len(losses)
+
+
+def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Tensor:
+    """The loss of a language model on one batch: the next token, masked ones, or the same text again.
+
+    Args:
+        model: the model.
+        batch: ``input_ids`` and ``attention_mask``.
+        mask_token: as in `fit_skips`.
+
+    Raises:
+        SkipError: if the model has no loss.
+    """
+    check_learnable(model, mask_token)
+    inputs = dict(batch)
+    labels = inputs["input_ids"].clone()
+    if "attention_mask" in inputs:
+        labels[inputs["attention_mask"] == 0] = IGNORED
+    if _masked(model):
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.rand(labels.shape, generator=generator).to(labels.device) < MASKED
+        hidden[:, 0] |= ~hidden.any(1)
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, mask_token or 0)
+        labels[~hidden] = IGNORED
+    loss = model(**inputs, labels=labels).loss
+    assert isinstance(loss, Tensor)  # a model that takes labels gives a loss
+    return loss
+
+
+def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:
+    """Refuse a model without a language-model loss.
+
+    Args:
+        model: the model.
+        mask_token: as in `fit_skips`.
+
+    Raises:
+        SkipError: if it is one.
+    """
+    name = type(model).__name__
+    heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+    if not name.endswith(heads) or "labels" not in inspect.signature(model.forward).parameters:
+        raise SkipError(
+            f"model {name}",
+            wanted="a language model of transformers with its head, which has a loss",
+            got="none",
+            fix="Train λ in your own loop: `surgery.skip_parameter_groups(model)` are its parameters.",
+        )
+    if _masked(model) and mask_token is None:
+        raise SkipError(
+            f"model {name}",
+            wanted="the id of the mask token",
+            got="none",
+            fix="Use a tokenizer that has a mask token.",
+        )
+
+
+def _masked(model: nn.Module) -> bool:
+    return type(model).__name__.endswith("ForMaskedLM")
+
+
+def state_collapse(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list[float]]:
+    """Mean μ/‖Y‖ of the token states of each stack, the first before its first block.
+
+    Args:
+        model: the model.
+        batches: what to run it on.
+
+    Raises:
+        CaptureError: if its states are not seen.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+
+    def note(state: StateSite) -> None:
+        values = token_collapse(state.tokens, state.mask)
+        found.setdefault((state.stack, state.layer), []).extend(values[~values.isnan()].tolist())
+
+    with _evaluating(model), torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note):
+        for batch in batches:
+            model(**batch)
+    stacks: dict[str, list[float]] = {}
+    for (stack, _), values in sorted(found.items()):
+        stacks.setdefault(stack, []).append(sum(values) / max(len(values), 1))
+    return stacks
+
+
+@contextmanager
+def _only_learning(model: nn.Module, wanted: list[Any]) -> Iterator[None]:
+    kept = [(one, one.requires_grad) for one in model.parameters()]
+    chosen = {id(one) for one in wanted}
+    try:
+        for one, _ in kept:
+            one.requires_grad_(id(one) in chosen)
+        with _evaluating(model), torch.enable_grad():
+            yield
+    finally:
+        for one, learns in kept:
+            one.requires_grad_(learns)
+            if id(one) in chosen:
+                one.grad = None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,218 @@
+"""What a λ-skip leaves in a model: hooks that travel with it when it is copied, pickled or compiled."""
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor, nn
+
+Key = int | str | None
+"""Where a tensor lies in what a module gave: itself, or an item of a tuple or a mapping."""
+
+
+class Argument:
+    """One argument of a module, by name or by position.
+
+    Args:
+        name: its name in ``forward``, if it has one.
+        position: its place, if it may be given without a name.
+    """
+
+    def __init__(self, name: str | None, position: int | None) -> None:
+        self.name, self.position = name, position
+
+    @no_type_check  # traced by torch.compile, as all below
+    def of(self, args, kwargs):
+        """The tensor that a call was given; None if it was not."""
+        if self.name is not None and self.name in kwargs:
+            return kwargs[self.name]
+        if self.position is not None and self.position < len(args):
+            return args[self.position]
+        return None
+
+    @no_type_check
+    def put(self, args, kwargs, value):
+        """The arguments with this one replaced."""
+        if self.name is not None and self.name in kwargs:
+            return args, {**kwargs, self.name: value}
+        return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
+
+    def __repr__(self) -> str:
+        return self.name or f"argument {self.position}"
+
+
+class Held:
+    """A residual on its way from where it is read to where it is added; never copied with the model."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, None]:
+        return {"value": None}
+
+
+class SkipHook:
+    """Base of the hooks of a λ-skip.
+
+    Args:
+        parameter: the name of λ in the module that carries the hook, or, of a hook that only reads, empty.
+    """
+
+    def __init__(self, parameter: str = "") -> None:
+        self.parameter = parameter
+
+
+class ScaleArgument(SkipHook):
+    """Before a module that adds one of its arguments as it is: λ times that argument.
+
+    Args:
+        parameter: the name of λ.
+        argument: the residual.
+    """
+
+    def __init__(self, parameter: str, argument: Argument) -> None:
+        super().__init__(parameter)
+        self.argument = argument
+
+    @no_type_check
+    def __call__(self, module, args, kwargs):
+        """Scale it."""
+        residual = self.argument.of(args, kwargs)
+        if residual is None:
+            return None
+        scaled = (residual * getattr(module, self.parameter)).to(residual.dtype)
+        return self.argument.put(args, kwargs, scaled)
+
+
+class CorrectSum(SkipHook):
+    """After a module that gives the sum of one of its arguments and a branch: (λ − 1)·argument on top.
+
+    Args:
+        parameter: the name of λ.
+        argument: the residual.
+        key: where the sum lies in the output.
+    """
+
+    def __init__(self, parameter: str, argument: Argument, key: Key) -> None:
+        super().__init__(parameter)
+        self.argument, self.key = argument, key
+
+    @no_type_check
+    def __call__(self, module, args, kwargs, output):
+        """Correct it."""
+        residual = self.argument.of(args, kwargs)
+        if residual is None:
+            return None
+        total = corrected(picked(output, self.key), residual, getattr(module, self.parameter))
+        return placed(output, self.key, total)
+
+
+class HoldInput(SkipHook):
+    """Before a module that reads the residual: hold it.
+
+    Args:
+        argument: the residual.
+        held: where to.
+    """
+
+    def __init__(self, argument: Argument, held: Held) -> None:
+        super().__init__()
+        self.argument, self.held = argument, held
+
+    @no_type_check
+    def __call__(self, module, args, kwargs):
+        """Hold it."""
+        self.held.value = self.argument.of(args, kwargs)
+
+
+class HoldOutput(SkipHook):
+    """After a module that gives the residual: hold it.
+
+    Args:
+        key: where it lies in the output.
+        held: where to.
+    """
+
+    def __init__(self, key: Key, held: Held) -> None:
+        super().__init__()
+        self.key, self.held = key, held
+
+    @no_type_check
+    def __call__(self, module, args, output):
+        """Hold it."""
+        self.held.value = picked(output, self.key)
+
+
+class CorrectBranch(SkipHook):
+    """After a module that gives the branch: (λ − 1)·residual on top, so that the sum is λ·x + f(x).
+
+    Args:
+        parameter: the name of λ.
+        key: where the branch lies in the output.
+        held: where the residual is.
+    """
+
+    def __init__(self, parameter: str, key: Key, held: Held) -> None:
+        super().__init__(parameter)
+        self.key, self.held = key, held
+
+    @no_type_check
+    def __call__(self, module, args, output):
+        """Correct it; a call without a residual before it is another use of the module."""
+        residual = self.held.value
+        if residual is None:
+            return None
+        self.held.value = None
+        branch = picked(output, self.key)
+        return placed(output, self.key, corrected(branch, residual, getattr(module, self.parameter)))
+
+
+@no_type_check
+def corrected(tensor, residual, scale):
+    """Add (λ − 1)·residual: exactly nothing at λ = 1."""
+    wide = torch.addcmul(tensor, residual, scale - 1)
+    return wide.to(torch.promote_types(tensor.dtype, residual.dtype))
+
+
+@no_type_check
+def picked(output, key):
+    """The tensor at a key of what a module gave."""
+    return output if key is None else output[key]
+
+
+@no_type_check
+def placed(output, key, value):
+    """What a module gave, with one tensor replaced."""
+    if key is None:
+        return value
+    if isinstance(output, tuple):
+        changed = (*output[:key], value, *output[key + 1 :])
+        return type(output)(*changed) if hasattr(output, "_fields") else changed
+    output[key] = value
+    return output
+
+
+def remove_hooks(module: nn.Module, kinds: type | tuple[type, ...] = SkipHook) -> int:
+    """Take the hooks of λ-skips off one module; other hooks stay.
+
+    Args:
+        module: the module.
+        kinds: which.
+
+    Returns:
+        How many there were.
+    """
+    removed = 0
+    stores: list[tuple[Any, tuple[Any, ...]]] = [
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (
+            module._forward_hooks,
+            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ),
+    ]
+    for hooks, notes in stores:
+        for number in [number for number, hook in hooks.items() if isinstance(hook, kinds)]:
+            removed += 1
+            del hooks[number]
+            for note in notes:
+                note.pop(number, None)
+    return removed

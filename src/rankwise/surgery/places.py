@@ -1,0 +1,246 @@
+"""Where in a model λ goes: which module to hook so that x + f(x) becomes λ·x + f(x)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankwise.capture.frames import Frame, parameter_names
+from rankwise.surgery.hooks import (
+    Argument,
+    CorrectBranch,
+    CorrectSum,
+    Held,
+    HoldInput,
+    HoldOutput,
+    Key,
+    ScaleArgument,
+)
+from rankwise.surgery.residuals import Residual
+from rankwise.surgery.sums import History, Version, version
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that went into a module."""
+
+    time: int
+    frame: Frame
+    position: int | None
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that came out of a module."""
+
+    time: int
+    frame: Frame
+    key: Key
+
+
+@dataclass
+class Traffic:
+    """The tensors that went into and came out of every module, in one forward pass."""
+
+    history: History
+    given: dict[Version, list[Given]] = field(default_factory=dict)
+    made: dict[Version, list[Made]] = field(default_factory=dict)
+
+    def entered(self, frame: Frame) -> None:
+        """A module was called."""
+        time = self.history.tick()
+        names = parameter_names(frame.module)
+        for at, value in enumerate(frame.args):
+            if isinstance(value, Tensor):
+                name = names[at] if at < len(names) else None
+                self._note(self.given, value, Given(time, frame, at, name))
+        for name, value in frame.kwargs.items():
+            if isinstance(value, Tensor):
+                position = names.index(name) if name in names else None
+                self._note(self.given, value, Given(time, frame, position, name))
+
+    def left(self, frame: Frame) -> None:
+        """A call has ended."""
+        time = self.history.tick()
+        for key, value in _items(frame.output):
+            if isinstance(value, Tensor):
+                self._note(self.made, value, Made(time, frame, key))
+
+    def given_as(self, origin: Version) -> list[Given]:
+        """Where a tensor, or a copy of it, went in."""
+        return [note for name in self.history.names(origin) for note in self.given.get(name, ())]
+
+    def made_as(self, origin: Version) -> list[Made]:
+        """Where a tensor, or a copy of it, came out."""
+        return [note for name in self.history.names(origin) for note in self.made.get(name, ())]
+
+    def _note(self, notes: dict[Version, list[Any]], tensor: Tensor, note: Given | Made) -> None:
+        self.history.alive.append(tensor)
+        notes.setdefault(version(tensor), []).append(note)
+
+
+def _items(output: Any) -> Iterator[tuple[Key, Any]]:
+    if isinstance(output, Tensor):
+        yield None, output
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    elif isinstance(output, dict):
+        yield from output.items()
+
+
+@dataclass(frozen=True)
+class Place:
+    """How one λ-skip is put into a model."""
+
+    module: str
+    """Carries λ."""
+    how: str
+    """``argument``: λ·x is what it adds; ``sum`` or ``branch``: (λ − 1)·x is added to what it gives."""
+    argument: tuple[str | None, int | None] = (None, None)
+    key: Key = None
+    source: str = ""
+    """The module that reads, or gives, the residual, if it is another one."""
+    source_gives: bool = False
+    source_key: Key = None
+    block: str = ""
+    """The module that takes the sum."""
+    width: int = 0
+    sum: int = field(default=0, compare=False)
+    """Which sum of the forward pass it scales."""
+    which: int = 0
+    """Which operand of it."""
+    drops: bool = False
+    """Whether a dropout that is no module lies between the branch and the sum."""
+    dtype: Any = None
+    axis: int = 1
+    """The axis of the tokens."""
+    norm: str = ""
+    """The norm that alone reads the sum: a post-norm block."""
+
+    def install(self, model: nn.Module, parameter: str) -> None:
+        """Put the hooks in; λ must be there already."""
+        module, given = model.get_submodule(self.module), Argument(*self.argument)
+        if self.how == "argument":
+            module.register_forward_pre_hook(ScaleArgument(parameter, given), with_kwargs=True)
+            return
+        if self.how == "sum":
+            module.register_forward_hook(CorrectSum(parameter, given, self.key), with_kwargs=True)
+            return
+        held, source = Held(), model.get_submodule(self.source)
+        if self.source_gives:
+            source.register_forward_hook(HoldOutput(self.source_key, held))
+        else:
+            source.register_forward_pre_hook(HoldInput(given, held), with_kwargs=True)
+        module.register_forward_hook(CorrectBranch(parameter, self.key, held))
+
+
+def place(residual: Residual, traffic: Traffic) -> Place | None:
+    """Find where λ can go, the most exact way first; None if no module is near enough."""
+    common: dict[str, Any] = {
+        "block": residual.sum.frames[-1].name if residual.sum.frames else "",
+        "width": residual.sum.shape[-1],
+        "sum": residual.sum.number,
+        "which": residual.which,
+        "dtype": residual.sum.dtype,
+        "axis": residual.axis,
+        "norm": _norm_after(residual, traffic),
+    }
+    found = (
+        _as_argument(residual, traffic)
+        or _as_sum(residual, traffic)
+        or _as_branch(residual, traffic, drops=False)
+        or _as_branch(residual, traffic, drops=True)
+    )
+    return None if found is None else Place(**found, **common)
+
+
+def _norm_after(residual: Residual, traffic: Traffic) -> str:
+    """The norm in the same block that alone reads the sum; a norm behind the last block is none."""
+    around = residual.sum.frames[-1].name if residual.sum.frames else ""
+    uses = traffic.history.uses.get(residual.sum.result, ())
+    for given in traffic.given.get(residual.sum.result, ()):
+        norm = given.frame
+        inside = not around or norm.name.startswith(f"{around}.")
+        alone = uses and all(norm.serial in use.running for use in uses)
+        if inside and alone and type(norm.module).__name__.endswith("Norm"):
+            return norm.name
+    return ""
+
+
+def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
+    """The module that takes the sum was given x, and does nothing else with it."""
+    sum_, history = residual.sum, traffic.history
+    if not sum_.frames:
+        return None
+    inner = sum_.frames[-1]
+    x = history.origin(sum_.operands[residual.which])
+    all_uses = (use for name in history.names(x) for use in history.uses.get(name, ()) if not use.copies)
+    uses = [use for use in all_uses if inner.serial in use.running]
+    if {use.number for use in uses} != {sum_.number}:
+        return None
+    for given in traffic.given_as(x):
+        if given.frame is inner:
+            return {"module": inner.name, "how": "argument", "argument": (given.name, given.position)}
+    return None
+
+
+def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
+    """A module that was given x gives the sum, and has not used it before."""
+    sum_, history = residual.sum, traffic.history
+    x = history.origin(sum_.operands[residual.which])
+    around = {frame.serial for frame in sum_.frames}
+    for made in traffic.made.get(sum_.result, ()):
+        if made.frame.serial not in around:
+            continue
+        used = [use for use in history.uses.get(sum_.result, ()) if use.time < made.time]
+        given = [one for one in traffic.given_as(x) if one.frame is made.frame]
+        if given and not used:
+            argument = (given[0].name, given[0].position)
+            return {"module": made.frame.name, "how": "sum", "argument": argument, "key": made.key}
+    return None
+
+
+def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, Any] | None:
+    """A module gives f(x), or a summand of it, and another one has read or given x before."""
+    sum_, history = residual.sum, traffic.history
+    x = history.origin(sum_.operands[residual.which])
+    made = _maker(sum_.operands[1 - residual.which], sum_.time, traffic, drops)
+    if made is None:
+        return None
+    source = _source(x, made, traffic)
+    if source is None:
+        return None
+    common = {"module": made.frame.name, "key": made.key, "drops": drops}
+    if isinstance(source, Made):
+        held = {"source": source.frame.name, "source_gives": True, "source_key": source.key}
+        return common | held | {"how": "branch"}
+    argument = {"argument": (source.name, source.position)}
+    if source.frame is made.frame:  # it can see the residual itself
+        return common | argument | {"how": "sum"}
+    return common | argument | {"how": "branch", "source": source.frame.name}
+
+
+def _maker(y: Version, before: int, traffic: Traffic, drops: bool) -> Made | None:
+    """The outermost call that gave a tensor, through copies and sums of which it is a part."""
+    history = traffic.history
+    mades = [made for made in traffic.made.get(y, ()) if made.time < before]
+    if mades:
+        return mades[-1]
+    copy = history.copies.get(y)
+    if copy is not None and (drops or not copy.drops):
+        return _maker(copy.source, before, traffic, drops)
+    sum_ = history.results.get(y)
+    if sum_ is not None and sum_.time < before:
+        parts = (_maker(part, sum_.time, traffic, drops) for part in sum_.operands)
+        return next((part for part in parts if part is not None), None)
+    return None
+
+
+def _source(x: Version, made: Made, traffic: Traffic) -> Given | Made | None:
+    """The last call before the branch's end that was given x or gave it: the nearest to where it is added."""
+    around: list[Given | Made] = [*traffic.given_as(x), *traffic.made_as(x)]
+    events = [event for event in around if event.time < made.time]
+    own = [event for event in events if isinstance(event, Given) and event.frame is made.frame]
+    return own[0] if own else max(events, key=lambda event: event.time, default=None)

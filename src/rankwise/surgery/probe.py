@@ -1,0 +1,127 @@
+"""One forward pass that shows where the residual connections of a model are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.capture.frames import Frames
+from rankwise.surgery.errors import SkipError
+from rankwise.surgery.examples import Example, call, tensors_in
+from rankwise.surgery.places import Place, Traffic, place
+from rankwise.surgery.residuals import Residual, find_residuals
+from rankwise.surgery.sums import History, SumRecorder, SumTap
+
+
+def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[str]]:
+    """Find where the λ-skips of a model go.
+
+    Runs the model once, in evaluation mode and with gradients; nothing of it changes.
+
+    Args:
+        model: any module without λ-skips.
+        example: something to run it on.
+
+    Returns:
+        One place for each residual connection around a mixer, and the names of the blocks in which there
+        is one that no module is near enough to reach.
+    """
+    history = History()
+    traffic = Traffic(history)
+    frames = Frames(model, frozenset())
+    frames.on_enter.append(traffic.entered)
+    frames.on_leave.append(traffic.left)
+    given = _with_gradients(example)
+    with probing(model), _differentiable(model), frames.following(), SumRecorder(frames.running, history):
+        call(model, given)
+    residuals = find_residuals(history)
+    places, missed = [], []
+    for residual in residuals:
+        found = place(residual, traffic)
+        if found is None:
+            missed.append(_block(residual))
+        else:
+            places.append(found)
+    return places, missed
+
+
+def run_with(model: nn.Module, example: Example, scales: dict[int, tuple[int, Any]]) -> list[Tensor]:
+    """What a model gives on an example if the residuals of some sums are scaled, by their numbers.
+
+    Args:
+        model: the model.
+        example: what to run it on.
+        scales: number of a sum → which operand is the residual, and a function of it.
+    """
+    with probing(model), SumTap(scales):
+        return [tensor.detach() for tensor in tensors_in(call(model, example))]
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, gradients and a seed of our own; afterwards all is as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
+    try:
+        model.eval()
+        with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.enable_grad():
+            torch.manual_seed(0)
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _with_gradients(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_().clone() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _with_gradients(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_with_gradients(item) for item in value)
+    return value
+
+
+def _block(residual: Residual) -> str:
+    frames = residual.sum.frames
+    return (frames[-1].name if frames else "") or "the model itself"
+
+
+def check_traceable(model: object) -> None:
+    """Refuse what cannot be changed by hooks.
+
+    Args:
+        model: what the user gave.
+
+    Raises:
+        SkipError: if it is no module, or one that is compiled or scripted.
+    """
+    if not isinstance(model, nn.Module):
+        raise SkipError(
+            "`model`",
+            wanted="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="Pass the model itself; of a pipeline, its `.model`.",
+        )
+    compiled = isinstance(model, torch.jit.ScriptModule | torch._dynamo.eval_frame.OptimizedModule)
+    if compiled or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            wanted="a module that is not compiled yet",
+            got="one that is compiled or scripted",
+            fix="Add the skips first, then call torch.compile on the model.",
+        )

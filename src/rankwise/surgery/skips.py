@@ -1,0 +1,322 @@
+"""λ-skips: the skip around every mixer of a model becomes λ·x."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import did_you_mean
+from rankwise.surgery.errors import SkipError
+from rankwise.surgery.examples import Example, example_for
+from rankwise.surgery.hooks import remove_hooks
+from rankwise.surgery.places import Place
+from rankwise.surgery.probe import check_traceable, find_places
+from rankwise.surgery.verify import verify
+
+PARAMETER = "lambda_skip"
+"""Name of λ in the module that carries it; a second one in the same module gets a number."""
+NOTES = "_rankwise_skips"
+"""Where a module that carries λ says how it got there."""
+Per = Literal["layer", "channel"]
+
+
+@dataclass(frozen=True)
+class SkipSite:
+    """One λ-skip in a model."""
+
+    name: str
+    """Module that carries λ, such as ``transformer.h.0.attn``."""
+    parameter: str
+    """Name of λ in it."""
+    place: Place
+    sums: tuple[int, ...] = ()
+    """The sums of a forward pass that it scales: several where its module is called several times."""
+
+
+class Skips(Mapping[str, nn.Parameter]):
+    """The λ of a model, by site: ``skips["h.0.attn"]`` is the parameter itself.
+
+    Args:
+        model: the model they are in.
+        sites: where.
+        notes: what their user must know.
+    """
+
+    def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
+        self._model = model
+        self.sites = {site.name: site for site in sites}
+        self.notes = tuple(notes)
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        site = self.sites[name]
+        return self._model.get_submodule(site.place.module).get_parameter(site.parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        values = (f"{name}: {_shown(value)}" for name, value in self.items())
+        return f"Skips({{{', '.join(values)}}})"
+
+
+def add_lambda_skip(
+    model: nn.Module,
+    init: float | int = 1.0,
+    learnable: bool = True,
+    per: Per = "layer",
+    sites: str | Iterable[str] | None = None,
+    example: Example | None = None,
+) -> Skips:
+    r"""Make the skip connection around every mixer of a model λ·x, in place: x + f(x) becomes λ·x + f(x).
+
+    Residual connections are found by running the model once on something small: sums x + f(x) of which f
+    moves something between tokens, told by its derivatives. λ is a parameter of a module that is there
+    already (`lambda_skip`), so optimisers, ``state_dict`` and ``.to()`` see it; classes do not change. With
+    λ = 1 outputs are bit-identical. Before it returns, the model with its skips is compared on the example
+    with the model without, at λ = 1 bit by bit, and at other λ with sums that were scaled directly.
+
+    Cost: a forward and a backward pass and four forward passes on the example; afterwards one multiply and
+    add of the token states for each site.
+    Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Eq. 3.
+
+    Args:
+        model: any module; PyTorch's fused encoder layers leave their fast path.
+        init: λ to start from; the paper's experiments with a learned λ start from −1.
+        learnable: whether gradients reach λ.
+        per: one λ for each layer, or one for each channel of it.
+        sites: names of the modules to change, or of modules around them, with wildcards: ``"h.1*"``. All
+            residual mixers, by default.
+        example: a batch to run on, as `audit` takes them; made by us for models of transformers.
+
+    Returns:
+        The parameters by site.
+
+    Raises:
+        SkipError: if the model has no residual mixer, a name matches none, there are skips already, λ is not
+            finite, or what was put in does not do what it should.
+
+    Warns:
+        UserWarning: for λ = 0, which takes the skip connections away.
+
+    Example:
+        >>> import torch, rankwise.surgery as surgery
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> skips = surgery.add_lambda_skip(layer, init=2.0, example=torch.randn(1, 5, 8))
+        >>> skips
+        Skips({dropout1: 2})
+        >>> surgery.remove_lambda_skip(layer)
+    """
+    check_traceable(model)
+    check_scale("`init`", init)
+    if per not in ("layer", "channel"):
+        raise SkipError("`per`", wanted="'layer' or 'channel'", got=repr(per), fix="Use one of them.")
+    if skip_sites(model):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            wanted="a model without λ-skips",
+            got=f"one with {len(skip_sites(model))}",
+            fix="Change the λ it has (`surgery.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
+        )
+    example = example_for(model) if example is None else example
+    places, missed = find_places(model, example)
+    found = name_sites(places)
+    if not found:
+        raise _no_residual(model, missed)
+    chosen = choose(found, sites)
+    try:
+        for site in chosen:
+            put_in(model, site, learnable=learnable, per=per)
+        verify(model, example, chosen)
+    except BaseException:
+        remove_lambda_skip(model, missing_ok=True)
+        raise
+    skips = Skips(model, chosen, _notes(chosen, missed))
+    with torch.no_grad():
+        for parameter in skips.values():
+            parameter.fill_(init)
+    return skips
+
+
+def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
+    """Take the λ-skips out of a model, or of a copy of it: it is as it was before they were put in.
+
+    Args:
+        model: the model.
+        missing_ok: whether it may have none.
+
+    Raises:
+        SkipError: if it has none.
+    """
+    sites = skip_sites(model)
+    if not sites and not missing_ok:
+        raise SkipError(
+            f"model {type(model).__name__}",
+            wanted="a model with λ-skips",
+            got="one without",
+            fix="Put them in with `rw.add_lambda_skip(model)`.",
+        )
+    for module in model.modules():
+        remove_hooks(module)
+        for site in vars(module).pop(NOTES, ()):
+            del module._parameters[site.parameter]
+
+
+def skips_of(model: nn.Module) -> Skips:
+    """The λ-skips a model has, which may be none; also of a copy of a model that they were put into.
+
+    Args:
+        model: the model.
+    """
+    sites = skip_sites(model)
+    return Skips(model, sites, _notes(sites, ()))
+
+
+def skip_sites(model: nn.Module) -> list[SkipSite]:
+    """Where a model has λ-skips, in the order they run.
+
+    Args:
+        model: the model.
+    """
+    if not isinstance(model, nn.Module):
+        return []
+    sites = [
+        replace(site, place=replace(site.place, module=name))
+        for name, module in model.named_modules()
+        for site in vars(module).get(NOTES, ())
+    ]
+    return sorted(sites, key=lambda site: site.sums)
+
+
+def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
+    """Register λ = 1 and hook the model at one site.
+
+    Args:
+        model: the model.
+        site: where.
+        learnable: whether gradients reach λ.
+        per: one λ for the layer or for each channel.
+    """
+    module, place = model.get_submodule(site.place.module), site.place
+    device = next((one.device for one in (*module.parameters(), *model.parameters())), torch.device("cpu"))
+    dtype = torch.promote_types(place.dtype, torch.float32)
+    scale = torch.ones(place.width if per == "channel" else 1, dtype=dtype, device=device)
+    module.register_parameter(site.parameter, nn.Parameter(scale, requires_grad=learnable))
+    vars(module).setdefault(NOTES, []).append(site)
+    place.install(model, site.parameter)
+
+
+def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
+    """The sites that names with wildcards stand for.
+
+    Args:
+        found: all there are.
+        sites: names of sites or of modules around them; None for all.
+
+    Raises:
+        SkipError: if a name stands for none.
+    """
+    if sites is None:
+        return found
+    patterns = [sites] if isinstance(sites, str) else list(sites)
+    for pattern in patterns or [""]:
+        if not any(covers(pattern, site) for site in found):
+            raise SkipError(
+                f"site {pattern!r}",
+                wanted="the name of a residual mixer, or of a module around one",
+                got="none of that name",
+                fix=did_you_mean(pattern, _names_like(pattern, found)),
+            )
+    return [site for site in found if any(covers(pattern, site) for pattern in patterns)]
+
+
+def covers(pattern: str, site: SkipSite) -> bool:
+    """Whether a name with wildcards is that of a site, or of a module around it.
+
+    Args:
+        pattern: the name.
+        site: the site.
+    """
+    return any(fnmatchcase(name, pattern) for name in _names_like(pattern, [site]))
+
+
+def _names_like(pattern: str, sites: Iterable[SkipSite]) -> list[str]:
+    """Names of sites, or of modules around them, with as many parts as a pattern; else of the sites."""
+    parts = pattern.count(".") + 1
+    cut = [".".join(site.name.split(".")[:parts]) for site in sites]
+    names = list(dict.fromkeys(name for name in cut if name.count(".") + 1 == parts))
+    return names or [site.name for site in sites]
+
+
+def check_scale(subject: str, value: object) -> None:
+    """Refuse a λ that is no finite number; say it where it is 0.
+
+    Args:
+        subject: what an error calls it.
+        value: λ.
+
+    Raises:
+        SkipError: if it is NaN, infinite or no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SkipError(subject, wanted="a finite number", got=repr(value), fix="1.0 changes nothing.")
+    if value == 0:
+        warnings.warn(
+            "λ = 0 takes the skip connections away: tokens may become alike within a few layers, and no "
+            "bound holds",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def name_sites(places: list[Place]) -> list[SkipSite]:
+    """Give each place a name; a module that is called several times in a forward pass is one.
+
+    Args:
+        places: the places, in the order they run.
+    """
+    sites: list[SkipSite] = []
+    for place in dict.fromkeys(places):
+        number = sum(site.place.module == place.module for site in sites)
+        suffix = f"_{number + 1}" if number else ""
+        sums = tuple(one.sum for one in places if one == place)
+        sites.append(SkipSite(f"{place.module}{suffix}", f"{PARAMETER}{suffix}", place, sums))
+    return sites
+
+
+def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
+    notes = []
+    dropping = [site.name for site in sites if site.place.drops]
+    if dropping:
+        notes.append(
+            f"in training, the dropout behind {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
+            f"module, and cannot be stepped over ({len(dropping)} sites)"
+        )
+    for name in missed:
+        notes.append(f"the residual connection in {name} has no λ: no module reads or gives its parts")
+    return notes
+
+
+def _no_residual(model: nn.Module, missed: list[str]) -> SkipError:
+    got = "none: no sum x + f(x) in which f mixes tokens"
+    if missed:
+        got = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
+    return SkipError(
+        f"model {type(model).__name__}",
+        wanted="residual connections around mixers",
+        got=got,
+        fix="A block must compute x + f(x), and its example have two tokens or more; put what computes f "
+        "into a module of its own.",
+    )
+
+
+def _shown(value: Tensor) -> str:
+    flat = value.detach().flatten()
+    return f"{flat[0].item():g}" if flat.numel() == 1 else f"{flat.numel()} channels, mean {flat.mean():g}"

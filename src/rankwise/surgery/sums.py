@@ -1,0 +1,271 @@
+"""Every sum of two token states that a model takes as it runs, and what came from where."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rankwise.capture.frames import Frame
+
+SUMS = frozenset(
+    {
+        torch.add,
+        Tensor.add,
+        Tensor.add_,
+        Tensor.__add__,
+        Tensor.__radd__,
+        Tensor.__iadd__,
+    }
+)
+COPIES = frozenset(
+    {
+        Tensor.to,
+        Tensor.type_as,
+        Tensor.float,
+        Tensor.half,
+        Tensor.bfloat16,
+        Tensor.double,
+        Tensor.clone,
+        Tensor.contiguous,
+        torch.clone,
+    }
+)
+"""What gives the same numbers in another tensor."""
+STATE_AXES = (2, 3)
+"""Axes of token states: (B, T, D), or (T, D) where sequences are laid end to end."""
+
+Version = tuple[int, int]
+"""A tensor as it was at one time: its identity, and how often it had been changed in place."""
+Scale = Callable[[Tensor], Tensor]
+OnSum = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Called with the number of a sum, its operands and its value."""
+
+
+@no_type_check
+def version(tensor):
+    """Name a tensor as it is now."""
+    return id(tensor), tensor._version
+
+
+@dataclass
+class Sum:
+    """One sum x + y of two tensors of one shape."""
+
+    number: int
+    """Among the sums of the forward pass, from 0."""
+    time: int
+    operands: tuple[Version, Version]
+    edges: tuple[GradientEdge, GradientEdge]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    result: Version
+    out: GradientEdge
+    frames: tuple[Frame, ...]
+    """Calls of modules around it, outermost first."""
+
+
+@dataclass
+class Copy:
+    """A tensor with the numbers of another."""
+
+    source: Version
+    drops: bool
+    """Whether it is another in training: dropout as a function, which no hook can see."""
+
+
+@dataclass
+class Use:
+    """A call of a function with a tensor."""
+
+    time: int
+    number: int
+    """The sum it is, or -1."""
+    running: frozenset[int]
+    """Serials of the calls around it."""
+    copies: bool
+    """Whether it only made a copy."""
+
+
+@dataclass
+class History:
+    """What one forward pass did with token states."""
+
+    sums: list[Sum] = field(default_factory=list)
+    results: dict[Version, Sum] = field(default_factory=dict)
+    copies: dict[Version, Copy] = field(default_factory=dict)
+    uses: dict[Version, list[Use]] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    """Kept so that no identity is given twice."""
+    time: int = 0
+    _origins: dict[Version, Version] = field(default_factory=dict)
+    _names: dict[Version, list[Version]] = field(default_factory=dict)
+
+    def tick(self) -> int:
+        """The next moment."""
+        self.time += 1
+        return self.time
+
+    def copied(self, source: Version, made: Version, drops: bool) -> None:
+        """Note a copy."""
+        self.copies[made] = Copy(source, drops)
+        if not drops:
+            origin = self.origin(source)
+            self._origins[made] = origin
+            self._names.setdefault(origin, [origin]).append(made)
+
+    def origin(self, tensor: Version) -> Version:
+        """The first tensor with the same numbers."""
+        return self._origins.get(tensor, tensor)
+
+    def names(self, origin: Version) -> list[Version]:
+        """A tensor and its copies."""
+        return self._names.get(origin, [origin])
+
+
+class SumRecorder(TorchFunctionMode):
+    """Records sums, copies and uses of token states, with the autograd graph that joins them.
+
+    Dropout, which does nothing in evaluation mode, gives a tensor of its own here: what lies before it and
+    what lies behind it can then be told apart.
+
+    Args:
+        running: the calls of modules under way, kept by someone else.
+        history: what to write into.
+    """
+
+    def __init__(self, running: Sequence[Frame], history: History) -> None:
+        super().__init__()
+        self._running, self._history, self._count = running, history, 0
+
+    @no_type_check  # called for every operation of a model, as all below
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run one function and write down what it did."""
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        pair = operands(func, args, kwargs)
+        before = None if pair is None else _edges(*pair)
+        versions = {id(value): version(value) for value in _floating((*args, *kwargs.values()))}
+        names = None if pair is None else (versions[id(pair[0])], versions[id(pair[1])])
+        out = func(*args, **kwargs)
+        number = -1
+        if pair is not None:
+            number, self._count = self._count, self._count + 1
+        if before is not None and names is not None and isinstance(out, Tensor) and out.requires_grad:
+            self._sum(number, out, names, before)
+        self._used(func, versions, out, number)
+        return out
+
+    def _sum(
+        self, number: int, out: Tensor, names: tuple[Version, Version], edges: tuple[GradientEdge, ...]
+    ) -> None:
+        history = self._history
+        history.alive.append(out)
+        sum_ = Sum(
+            number,
+            history.tick(),
+            names,
+            (edges[0], edges[1]),
+            out.shape,
+            out.dtype,
+            out.device,
+            version(out),
+            get_gradient_edge(out),
+            tuple(self._running),
+        )
+        history.sums.append(sum_)
+        history.results[sum_.result] = sum_
+
+    @no_type_check  # called for every operation of a model
+    def _used(self, func, versions, out, number):
+        history, made = self._history, _floating(out if isinstance(out, tuple | list) else (out,))
+        history.alive.extend(made)
+        known = set(versions.values())
+        fresh = [tensor for tensor in made if version(tensor) not in known]
+        if not any(tensor.requires_grad for tensor in fresh):
+            return
+        copies = func in COPIES and len(fresh) == 1 and bool(versions)
+        running = frozenset(frame.serial for frame in self._running)
+        use = Use(history.tick(), number, running, copies)
+        for name in known:
+            history.uses.setdefault(name, []).append(use)
+        if copies:
+            history.copied(next(iter(versions.values())), version(fresh[0]), drops=False)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        out = input.clone()
+        self._history.alive.extend((input, out))
+        self._history.tick()
+        self._history.copied(version(input), version(out), drops=p > 0)
+        return out
+
+
+class SumTap(TorchFunctionMode):
+    """Scales the residual operand of chosen sums, and shows what was added.
+
+    Args:
+        scales: number of a sum → (which operand is the residual, what to do with it).
+        on_sum: called with number, residual before scaling, branch and result of each chosen sum.
+    """
+
+    def __init__(self, scales: Mapping[int, tuple[int, Scale]], on_sum: OnSum | None = None) -> None:
+        super().__init__()
+        self._scales, self._on_sum, self.count = scales, on_sum, 0
+
+    @no_type_check  # called for every operation of a model, as all below
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run one function, or another sum in its place."""
+        kwargs = kwargs or {}
+        pair = operands(func, args, kwargs)
+        if pair is None:
+            return func(*args, **kwargs)
+        number, self.count = self.count, self.count + 1
+        if number not in self._scales:
+            return func(*args, **kwargs)
+        which, scale = self._scales[number]
+        residual, branch = pair[which], pair[1 - which]
+        given = (residual.clone(), branch.clone()) if self._on_sum else (residual, branch)
+        scaled = scale(residual).to(residual.dtype)
+        out = scaled + branch
+        if func in (Tensor.__iadd__, Tensor.add_):
+            out = pair[0].copy_(out)
+        if self._on_sum:
+            self._on_sum(number, *given, out)
+        return out
+
+
+@no_type_check
+def operands(func, args, kwargs):
+    """The two operands of a plain sum that is a state by its axes; None for anything else.
+
+    Sums that spread one operand over the other count as well: positions + words are such a sum or none by
+    the number of sequences alone, and the others must keep their numbers.
+    """
+    if func not in SUMS or kwargs.get("alpha", 1) != 1:
+        return None
+    given = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)]
+    if len(given) != 2 or not all(isinstance(value, Tensor) for value in given):
+        return None
+    one, other = given
+    if max(one.dim(), other.dim()) not in STATE_AXES:
+        return None
+    return (one, other) if one.is_floating_point() and other.is_floating_point() else None
+
+
+@no_type_check
+def _edges(one, other):
+    """Where the operands lie in the graph, if they are two states of one shape."""
+    if one.shape != other.shape or 0 in one.shape or not (one.requires_grad and other.requires_grad):
+        return None
+    return get_gradient_edge(one), get_gradient_edge(other)
+
+
+@no_type_check
+def _floating(values):
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

@@ -1,0 +1,84 @@
+"""The block: every option does what its formula says."""
+
+import itertools
+
+import pytest
+import torch
+from tost_cases import WIDTH, config, stirred
+
+from rankwise.models.block import Block
+from rankwise.models.skip import LambdaSkip, LayerScale, make_scale
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+X = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def by_formula(block: Block, x: torch.Tensor, position: str, skip: torch.Tensor | float) -> torch.Tensor:
+    """The docstring's formula, with the block's own parts."""
+    read = block.mixer_norm(x) if position == "pre" else x
+    mixed = block.mixer(read).output
+    if block.gate is not None:
+        gate = block.gate(read)
+        mixed = mixed * gate * gate.sigmoid()
+    y = skip * x + block.mixer_scale(mixed)
+    y = block.mixer_norm(y) if position == "post" else y
+    if block.mlp is None:
+        return y
+    if position == "post":
+        return block.mlp_norm(y + block.mlp_scale(block.mlp(y)))
+    return y + block.mlp_scale(block.mlp(block.mlp_norm(y)))
+
+
+OPTIONS = list(
+    itertools.product(["pre", "post"], ["layer", "rms", "none"], [True, False], [None, 0.3], [0, 20])
+)
+
+
+@pytest.mark.parametrize(("position", "norm", "gate", "scale", "inner"), OPTIONS, ids=lambda v: f"{v}")
+def test_the_block_is_its_formula(
+    position: str, norm: str, gate: bool, scale: float | None, inner: int
+) -> None:
+    made = config(
+        norm=norm, norm_position=position, gate=gate, layer_scale=scale, intermediate_size=inner,
+        skip="channel", skip_init=-0.5,
+    )  # fmt: skip
+    block = stirred(Block(made, 0).double())
+    expected = by_formula(block, X, position, block.skip.weight)
+    torch.testing.assert_close(block(X)[0], expected, **CLOSE)
+    assert (block.mlp is None) == (inner == 0)
+    assert isinstance(block.mixer_scale, LayerScale) == (scale is not None)
+
+
+@pytest.mark.parametrize("kind", ["none", "fixed", "learned", "channel"])
+@pytest.mark.parametrize("init", [1.0, -2.0, 0.5])
+def test_skips(kind: str, init: float) -> None:
+    skip, update = LambdaSkip(WIDTH, kind, init).double(), torch.ones_like(X)
+    expected = update if kind == "none" else init * X + update
+    torch.testing.assert_close(skip(X, update), expected, **CLOSE)
+    shapes = {"learned": [()], "channel": [(WIDTH,)]}
+    assert [tuple(p.shape) for p in skip.parameters()] == shapes.get(kind, [])
+    for parameter in skip.parameters():
+        skip(X, update).sum().backward()
+        wanted = X.sum() if kind == "learned" else X.sum((0, 1))
+        torch.testing.assert_close(parameter.grad, wanted, **CLOSE)
+    assert repr(skip) == f"LambdaSkip({kind}, init={init:g})"
+
+
+def test_a_fixed_skip_of_one_is_the_plain_sum_bit_by_bit() -> None:
+    update = torch.randn(2, 5, WIDTH)
+    x = X.float()
+    assert torch.equal(LambdaSkip(WIDTH)(x, update), x + update)
+    learned = LambdaSkip(WIDTH, "learned")
+    assert torch.equal(learned(x, update), x + update)
+
+
+def test_scales() -> None:
+    scale = make_scale(WIDTH, 0.25)
+    assert torch.equal(scale(X), 0.25 * X)
+    assert repr(scale) == "LayerScale(init=0.25)"
+    assert make_scale(WIDTH, None)(X) is X
+
+
+def test_a_layer_scale_of_zero_leaves_the_stream_alone() -> None:
+    block = Block(config(layer_scale=0.0), 0).double()
+    assert torch.equal(block(X)[0], X)

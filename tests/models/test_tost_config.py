@@ -1,0 +1,144 @@
+"""Configurations: defaults, what is refused, and the released sizes."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from tost_cases import config
+
+from rankwise.errors import InputError
+from rankwise.models import (
+    MIXERS,
+    PRESETS,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForImageClassification,
+    ToSTModel,
+    preset,
+)
+from rankwise.ops import half_lives
+
+REFUSED = {
+    "norm": ({"norm": "batch"}, r"`norm`: wanted one of layer, rms, none, got 'batch'"),
+    "skip": ({"skip": "fixd"}, r"`skip`.*Did you mean fixed\?"),
+    "membership": ({"membership": "hard"}, r"`membership`: wanted one of softmax, uniform"),
+    "pooling": ({"pooling": "cls"}, r"`pooling`: wanted one of last, mean"),
+    "heads": ({"num_attention_heads": 0}, r"`num_attention_heads`: wanted at least 1, got 0"),
+    "too many heads": ({"num_attention_heads": 13}, r"`head_dim`: wanted at least 1, got 0"),
+    "layers": ({"layer_types": ["tssa"]}, r"`layer_types`: wanted one name for each of 2 layers, got 1"),
+    "half-life 0": ({"half_life": 0.0}, r"`half_life`: wanted a number of tokens above 0"),
+    "half-lives": ({"half_life": [1.0, 2.0]}, r"`half_life`.* one for each of 3 heads"),
+    "no order": ({"half_life": 2.0, "causal": False}, r"`half_life`: wanted a causal model"),
+    "bias": ({"position_bias": True, "causal": False}, r"`position_bias`: wanted a causal model"),
+    "uniform bias": ({"position_bias": True, "membership": "uniform"}, r"`position_bias`: wanted a causal"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_be_is_refused(case: str) -> None:
+    changes, match = REFUSED[case]
+    with pytest.raises(InputError, match=match):
+        config(**changes)
+
+
+def test_a_mixer_that_does_not_exist_is_refused_when_it_is_built() -> None:
+    wrong = config(layer_types=["tssa", "sofmax"])
+    match = r"`layer_types\[1\]`: wanted the name of a mixer, got 'sofmax'. Did you mean softmax\?"
+    with pytest.raises(InputError, match=match):
+        ToSTModel(wrong)
+
+
+def test_a_value_changed_later_is_refused_when_it_is_saved(tmp_path) -> None:
+    changed = config()
+    changed.norm = "none?"
+    with pytest.raises(InputError, match="`norm`"):
+        changed.save_pretrained(tmp_path)
+
+
+def test_defaults_that_depend_on_others() -> None:
+    causal, bidirectional = config(), config(causal=False)
+    assert (causal.position_bias, causal.pooling, causal.head_dim) == (True, "last", 4)
+    assert (bidirectional.position_bias, bidirectional.pooling) == (False, "mean")
+    assert not config(half_life=3.0).position_bias
+    assert not config(membership="uniform").position_bias
+    assert config(half_life=3.0, position_bias=True).position_bias
+    assert config(half_life=3).half_life == [3.0, 3.0, 3.0]
+    assert config(intermediate_size=0).intermediate_size == 0
+
+
+def test_a_ladder_of_half_lives_survives_json(tmp_path) -> None:
+    ladder = half_lives(3, shortest=2.0, longest=8.0, infinite=1).tolist()
+    made = config(half_life=ladder, num_labels=5, mixer_options={"softmax": {"query_dim": 2}})
+    made.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert "Infinity" not in text
+    assert json.loads(text)["half_life"] == [2.0, 8.0, None]
+    again = ToSTConfig.from_pretrained(tmp_path)
+    assert again.num_labels == 5
+    keys = set(made.to_dict()) - {"_name_or_path"}
+    assert {key: again.to_dict()[key] for key in keys} == {key: made.to_dict()[key] for key in keys}
+    mixer = ToSTModel(again).layers[0].mixer
+    assert mixer.half_life == (2.0, 8.0, float("inf"))
+
+
+def test_options_reach_their_mixer() -> None:
+    made = ToSTModel(config(layer_types=["softmax", "tssa"], mixer_options={"softmax": {"query_dim": 2}}))
+    assert made.layers[0].mixer.q_proj.out_features == 2 * 3
+    assert [type(layer.mixer) for layer in made.layers] == [MIXERS["softmax"], MIXERS["tssa"]]
+
+
+PARAMETERS = {
+    "tost-base": 110_467_728, "tost-medium": 304_933_248, "tost-large": 656_863_440,
+    "tost-t12-p16": 5_769_328, "tost-t12-p8": 5_759_560,
+    "tost-s12-p16": 22_589_944, "tost-s12-p8": 22_549_672,
+    "tost-m24-p16": 71_481_064, "tost-m24-p8": 71_408_936,
+    "tost-l24-p16": 160_286_920, "tost-l24-p8": 160_123_432,
+}  # fmt: skip
+README = {"tost-base": 110e6, "tost-medium": 304e6, "tost-large": 655e6}
+"""What the released README says; its code leaves the position embedding out of the count."""
+HEAD_DIM = {"t12": 48, "s12": 48, "m24": 64, "l24": 48}
+
+
+def empty(made: ToSTConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return (ToSTForCausalLM if made.causal else ToSTForImageClassification)(made)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_released_sizes(name: str) -> None:
+    made = preset(name)
+    count = empty(made).num_parameters()
+    assert count == PARAMETERS[name] == by_hand(made)
+    if made.causal:
+        counted = count - made.max_position_embeddings * made.hidden_size
+        assert counted == pytest.approx(README[name], abs=0.6e6)  # whole millions; 655.55 became 655
+        assert made.head_dim == 64
+    else:
+        assert made.head_dim == HEAD_DIM[name.split("-")[1]]
+        assert (made.num_labels, made.layer_scale) == (1000, 1.0 if "12" in name else 1e-5)
+
+
+def by_hand(made: ToSTConfig) -> int:
+    """Weights and biases of linear maps, norms, scales and the rest, added up from the sizes."""
+    D, H, L, P = (
+        made.hidden_size, made.num_attention_heads, made.num_hidden_layers, made.max_position_embeddings,
+    )  # fmt: skip
+    mlp, norms_and_scales = 2 * 4 * D * D + 5 * D, 4 * D + 2 * D
+    block = 2 * (D * D + D) + H + mlp + norms_and_scales
+    if made.causal:
+        return (made.vocab_size + P) * D + L * (block + H * P) + 2 * D
+    class_block = 3 * D * D + 3 * D + D * D + D + mlp + norms_and_scales
+    halvings = {16: 4, 8: 3}[made.patch_size]
+    widths = [3] + [D // 2**i for i in reversed(range(halvings))]
+    patches = sum(9 * a * b + 2 * b for a, b in pairwise(widths))
+    ends = 64 * D + D + D + 2 * D + 1000 * D + 1000  # positions, class token, norm, head
+    return L * block + 2 * class_block + patches + ends
+
+
+def test_presets() -> None:
+    assert set(PRESETS) == set(PARAMETERS)
+    assert preset("tost-base", half_life=8.0, layer_scale=None).layer_scale is None
+    assert preset("tost-t12-p16", num_labels=10).num_labels == 10
+    with pytest.raises(InputError, match=r"preset: wanted .* got 'tost-bse'. Did you mean tost-base"):
+        preset("tost-bse")

@@ -1,0 +1,302 @@
+"""The causal language model: its cache, generation, padding, training and files."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from tost_cases import LIMIT, VARIANTS, config, stirred, texts, unchecked
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from rankwise.errors import InputError
+from rankwise.models import MixerCache, ToSTConfig, ToSTForCausalLM, ToSTModel
+
+# float64 models of two layers, logits of order 10: rounding stays under 1e-10
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+EVERY = pytest.mark.parametrize("variant", sorted(VARIANTS))
+
+
+def model(variant: str = "tssa", **changes) -> ToSTForCausalLM:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config(**{**VARIANTS[variant], **changes}))
+    return stirred(made.double())
+
+
+def left_padded(ids: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ends of the rows, behind so many pads."""
+    out = ids.clone()
+    for row, count in enumerate(pads):
+        out[row, :count] = 0
+    return out, (out != 0).long()
+
+
+@EVERY
+def test_a_cache_changes_nothing_however_the_text_is_cut(variant: str) -> None:
+    lm, ids = model(variant), texts(2, 11)
+    whole = lm(ids).logits
+    for cuts in ([4, 7], [1] * 11, [10, 1]):
+        cache, pieces = None, []
+        for piece in ids.split(cuts, 1):
+            output = lm(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            pieces.append(output.logits)
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)
+        assert cache.get_seq_length() == 11
+
+
+@EVERY
+def test_the_future_does_not_leak(variant: str) -> None:
+    lm, ids = model(variant), texts(1, 9)
+    changed = ids.clone()
+    changed[:, 5:] = (ids[:, 5:] + 3) % 28 + 1
+    a, b = lm(ids).logits, lm(changed).logits
+    torch.testing.assert_close(a[:, :5], b[:, :5], **CLOSE)
+    assert (a[:, 5:] - b[:, 5:]).abs().max() > 1e-3
+
+
+@EVERY
+def test_left_padded_rows_equal_the_rows_alone(variant: str) -> None:
+    lm = model(variant)
+    ids, mask = left_padded(texts(3, 9), [4, 0, 8])
+    logits = lm(ids, attention_mask=mask).logits
+    for row, start in enumerate([4, 0, 8]):
+        alone = lm(ids[row : row + 1, start:]).logits
+        torch.testing.assert_close(logits[row : row + 1, start:], alone, **CLOSE)
+    assert logits.isfinite().all()
+
+
+@EVERY
+@pytest.mark.parametrize("how", ["greedy", "sampling", "beam"])
+def test_generation_with_the_cache_equals_generation_without(variant: str, how: str) -> None:
+    lm, ids = model(variant), texts(2, 5)
+    asked = {
+        "greedy": {"do_sample": False},
+        "sampling": {"do_sample": True, "top_k": 8, "num_return_sequences": 2},
+        "beam": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    }[how]
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        found.append(lm.generate(ids, max_new_tokens=9, use_cache=use_cache, pad_token_id=0, **asked))
+    assert torch.equal(*found)
+    assert found[0].shape == (len(ids) * asked.get("num_return_sequences", 1), 14)
+
+
+@EVERY
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_left_padded_batch_generates_what_each_row_does(variant: str, beams: int) -> None:
+    lm = model(variant)
+    ids, mask = left_padded(texts(3, 8), [3, 0, 7])
+    asked = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    batch = lm.generate(ids, attention_mask=mask, **asked)
+    for row, start in enumerate([3, 0, 7]):
+        alone = lm.generate(ids[row : row + 1, start:], **asked)
+        assert batch[row, start:].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("variant", ["tssa", "tssa-decayed", "unbounded"])
+def test_the_cache_of_tssa_is_constant(variant: str) -> None:
+    lm, rows = model(variant), 2
+    sizes = [lm(texts(rows, count), use_cache=True).past_key_values.numel() for count in (1, 5, LIMIT)]
+    stated = sum(layer.mixer.state_size(1) for layer in lm.model.layers)
+    assert sizes == [rows * stated] * 3
+
+
+def test_the_cache_of_a_hybrid_grows_by_its_softmax_layers_alone() -> None:
+    lm = model("hybrid")
+    sizes = [lm(texts(1, count), use_cache=True).past_key_values.numel() for count in (4, 5)]
+    assert sizes[1] - sizes[0] == lm.model.layers[1].mixer.state_size(1)
+
+
+def test_an_unbounded_model_reads_past_any_limit() -> None:
+    lm = model("unbounded")
+    assert lm(texts(1, 3 * LIMIT)).logits.isfinite().all()
+    out = lm.generate(texts(1, LIMIT), max_new_tokens=LIMIT, do_sample=False, pad_token_id=0)
+    assert out.shape == (1, 2 * LIMIT)
+
+
+@pytest.mark.parametrize("variant", ["tssa", "hybrid"])
+def test_a_text_that_is_too_long_is_refused(variant: str) -> None:
+    lm = model(variant)
+    with pytest.raises(InputError, match=rf"wanted at most max_position_embeddings = {LIMIT} tokens, got 25"):
+        lm(texts(1, LIMIT + 1))
+    cache = lm(texts(1, LIMIT), use_cache=True).past_key_values
+    with pytest.raises(InputError, match="length of the text"):
+        lm(texts(1, 1), past_key_values=cache)
+
+
+def test_padding_does_not_count_as_length() -> None:
+    lm, ids = model(), torch.cat([torch.zeros(1, 4, dtype=torch.long), texts(1, LIMIT)], 1)
+    logits = lm(ids, attention_mask=(ids != 0).long()).logits
+    torch.testing.assert_close(logits[:, 4:], lm(ids[:, 4:]).logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_cache_rows() -> None:
+    lm, ids = model("hybrid"), texts(3, 6)
+    cache = lm(ids, use_cache=True).past_key_values
+    order = torch.tensor([2, 0, 0])
+    chosen = copy.deepcopy(cache)
+    chosen.reorder_cache(order)
+    token = texts(3, 1, seed=9)
+    expected = lm(torch.cat([ids[order], token], 1)).logits[:, -1:]
+    torch.testing.assert_close(lm(token, past_key_values=chosen).logits, expected, **CLOSE)
+    twice = copy.deepcopy(cache)
+    twice.batch_repeat_interleave(2)
+    assert twice.numel() == 2 * cache.numel()
+    assert (len(cache), cache.get_max_length(), cache.is_initialized) == (2, -1, True)
+    assert repr(cache) == f"MixerCache(layers=2, length=6, numel={cache.numel()})"
+    cache.reset()
+    assert (cache.numel(), cache.get_seq_length(), cache.is_initialized) == (0, 0, False)
+
+
+def test_a_cache_cannot_be_cropped_nor_be_of_another_kind() -> None:
+    from transformers import DynamicCache
+
+    with pytest.raises(InputError, match=r"`MixerCache.crop`: wanted no removal of tokens, got -1"):
+        MixerCache(2).crop(-1)
+    with (
+        unchecked(),
+        pytest.raises(InputError, match=r"wanted the MixerCache of 2 layers .* got a DynamicCache"),
+    ):
+        model()(texts(1, 3), past_key_values=DynamicCache())
+    with pytest.raises(InputError, match=r"got a MixerCache of 3"):
+        model()(texts(1, 3), past_key_values=MixerCache(3))
+
+
+@EVERY
+def test_generation_goes_on_from_a_cache(variant: str) -> None:
+    lm, ids = model(variant), texts(2, 5)
+    asked = {"do_sample": False, "max_new_tokens": 4}
+    first = lm.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **asked)
+    longer = torch.cat([first.sequences, texts(2, 3, seed=4)], 1)
+    mask = torch.ones_like(longer)
+    on = lm.generate(longer, attention_mask=mask, past_key_values=first.past_key_values, **asked)
+    assert torch.equal(on, lm.generate(longer, attention_mask=mask, **asked))
+
+
+@EVERY
+def test_training(variant: str) -> None:
+    lm, ids = model(variant).train(), texts(2, 8)
+    output = lm(ids, labels=ids)
+    assert output.past_key_values is None
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    assert [name for name, p in lm.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("variant", ["hybrid", "gated"])
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient(variant: str) -> None:
+    lm, ids = model(variant).train(), texts(2, 8)
+    calls = []
+    lm.model.layers[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            lm.gradient_checkpointing_enable()
+        lm.zero_grad()
+        lm(ids, labels=ids, use_cache=True).loss.backward()
+        found.append([p.grad.clone() for p in lm.parameters()])
+    assert len(calls) == 3  # once without; twice with
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(again, plain, **CLOSE)
+
+
+@EVERY
+def test_saved_and_loaded(variant: str, tmp_path) -> None:
+    lm, ids = model(variant), texts(2, 6)
+    lm.save_pretrained(tmp_path)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is ToSTForCausalLM
+    assert torch.equal(again(ids).logits, lm(ids).logits)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == again.config.to_dict()
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is ToSTModel
+    assert torch.equal(base(ids).last_hidden_state, lm.model(ids).last_hidden_state)
+
+
+def test_what_a_file_lacks_starts_as_a_new_model_does(tmp_path) -> None:
+    """Parameters that are no layer's weights are not left as memory had them."""
+    ToSTForCausalLM(config()).save_pretrained(tmp_path)
+    changed = {"skip": "channel", "skip_init": -1.0, "layer_scale": 0.25, "num_hidden_layers": 3}
+    wanted = ToSTConfig.from_pretrained(tmp_path)
+    wanted = ToSTConfig(**{**wanted.to_dict(), **changed, "layer_types": "tssa"})
+    lm = ToSTForCausalLM.from_pretrained(tmp_path, config=wanted)
+    new = lm.model.layers[2]
+    assert (new.mixer.temperature == 1).all()
+    assert (new.mixer.position_bias == 0).all()
+    assert (new.skip.weight == -1).all()
+    assert (new.mlp_scale.weight == 0.25).all()
+    assert 0 < new.mixer.out_proj.weight.std() < 0.02
+
+
+def test_the_start_is_gpt2s() -> None:
+    torch.manual_seed(0)
+    lm = ToSTForCausalLM(config(hidden_size=96, num_hidden_layers=8))
+    block = lm.model.layers[3]
+    # 9,216 draws and more: the deviation of the deviation is under 1 %
+    assert block.mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for last in (block.mixer.out_proj, block.mlp.out_proj):
+        assert last.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert (lm.model.embed_tokens.weight[0] == 0).all()
+
+
+def test_outputs_as_asked() -> None:
+    lm, ids = model(), texts(1, 6)
+    full = lm(ids, output_hidden_states=True)
+    assert len(full.hidden_states) == 3
+    torch.testing.assert_close(lm.lm_head(full.hidden_states[-1]), full.logits, **CLOSE)
+    torch.testing.assert_close(lm(ids, logits_to_keep=2).logits, full.logits[:, -2:], **CLOSE)
+    chosen = lm(ids, logits_to_keep=torch.tensor([0, 3])).logits
+    torch.testing.assert_close(chosen, full.logits[:, [0, 3]], **CLOSE)
+    assert torch.equal(lm(ids, return_dict=False, use_cache=False)[0], full.logits)
+    assert lm(ids, use_cache=False).past_key_values is None
+    embedded = lm(inputs_embeds=lm.get_input_embeddings()(ids)).logits
+    torch.testing.assert_close(embedded, full.logits, **CLOSE)
+
+
+def test_resized_embeddings_stay_tied() -> None:
+    lm = model()
+    lm.resize_token_embeddings(31)
+    assert lm(texts(1, 4)).logits.shape == (1, 4, 31)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+
+
+def test_half_precision_and_autocast() -> None:
+    lm, ids = model("hybrid").float(), texts(2, 8)
+    exact = lm(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        near = lm(ids).logits.float()
+    # bfloat16 keeps 8 bits; a few roundings in a row stay under 10 % of the largest logit
+    assert (near - exact).abs().max() < 0.1 * exact.abs().max()
+    low = copy.deepcopy(lm).bfloat16()
+    assert low(ids).logits.dtype == torch.bfloat16
+    assert (low(ids).logits.float() - exact).abs().max() < 0.1 * exact.abs().max()
+    out = low.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape == (2, 12)
+
+
+def test_it_compiles_as_one_graph() -> None:
+    lm, ids = model("hybrid"), texts(2, 8)
+    with unchecked():
+        compiled = torch.compile(lm, backend="aot_eager", fullgraph=True)
+        logits = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, lm(ids).logits, **CLOSE)
+
+
+def test_bad_calls() -> None:
+    lm, ids = model(), texts(2, 5)
+    with pytest.raises(InputError, match="wanted input_ids or inputs_embeds, got neither"):
+        lm()
+    with pytest.raises(InputError, match="wanted input_ids or inputs_embeds, got both"):
+        lm(ids, inputs_embeds=lm.get_input_embeddings()(ids))
+    with (
+        unchecked(),
+        pytest.raises(InputError, match=r"`attention_mask`: wanted \(B, S\) with B = 2 and S ≥ 5"),
+    ):
+        lm(ids, attention_mask=torch.ones(2, 4))
+    with pytest.raises(InputError, match="ToSTForCausalLM: wanted causal=True"):
+        ToSTForCausalLM(config(causal=False))

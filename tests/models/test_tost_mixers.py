@@ -1,0 +1,168 @@
+"""What every mixer promises: pieces equal the whole, padding changes nothing, operators are exact."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tost_cases import BOTH_WAYS, CAUSAL, HEADS, LIMIT, WIDTH, mixers, unchecked
+
+from rankwise.errors import ShapeError
+from rankwise.models.mixers.base import Mixer
+from rankwise.operators import DiagonalMixing, SoftmaxMixing
+
+# float64, values of order 1, sums over at most 24 tokens and 12 channels: rounding stays under 1e-12
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, count, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def cases() -> list[tuple[bool, str]]:
+    return [(True, name) for name in CAUSAL] + [(False, name) for name in BOTH_WAYS]
+
+
+@pytest.mark.parametrize(("causal", "name"), cases())
+@pytest.mark.parametrize("count", [1, 7])
+def test_the_operator_times_the_values_is_what_is_projected(causal: bool, name: str, count: int) -> None:
+    mixer, x = mixers(causal)[name], tokens(2, count)
+    mixed = mixer.mixing_operator(x) @ mixer.values(x)
+    output = mixer.out_proj(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(output, mixer(x).output, **CLOSE)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_operator_in_the_middle_of_a_text_is_that_of_its_rows(name: str) -> None:
+    mixer, x = mixers(True)[name], tokens(2, 7)
+    state = mixer(x[:, :4], return_state=True).state
+    rest = mixer.mixing_operator(x[:, 4:], None, state) @ mixer.values(x[:, 4:], None, state)
+    whole = mixer.mixing_operator(x) @ mixer.values(x)
+    torch.testing.assert_close(rest, whole[:, :, 4:], **CLOSE)
+
+
+def test_kinds_of_operators() -> None:
+    x = tokens(2, 5)
+    made = mixers(True)
+    diagonal, softmax = made["tssa"].mixing_operator(x), made["softmax"].mixing_operator(x)
+    assert isinstance(diagonal, DiagonalMixing)
+    assert diagonal.shape == (2, HEADS, 5, 5)
+    assert isinstance(softmax, SoftmaxMixing)
+    torch.testing.assert_close(softmax.dense().sum(-1), torch.ones(2, HEADS, 5, dtype=torch.float64), **CLOSE)
+    torch.testing.assert_close(diagonal.diagonal.sum(1), torch.ones(2, 5, dtype=torch.float64), **CLOSE)
+
+
+@settings(max_examples=12)
+@given(cuts=st.lists(st.integers(1, 8), min_size=1, max_size=4), seed=st.integers(0, 99))
+@pytest.mark.parametrize("name", CAUSAL)
+def test_pieces_equal_the_whole(name: str, cuts: list[int], seed: int) -> None:
+    cuts = cuts if sum(cuts) <= LIMIT else cuts[:1]
+    mixer, x = mixers(True)[name], tokens(2, sum(cuts), seed)
+    state, pieces = None, []
+    for piece in x.split(cuts, 1):
+        output, state = mixer(piece, state=state, return_state=True)
+        pieces.append(output)
+    torch.testing.assert_close(torch.cat(pieces, 1), mixer(x).output, **CLOSE)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_no_token_sees_a_later_one(name: str) -> None:
+    mixer, x = mixers(True)[name], tokens(1, 9)
+    changed = x.clone()
+    changed[:, 5:] += 10.0
+    before, after = mixer(x).output, mixer(changed).output
+    torch.testing.assert_close(before[:, :5], after[:, :5], **CLOSE)
+    assert (before[:, 5:] - after[:, 5:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("causal", "name"), cases())
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_padded_row_equals_the_row_alone(causal: bool, name: str, side: str) -> None:
+    mixer, x = mixers(causal)[name], tokens(1, 6)
+    left, right = {"left": (3, 0), "right": (0, 3), "both": (2, 1)}[side]
+    # the second row is whole, so the rows of one batch stand at different positions
+    padded = 7.0 * tokens(2, 9, seed=5)
+    padded[0, left : 9 - right] = x[0]
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :left], mask[0, 9 - right :] = 0, 0
+    output = mixer(padded, mask).output
+    torch.testing.assert_close(output[:1, left : 9 - right], mixer(x).output, **CLOSE)
+    torch.testing.assert_close(output[1:], mixer(padded[1:]).output, **CLOSE)
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_decoding_goes_on_from_a_padded_row(name: str) -> None:
+    mixer, x = mixers(True)[name], tokens(2, 6)
+    padded = torch.cat([5.0 * tokens(2, 3, seed=8), x], 1)
+    mask = torch.ones(2, 9)
+    mask[0, :3] = 0
+    state = mixer(padded[:, :8], mask[:, :8], return_state=True).state
+    last = mixer(padded[:, 8:], mask[:, 8:], state).output
+    torch.testing.assert_close(last[:1, 0], mixer(x[:1]).output[:, -1], **CLOSE)
+    torch.testing.assert_close(last[1:, 0], mixer(padded[1:]).output[:, -1], **CLOSE)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_state_has_the_size_it_states_and_is_not_changed_in_place(name: str) -> None:
+    mixer = mixers(True)[name]
+    for count in (1, 5):
+        state = mixer(tokens(3, count), return_state=True).state
+        assert sum(tensor.numel() for tensor in state) == 3 * mixer.state_size(count)
+        assert all(tensor.shape[0] == 3 for tensor in state)
+        kept = [tensor.clone() for tensor in state]
+        mixer(tokens(3, 2, seed=1), state=state, return_state=True)
+        assert all(torch.equal(a, b) for a, b in zip(state, kept, strict=True))
+    fixed = mixer.state_size(1) == mixer.state_size(1_000_000)
+    assert fixed == name.startswith("tssa")
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_bidirectional_mixers_have_no_order(name: str) -> None:
+    mixer, x = mixers(False)[name], tokens(1, 6)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    torch.testing.assert_close(mixer(x[:, order]).output, mixer(x).output[:, order], **CLOSE)
+
+
+@pytest.mark.parametrize(("causal", "name"), cases())
+def test_gradients_reach_every_parameter(causal: bool, name: str) -> None:
+    mixer, x = mixers(causal)[name], tokens(1, 5).requires_grad_()
+    mixer(x).output.square().sum().backward()
+    still = {n for n, p in mixer.named_parameters() if p.grad is None or not p.grad.abs().max() > 0}
+    # a bias of keys shifts all logits of a row alike
+    assert still <= ({"k_proj.bias"} if name.startswith("softmax") else set())
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_row_of_softmax_is_empty(causal: bool) -> None:
+    """Backends differ in what they make of a query that may see nothing."""
+    x, mask = tokens(2, 5), torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
+    matrix = mixers(causal)["softmax"].mixing_operator(x, mask).dense()
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, HEADS, 5, dtype=torch.float64), **CLOSE)
+    torch.testing.assert_close(matrix[1], torch.eye(5, dtype=torch.float64).expand(HEADS, -1, -1), **CLOSE)
+
+
+def test_membership_and_subspaces() -> None:
+    mixer, x = mixers(True)["tssa"], tokens(2, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    share = mixer.membership_of(x, mask)
+    torch.testing.assert_close(share.sum(-1), mask.double(), **CLOSE)
+    torch.testing.assert_close(mixer.projected(x).flatten(2), mixer.in_proj(x), **CLOSE)
+    assert mixer.projected(x).shape == (2, 5, HEADS, WIDTH // HEADS)
+
+
+@pytest.mark.parametrize("name", ["tssa", "softmax"])
+def test_a_mask_of_another_length_is_refused(name: str) -> None:
+    wanted = r"`attention_mask`: wanted one value for each token, \(1, 5\), got \(1, 6\)"
+    with unchecked(), pytest.raises(ShapeError, match=wanted):
+        mixers(True)[name](tokens(1, 5), torch.ones(1, 6))
+
+
+def test_the_protocol_cannot_be_half_kept() -> None:
+    class Half(Mixer):
+        def forward(self, hidden_states, attention_mask=None, state=None, *, return_state=False):
+            return hidden_states
+
+    with pytest.raises(TypeError, match="abstract method"):
+        Half()

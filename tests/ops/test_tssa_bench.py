@@ -1,0 +1,96 @@
+"""The benchmark: it runs, checks its answers, and finds the crossover."""
+
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from rankwise.cli import bench
+from rankwise.errors import InputError
+from rankwise.ops.tssa.bench.clock import peak_bytes, race
+from rankwise.ops.tssa.bench.contenders import EAGER, OURS, REFERENCE, SDPA, contenders, inputs
+from rankwise.ops.tssa.bench.run import crossover
+
+CPU = torch.device("cpu")
+
+
+def rows(*points):
+    return [{"causal": True, "backward": False, "tokens": t, "times_ours": {SDPA: x}} for t, x in points]
+
+
+@pytest.mark.parametrize(
+    ("points", "length"),
+    [
+        ([(256, 2.0), (512, 4.0)], 256),
+        ([(256, 0.5), (1024, 2.0)], 512),
+        ([(256, 0.25), (512, 0.5)], None),
+        ([], None),
+    ],
+)
+def test_the_crossover_lies_where_the_ratio_passes_one(points, length):
+    found = crossover(rows(*points), causal=True, backward=False)
+    assert found == (None if length is None else pytest.approx(length))
+    assert crossover(rows(*points), causal=False, backward=False) is None
+
+
+def test_contenders_of_tssa_agree():
+    for causal in (False, True):
+        runs = contenders(inputs(20, causal, "cpu", torch.float32, heads=2, width=8))
+        torch.testing.assert_close(runs[OURS](), runs[EAGER]())
+        torch.testing.assert_close(runs[OURS](), runs[REFERENCE]())
+        assert runs[SDPA]().shape == (1, 20, 2, 8)
+
+
+def test_a_race_gives_every_run_its_rounds():
+    calls = {"a": 0, "b": 0}
+
+    def counted(name):
+        def call():
+            calls[name] += 1
+
+        return call
+
+    medians = race({name: counted(name) for name in calls}, CPU, repeats=4)
+    assert calls == {"a": 5, "b": 5}  # one to warm up
+    assert all(taken > 0 for taken in medians.values())
+
+
+def test_peak_memory_is_of_the_call():
+    found = peak_bytes(lambda: torch.ones(32 << 20, dtype=torch.uint8).sum(), CPU)
+    assert found is None or found > 30 << 20
+
+
+def app():
+    made = typer.Typer()
+    made.command()(bench.command)
+    return made
+
+
+def test_the_command_writes_numbers_and_a_picture(tmp_path):
+    out, plot = tmp_path / "t.json", tmp_path / "t.html"
+    options = ["tssa", "--quick", "--tokens", "64,16", "--out", str(out), "--plot", str(plot)]
+    done = CliRunner().invoke(app(), options)
+    assert done.exit_code == 0, done.output
+    report = json.loads(out.read_text())
+    assert [row["tokens"] for row in report["rows"]] == [16, 64] * 4
+    assert all(row["error"][OURS] < 1e-5 for row in report["rows"] if not row["backward"])
+    assert {step["state_bytes"][OURS] for step in report["decoding"]} == {4 * (2 * 12 * 64 + 12) + 8}
+    assert "crossover" in plot.read_text() or set(report["crossovers"].values()) == {None}
+    assert "rankwise" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["tsssa"], "Did you mean tssa"),
+        (["tssa", "--dtype", "int8"], "a floating-point type, got int8"),
+        (["tssa", "--device", "tpu"], "a device that is there"),
+        (["tssa", "--tokens", "12,x"], "whole numbers above 0, got 12,x"),
+    ],
+)
+def test_what_it_refuses(options, match):
+    done = CliRunner().invoke(app(), options)
+    assert isinstance(done.exception, InputError)
+    assert match in str(done.exception)

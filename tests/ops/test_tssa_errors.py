@@ -1,0 +1,108 @@
+"""Every refusal says what was wanted, what came, and what to do."""
+
+import pytest
+import torch
+
+from rankwise.errors import InputError, ShapeError
+from rankwise.ops import TSSAState, half_lives, tssa
+from rankwise.ops.tssa import dispatch
+
+W, TAU = torch.ones(2, 4, 3, 5), torch.ones(3)
+ROW = torch.ones(1, 4, 3, 5)
+STATE = TSSAState.zeros(2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bias": torch.zeros(3, 3)}, r"bias: wanted at least 4 positions.* got 3\. .*half-lives"),
+        (
+            {"bias": torch.zeros(3, 4), "state": STATE._replace(seen=torch.tensor([0, 2]))},
+            "at least 6 positions",
+        ),
+        ({"state": TSSAState.zeros(1, 3, 5)}, r"state\.energy: wanted \(2, 3, 5\), got \(1, 3, 5\)"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "one packed row.*got 2 rows"),
+        ({"w": ROW, "cu_seqlens": torch.tensor([0, 3])}, r"rising from 0 to 4, got \[0, 3\]"),
+        ({"w": ROW, "cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising from 0 to 4"),
+        ({"w": torch.ones(2, 0, 3, 5)}, "at least one of each"),
+    ],
+)
+def test_shapes_that_do_not_fit(change, match):
+    with pytest.raises(ShapeError, match=match):
+        tssa(**({"w": W, "temperature": TAU, "causal": True} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"causal": False, "bias": torch.zeros(3, 4)}, "bias with causal=False: wanted causal=True"),
+        (
+            {"causal": False, "state": STATE, "half_life": torch.ones(3)},
+            "state and half_life with causal=False",
+        ),
+        ({"membership": "unifrom"}, "Did you mean uniform"),
+        ({"membership": "uniform", "bias": torch.zeros(3, 4)}, "bias with membership='uniform'"),
+        ({"half_life": torch.ones(3, requires_grad=True)}, "half_life: wanted constants"),
+        ({"half_life": torch.tensor([1.0, 0.0, 2.0])}, "numbers above 0, got 0"),
+        ({"impl": "refernce"}, "impl: .*Did you mean reference"),
+        ({"impl": "cuda"}, "wanted auto, reference, cpu or triton, got 'cuda'"),
+    ],
+)
+def test_options_that_contradict(change, match):
+    with pytest.raises(InputError, match=match):
+        tssa(**({"w": W, "temperature": TAU, "causal": True} | change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"w": W.long()}, "Float"),
+        ({"temperature": torch.ones(3, 1)}, "Float"),
+        ({"mask": torch.ones(2, 4)}, "Bool"),
+    ],
+)
+def test_wrong_kinds_are_also_caught_by_the_shape_types(changes, match):
+    with pytest.raises(Exception, match=match):
+        tssa(**({"w": W, "temperature": TAU} | changes))
+
+
+@pytest.mark.parametrize("ladder", [(0, 1, 2, 0), (3, 0, 2, 0), (3, 5, 2, 0), (3, 1, 2, 4), (3, 1, 2, -1)])
+def test_ladders_that_are_none(ladder):
+    with pytest.raises(InputError, match="half_lives"):
+        half_lives(*ladder)
+
+
+def test_a_ladder_rises_from_end_to_end():
+    ladder = half_lives(6, 2, 512, infinite=2)
+    assert ladder[[0, 3]].tolist() == pytest.approx([2, 512])
+    assert (ladder[4:] == torch.inf).all()
+    assert (ladder[:4].log().diff().diff().abs() < 1e-9).all()
+    assert half_lives(1).tolist() == [4.0]
+
+
+def test_an_explicit_choice_never_falls_back(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    gpu = torch.device("cuda")
+    with pytest.raises(InputError, match=r'impl="cpu": wanted tensors on a CPU, got tensors on cuda'):
+        dispatch.choose("cpu", gpu)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    with pytest.raises(InputError, match="an installed triton"):
+        dispatch.choose("triton", gpu)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    with pytest.raises(InputError, match="tensors on a GPU, or TRITON_INTERPRET=1 set, got tensors on cpu"):
+        dispatch.choose("triton", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "triton", "chosen"),
+    [
+        ("cpu", True, "cpu"),
+        ("cuda", True, "triton"),
+        ("cuda", False, "reference"),
+        ("mps", True, "reference"),
+    ],
+)
+def test_the_rule_of_auto(device, triton, chosen, monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)
+    assert dispatch.choose("auto", torch.device(device)) == chosen
+    assert dispatch.choose("reference", torch.device(device)) == "reference"

@@ -1,0 +1,113 @@
+"""The CPU kernels against the reference, in float64: outputs, states and every gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tssa_cases import Case, errors, outputs, outputs_and_gradients
+
+ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
+
+
+@st.composite
+def cases(draw):
+    causal = draw(st.booleans())
+    tokens = draw(st.sampled_from([1, 2, 5, 63, 64, 65, 130]))
+    membership = draw(st.sampled_from(["softmax", "uniform"]))
+    packed = draw(st.booleans())
+    batch = 1 if packed else draw(st.integers(1, 3))
+    cuts = (
+        tuple(sorted([0, draw(st.integers(0, tokens)), draw(st.integers(0, tokens)), tokens]))
+        if packed
+        else None
+    )
+    return Case(
+        shape=(batch, tokens, draw(st.integers(1, 4)), draw(st.sampled_from([1, 5, 16, 48]))),
+        causal=causal,
+        masked=draw(st.booleans()),
+        decayed=causal and draw(st.booleans()),
+        stated=causal and draw(st.booleans()),
+        biased=causal and membership == "softmax" and draw(st.booleans()),
+        cuts=cuts,
+        membership=membership,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_outputs_states_and_gradients_are_those_of_the_reference(case):
+    got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
+    assert max(errors(got, wanted).values()) < ROUNDING
+
+
+WIDTHS = [1, 5, 48, 60, 128, 256]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_every_head_width(width, causal):
+    case = Case(shape=(1, 70, 2, width), causal=causal, seed=width)
+    got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
+    assert max(errors(got, wanted).values()) < ROUNDING
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_threads_change_nothing_but_the_order_of_sums(causal):
+    case = Case(shape=(1, 2500, 5, 24), causal=causal, decayed=causal)  # above the size that is spread
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = outputs_and_gradients(case, "cpu")
+        torch.set_num_threads(3)
+        three = outputs_and_gradients(case, "cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert max(errors(three, one).values()) < ROUNDING
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_any_strides(causal):
+    case = Case(shape=(2, 20, 3, 8), causal=causal)
+    straight = outputs(case.run("cpu"))
+    case.w = case.w.transpose(1, 3).contiguous().transpose(1, 3)
+    assert not case.w.is_contiguous()
+    turned = outputs(case.run("cpu"))
+    assert all(torch.equal(turned[name], x) for name, x in straight.items())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_kernels_write_every_number_they_return(causal, monkeypatch):
+    case = Case(shape=(2, 70, 3, 5), causal=causal, masked=True)
+    wanted = outputs_and_gradients(case, "cpu")
+    real = torch.empty, torch.empty_like
+
+    def poisoned(make):
+        def call(*args, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(torch.nan) if out.is_floating_point() else out
+
+        return call
+
+    monkeypatch.setattr(torch, "empty", poisoned(real[0]))
+    monkeypatch.setattr(torch, "empty_like", poisoned(real[1]))
+    got = outputs_and_gradients(case, "cpu")
+    assert max(errors(got, wanted).values()) == 0
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    case = Case(shape=(1, 2500, 5, 24), causal=True)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        wanted = case.run("cpu").output
+        context = torch.multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        child = context.Process(target=lambda: queue.put(case.run("cpu").output.numpy()))
+        child.start()
+        got = queue.get()
+        child.join(20)
+    finally:
+        torch.set_num_threads(torch_threads)
+    assert child.exitcode == 0
+    assert torch.equal(torch.from_numpy(got), wanted)

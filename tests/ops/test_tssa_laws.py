@@ -1,0 +1,259 @@
+"""What TSSA is, whatever computes it: padding, packing, pieces, the future, symmetry."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+from tssa_cases import Case, outputs
+
+from rankwise.ops import TSSAState, tssa
+
+IMPLS = ["reference", "cpu"]
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, a hundred additions in another order
+causalities = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+impls = pytest.mark.parametrize("impl", IMPLS)
+
+
+def by_token(w, temperature, causal, bias=None, decay=None):
+    """The formulas, one token and one head at a time."""
+    tokens, heads, width = w.shape
+    output, memberships = torch.zeros_like(w), w.new_zeros(tokens, heads)
+    decay = [1.0] * heads if decay is None else decay
+    energy, assigned, mass = w.new_zeros(heads, width), w.new_zeros(heads, width), w.new_zeros(heads)
+    for t in range(tokens):
+        score = w.new_zeros(heads)
+        for h in range(heads):
+            energy[h] = decay[h] * energy[h] + w[t, h] ** 2
+            whole = (
+                energy[h].clamp(min=1e-12) if causal else (w[:, h] ** 2).sum(0).sqrt().clamp(min=1e-12) ** 2
+            )
+            score[h] = (w[t, h] ** 2 / whole).sum() + (0 if bias is None else width * bias[h, t])
+        memberships[t] = (temperature * score).softmax(0)
+        for h in range(heads):
+            assigned[h] = decay[h] * assigned[h] + memberships[t, h] * w[t, h] ** 2
+            mass[h] = decay[h] * mass[h] + memberships[t, h]
+            output[t, h] = -w[t, h] * memberships[t, h] / (1 + assigned[h] / (mass[h] + 1e-8))
+    if not causal:
+        output = -w * memberships[..., None] / (1 + assigned / (mass + 1e-8)[:, None])
+    return output, memberships
+
+
+@impls
+@causalities
+def test_it_is_the_formula_token_by_token(impl, causal):
+    case = Case(shape=(2, 11, 3, 5), causal=causal, biased=causal)
+    found = case.run(impl)
+    for row in range(2):
+        bias = case.options["bias"]
+        output, membership = by_token(case.w[row], case.temperature, causal, bias)
+        assert_close(found.output[row], output, **EXACT)
+        assert_close(found.membership[row], membership, **EXACT)
+
+
+@impls
+def test_decay_is_the_recurrence_token_by_token(impl):
+    case = Case(shape=(1, 70, 3, 4), causal=True)
+    half_life = torch.tensor([0.5, 3.0, float("inf")], dtype=torch.float64)
+    output, _ = by_token(case.w[0], case.temperature, True, decay=[0.25, 2 ** (-1 / 3), 1.0])
+    assert_close(case.run(impl, half_life=half_life).output[0], output, **EXACT)
+
+
+@impls
+def test_an_infinite_half_life_is_the_literal_operation(impl):
+    case = Case(shape=(2, 70, 3, 4), causal=True)
+    literal, endless = case.run(impl), case.run(impl, half_life=torch.full((3,), torch.inf))
+    for name, x in outputs(literal).items():
+        assert_close(outputs(endless)[name], x, **EXACT)
+
+
+@impls
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_pieces_equal_the_whole(impl, data):
+    tokens = data.draw(st.integers(2, 80))
+    decayed, masked = data.draw(st.booleans()), data.draw(st.booleans())
+    biased = data.draw(st.booleans())
+    shape = (2, tokens, 2, 3)
+    case = Case(shape=shape, causal=True, decayed=decayed, masked=masked, biased=biased, seed=tokens)
+    whole, state, pieces = case.run(impl), None, []
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, tokens - 1), max_size=4))), tokens]
+    for low, high in pairwise(cuts):
+        mask = case.options["mask"]
+        piece = {"mask": None if mask is None else mask[:, low:high], "state": state}
+        part = tssa(case.w[:, low:high], case.temperature, impl=impl, **(case.options | piece))
+        pieces.append(part)
+        state = part.state
+    assert_close(torch.cat([p.output for p in pieces], 1), whole.output, **EXACT)
+    assert_close(torch.cat([p.membership for p in pieces], 1), whole.membership, **EXACT)
+    for got, wanted in zip(state, whole.state, strict=True):
+        assert_close(got, wanted, **EXACT)
+
+
+@impls
+@pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
+def test_token_by_token_equals_the_whole_and_so_do_its_gradients(impl, decayed):
+    case = Case(shape=(1, 12, 2, 3), causal=True, decayed=decayed, biased=True)
+    case.w.requires_grad_()
+    weight = torch.randn(1, 12, 2, 3, dtype=torch.float64)
+    (whole,) = torch.autograd.grad((case.run(impl).output * weight).sum(), case.w)
+    state, loss = None, 0
+    for t in range(12):
+        options = case.options | {"state": state}
+        step = tssa(case.w[:, t : t + 1], case.temperature, impl=impl, **options)
+        state, loss = step.state, loss + (step.output[:, 0] * weight[:, t]).sum()
+        assert [part.shape for part in state] == [(1, 2, 3), (1, 2, 3), (1, 2), (1,)]
+    (stepped,) = torch.autograd.grad(loss, case.w)
+    assert_close(stepped, whole, **EXACT)
+
+
+@impls
+@pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
+def test_nothing_leaks_from_the_future(impl, decayed):
+    case = Case(shape=(1, 130, 2, 3), causal=True, decayed=decayed)
+    before = case.run(impl)
+    for t in (1, 63, 64, 65, 129):
+        changed = case.w.clone()
+        changed[:, t:] = 7.0
+        after = tssa(changed, case.temperature, impl=impl, **case.options)
+        assert torch.equal(after.output[:, :t], before.output[:, :t])
+        assert not torch.equal(after.output[:, t:], before.output[:, t:])
+
+
+@impls
+@causalities
+@pytest.mark.parametrize("filling", [0.0, 1e6, float("nan")], ids=["zero", "large", "nan"])
+def test_a_padded_row_equals_the_row_alone(impl, causal, filling):
+    case = Case(shape=(1, 9, 3, 5), causal=causal, biased=causal, decayed=causal)
+    alone = case.run(impl)
+    rows = {
+        "left": [*[0] * 4, *[1] * 9],
+        "right": [*[1] * 9, *[0] * 4],
+        "within": [1, 1, 0, 1, 0, 0, *[1] * 6, 0],
+    }
+    mask = torch.tensor(list(rows.values())).bool()
+    w = torch.full((3, 13, 3, 5), filling, dtype=torch.float64)
+    w[mask] = case.w.repeat(3, 1, 1, 1).flatten(0, 1)
+    w.requires_grad_()
+    padded = tssa(w, case.temperature, impl=impl, **(case.options | {"mask": mask}))
+    for row in range(3):
+        assert_close(padded.output[row, mask[row]], alone.output[0], **EXACT)
+        assert_close(padded.membership[row, mask[row]], alone.membership[0], **EXACT)
+    assert (padded.output[~mask] == 0).all()
+    assert (padded.membership[~mask] == 0).all()
+    if causal:
+        assert padded.state.seen.tolist() == [9, 9, 9]
+        for got, wanted in zip(padded.state, alone.state, strict=True):
+            assert_close(got, wanted.expand_as(got), **EXACT)
+    (gradient,) = torch.autograd.grad(padded.output.square().sum(), w)
+    assert (gradient[~mask] == 0).all()
+    assert torch.isfinite(gradient).all()
+
+
+@impls
+@causalities
+def test_packed_sequences_do_not_see_one_another(impl, causal):
+    cuts = (0, 3, 3, 70, 90)
+    case = Case(shape=(1, 90, 2, 3), causal=causal, stated=causal, biased=causal, cuts=cuts)
+    packed = case.run(impl)
+    for n, (low, high) in enumerate(pairwise(cuts)):
+        if low == high:
+            continue
+        options = case.options | {"cu_seqlens": None}
+        if causal:
+            options["state"] = TSSAState(*(part[n : n + 1] for part in case.options["state"]))
+        alone = tssa(case.w[:, low:high], case.temperature, impl=impl, **options)
+        assert_close(packed.output[:, low:high], alone.output, **EXACT)
+        if causal:
+            for got, wanted in zip(packed.state, alone.state, strict=True):
+                assert_close(got[n : n + 1], wanted, **EXACT)
+    if causal:
+        for got, wanted in zip(packed.state, case.options["state"], strict=True):
+            assert torch.equal(got[1], wanted[1])  # of the sequence of no tokens
+
+
+@impls
+@causalities
+def test_rows_do_not_see_one_another(impl, causal):
+    case = Case(shape=(3, 20, 2, 3), causal=causal)
+    batch = case.run(impl)
+    for row in range(3):
+        alone = tssa(case.w[row : row + 1], case.temperature, causal, impl=impl)
+        assert_close(batch.output[row : row + 1], alone.output, **EXACT)
+
+
+@impls
+@causalities
+def test_memberships_are_a_distribution_and_outputs_shrink(impl, causal):
+    case = Case(shape=(2, 40, 4, 3), causal=causal)
+    found = case.run(impl)
+    assert_close(found.membership.sum(-1), torch.ones(2, 40, dtype=torch.float64), **EXACT)
+    assert (found.output.abs() <= found.membership[..., None] * case.w.abs()).all()
+    assert (found.output * case.w <= 0).all()
+
+
+@impls
+def test_bidirectional_permutes_with_its_tokens(impl):
+    case = Case(shape=(1, 70, 3, 4))
+    order = torch.randperm(70)
+    moved = tssa(case.w[:, order], case.temperature, impl=impl)
+    assert_close(moved.output, case.run(impl).output[:, order], **EXACT)
+
+
+@impls
+@causalities
+def test_memberships_do_not_change_with_the_scale_of_a_channel(impl, causal):
+    case = Case(shape=(1, 70, 3, 4), causal=causal)
+    scale = torch.logspace(-3, 3, 12, dtype=torch.float64).view(3, 4)
+    scaled = tssa(case.w * scale, case.temperature, causal, impl=impl)
+    tolerance = 1e-5 if causal else 1e-10  # causal: c ≥ 1e-12 touches first tokens scaled by 1e-3, if tiny
+    assert_close(scaled.membership, case.run(impl).membership, rtol=tolerance, atol=tolerance)
+
+
+@impls
+@causalities
+def test_uniform_memberships_leave_plain_second_moments(impl, causal):
+    case = Case(shape=(1, 30, 4, 3), causal=causal, membership="uniform")
+    found = case.run(impl)
+    assert (found.membership == 0.25).all()
+    square = case.w.square()
+    count = torch.arange(1, 31, dtype=torch.float64).view(1, 30, 1, 1) if causal else 30
+    total = square.cumsum(1) if causal else square.sum(1, keepdim=True)
+    moment = 0.25 * total / (0.25 * count + 1e-8)
+    assert_close(found.output, -0.25 * case.w / (1 + moment), **EXACT)
+
+
+@impls
+def test_states_can_be_reordered_and_started_from_zero(impl):
+    case = Case(shape=(2, 5, 2, 3), causal=True)
+    state = case.run(impl).state
+    swapped = state.select(torch.tensor([1, 0, 1]))
+    assert all(torch.equal(new[2], old[1]) and len(new) == 3 for new, old in zip(swapped, state, strict=True))
+    zero = TSSAState.zeros(2, 2, 3, torch.float64)
+    again = case.run(impl, state=zero)
+    assert torch.equal(again.output, case.run(impl).output)
+    case.w.requires_grad_()
+    assert not any(part.requires_grad for part in case.run(impl).state.detach())
+
+
+@impls
+@causalities
+def test_silence_is_not_a_number_problem(impl, causal):
+    w = torch.zeros(1, 5, 2, 3, requires_grad=True)
+    found = tssa(w, torch.ones(2), causal, impl=impl)
+    found.output.sum().backward()
+    assert (found.output == 0).all()
+    assert torch.isfinite(w.grad).all()
+    hidden = tssa(w, torch.ones(2), causal, mask=torch.zeros(1, 5, dtype=torch.bool), impl=impl)
+    assert (hidden.output == 0).all()
+    assert (hidden.membership == 0).all()
+
+
+@impls
+@causalities
+def test_nan_reaches_the_output(impl, causal):
+    case = Case(shape=(1, 9, 2, 3), causal=causal)
+    case.w[0, 4, 1, 2] = torch.nan
+    assert case.run(impl).output.isnan().any()

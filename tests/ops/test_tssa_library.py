@@ -1,0 +1,159 @@
+"""TSSA inside torch: gradcheck, operator registration, torch.compile, autocast, dtypes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tssa_cases import Case, errors, outputs
+
+from rankwise.ops import TSSAState, tssa
+from rankwise.ops.tssa.decay import rates
+from rankwise.ops.tssa.library import bidirectional, causal
+
+causalities = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+impls = pytest.mark.parametrize("impl", ["reference", "cpu"])
+
+
+@impls
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("kind", ["bidirectional", "literal", "decayed"])
+def test_gradcheck(impl, masked, kind):
+    in_order = kind != "bidirectional"
+    case = Case(
+        (2, 4, 2, 3),
+        causal=in_order,
+        masked=masked,
+        decayed=kind == "decayed",
+        stated=in_order,
+        biased=in_order,
+    )
+    if masked:
+        case.options["mask"][:, 0] = True
+
+    def run(w, temperature, *rest):
+        options = dict(case.options)
+        if in_order:
+            options |= {"bias": rest[0], "state": TSSAState(*rest[1:], case.options["state"].seen)}
+        return tuple(outputs(tssa(w, temperature, impl=impl, **options)).values())
+
+    inputs = [x.clone().requires_grad_() for x in case.inputs().values()]
+    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@causalities
+def test_operators_are_registered_as_they_behave(is_causal, masked, dtype):
+    case = Case((2, 5, 2, 3), causal=is_causal, masked=masked, decayed=masked, stated=is_causal, dtype=dtype)
+    w, temperature = case.w.requires_grad_(), case.temperature.requires_grad_()
+    mask, bounds = case.options["mask"], torch.tensor([0, 5, 10])
+    if is_causal:
+        sums = [part.requires_grad_() for part in case.options["state"][:3]]
+        offset = torch.randn(2, 5, 2, requires_grad=True) if masked else None
+        rate = rates(case.options["half_life"]) if masked else None
+        torch.library.opcheck(causal, (w, temperature, offset, mask, *sums, rate, bounds, False, "cpu"))
+    else:
+        torch.library.opcheck(bidirectional, (w, temperature, mask, bounds, False, "cpu"))
+
+
+COMPILED = """
+import torch
+from rankwise.ops import half_lives, tssa
+torch.manual_seed(0)
+ladder = half_lives(3, 1, 8)
+
+def layer(w, temperature, mask, bias, causal, decayed, state):
+    own = {"bias": bias, "half_life": ladder if decayed else None, "state": state} if causal else {}
+    found = tssa(w.sin(), temperature, causal, mask=mask, **own)
+    return (found.output, *(found.state or ()))
+
+for causal, decayed, masked, stated in [(0, 0, 0, 0), (0, 0, 1, 0), (1, 0, 0, 0), (1, 1, 1, 0), (1, 1, 1, 1)]:
+    torch.compiler.reset()
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    w, temperature = torch.randn(2, 6, 3, 4, requires_grad=True), torch.ones(3, requires_grad=True)
+    bias = torch.randn(3, 20, requires_grad=True)
+    mask = torch.rand(2, 6) > 0.3 if masked else None
+    state = tssa(torch.randn(2, 3, 3, 4), torch.ones(3), True).state if stated else None
+    args = (w, temperature, mask, bias, bool(causal), bool(decayed), state)
+    results = []
+    for run in (fast, layer):
+        found = run(*args)
+        inputs = (w, temperature, bias) if causal else (w, temperature)
+        results.append([*found, *torch.autograd.grad(found[0].square().sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    print("equal")
+"""
+
+
+def test_it_compiles_into_one_graph():
+    """In a process of its own: the checks of shapes that the tests switch on cannot be compiled."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal"] * 5
+
+
+@impls
+@causalities
+def test_autocast_changes_nothing(impl, is_causal):
+    case = Case((2, 70, 3, 8), causal=is_causal, decayed=is_causal, biased=is_causal, dtype=torch.float32)
+    plain = outputs(case.run(impl))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = outputs(case.run(impl))
+    assert all(torch.equal(cast[name], x) for name, x in plain.items())
+
+
+@impls
+@causalities
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_output_in_the_dtype_of_w_and_sums_at_least_in_float32(impl, is_causal, dtype):
+    case = Case((1, 9, 2, 4), causal=is_causal, dtype=dtype)
+    case.w.requires_grad_()
+    found = case.run(impl)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    assert found.output.dtype == dtype
+    assert found.membership.dtype == exact
+    if is_causal:
+        assert {part.dtype for part in found.state[:3]} == {exact}
+        assert found.state.seen.dtype == torch.int64
+    found.output.sum().backward()
+    assert case.w.grad.dtype == dtype
+
+
+@impls
+def test_memberships_and_states_alone_give_gradients(impl):
+    case = Case((1, 9, 2, 4), causal=True)
+    case.w.requires_grad_()
+    found = case.run(impl)
+    for x in (found.membership[..., 0].sum(), found.state.assigned.sum()):
+        (gradient,) = torch.autograd.grad(x, case.w, retain_graph=True)
+        assert gradient.abs().max() > 0
+
+
+@causalities
+def test_nothing_of_the_size_of_w_is_kept_for_the_backward_pass_but_w(is_causal):
+    case = Case((1, 512, 4, 32), causal=is_causal, decayed=is_causal, biased=is_causal)
+    case.w.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        case.run("cpu")
+    large = [x for x in kept if x.numel() >= case.w.numel() // 8]
+    assert [x.data_ptr() for x in large] == [case.w.data_ptr()]
+
+
+def test_the_cpu_kernels_have_no_second_derivative_and_say_so():
+    case = Case((1, 5, 2, 3))
+    case.w.requires_grad_()
+    (first,) = torch.autograd.grad(case.run("cpu").output.square().sum(), case.w, create_graph=True)
+    with pytest.raises(RuntimeError, match="tssa_bidirectional_backward"):
+        torch.autograd.grad(first.sum(), case.w)
+
+
+@causalities
+def test_the_helpers_see_a_wrong_result(is_causal):
+    case = Case((1, 9, 2, 3), causal=is_causal)
+    right = outputs(case.run("cpu"))
+    wrong = right | {"output": right["output"] * 1.001}
+    assert errors(right, right)["output"] == 0
+    assert errors(wrong, right)["output"] > 1e-4

@@ -1,0 +1,123 @@
+"""The Triton kernels against the reference; run by `test_tssa_triton`, in a process of its own.
+
+Triton reads TRITON_INTERPRET when it is imported, which other tests may have done.
+"""
+
+import os
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tssa_cases import Case, double, errors, outputs, outputs_and_gradients
+
+from rankwise.ops import tssa
+
+ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def place(device):
+    """Where to run; without a GPU only the interpreter can."""
+    assert device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return device
+
+
+def moved(case, device):
+    case.w, case.temperature = case.w.to(device), case.temperature.to(device)
+
+    def move(x):
+        if isinstance(x, tuple):
+            return type(x)(*(part.to(device) for part in x))
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    case.options = {name: move(value) for name, value in case.options.items()}
+    return case
+
+
+PLAIN = [
+    {"shape": (2, 17, 3, 5), "masked": True},
+    {"shape": (1, 70, 2, 20), "cuts": (0, 3, 3, 69, 70)},
+    {"shape": (1, 1, 1, 1)},
+    {"shape": (1, 9, 3, 5), "membership": "uniform"},
+]
+ORDERED = [
+    {"stated": True},
+    {"stated": True, "decayed": True},
+    {"stated": True, "decayed": True, "biased": True, "masked": True},
+]
+CASES = [*PLAIN, *(a | b | {"causal": True} for a, b in product(PLAIN, ORDERED))]
+
+
+def name(options):
+    return "-".join(str(value) for value in options.values()).replace(" ", "")
+
+
+@pytest.mark.parametrize("options", CASES, ids=name)
+def test_outputs_states_and_gradients_are_those_of_the_reference(options, place):
+    if options.get("membership") == "uniform":
+        options = options | {"biased": False}
+    if place.type == "cuda":
+        options = options | {"dtype": torch.float32}
+    case = moved(Case(**options), place)
+    got, wanted = outputs_and_gradients(case, "triton"), outputs_and_gradients(case, "reference")
+    assert max(errors(got, wanted).values()) < (1e-5 if place.type == "cuda" else ROUNDING)
+
+
+@pytest.mark.parametrize("width", [48, 128])
+@pytest.mark.parametrize("kind", ["bidirectional", "literal", "decayed"])
+def test_bfloat16_with_sums_in_float32(kind, width, place):
+    causal = kind != "bidirectional"
+    case = Case((1, 70, 2, width), causal=causal, decayed=kind == "decayed", dtype=torch.bfloat16)
+    truth = outputs_and_gradients(moved(double(case), place), "reference")
+    case = moved(case, place)
+    found, reference = (outputs_and_gradients(case, impl) for impl in ("triton", "reference"))
+    ours, theirs = errors(found, truth), errors(reference, truth)
+    for key, error in ours.items():  # twice the reference's error, and one rounding of the result
+        assert found[key].dtype == reference[key].dtype
+        assert error <= 2 * theirs[key] + torch.finfo(found[key].dtype).eps, key
+
+
+@pytest.mark.parametrize("kind", ["literal", "decayed"])
+def test_pieces_equal_the_whole_and_nothing_leaks(kind, place):
+    case = moved(Case((1, 70, 2, 8), causal=True, decayed=kind == "decayed"), place)
+    whole = case.run("triton")
+    first = tssa(case.w[:, :65], case.temperature, impl="triton", **case.options)
+    assert torch.equal(first.output, whole.output[:, :65])
+    rest = tssa(case.w[:, 65:], case.temperature, impl="triton", **(case.options | {"state": first.state}))
+    torch.testing.assert_close(rest.output, whole.output[:, 65:], rtol=1e-10, atol=1e-12)
+    assert rest.state.seen.item() == 70
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_padding_may_hold_anything_and_every_number_is_written(causal, place, monkeypatch):
+    case = moved(Case((2, 19, 2, 5), causal=causal, masked=True), place)
+    wanted = outputs(case.run("reference"))
+    case.w[~case.options["mask"]] = torch.nan
+    for make in ("empty", "empty_like"):
+        real = getattr(torch, make)
+
+        def poisoned(*args, real=real, **kwargs):
+            out = real(*args, **kwargs)
+            return out.fill_(torch.nan) if out.is_floating_point() else out
+
+        monkeypatch.setattr(torch, make, poisoned)
+    got = outputs_and_gradients(case, "triton")
+    assert all(torch.isfinite(x).all() for x in got.values())
+    assert errors({k: got[k] for k in wanted}, wanted)["output"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["bidirectional_0", "causal_0"])
+def test_it_computes_what_the_released_modules_do(kind, place):
+    tensors = {k: v.to(place) for k, v in load_file(GOLDEN / f"tssa_{kind}.safetensors").items()}
+    into, out_of = ("c_attn", "c_proj") if kind.startswith("causal") else ("qkv", "to_out.0")
+    bias = tensors.get("param.denom_bias")
+    weights = [tensors[f"param.{layer}.{part}"] for layer in (into, out_of) for part in ("weight", "bias")]
+    w = torch.nn.functional.linear(tensors["input"], *weights[:2])
+    temperature = tensors["param.temp"].flatten()
+    options = {"causal": kind.startswith("causal"), "bias": None if bias is None else bias[..., 0]}
+    mixed = tssa(w.unflatten(-1, (len(temperature), -1)), temperature, impl="triton", **options).output
+    output = torch.nn.functional.linear(mixed.flatten(-2), *weights[2:])
+    assert (output - tensors["output"]).abs().max() < 1e-5

@@ -1,0 +1,139 @@
+"""λ-skips in files and in optimisers: the same numbers again, and nothing that belongs to another model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.tiny_models import BERT, hugging_face
+from safetensors.torch import load_file, save_file
+from tests.surgery.surgery_cases import FOUND, outputs, same
+from torch import nn
+
+from rankwise.errors import InputError
+from rankwise.surgery import (
+    SkipError,
+    add_lambda_skip,
+    apply_saved_skips,
+    has_skips,
+    load_skips,
+    save_skips,
+    skip_parameter_groups,
+    skips_of,
+)
+
+bert = hugging_face("BertModel", **BERT)
+
+
+@pytest.mark.parametrize("name", ["BERT", "T5", "ALBERT", "Mamba-2"])
+@pytest.mark.parametrize("per", ["layer", "channel"])
+def test_there_and_back(name: str, per: str, tmp_path: Path) -> None:
+    model, batch = FOUND[name][0]()
+    skips = add_lambda_skip(model, per=per, learnable=False, example=batch)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in skips.values():
+            parameter.copy_(torch.rand(parameter.shape))
+    numbers, facts = save_skips(model, tmp_path / "deep" / "er", fitted={"steps": 3})
+    assert numbers.parent == facts.parent
+    assert json.loads(facts.read_text())["fitted"] == {"steps": 3}
+    other, _ = FOUND[name][0]()
+    loaded = load_skips(other, numbers.parent, example=batch)
+    assert list(loaded) == list(skips)
+    assert all(torch.equal(loaded[name], skips[name]) for name in skips)
+    assert not any(parameter.requires_grad for parameter in loaded.values())
+    assert same(outputs(other, batch), outputs(model, batch))
+
+
+def test_some_sites_only(tmp_path: Path) -> None:
+    model = bert()
+    add_lambda_skip(model, init=0.5, sites="encoder.layer.[02]")
+    save_skips(model, tmp_path)
+    assert list(load_skips(bert(), tmp_path)) == [f"encoder.layer.{at}.attention.output" for at in (0, 2)]
+
+
+def test_a_folder_without_skips_changes_nothing(tmp_path: Path) -> None:
+    model = bert()
+    assert apply_saved_skips(model, tmp_path) is None
+    assert apply_saved_skips(model, "some/name-on-the-hub") is None
+    assert not skips_of(model)
+    save_skips_of(bert(), tmp_path)
+    assert has_skips(tmp_path)
+    assert len(apply_saved_skips(model, tmp_path) or ()) == 3
+
+
+def save_skips_of(model: nn.Module, folder: Path) -> None:
+    add_lambda_skip(model, init=0.5)
+    save_skips(model, folder)
+
+
+def test_skips_of_another_model(tmp_path: Path) -> None:
+    save_skips_of(bert(), tmp_path)
+    for other in (FOUND["GPT-2"][0]()[0], hugging_face("BertModel", **BERT | {"num_hidden_layers": 2})()):
+        with pytest.raises(SkipError, match=rf"skips in {re.escape(str(tmp_path))}: wanted λ of a"):
+            load_skips(other, tmp_path)
+        assert not skips_of(other)
+    wide = hugging_face("BertModel", **BERT | {"hidden_size": 48})()
+    add_lambda_skip(wide, per="channel")
+    save_skips(wide, tmp_path)
+    with pytest.raises(SkipError, match="sites of other names or widths"):
+        load_skips(bert(), tmp_path)
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    save_skips_of(bert(), tmp_path)
+    numbers = load_file(tmp_path / "skips.safetensors")
+    first = next(iter(numbers))
+    save_file(numbers | {first: torch.tensor([float("nan")])}, tmp_path / "skips.safetensors")
+    with pytest.raises(SkipError, match=r"wanted finite numbers, got NaN or infinity"):
+        load_skips(bert(), tmp_path)
+    save_file({first: numbers[first]}, tmp_path / "skips.safetensors")
+    with pytest.raises(SkipError, match="that name the same sites"):
+        load_skips(bert(), tmp_path)
+    (tmp_path / "skips.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(SkipError, match=r"skips .*skips.safetensors: wanted a file that `save_skips` wrote"):
+        load_skips(bert(), tmp_path)
+    (tmp_path / "skips.json").write_text("{}")
+    with pytest.raises(SkipError, match=r"skips .*skips.json: wanted a file that `save_skips` wrote"):
+        load_skips(bert(), tmp_path)
+    with pytest.raises(SkipError, match="got no such file"):
+        load_skips(bert(), tmp_path / "nowhere")
+
+
+def test_nothing_to_save_and_nowhere_to(tmp_path: Path) -> None:
+    with pytest.raises(SkipError, match="wanted a model with λ-skips, got one without"):
+        save_skips(bert(), tmp_path)
+    (tmp_path / "file").write_text("")
+    model = bert()
+    add_lambda_skip(model)
+    with pytest.raises((SkipError, InputError), match="skips"):
+        save_skips(model, tmp_path / "file")
+
+
+def test_groups_keep_weight_decay_off_the_skips() -> None:
+    model = bert()
+    skips = add_lambda_skip(model, init=2.0)
+    groups = skip_parameter_groups(model, weight_decay=0.5, lr=0.1)
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.5]
+    assert {id(one) for one in groups[0]["params"]} == {id(one) for one in skips.values()}
+    everything = [one for group in groups for one in group["params"]]
+    assert {id(one) for one in everything} == {id(one) for one in model.parameters()}
+    assert len(everything) == len(list(model.parameters()))
+    optimiser = torch.optim.AdamW(groups, lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = model.embeddings.word_embeddings.weight.norm().item()
+    optimiser.step()
+    assert all(parameter.item() == 2.0 for parameter in skips.values())
+    assert model.embeddings.word_embeddings.weight.norm().item() < before
+    assert len(skip_parameter_groups(model, only_skips=True)) == 1
+
+
+def test_groups_without_skips_that_learn() -> None:
+    model = bert()
+    with pytest.raises(SkipError, match="wanted λ-skips that can learn, got none"):
+        skip_parameter_groups(model)
+    add_lambda_skip(model, learnable=False)
+    with pytest.raises(SkipError, match="wanted λ-skips that can learn, got none"):
+        skip_parameter_groups(model)

@@ -1,0 +1,189 @@
+"""What is refused, in which words; and names, channels and other arguments."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from recipes.tiny_models import BERT, hugging_face, text_inputs
+from tests.surgery.surgery_cases import FOUND, outputs, same
+from torch import Tensor, nn
+
+from rankwise.surgery import SkipError, add_lambda_skip, remove_lambda_skip, skips_of
+
+bert = hugging_face("BertModel", **BERT)
+SITES = [f"encoder.layer.{layer}.attention.output" for layer in range(3)]
+
+
+def test_sites_are_modules_and_can_be_read() -> None:
+    model = bert()
+    skips = add_lambda_skip(model, init=2.0)
+    assert list(skips) == SITES
+    assert skips[SITES[0]] is model.encoder.layer[0].attention.output.lambda_skip
+    assert "encoder.layer.0.attention.output: 2" in repr(skips)
+    assert all(parameter.requires_grad for parameter in skips.values())
+
+
+@pytest.mark.parametrize(
+    ("sites", "wanted"),
+    [
+        ("encoder.layer.1", [1]),
+        ("encoder.layer.[12]", [1, 2]),
+        (["encoder.layer.0.attention.output", "encoder.layer.2"], [0, 2]),
+        ("encoder", [0, 1, 2]),
+        ("encoder.*.*.attention.output", [0, 1, 2]),
+    ],
+)
+def test_sites_by_name(sites: Any, wanted: list[int]) -> None:
+    assert list(add_lambda_skip(bert(), sites=sites)) == [SITES[at] for at in wanted]
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
+def test_one_number_for_each_channel(name: str) -> None:
+    model, batch = FOUND[name][0]()
+    before = outputs(model, batch)
+    skips = add_lambda_skip(model, per="channel", example=batch)
+    assert {tuple(parameter.shape) for parameter in skips.values()} == {(32,)}
+    assert same(outputs(model, batch), before)
+    one = next(iter(skips.values()))
+    with torch.no_grad():
+        one[3] = 2.0
+    assert not same(outputs(model, batch), before)
+
+
+def test_fixed_skips_do_not_learn() -> None:
+    skips = add_lambda_skip(bert(), learnable=False)
+    assert not any(parameter.requires_grad for parameter in skips.values())
+
+
+def test_no_skip_is_said_loudly() -> None:
+    with pytest.warns(UserWarning, match="λ = 0 takes the skip connections away"):
+        skips = add_lambda_skip(bert(), init=0)
+    assert next(iter(skips.values())).item() == 0
+
+
+@pytest.mark.parametrize("init", [math.nan, math.inf, -math.inf])
+def test_scales_that_are_none(init: Any) -> None:
+    model = bert()
+    with pytest.raises(SkipError, match=r"`init`: wanted a finite number"):
+        add_lambda_skip(model, init=init)
+    assert not skips_of(model)
+
+
+def test_names_that_match_nothing() -> None:
+    model = bert()
+    with pytest.raises(SkipError, match=r"site 'encoder.layer.7'.*Did you mean encoder.layer.\d"):
+        add_lambda_skip(model, sites=["encoder.layer.0", "encoder.layer.7"])
+    with pytest.raises(SkipError, match="wanted the name of a residual mixer"):
+        add_lambda_skip(model, sites=[])
+    assert not skips_of(model)
+    assert "lambda_skip" not in "".join(model.state_dict())
+
+
+def test_twice() -> None:
+    model = bert()
+    add_lambda_skip(model)
+    with pytest.raises(SkipError, match=r"wanted a model without λ-skips, got one with 3"):
+        add_lambda_skip(model)
+    assert len(skips_of(model)) == 3
+
+
+def test_nothing_to_remove() -> None:
+    with pytest.raises(SkipError, match="wanted a model with λ-skips, got one without"):
+        remove_lambda_skip(bert())
+
+
+class Plain(nn.Module):
+    """Attention without a residual, and a residual without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.think = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x, x, x)[0]
+        return x + self.think(x)
+
+
+def test_a_model_without_residual_mixers() -> None:
+    with pytest.raises(SkipError, match=r"wanted residual connections around mixers, got none"):
+        add_lambda_skip(Plain(), example=torch.randn(1, 4, 8))
+
+
+def test_one_token_shows_no_mixing() -> None:
+    model, _ = FOUND["nanoGPT style"][0]()
+    with pytest.raises(SkipError, match="its example have two tokens or more"):
+        add_lambda_skip(model, example={"input_ids": torch.tensor([[3]])})
+
+
+def test_a_model_that_does_not_say_what_it_reads() -> None:
+    with pytest.raises(SkipError, match=r"wanted an example of what it reads.*example=batch"):
+        add_lambda_skip(Plain())
+
+
+def test_what_is_compiled_already() -> None:
+    with pytest.raises(SkipError, match="wanted a module that is not compiled yet"):
+        add_lambda_skip(torch.compile(bert(), backend="eager"))
+
+
+class Unusual(nn.Module):
+    """Uses what its mixer gives twice: a correction there would be counted twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x.mT).mT
+        branch = self.out(y)
+        total = x + branch
+        return torch.tanh(total) * torch.tanh(branch)
+
+
+def test_what_hooks_cannot_follow_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x = Unusual(), torch.randn(2, 5, 8)
+    before = model(x)
+    with pytest.raises(SkipError, match=r"wanted what scaling the residual sums gives at λ ≠ 1"):
+        add_lambda_skip(model, example=x)
+    assert torch.equal(model(x), before)
+    assert not skips_of(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_hooks_of_others_stay() -> None:
+    model, seen = bert(), []
+    model.encoder.layer[0].attention.output.register_forward_hook(lambda *given: seen.append("out"))
+    model.encoder.layer[0].attention.output.register_forward_pre_hook(lambda *given: seen.append("in"))
+    add_lambda_skip(model)
+    remove_lambda_skip(model)
+    seen.clear()
+    model(**text_inputs())
+    assert seen == ["in", "out"]
+
+
+class InPlace(nn.Module):
+    """A residual stream that is one tensor, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.think = nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        x += self.mix(self.norm(x))[0]
+        x += self.think(x.tanh())
+        return x
+
+
+def test_sums_in_place_and_a_recurrent_mixer() -> None:
+    torch.manual_seed(0)
+    model, x = InPlace().eval(), torch.randn(2, 5, 8)
+    before = model(x)
+    skips = add_lambda_skip(model, example=x)
+    assert list(skips) == ["mix"]
+    assert torch.equal(model(x), before)
+    with torch.no_grad():
+        skips["mix"].fill_(2.0)
+        y = 2 * x + model.mix(model.norm(x))[0]
+        assert torch.allclose(model(x), y + model.think(y.tanh()), atol=1e-6)

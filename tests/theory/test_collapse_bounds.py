@@ -1,0 +1,172 @@
+"""Decay without a skip: the bounds against layers that are simulated."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rankwise.errors import ShapeError
+from rankwise.theory import (
+    attention_decay,
+    collapse_of,
+    diameter_of,
+    linear_decay,
+    selective_decay,
+    spread,
+)
+
+LAYERS = 5
+SLACK = 1 + 1e-9
+"""Relative: rounding of a few products in float64."""
+
+
+def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def diameter(y: Tensor) -> float:
+    return float(torch.cdist(y, y, compute_mode="donot_use_mm_for_euclid_dist").max())
+
+
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), width=st.integers(1, 5))
+def test_diameter_and_collapse_bound_each_other(seed: int, tokens: int, width: int) -> None:
+    (y,) = drawn(seed, (tokens, width))
+    assert diameter(y) <= diameter_of(float(spread(y))) * SLACK + 1e-12
+    assert float(spread(y)) <= collapse_of(diameter(y), tokens) * SLACK + 1e-12
+
+
+def test_both_are_attained() -> None:
+    two = torch.tensor([[1.0], [-1.0]])
+    assert diameter_of(float(spread(two))) == pytest.approx(diameter(two))
+    simplex = torch.eye(4)
+    assert collapse_of(diameter(simplex), 4) == pytest.approx(float(spread(simplex)))
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(2, 8),
+    width=st.integers(1, 5),
+    scores=st.sampled_from([0.1, 1.0, 10.0]),
+    values=st.sampled_from([0.3, 1.0, 3.0]),
+)
+def test_attention_decays_as_fast_as_promised(
+    seed: int, tokens: int, width: int, scores: float, values: float
+) -> None:
+    y, a, c = drawn(seed, (tokens, width), (LAYERS, width, width), (LAYERS, width, width))
+    a, c = a * scores / math.sqrt(width), c * values / math.sqrt(width)
+    bound = attention_decay(
+        diameter(y),
+        torch.linalg.matrix_norm(a, 2).tolist(),
+        torch.linalg.matrix_norm(c, 2).tolist(),
+    )
+    for layer in range(LAYERS):
+        y = (y @ a[layer] @ y.mT).softmax(-1) @ y @ c[layer]
+        assert diameter(y) <= bound[layer + 1] * SLACK + 1e-14  # tokens that differ by rounding alone
+        assert float(spread(y)) <= collapse_of(bound[layer + 1], tokens) * SLACK + 1e-14
+
+
+def test_heads_side_by_side_add_up() -> None:
+    y, a, c = drawn(3, (6, 4), (3, 4, 4), (3, 4, 4))
+    out = sum((y @ a[h] @ y.mT).softmax(-1) @ y @ c[h] for h in range(3))
+    a_norm = float(torch.linalg.matrix_norm(a, 2).max())
+    c_norm = float(torch.linalg.matrix_norm(c, 2).sum())
+    assert diameter(out) <= attention_decay(diameter(y), [a_norm], [c_norm])[-1]
+
+
+def test_attention_decay_is_cubic_once_tokens_are_near() -> None:
+    logs = [math.log(d) for d in attention_decay(0.1, [1.0] * 4, [1.0] * 4)]
+    steps = [after - before for before, after in pairwise(logs)]
+    for before, after in pairwise(steps):
+        assert after == pytest.approx(3 * before, abs=0.01)  # tanh(x) = x(1 − O(x²)), x < 0.0025
+
+
+def test_a_causal_mask_breaks_the_attention_bound() -> None:
+    """The first token sees itself alone, whatever the scores: why the bound says "without mask"."""
+    y = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    m = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)  # scores 0
+    assert diameter(m @ y) > attention_decay(diameter(y), [0.0], [1.0])[-1]
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 8),
+    width=st.integers(1, 5),
+    size=st.sampled_from([0.3, 1.0, 3.0]),
+)
+def test_linear_layers_decay_as_fast_as_promised(seed: int, tokens: int, width: int, size: float) -> None:
+    y, kernels, c = drawn(seed, (tokens, width), (LAYERS, tokens), (LAYERS, width, width))
+    ms = [sum(k * torch.eye(tokens, dtype=torch.float64).roll(at, 0).tril() for at, k in enumerate(kernel))
+          for kernel in size * kernels]  # fmt: skip
+    bound = linear_decay(
+        float(y.norm()),
+        [float(torch.linalg.matrix_norm(m, 2)) for m in ms],
+        torch.linalg.matrix_norm(c, 2).tolist(),
+    )
+    for layer in range(LAYERS):
+        y = ms[layer] @ y @ c[layer]
+        assert float(spread(y)) <= bound[layer + 1] * SLACK
+
+
+def test_linear_layers_of_equal_row_sums_contract_the_deviations() -> None:
+    y, raw = drawn(1, (6, 3), (6, 6))
+    m = raw.softmax(-1)
+    centring = torch.eye(6, dtype=torch.float64) - 1 / 6
+    norm = float(torch.linalg.matrix_norm(centring @ m @ centring, 2))
+    assert norm < 1
+    assert float(spread(m @ y)) <= linear_decay(float(spread(y)), [norm], [1.0])[-1] * SLACK
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 8),
+    width=st.integers(1, 5),
+    size=st.sampled_from([0.01, 0.3, 1.0]),
+    step=st.sampled_from([0.1, 1.0, 2.0]),
+)
+def test_selective_layers_decay_as_fast_as_promised(
+    seed: int, tokens: int, width: int, size: float, step: float
+) -> None:
+    y, w_b, w_c, c, rates = drawn(
+        seed,
+        (tokens, width),
+        (LAYERS, width, 3),
+        (LAYERS, width, 3),
+        (LAYERS, width, width),
+        (LAYERS, tokens),
+    )
+    y = size * y
+    norms = [torch.linalg.matrix_norm(w, 2) for w in (w_b, w_c, c)]
+    bound = selective_decay(float(y.norm()), (norms[0] * norms[1]).tolist(), norms[2].tolist(), step)
+    for layer in range(LAYERS):
+        delta = step * torch.sigmoid(rates[layer])
+        log_decay = -delta.cumsum(0)
+        decay = (log_decay[:, None] - log_decay[None]).exp().tril()
+        m = (y @ w_c[layer]) @ (y @ w_b[layer]).mT * decay * delta
+        y = m @ y @ c[layer]
+        assert float(spread(y)) <= bound[layer + 1] * SLACK
+
+
+def test_for_selective_layers_the_input_decides() -> None:
+    small, large = (selective_decay(norm, [2.0] * 6, [1.0] * 6)[-1] for norm in (0.5, 2.0))
+    assert small < 1e-50
+    assert large == math.inf or large > 1e50
+    assert (
+        linear_decay(0.5, [2.0] * 6, [1.0] * 6)[-1] / 0.5 == linear_decay(2.0, [2.0] * 6, [1.0] * 6)[-1] / 2
+    )
+
+
+@pytest.mark.parametrize("decay", [attention_decay, linear_decay, selective_decay])
+def test_norms_that_are_none_are_refused(decay) -> None:
+    with pytest.raises(ShapeError, match="wanted as many of one kind as of the other, got 2 and 1"):
+        decay(1.0, [1.0, 1.0], [1.0])
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ShapeError, match="a finite number, at least 0"):
+            decay(1.0, [wrong], [1.0])

@@ -1,0 +1,347 @@
+"""Bounds on what a λ-skip keeps: never violated, by random states, chosen ones, or ascent on violation."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from rankwise.errors import RankwiseError
+from rankwise.measures import token_collapse
+from rankwise.theory import (
+    norm_bound,
+    norm_scale,
+    paper_condition,
+    paper_floor,
+    paper_scale,
+    paper_scale_with_floor,
+    spread,
+    sum_bound,
+    sum_scale,
+)
+
+SLACK = 1e-9
+"""Relative: sums of T·D float64 terms lose less than T·D·1e-16 < 1e-12; a hundredfold and more beside it."""
+
+
+def normed(x: Tensor, centre: bool, eps: float = 0.0) -> Tensor:
+    """LayerNorm or RMSNorm without gain; a row of zeros stays."""
+    x = x - x.mean(-1, keepdim=True) if centre else x
+    size = (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return x / torch.where(size > 0, size, 1.0)
+
+
+def states(seed: int, tokens: int, width: int, alike: float) -> Tensor:
+    """Random states; ``alike`` mixes in one row common to all."""
+    generator = torch.Generator().manual_seed(seed)
+    own, common = torch.randn((2, tokens, width), generator=generator, dtype=torch.float64)
+    return (1 - alike) * own + alike * common[:1]
+
+
+cases = given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 7),
+    width=st.integers(2, 6),
+    alike=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    size=st.sampled_from([0.0, 1e-3, 0.3, 1.0, 5.0]),
+    scale=st.sampled_from([-3.0, -1.0, -0.2, 0.0, 0.5, 1.0, 2.0, 20.0]),
+    opposed=st.sampled_from([0.0, 0.7, 1.0]),
+)
+
+
+def branch_of(y: Tensor, seed: int, size: float, opposed: float) -> Tensor:
+    """A random branch, turned in part against the deviations of the states."""
+    against = -(y - y.mean(-2, keepdim=True))
+    return size * (opposed * against + (1 - opposed) * states(seed + 1, *y.shape, alike=0.3))
+
+
+@cases
+def test_sum_bound_holds(
+    seed: int, tokens: int, width: int, alike: float, size: float, scale: float, opposed: float
+) -> None:
+    y = states(seed, tokens, width, alike)
+    b = branch_of(y, seed, size, opposed)
+    after = spread(scale * y + b)
+    assert sum_bound(y, b, scale) <= after + SLACK * (1 + scale**2) * y.norm()
+
+
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 0.1])
+@settings(max_examples=25)
+@cases
+def test_norm_bound_holds(
+    centre: bool, eps: float, seed: int, tokens: int, width: int, alike: float, size: float, scale: float,
+    opposed: float,
+) -> None:  # fmt: skip
+    y = states(seed, tokens, width, alike)
+    b = branch_of(y, seed, size, opposed)
+    after = spread(normed(scale * y + b, centre, eps))
+    # rows that cancel to rounding have any direction: those are where the bound must be careful itself
+    assert norm_bound(y, b, scale, centre=centre, eps=eps) <= after + SLACK * math.sqrt(tokens * width)
+
+
+@settings(max_examples=25)
+@cases
+def test_bounds_leave_padding_out(
+    seed: int, tokens: int, width: int, alike: float, size: float, scale: float, opposed: float
+) -> None:
+    y = states(seed, tokens, width, alike)
+    b = branch_of(y, seed, size, opposed)
+    mask = torch.tensor([True] * tokens + [False] * 3)
+    longer, other = (F.pad(x, (0, 0, 0, 3), value=1e6) for x in (y, b))
+    for bound in (sum_bound, norm_bound):
+        assert torch.allclose(bound(longer, other, scale, mask), bound(y, b, scale), rtol=1e-9, atol=1e-9)
+    for least in (sum_scale, norm_scale):
+        assert torch.allclose(least(longer, other, 0.5, mask), least(y, b, 0.5), rtol=1e-6, atol=1e-9)
+
+
+@settings(max_examples=25)
+@cases
+def test_a_larger_scale_keeps_more(
+    seed: int, tokens: int, width: int, alike: float, size: float, scale: float, opposed: float
+) -> None:
+    y = states(seed, tokens, width, alike)
+    b = branch_of(y, seed, size, opposed)
+    for bound in (sum_bound, norm_bound):
+        assert bound(y, b, 1.1 * scale) >= bound(y, b, scale) - SLACK * y.norm() * (1 + abs(scale))
+        assert torch.equal(bound(y, b, scale), bound(y, b, -scale))
+
+
+@settings(max_examples=25)
+@cases
+def test_the_least_scale_does_what_it_says(
+    seed: int, tokens: int, width: int, alike: float, size: float, scale: float, opposed: float
+) -> None:
+    y = states(seed, tokens, width, alike)
+    b = branch_of(y, seed, size, opposed)
+    a = 0.3
+    for relative in (False, True):
+        least = sum_scale(y, b, a, relative=relative)
+        if spread(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 stands for any λ but 0 itself
+            continue
+        for factor in (1, -1.7, 30):
+            out = factor * least * y + b
+            before = spread(y) / (y.norm() if relative else 1)
+            after = spread(out) / (out.norm() if relative else 1)
+            assert after >= math.sqrt(a) * before * (1 - 1e-6)
+    for centre in (True, False):
+        least = norm_scale(y, b, a, centre=centre)
+        before = spread(normed(y, centre))
+        if before < 1e-6 or not least.isfinite():
+            continue
+        for factor in (1, -1.7, 30):
+            assert spread(normed(factor * least * y + b, centre)) >= math.sqrt(a) * before * (1 - 1e-6)
+
+
+def test_least_scales_are_infinite_where_nothing_can_be_kept() -> None:
+    alike = torch.ones(4, 3, dtype=torch.float64)
+    other = states(0, 4, 3, 0.0)
+    assert sum_scale(alike, other, 0.5) == math.inf
+    assert norm_scale(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5) == math.inf
+
+
+# --- searched for violations -------------------------------------------------------------------------------
+
+
+def ascend(
+    violation: Callable[[Tensor, Tensor], Tensor], seed: int, shape: tuple[int, int], steps: int
+) -> float:
+    """The largest violation that gradient ascent on states and branch finds."""
+    generator = torch.Generator().manual_seed(seed)
+    y, b = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    optimiser = torch.optim.Adam([y, b], lr=0.05)
+    worst = -math.inf
+    for _ in range(steps):
+        optimiser.zero_grad()
+        value = violation(y, b)
+        worst = max(worst, value.item())
+        (-value).backward()
+        optimiser.step()
+    return worst
+
+
+def differentiable_losses(y: Tensor, b: Tensor, scale: float, centre: bool) -> tuple[Tensor, Tensor]:
+    """The two terms of the norm bound, written again for autograd."""
+    if centre:
+        y, b = y - y.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    size, move = y.norm(dim=-1), b.norm(dim=-1)
+    ratio = move / (scale * size)
+    chord = torch.where(ratio < 1, 2 * torch.sin(torch.asin(ratio.clamp(max=1 - 1e-9)) / 2), 2.0)
+    u = y / size[:, None]
+    root = math.sqrt(y.shape[-1])
+    return root * (u - u.mean(0)).norm(), root * chord.norm()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("centre", [True, False])
+def test_ascent_finds_no_violation_of_the_norm_bound(seed: int, centre: bool) -> None:
+    def violation(y: Tensor, b: Tensor) -> Tensor:
+        """(promised − found) in units of what the bound takes off."""
+        z = normed(1.5 * y + 0.3 * b, centre)
+        kept, lost = differentiable_losses(y, 0.3 * b, 1.5, centre)
+        return (kept - lost - (z - z.mean(0)).norm()) / lost
+
+    y, b = states(seed, 4, 5, 0.0), states(seed + 9, 4, 5, 0.0)
+    kept, lost = differentiable_losses(y, 0.1 * b, 1.5, centre)
+    assert torch.allclose(kept - lost, norm_bound(y, 0.1 * b, 1.5, centre=centre))  # it is the same bound
+    assert -0.2 < ascend(violation, seed, (4, 5), steps=250) <= 1e-9  # and the search comes near it
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ascent_finds_no_violation_of_the_sum_bound(seed: int) -> None:
+    def violation(y: Tensor, b: Tensor) -> Tensor:
+        def mu(x: Tensor) -> Tensor:
+            return (x - x.mean(0)).norm()
+
+        return (1.5 * mu(y) - mu(b) - mu(1.5 * y + b)) / (mu(y) + mu(b))
+
+    assert -1e-3 < ascend(violation, seed, (4, 5), steps=250) <= 1e-12
+
+
+# --- how tight they are ------------------------------------------------------------------------------------
+
+
+def test_the_sum_bound_is_attained() -> None:
+    y = states(3, 6, 4, 0.5)
+    assert torch.allclose(sum_bound(y, -0.7 * y, 2.0), spread(2.0 * y - 0.7 * y))
+    assert torch.allclose(sum_scale(y, -0.7 * y, 0.25), torch.tensor(0.5 + 0.7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("angle", [0.05, 0.2])
+def test_the_norm_bound_is_nearly_attained(angle: float) -> None:
+    """Two tokens turned straight at each other: what chords and arcs differ by is left, θφ/2 of the whole."""
+    turn = angle / 2
+    y = math.sqrt(2) * torch.tensor(
+        [[math.cos(angle), math.sin(angle)], [math.cos(angle), -math.sin(angle)]], dtype=torch.float64
+    )
+    turned = math.sqrt(2) * torch.tensor(
+        [[math.cos(angle - turn), math.sin(angle - turn)], [math.cos(angle - turn), -math.sin(angle - turn)]],
+        dtype=torch.float64,
+    )
+    b = math.cos(turn) * turned - y  # right-angled: the shortest way to turn a row by that much
+    assert torch.allclose(normed(y + b, centre=False), turned)
+    bound, truth = norm_bound(y, b, 1.0, centre=False), spread(turned)
+    assert bound <= truth * (1 + SLACK)
+    assert bound >= truth * (1 - angle * turn)
+
+
+# --- the paper's theorem -----------------------------------------------------------------------------------
+
+
+@given(
+    strength=st.floats(1e-3, 100), a=st.floats(0.01, 0.95), tokens=st.integers(1, 50),
+    width=st.integers(1, 50), share=st.floats(0.05, 1),
+)  # fmt: skip
+def test_closed_forms_agree_with_the_condition(
+    strength: float, a: float, tokens: int, width: int, share: float
+) -> None:
+    least = paper_scale(strength, a)
+    assert paper_condition(1.001 * least, strength, a) > 0 > paper_condition(0.999 * least, strength, a)
+    mu = math.sqrt(share * tokens * width)
+    enough = paper_scale_with_floor(strength, a, tokens, width, mu)
+    assert enough > least
+    assert enough > 2 * strength  # whatever a is
+    assert paper_floor(enough, strength, a, tokens, width) == pytest.approx(mu**2, rel=1e-6)
+
+
+def test_the_condition_on_the_scale_alone_guarantees_nothing() -> None:
+    """Eq. 7 holds, and one layer makes all tokens the same: its second half, μ² ≥ b, cannot be met here."""
+    y = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)  # on the sphere of RMSNorm, radius √2
+    c = torch.tensor([[0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    m = -torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
+    strength = float(m.norm() * c.norm())
+    assert strength == pytest.approx(1)
+    assert paper_condition(1.0, strength, a=0.2) > 0
+    after = normed(m @ y @ c + 1.0 * y, centre=False)
+    assert spread(after) < 1e-12
+    assert paper_floor(1.0, strength, 0.2, tokens=2, width=2) > 2 * 2  # b > T·D: no state has μ² ≥ b
+
+
+def test_the_step_of_its_proof_that_is_false() -> None:
+    """μ(DZ) ≥ min(D)·μ(Z) for a diagonal D ≥ 0: two parallel rows of different length become equal."""
+    z = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    d = torch.tensor([1.0, 0.5])
+    assert spread(z) > 0.7
+    assert spread(d[:, None] * z) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("centre", [True, False])
+def test_ascent_finds_no_violation_of_the_whole_theorem(seed: int, centre: bool) -> None:
+    """With both halves, Eq. 7 and μ² ≥ b, at the largest a they allow: the search must not get past it."""
+    tokens, width, scale = 4, 5, 1.0
+    generator = torch.Generator().manual_seed(seed)
+    raw = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+           for shape in ((tokens, width), (tokens, tokens), (width, width))]  # fmt: skip
+    strength = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.Adam([*raw, strength], lr=0.05)
+    worst, best_a = -math.inf, 0.0
+    for _ in range(250):
+        y, m, c = normed(raw[0], centre), raw[1] / raw[1].norm(), raw[2] / raw[2].norm()
+        s = 0.5 * torch.sigmoid(strength[0])
+        before = (y - y.mean(0)).square().sum()
+        # the largest a with μ² ≥ b:  λ² − a(s + λ)² = 2 λ T D s/μ²
+        a = (scale**2 - 2 * scale * tokens * width * s / before) / (s + scale) ** 2
+        z = normed(s * m @ y @ c + scale * y, centre)
+        violation = a * before - (z - z.mean(0)).square().sum()
+        if 0 < a.item() < 1:
+            worst, best_a = max(worst, violation.item()), max(best_a, a.item())
+        optimiser.zero_grad()
+        (-violation / before).backward()
+        optimiser.step()
+    assert best_a > 0.1  # the search has been where the theorem speaks
+    assert worst <= 1e-9
+
+
+# --- the examples of the paper -----------------------------------------------------------------------------
+
+
+def test_without_a_skip_averaging_collapses_at_once() -> None:
+    y = normed(states(0, 5, 4, 0.0), centre=True)
+    after = normed(torch.full((5, 5), 0.2, dtype=torch.float64) @ y, centre=True)
+    assert token_collapse(after[None]).item() < 1e-12
+
+
+def test_with_the_usual_skip_a_row_stochastic_mixer_can_collapse_at_once() -> None:
+    """λ = 1, M = (I + 11ᵀ/T)/2, C = −2I: Y + MYC is the mean token, negated, in every row."""
+    y = normed(states(1, 5, 4, 0.4), centre=True)
+    m = 0.5 * torch.eye(5, dtype=torch.float64) + 0.1
+    after = y + m @ y @ (-2 * torch.eye(4, dtype=torch.float64))
+    assert torch.allclose(m.sum(-1), torch.ones(5, dtype=torch.float64))
+    assert spread(after) < 1e-12 < 0.1 < spread(y)
+    assert sum_bound(y, m @ y @ (-2 * torch.eye(4, dtype=torch.float64)), 1.0) <= 1e-12
+
+
+@pytest.mark.parametrize("strength", [0.1, 1.0, 30.0])
+def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
+    """T = 2, C of rank one, M = −η(I − 11ᵀ/T): S·C_M = η; |λ| = η loses all, Eq. 7 asks |λ| > η."""
+    a = 0.25
+    y = math.sqrt(3) * torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]], dtype=torch.float64)
+    c = torch.zeros(3, 3, dtype=torch.float64)
+    c[0, 0] = 1
+    m = -strength * torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
+    assert float(m.norm() * c.norm()) == pytest.approx(strength)
+    assert paper_scale(strength, a) == pytest.approx(strength)
+    assert spread(m @ y @ c + strength * y) < 1e-12 * strength
+    # without a norm, μ is kept to √a from |λ| = √a + η on, and no sooner: what the sum bound asks for
+    least = sum_scale(y, m @ y @ c, a)
+    assert least == pytest.approx(math.sqrt(a) + strength)
+    assert spread(m @ y @ c + least * y) == pytest.approx(math.sqrt(a) * float(spread(y)))
+
+
+@pytest.mark.parametrize("a", [0.0, 1.0, -0.1, math.nan])
+def test_shares_outside_the_open_interval_are_refused(a: float) -> None:
+    y = torch.ones(2, 2)
+    for call in (
+        lambda: paper_scale(1.0, a),
+        lambda: paper_condition(1.0, 1.0, a),
+        lambda: paper_scale_with_floor(1.0, a, 2, 2, 1.0),
+        lambda: sum_scale(y, y, a),
+        lambda: norm_scale(y, y, a),
+    ):
+        with pytest.raises(RankwiseError, match=r"`a`: wanted a number between 0 and 1"):
+            call()
