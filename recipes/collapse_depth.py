@@ -4,14 +4,16 @@ Claim     "Lambda-Skip Connections: the architectural component that prevents Ra
           without a skip tokens become alike with depth, S4's by its weights, Mamba's also by its input; with
           large weights they need not; a λ-skip keeps them apart.
 Asked     μ, μ/‖Y‖_F and effective rank by depth for softmax, linear attention, S4D, Mamba, Mamba-2 and TSSA ×
-          {no skip, λ = −2, −1, 0.5, 1, 2, learned from −1} × {no norm, pre, post} × {gate off, on}; without
-          skip, norm and gate also weights × input sizes.
-Setting   T = D = 64, 4 heads, blocks without feed-forward part or biases, linear weights N(0, 1/fan-in), the
-          state spaces' own parameters as published, input N(0, 1); 3 seeds of weights and input; float64.
+          {no skip, λ = −2, −1, 0.5, 1, 2} × {no norm, pre, post} × {gate off, on}; without skip, norm and
+          gate also weights × input sizes. A learned λ starts as the fixed one of its initial value.
+Setting   T = D = 64, 4 heads, states of 16 numbers, blocks without feed-forward part or biases, linear
+          weights N(0, 1/fan-in), the state spaces' own parameters as published, input N(0, 1); 3 seeds of
+          weights and input; float64.
 Hardware  two CPU cores, some minutes
 Expect    causal softmax, no skip, post-norm: μ/‖Y‖ below 0.05 at layer 64; TSSA above 0.9 with any skip
 
-    python -m recipes.collapse_depth            writes recipes/results/collapse_depth.json and the docs page
+    python -m recipes.collapse_depth            writes recipes/results/collapse_depth.json and the docs page,
+                                                again after each seed
     python -m recipes.collapse_depth --quick    16 layers, one seed; give --results and --page of your own
 """
 
@@ -21,7 +23,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -35,6 +37,7 @@ from rankwise.files import write_whole
 from rankwise.measures import state_effective_rank, token_collapse
 from rankwise.models import ToSTConfig
 from rankwise.models.block import Block
+from rankwise.models.mixers.convolution import ShortConvolution
 from recipes.collapse_depth_page import write_page
 
 RESULTS = Path(__file__).with_name("results") / "collapse_depth.json"
@@ -50,16 +53,9 @@ MIXERS = {
     "tssa": ("tssa", True),
 }
 """By name in tables: the mixer, and whether it is causal."""
-SKIPS = {
-    "none": ("none", 1.0),
-    "-2": ("fixed", -2.0),
-    "-1": ("fixed", -1.0),
-    "0.5": ("fixed", 0.5),
-    "1": ("fixed", 1.0),
-    "2": ("fixed", 2.0),
-    "learned": ("learned", -1.0),
-}
-"""By name in tables: kind and λ. A learned λ starts at the paper's −1."""
+SKIPS = (0.0, -2.0, -1.0, 0.5, 1.0, 2.0)
+"""λ; 0 is no skip."""
+Measured = tuple[list[list[float]], list[list[float]], list[list[float]]]
 NORMS = ("none", "pre", "post")
 
 
@@ -72,7 +68,7 @@ class Recipe:
     width: int = 64
     heads: int = 4
     seeds: int = 3
-    weights: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    weights: tuple[float, ...] = (0.5, 1.0, 4.0)
     inputs: tuple[float, ...] = (0.1, 1.0, 10.0)
     mixers: tuple[str, ...] = tuple(MIXERS)
 
@@ -88,7 +84,8 @@ class Setting:
     """One stack."""
 
     mixer: str
-    skip: str = "none"
+    skip: float = 0.0
+    """λ; 0 is no skip."""
     norm: str = "none"
     gate: bool = False
     weights: float = 1.0
@@ -111,19 +108,30 @@ class Curve:
     """Effective rank of the token states."""
 
 
-def settings(recipe: Recipe) -> Iterator[Setting]:
-    """The grid of blocks, then that of weights and inputs."""
-    for mixer, norm, gate, skip in product(recipe.mixers, NORMS, (False, True), SKIPS):
-        yield Setting(mixer=mixer, norm=norm, gate=gate, skip=skip)
-    for mixer, weights, inputs in product(recipe.mixers, recipe.weights, recipe.inputs):
-        if (weights, inputs) != (1.0, 1.0):
-            yield Setting(mixer=mixer, weights=weights, inputs=inputs)
+def groups(recipe: Recipe) -> Iterator[list[Setting]]:
+    """The grid of blocks, then that of weights and inputs: what differs in λ or input alone runs as one."""
+    for mixer, norm, gate in product(recipe.mixers, NORMS, (False, True)):
+        yield [Setting(mixer=mixer, norm=norm, gate=gate, skip=skip) for skip in SKIPS]
+    for mixer, weights in product(recipe.mixers, recipe.weights):
+        rows = [Setting(mixer=mixer, weights=weights, inputs=size) for size in recipe.inputs]
+        yield [one for one in rows if (weights, one.inputs) != (1.0, 1.0)]
+
+
+class RowSkips(nn.Module):
+    """λ x + update, a λ for each row of the batch."""
+
+    def __init__(self, skips: Sequence[float]) -> None:
+        super().__init__()
+        self.skips = torch.tensor(skips, dtype=torch.float64)[:, None, None]
+
+    def forward(self, x: Tensor, update: Tensor) -> Tensor:
+        """Add; without a skip the states never enter, not even as 0·∞."""
+        return update + torch.where(self.skips == 0, 0.0, self.skips * x)
 
 
 def config_of(setting: Setting, recipe: Recipe) -> ToSTConfig:
     """A block of this package."""
     mixer, causal = MIXERS[setting.mixer]
-    kind, init = SKIPS[setting.skip]
     return ToSTConfig(
         vocab_size=2,
         hidden_size=recipe.width,
@@ -131,57 +139,78 @@ def config_of(setting: Setting, recipe: Recipe) -> ToSTConfig:
         num_attention_heads=recipe.heads,
         intermediate_size=0,
         layer_types=mixer,
+        mixer_options={"s4d": {"state_dim": 8}, "mamba": {"state_dim": 16}, "mamba2": {"state_dim": 16}},
         causal=causal,
         position_bias=False,
         position_embeddings="none",
         use_bias=False,
         norm="none" if setting.norm == "none" else "layer",
         norm_position="post" if setting.norm == "post" else "pre",
-        skip=kind,
-        skip_init=init,
+        skip="fixed" if setting.skip else "none",
+        skip_init=setting.skip or 1.0,
         gate=setting.gate,
     )
 
 
-def layer_of(setting: Setting, recipe: Recipe, draw: torch.Generator) -> Block:
-    """A block with Gaussian linear weights; only what publishes a start of its own keeps it."""
-    block = Block(config_of(setting, recipe), 0).double().eval()
+def redraw(block: Block, gain: float, seed: int) -> None:
+    """Gaussian linear weights; what has a published start gets that, and a convolution no bias."""
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
     for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and not name.endswith("step_proj"):
-            gain = setting.weights / module.in_features**0.5
-            module.weight.copy_(gain * torch.randn(module.weight.shape, generator=draw, dtype=torch.float64))
-    return block
+        if isinstance(module, nn.Linear):
+            noise = torch.randn(module.weight.shape, generator=draw, dtype=torch.float64)
+            module.weight.copy_(gain / module.in_features**0.5 * noise)
+        elif name.startswith("mixer.") and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        if isinstance(module, ShortConvolution):  # else a lost input would come back as a constant
+            module.bias.zero_()  # type: ignore[union-attr]
+    if hasattr(block.mixer, "reset_parameters"):
+        block.mixer.reset_parameters()
 
 
 @torch.no_grad()
-def states_of(setting: Setting, recipe: Recipe, seed: int) -> Iterator[Tensor]:
-    """Token states at the measured layers. The same seed draws the same weights, whatever the block."""
-    torch.manual_seed(seed)  # the state spaces' own parameters
+def states_of(group: Sequence[Setting], recipe: Recipe, seed: int) -> Iterator[Tensor]:
+    """Token states at the measured layers, a row for each setting."""
+    block = Block(config_of(group[0], recipe), 0).double().eval()
+    block.skip = RowSkips([one.skip for one in group])  # type: ignore[assignment]
     draw = torch.Generator().manual_seed(seed)
-    size = (1, recipe.tokens, recipe.width)
-    x = setting.inputs * torch.randn(size, generator=draw, dtype=torch.float64)
+    x = torch.randn(1, recipe.tokens, recipe.width, generator=draw, dtype=torch.float64)
+    x = x * torch.tensor([one.inputs for one in group], dtype=torch.float64)[:, None, None]
     yield x
     for layer in range(1, recipe.depth + 1):
-        x = layer_of(setting, recipe, draw)(x)[0]
+        redraw(block, group[0].weights, 1000 * seed + layer)
+        x = block(x)[0]
         if layer in recipe.layers:
             yield x
 
 
-def curve_of(setting: Setting, recipe: Recipe) -> Curve:
-    """Measure one setting with every seed."""
-    share, mu, rank = [], [], []
-    for seed in range(recipe.seeds):
-        states = list(states_of(setting, recipe, seed))
-        share.append([float(token_collapse(x)) for x in states])
-        mu.append([log10(float(token_collapse(x, normalized=False))) for x in states])
-        rank.append([float(state_effective_rank(x)) for x in states])
-    spread = [float(torch.tensor(layer).std(correction=0)) for layer in zip(*share, strict=True)]
-    return Curve(setting, means(share), [number(x) for x in spread], means(mu), means(rank))
+def measured(group: Sequence[Setting], recipe: Recipe, seed: int) -> Measured:
+    """Share, log10 μ and effective rank, by layer, then by setting."""
+    states = list(states_of(group, recipe, seed))
+    return (
+        [token_collapse(x).tolist() for x in states],
+        [[log10(v) for v in token_collapse(x, normalized=False).tolist()] for x in states],
+        [state_effective_rank(x).tolist() for x in states],
+    )
 
 
-def means(seeds: Sequence[Sequence[float]]) -> list[float | None]:
-    """Mean over seeds, by layer."""
-    return [number(sum(layer) / len(layer)) for layer in zip(*seeds, strict=True)]
+def curves_of(group: Sequence[Setting], seeds: Sequence[Measured]) -> list[Curve]:
+    """Gather what the seeds gave for a group."""
+    share, mu, rank = zip(*seeds, strict=True)
+    return [
+        Curve(one, *gather(share, place), gather(mu, place)[0], gather(rank, place)[0])
+        for place, one in enumerate(group)
+    ]
+
+
+def gather(
+    seeds: Sequence[Sequence[Sequence[float]]], place: int
+) -> tuple[list[float | None], list[float | None]]:
+    """Mean and standard deviation over seeds, by layer, for one row."""
+    layers = list(zip(*([layer[place] for layer in seed] for seed in seeds), strict=True))
+    mean = [sum(layer) / len(layer) for layer in layers]
+    spread = [float(torch.tensor(layer).std(correction=0)) for layer in layers]
+    return [number(x) for x in mean], [number(x) for x in spread]
 
 
 def number(value: float) -> float | None:
@@ -194,9 +223,17 @@ def log10(value: float) -> float:
     return math.log10(value) if value > 0 else -math.inf if value == 0 else math.nan
 
 
-def curves(recipe: Recipe, wanted: Iterable[Setting] | None = None) -> list[Curve]:
-    """Measure every setting."""
-    return [curve_of(one, recipe) for one in (settings(recipe) if wanted is None else wanted)]
+def runs(recipe: Recipe) -> Iterator[tuple[int, list[Curve]]]:
+    """Every setting with one seed, then with one more: what a run gave up to any of them is a result."""
+    grid = [group for group in groups(recipe) if group]
+    found: list[list[Measured]] = [[] for _ in grid]
+    for seed in range(recipe.seeds):
+        for group, seeds in zip(grid, found, strict=True):
+            seeds.append(measured(group, recipe, seed))
+        yield (
+            seed + 1,
+            [curve for group, seeds in zip(grid, found, strict=True) for curve in curves_of(group, seeds)],
+        )
 
 
 def report_of(recipe: Recipe, found: Sequence[Curve], seconds: float) -> dict[str, object]:
@@ -208,7 +245,7 @@ def report_of(recipe: Recipe, found: Sequence[Curve], seconds: float) -> dict[st
         "seconds": round(seconds),
         "settings": asdict(recipe),
         "layers": recipe.layers,
-        "unit": "mean over seeds by layer; share = μ/‖Y‖_F with its standard deviation, rank = effective rank",
+        "unit": "means over seeds by layer; share = μ/‖Y‖_F, share_std its spread, rank = effective rank",
         "curves": [asdict(one) for one in found],
         "versions": {
             "python": platform.python_version(),
@@ -235,13 +272,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     given["mixers"] = tuple(given["mixers"]) if given["mixers"] else None
     recipe = replace(recipe, **{name: value for name, value in given.items() if value})
     start = time.monotonic()
-    found = curves(recipe)
-    report = report_of(recipe, found, time.monotonic() - start)
-    text = json.dumps(report, ensure_ascii=False)
-    text = text.replace('{"setting"', '\n{"setting"').replace('"versions"', '\n"versions"')
-    write_whole(options.results, text + "\n", "results")
-    print(write_page(options.page, json.loads(text)))
-    print(f"\nwrote {options.results} and {options.page}")
+    tables = ""
+    for seeds, found in runs(recipe):
+        report = report_of(replace(recipe, seeds=seeds), found, time.monotonic() - start)
+        text = json.dumps(report, ensure_ascii=False)
+        text = text.replace('{"setting"', '\n{"setting"').replace('"versions"', '\n"versions"')
+        write_whole(options.results, text + "\n", "results")
+        tables = write_page(options.page, json.loads(text))
+        print(f"{seeds} of {recipe.seeds} seeds: wrote {options.results} and {options.page}", flush=True)
+    print(f"\n{tables}")
 
 
 if __name__ == "__main__":

@@ -110,13 +110,14 @@ def tost(**changes: Any) -> ToSTConfig:
 
 def demo_tost() -> Recipe:
     """The demo's twin: causal TSSA as published."""
-    return replace(demo(), name="demo_tost", model=tost(intermediate_size=496), bundles_text=False)
+    model = tost(intermediate_size=496)
+    return replace(demo(), name="demo_tost", model=model, bundles_text=False, threads=1)
 
 
 def demo_tost_decayed() -> Recipe:
     """The twin whose statistics forget: half-lives from 4 tokens to the length of the window."""
     model = tost(intermediate_size=500, half_life=half_lives(4, 4, 256).tolist())
-    return replace(demo(), name="demo_tost_decayed", model=model, bundles_text=False)
+    return replace(demo(), name="demo_tost_decayed", model=model, bundles_text=False, threads=1)
 
 
 RECIPES = {"demo": demo, "demo_tost": demo_tost, "demo_tost_decayed": demo_tost_decayed}

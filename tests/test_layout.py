@@ -41,7 +41,10 @@ ALLOWED = {
         "surgery",
     },
 }
-LAZY = {("audit", "report"): "Audit.to_html is the contract; imported when it is called"}
+LAZY = {
+    ("audit", "report"): "Audit.to_html is the contract; imported when it is called",
+    ("audit", "surgery"): "a COLLAPSE names the λ that the certificate of the model asks for",
+}
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:

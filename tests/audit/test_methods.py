@@ -76,15 +76,15 @@ def test_the_method_goes_by_the_real_tokens_of_each_sequence(monkeypatch):
 
 
 def test_a_count_that_cannot_be_resolved_is_an_interval_never_a_number(monkeypatch):
-    monkeypatch.setattr(numbers, "PROBES", 4)
-    monkeypatch.setattr(numbers, "STEPS", 2)
+    monkeypatch.setattr(numbers, "PROBES", 8)
+    monkeypatch.setattr(numbers, "STEPS", 4)
     model = hugging_face("LlamaModel", **LLAMA)()
     batches = [{"input_ids": ids(1, 60)}, {"input_ids": ids(1, 4, seed=2)}]
     delta = 0.02
     exact = rw.audit(model, batches, delta, method="exact")
     coarse = rw.audit(model, batches, delta, method="estimate")
     open_ones = [head for head in coarse.heads if math.isnan(head.numerical_rank)]
-    assert open_ones  # two products with four vectors do not tell σ near 0.02 apart
+    assert open_ones  # four products with eight vectors do not tell σ near 0.02 apart
     for one, other in zip(coarse.heads, exact.heads, strict=True):
         assert one.rank_low <= other.numerical_rank <= one.rank_high
         if math.isnan(one.numerical_rank):

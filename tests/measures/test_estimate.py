@@ -52,7 +52,7 @@ def same(one: SpectrumEstimate, other: SpectrumEstimate) -> bool:
 def test_where_the_vectors_span_the_space_the_answer_is_exact(shape, kind, seed):
     """MᵀM hides σ below ε^½·8·‖M‖_F: nine of them change H by at most 9·1e-7·(1 + log 1e7)."""
     m = make(kind, shape, seed)
-    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=4, steps=4)
+    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=8, steps=4)
     assert spectrum.effective_rank.value == pytest.approx(float(exact.effective_rank), rel=2e-5)
     assert spectrum.stable_rank.value == pytest.approx(float(exact.stable_rank), rel=1e-11)
     assert spectrum.sigma_max.value == pytest.approx(float(exact.sigma_max), rel=1e-11)
@@ -67,7 +67,7 @@ def test_where_the_vectors_span_the_space_the_answer_is_exact(shape, kind, seed)
 def test_an_exhausted_low_rank_is_exact(rank, tokens, sources, seed):
     """Fewer products than dimensions, more than the rank: what is left is rounding, √(64 ε·90) of ‖M‖_F."""
     m = normal(tokens, rank, seed=seed) @ normal(rank, sources, seed=seed + 1)
-    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=4, steps=5)
+    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=8, steps=5)
     assert spectrum.effective_rank.value == pytest.approx(float(exact.effective_rank), rel=1e-4)
     assert held(spectrum.effective_rank, float(exact.effective_rank))
     assert spectrum.effective_rank.stderr < 1e-4 * exact.effective_rank
@@ -114,10 +114,21 @@ def test_intervals_keep_their_rate(kind):
 def test_more_products_narrow_the_interval():
     operator = head("sharp", 400)
     widths = []
-    for probes, steps in ((4, 4), (8, 8), (16, 16)):
+    for probes, steps in ((8, 4), (8, 12), (16, 16)):
         estimate = estimate_spectrum(operator, probes, steps).effective_rank
         widths.append(float(estimate.high - estimate.low))
-    assert widths[0] > 2 * widths[1] > 4 * widths[2] > 0
+    assert widths[0] > 2 * widths[1] > 2 * widths[2] > 0
+
+
+@pytest.mark.parametrize(("probes", "steps"), [(8, 4), (16, 4), (8, 8)])
+def test_few_steps_do_not_make_the_largest_singular_value_sure(probes, steps):
+    """A bulk without a gap: the largest Ritz value is far below σ_1, and nothing shows it."""
+    matrices = [torch.randn(300, 300, dtype=torch.float64, generator=generator(seed)) for seed in range(6)]
+    matrices += [torch.linspace(0, 1, 200, dtype=torch.float64).diag()]
+    for m in matrices:
+        exact, found = rank_summary(m, exact=True), estimate_spectrum(m, probes, steps)
+        assert found.sigma_max.low <= exact.sigma_max <= found.sigma_max.high
+        assert found.stable_rank.low <= exact.stable_rank <= found.stable_rank.high
 
 
 # --- laws ------------------------------------------------------------------------------------------------
@@ -139,7 +150,7 @@ def test_only_the_gram_matrix_matters():
 @given(exponent=st.integers(-900, 900))
 def test_a_power_of_two_changes_nothing_but_sigma(exponent):
     m = make("signed", (40, 30), seed=2)
-    plain, scaled = (estimate_spectrum(x, probes=4, steps=4) for x in (m, m * 2.0**exponent))
+    plain, scaled = (estimate_spectrum(x, probes=8, steps=4) for x in (m, m * 2.0**exponent))
     assert all(a.equal(b) for a, b in zip(plain.effective_rank, scaled.effective_rank, strict=True))
     assert all(a.equal(b) for a, b in zip(plain.stable_rank, scaled.stable_rank, strict=True))
     assert (plain.sigma_max.value * 2.0**exponent).equal(scaled.sigma_max.value)
@@ -149,11 +160,11 @@ def test_a_head_has_one_answer_alone_and_in_any_batch():
     q, k = torch.randn(2, 4, 60, 8, generator=generator(1)), torch.randn(2, 2, 60, 8, generator=generator(2))
     mask = torch.rand(2, 1, 60, 60, generator=generator(3)) > 0.2
     operator = SoftmaxMixing(q, k, mask=mask)
-    together = estimate_spectrum(operator, probes=4, steps=6)
+    together = estimate_spectrum(operator, probes=8, steps=6)
     assert together.effective_rank.value.shape == together.products.shape == (2, 4)
     for sequence in range(2):
         for index in range(4):
-            alone = estimate_spectrum(operator[sequence, index], probes=4, steps=6)
+            alone = estimate_spectrum(operator[sequence, index], probes=8, steps=6)
             for name in RANKS:
                 for one, other in zip(getattr(together, name), getattr(alone, name), strict=True):
                     assert one[sequence, index] == other
@@ -162,11 +173,11 @@ def test_a_head_has_one_answer_alone_and_in_any_batch():
 def test_the_seed_decides_and_torch_is_left_alone():
     operator = head("plain", 120)
     state = torch.get_rng_state()
-    first = estimate_spectrum(operator, probes=4, steps=4, seed=7)
+    first = estimate_spectrum(operator, probes=8, steps=4, seed=7)
     assert torch.get_rng_state().equal(state)
     torch.manual_seed(123)
-    assert same(first, estimate_spectrum(operator, probes=4, steps=4, seed=7))
-    assert not same(first, estimate_spectrum(operator, probes=4, steps=4, seed=8))
+    assert same(first, estimate_spectrum(operator, probes=8, steps=4, seed=7))
+    assert not same(first, estimate_spectrum(operator, probes=8, steps=4, seed=8))
 
 
 def test_any_device_answers_alike(device):
@@ -181,8 +192,8 @@ def test_any_device_answers_alike(device):
 def test_queries_of_any_precision_are_taken_as_they_are(dtype):
     q, k = normal(2, 90, 8).to(dtype)
     assert same(
-        estimate_spectrum(SoftmaxMixing(q, k), probes=4, steps=4),
-        estimate_spectrum(SoftmaxMixing(q.double(), k.double()), probes=4, steps=4),
+        estimate_spectrum(SoftmaxMixing(q, k), probes=8, steps=4),
+        estimate_spectrum(SoftmaxMixing(q.double(), k.double()), probes=8, steps=4),
     )
 
 
@@ -211,12 +222,12 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_matrix_is_never_formed(monkeypatch):
-    """Nothing is larger than the Krylov basis, 1,500·32 numbers; the matrix has 2,250,000."""
+    """Nothing is larger than the Krylov basis, 1,500·64 numbers; the matrix has 2,250,000."""
     monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", 30_000)
     operator = head("plain", 1500)
     with LargestTensor() as seen:
-        estimate_spectrum(operator, probes=4, steps=8).count(0.1)
-    assert 0 < seen.numbers <= 1500 * 32
+        estimate_spectrum(operator, probes=8, steps=8).count(0.1)
+    assert 0 < seen.numbers <= 1500 * 64
     with LargestTensor() as seen:  # the watch itself works
         operator.dense()
     assert seen.numbers == 1500 * 1500
@@ -225,10 +236,10 @@ def test_the_matrix_is_never_formed(monkeypatch):
 def test_other_kinds_are_applied_by_their_own_products():
     matrix = head("decay", 130).dense()
     operator = OnlyProducts(matrix)
-    spectrum = estimate_spectrum(operator, probes=4, steps=6)
+    spectrum = estimate_spectrum(operator, probes=8, steps=6)
     assert operator.rows_read == 130
-    assert operator.columns_applied == int(spectrum.products) == 2 * 4 * 6
-    dense = estimate_spectrum(matrix, probes=4, steps=6)
+    assert operator.columns_applied == int(spectrum.products) == 2 * 8 * 6
+    dense = estimate_spectrum(matrix, probes=8, steps=6)
     for name in RANKS:
         assert float(getattr(spectrum, name).value) == pytest.approx(
             float(getattr(dense, name).value), rel=1e-9
@@ -249,22 +260,22 @@ LINEAR_TIME = {
 def test_every_linear_time_operator_is_measured_as_its_matrix(make_operator):
     """In float64 both ways, of float32 parts; 48 products of a few hundred roundings each."""
     operator = make_operator(torch.randn(2, 90, 5, generator=generator(4)))
-    spectrum = estimate_spectrum(operator, probes=4, steps=6)
-    dense = estimate_spectrum(operator.dense(torch.float64), probes=4, steps=6)
+    spectrum = estimate_spectrum(operator, probes=8, steps=6)
+    dense = estimate_spectrum(operator.dense(torch.float64), probes=8, steps=6)
     for name in RANKS:
         for one, other in zip(getattr(spectrum, name), getattr(dense, name), strict=True):
             assert float(one) == pytest.approx(float(other), rel=1e-6, abs=1e-9)
 
 
 def test_products_are_never_more_than_promised_and_fewer_for_low_rank():
-    assert int(estimate_spectrum(head("plain", 100), probes=4, steps=6).products) == 48
-    assert int(estimate_spectrum(torch.ones(100, 100), probes=4, steps=6).products) < 48
-    assert int(estimate_spectrum(torch.eye(10), probes=4, steps=6).products) == 20
+    assert int(estimate_spectrum(head("plain", 100), probes=8, steps=6).products) == 96
+    assert int(estimate_spectrum(torch.ones(100, 100), probes=8, steps=6).products) < 96
+    assert int(estimate_spectrum(torch.eye(10), probes=8, steps=6).products) == 20
 
 
 def test_no_graph_is_built():
     matrix = torch.rand(60, 60, requires_grad=True)
-    assert not estimate_spectrum(matrix, probes=4, steps=4).effective_rank.value.requires_grad
+    assert not estimate_spectrum(matrix, probes=8, steps=4).effective_rank.value.requires_grad
 
 
 # --- edges -----------------------------------------------------------------------------------------------
@@ -273,9 +284,9 @@ def test_no_graph_is_built():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_answers_nan_and_leaves_the_others_alone(bad):
     matrices = make("stochastic", (2, 2, 30, 30), seed=5)
-    clean = estimate_spectrum(matrices, probes=4, steps=4)
+    clean = estimate_spectrum(matrices, probes=8, steps=4)
     matrices[1, 0, 3, 4] = bad
-    spoilt = estimate_spectrum(matrices, probes=4, steps=4)
+    spoilt = estimate_spectrum(matrices, probes=8, steps=4)
     for name in RANKS:
         for one, other in zip(getattr(clean, name), getattr(spoilt, name), strict=True):
             assert other[1, 0].isnan()
@@ -286,7 +297,7 @@ def test_what_is_not_finite_answers_nan_and_leaves_the_others_alone(bad):
 
 @pytest.mark.parametrize("shape", [(3, 3), (50, 50), (1, 40), (40, 1)])
 def test_zero_has_rank_zero(shape):
-    spectrum = estimate_spectrum(torch.zeros(shape), probes=4, steps=4)
+    spectrum = estimate_spectrum(torch.zeros(shape), probes=8, steps=4)
     for name in RANKS:
         assert [float(x) for x in getattr(spectrum, name)] == [0, 0, 0, 0]
 
@@ -294,7 +305,7 @@ def test_zero_has_rank_zero(shape):
 @pytest.mark.parametrize("shape", [(1, 1), (1, 60), (60, 1), (3, 200), (200, 3)])
 def test_thin_matrices_are_exact(shape):
     m = normal(*shape, seed=3)
-    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=4, steps=4)
+    exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=8, steps=4)
     assert float(spectrum.effective_rank.value) == pytest.approx(float(exact.effective_rank), rel=1e-4)
     assert float(spectrum.stable_rank.value) == pytest.approx(float(exact.stable_rank), rel=1e-9)
 
@@ -312,15 +323,15 @@ def test_a_result_shows_its_numbers_and_keeps_its_workings_to_itself():
     assert Estimate._fields == ("value", "stderr", "low", "high")
 
 
-@pytest.mark.parametrize("probes", [-2, 0, 2, 5])
+@pytest.mark.parametrize("probes", [-2, 0, 2, 6, 9])
 def test_probes_come_in_two_halves(probes):
-    with pytest.raises(RankwiseError, match=rf"`probes`: wanted an even number, at least 4, got {probes}\."):
+    with pytest.raises(RankwiseError, match=rf"`probes`: wanted an even number, at least 8, got {probes}\."):
         estimate_spectrum(torch.eye(3), probes=probes)
 
 
-@pytest.mark.parametrize("steps", [-1, 0, 1])
+@pytest.mark.parametrize("steps", [-1, 0, 1, 3])
 def test_one_step_is_no_space(steps):
-    with pytest.raises(RankwiseError, match=rf"`steps`: wanted at least 2, got {steps}\."):
+    with pytest.raises(RankwiseError, match=rf"`steps`: wanted a whole number, at least 4, got {steps}\."):
         estimate_spectrum(torch.eye(3), steps=steps)
 
 

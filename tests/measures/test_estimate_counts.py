@@ -32,7 +32,7 @@ def test_where_the_space_is_whole_the_count_is_exact(shape, kind, seed, delta):
         shape = (max(shape),) * 2
     m = make(kind, shape, seed)
     sigma = singular_values(m)
-    count = estimate_spectrum(m, probes=4, steps=8).count(delta)
+    count = estimate_spectrum(m, probes=8, steps=8).count(delta)
     # MᵀM in float64 tells σ² from δ² down to 64 ε ‖M‖_F².
     unsure = ((sigma**2 - delta**2).abs() <= 1e-13 * m.square().sum()).sum()
     truth = (sigma >= delta).sum()
@@ -46,7 +46,7 @@ def test_energy_bounds_the_count_for_certain(kind):
     operator = head(kind, 120)
     sigma = singular_values(operator)
     for seed in range(4):
-        known = estimate_spectrum(operator, probes=4, steps=5, seed=seed)._heads[0]
+        known = estimate_spectrum(operator, probes=8, steps=5, seed=seed)._heads[0]
         counter = Counter(known.estimator, known.steps)
         for delta in DELTAS:
             fewest, most = counter.by_energy((delta / known.scale) ** 2)
@@ -118,10 +118,10 @@ def test_the_threshold_follows_the_scale():
 def test_a_batch_is_counted_one_by_one():
     matrices = make("causal", (2, 3, 40, 40), seed=4)
     matrices[1, 2, 0, 0] = math.nan
-    count = estimate_spectrum(matrices, probes=4, steps=4).count(0.1)
+    count = estimate_spectrum(matrices, probes=8, steps=4).count(0.1)
     assert count.value.shape == count.low.shape == (2, 3)
     assert count.low[1, 2].isnan()
-    alone = estimate_spectrum(matrices[0, 1], probes=4, steps=4).count(0.1)
+    alone = estimate_spectrum(matrices[0, 1], probes=8, steps=4).count(0.1)
     assert count.low[0, 1] == alone.low
     assert count.high[0, 1] == alone.high
 

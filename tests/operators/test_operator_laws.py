@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import KINDS, normal, sizes, tolerance
+from operator_cases import KINDS, normal, sizes, tolerance, unchecked
 
 import rankwise as rw
+from rankwise.errors import ShapeError
 from rankwise.operators.base import ROW_BLOCK
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -194,3 +195,18 @@ def test_it_applies_in_the_precision_of_the_values(kind):
 def test_public_names():
     assert issubclass(rw.SoftmaxMixing, rw.MixingOperator)
     assert issubclass(rw.DenseMixing, rw.MixingOperator)
+
+
+@every_kind
+def test_whole_numbers_are_refused_as_values(kind):
+    """A row of fractions times whole numbers would be cut off to whole numbers."""
+    op = KINDS[kind](1, 2, 3, 3, 2)
+    for product, tokens in ((op.__matmul__, op.shape[-1]), (op.apply_transposed, op.shape[-2])):
+        with unchecked(), pytest.raises(ShapeError, match=r"floating type, got torch\.int64"):
+            product(torch.ones(tokens, 1, dtype=torch.int64))
+
+
+@every_kind
+def test_no_rows_are_an_empty_matrix(kind):
+    op = KINDS[kind](1, 2, 3, 4, 2)
+    assert op.rows(1, 1).shape == (*op.shape[:-2], 0, op.shape[-1])

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixing_laws import largest_tensor
 from operator_cases import MASKS, normal, sizes, softmax_of, tolerance, unchecked
 from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.errors import ShapeError
+from rankwise.operators.base import ROW_BLOCK
 from rankwise.operators.softmax import MASKED_BELOW
 
 TIGHT = tolerance(torch.float64, 8)
@@ -226,3 +228,33 @@ def test_values_that_do_not_fit(make, shape):
         op.mT @ torch.zeros(2, 2, 5, 3)
     with unchecked(), pytest.raises(ShapeError, match=r"`M @ values`"):
         rw.DenseMixing(op.dense()) @ torch.zeros(shape)
+
+
+@pytest.mark.parametrize("width", [1, 3, 4, 7, 9])
+@pytest.mark.parametrize("mask", [None, "causal", "both"])
+def test_values_of_any_width_never_form_the_matrix(width, mask):
+    tokens = 600
+    q, k = torch.randn(2, 1, 2, tokens, 4)
+    hidden = None if mask != "both" else torch.zeros(1, 1, 1, tokens)
+    op = rw.SoftmaxMixing(q, k, hidden, is_causal=mask is not None)
+    values = torch.randn(1, 2, tokens, width)
+    got = op @ values
+    torch.testing.assert_close(got, op.dense() @ values, rtol=1e-4, atol=1e-5)
+    assert largest_tensor(lambda: op @ values) <= 2 * max(ROW_BLOCK * tokens, tokens * 16) < 2 * tokens**2
+
+
+def test_a_bias_out_of_the_range_of_half_precision_is_a_bias():
+    q, k = torch.randn(2, 1, 1, 4, 8)
+    for bias in (
+        torch.full((4, 4), torch.finfo(torch.float32).min),
+        torch.tensor([7e4, 0, 0, 0]).expand(4, 4),
+    ):
+        op = rw.SoftmaxMixing(q, k, bias)
+        ones = torch.ones(1, 1, 4, 2, dtype=torch.float16)
+        torch.testing.assert_close((op @ ones).float(), op.dense() @ ones.float(), rtol=2e-3, atol=2e-3)
+
+
+def test_picking_heads_copies_no_expanded_mask():
+    q, k = torch.randn(2, 1, 3, 500, 4)
+    op = rw.SoftmaxMixing(q, k, torch.ones(1, 500).bool())
+    assert largest_tensor(lambda: op[:, torch.tensor([0, 2])]) < 500 * 500

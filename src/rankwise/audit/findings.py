@@ -13,6 +13,7 @@ K = TypeVar("K", bound=Hashable)
 
 CODES = (
     "COLLAPSE",
+    "SWITCHED_OFF",
     "SINK",
     "CONSTANT",
     "IDENTITY",
@@ -31,6 +32,8 @@ COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
 """μ/‖Y‖ at which 9 % and 1 % of the energy of the states still tells one token from another."""
 COLLAPSE_FALL = 0.5
 """It must also have fallen to half of what the first block reads: states may start out alike."""
+TURN = 0.01
+"""1e-4 of the energy of what a block gives is its own; the rest is what it read."""
 SINK_MASS = 0.9
 """Nine tenths of every row on one token: the head passes on that token and little else."""
 CONSTANT_STABLE_RANK = 1.1
@@ -67,6 +70,7 @@ def find(
     found = [
         *_nonfinite(heads, layers),
         *_collapse(layers),
+        *_switched_off(layers),
         *(finding for head in heads for finding in _head(head)),
         *_twins(heads),
         *_null(heads),
@@ -142,9 +146,24 @@ def _collapse(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
             },
             meaning=f"Tokens become alike: after {start.layer} blocks μ/‖Y‖ is "
             f"{start.relative_collapse:.2g}, where the first block reads {first:.2g}.",
-            remedy="strengthen the skip connections from this layer on (scale the residual branch down, or "
-            "the skip up), then `rankwise compare BEFORE AFTER`",
+            remedy="rankwise skip MODEL --init 2 --text TEXT --out DIR",
         )
+
+
+def _switched_off(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
+    """Blocks that give back what they read: a λ, a LayerScale or a gate has drowned or closed them."""
+    for layer in layers:
+        if layer.turn < TURN:
+            yield Finding(
+                code="SWITCHED_OFF",
+                severity="warning",
+                where=Place(stack=layer.stack, layer=layer.layer, site=layer.site),
+                evidence={"turn": layer.turn, "norm": layer.norm},
+                meaning=f"Block {layer.layer - 1} hardly changes its tokens: only {layer.turn:.1g} of what "
+                "it gives is not what it reads, at some scale.",
+                remedy="look at its λ-skip or LayerScale (`rankwise skip MODEL --text TEXT --certify` shows "
+                "how much mixing survives); a block that stays so can be removed: compare the loss",
+            )
 
 
 def _head(head: HeadRecord) -> Iterator[Finding]:

@@ -10,7 +10,15 @@ from rankwise.audit.accumulate import RunningMoments
 from rankwise.audit.records import LayerRecord
 from rankwise.capture import StateSite
 
-LAYER_MEASURES = ("tokens", "norm", "collapse", "relative_collapse", "mean_cosine", "effective_rank")
+LAYER_MEASURES = (
+    "tokens",
+    "norm",
+    "collapse",
+    "relative_collapse",
+    "mean_cosine",
+    "effective_rank",
+    "turn",
+)
 
 
 @dataclass
@@ -51,11 +59,13 @@ class LayerTable:
     def __init__(self) -> None:
         self._layers: dict[tuple[str, int], SiteStates] = {}
         self._pending: list[tuple[SiteStates, list[np.ndarray]]] = []
+        self._last: dict[str, StateSite] = {}
+        """Of each stack the state before, which the next one is compared with."""
 
     def add(self, state: StateSite) -> None:
         """Measure every sequence of one captured state; `commit` takes the numbers into the means."""
         known = SiteStates(state.stack, state.name, state.layer, state.tokens.shape[-1])
-        self._pending.append((known, _measure(state)))
+        self._pending.append((known, _measure(state, self._before(state))))
 
     def commit(self) -> None:
         """A batch is done: take its numbers into the means."""
@@ -63,18 +73,27 @@ class LayerTable:
             known = self._layers.setdefault((new.stack, new.layer), new)
             for values in numbers:
                 known.add(values)
-        self._pending.clear()
+        self.discard()
 
     def discard(self) -> None:
         """A batch failed midway: forget its numbers."""
         self._pending.clear()
+        self._last.clear()
+
+    def _before(self, state: StateSite) -> StateSite | None:
+        """The state that the block read, where it is at hand."""
+        last = self._last.get(state.stack)
+        self._last[state.stack] = state
+        if last is None or (last.run, last.layer + 1) != (state.run, state.layer):
+            return None
+        return last if last.tokens.shape == state.tokens.shape else None
 
     def records(self) -> list[LayerRecord]:
         """One record a layer, in the order of the model."""
         return [layer.record() for layer in self._layers.values()]
 
 
-def _measure(state: StateSite) -> list[np.ndarray]:
+def _measure(state: StateSite, before: StateSite | None) -> list[np.ndarray]:
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     measured = (
@@ -84,5 +103,12 @@ def _measure(state: StateSite) -> list[np.ndarray]:
         measures.token_collapse(tokens, mask, normalized=True),
         measures.mean_cosine(tokens, mask),
         measures.state_effective_rank(tokens, mask),
+        _turn(state, before),
     )
     return list(torch.stack([column.cpu() for column in measured], dim=-1).numpy())
+
+
+def _turn(state: StateSite, before: StateSite | None) -> torch.Tensor:
+    if before is None:
+        return torch.full(state.tokens.shape[:1], torch.nan, dtype=torch.float64)
+    return measures.state_turn(before.tokens.to(state.tokens.device), state.tokens, state.mask)

@@ -90,7 +90,11 @@ class HeadRecord(Record):
     NaN where the width is not known (a matrix the model formed itself), the mask has no name, or T is large.
     """
     z_score: Number = math.nan
-    """(numerical rank − random rank) / standard deviation of the random rank."""
+    """(numerical rank − random rank) / standard deviation of the random rank, at the mean length.
+
+    The deviation is that of one matrix, and at T ≥ 2,048 of two samples: see it as an order of magnitude. NaN
+    where the samples agree.
+    """
     membership: Number = math.nan
     """Mean membership Π of a token in the head, in [0, 1]; of TSSA, NaN elsewhere."""
     coding_rate: Number = math.nan
@@ -157,6 +161,11 @@ class LayerRecord(Record):
     """Mean cosine of two different tokens, in [−1, 1]; 1 = all tokens parallel."""
     effective_rank: Number
     """Of the T×D states, in [1, min(T, D)]."""
+    turn: Number = math.nan
+    """min_c ‖Y − cY'‖/‖Y‖ against the state Y' before it, in [0, 1]; 0 = the block only scaled it.
+
+    NaN for layer 0, and where the block changes the shape.
+    """
     spread: dict[str, Number] = Field(default_factory=dict)
 
 

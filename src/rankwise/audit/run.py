@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.audit.advice import with_scales
 from rankwise.audit.findings import find
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
@@ -127,6 +128,7 @@ class _Run:
         self.complete = True
         self._name = type(model).__name__
         self._current: Any = None
+        self._first: Any = None
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
@@ -155,6 +157,7 @@ class _Run:
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
             self._current = batch
+            self._first = batch if self._first is None else self._first
             self._call(_moved(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()
@@ -210,12 +213,17 @@ class _Run:
         """What is known so far."""
         heads, layers = self.heads.records(), self.layers.records()
         unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
+        findings = find(heads, layers, unseen)
+        notes: list[str] = []
+        if self.complete:
+            findings, notes = with_scales(findings, self.model, self._first)
+        self.notes.extend(notes)
         return Audit(
             complete=self.complete,
             provenance=self._provenance(heads),
             heads=heads,
             layers=layers,
-            findings=find(heads, layers, unseen),
+            findings=findings,
             unseen=unseen,
         )
 

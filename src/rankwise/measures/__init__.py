@@ -29,6 +29,7 @@ from rankwise.measures.rows import (
     sink_mass,
 )
 from rankwise.measures.spectrum import singular_values
+from rankwise.measures.turning import state_turn
 
 __all__ = [
     "DELTA",
@@ -54,6 +55,7 @@ __all__ = [
     "sink_mass",
     "stable_rank",
     "state_effective_rank",
+    "state_turn",
     "summarize_spectrum",
     "token_collapse",
     "token_norm",

@@ -43,7 +43,7 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
     Numerics: σ = √λ, λ the eigenvalues of the Gram matrix of the shorter side in float64. They are off by at
     most e = 4·max(T, S)·1e-16·‖M‖_F², a singular value by at most min(√e, e/σ). A matrix falls back to the
     SVD where a λ is within e of δ², so that the numerical rank is always the count of the SVD; and where e
-    may move the effective rank by 1 %; it moved no softmax or hardmax head up to T = 1,024 by more than 1e-6.
+    may move the effective rank by 1 %; it moved no softmax or hardmax head up to T = 1,024 by more than 1e-4.
     The stable rank and σ_1 are right to 1e-10.
 
     Args:

@@ -112,6 +112,13 @@ class MixingOperator(ABC):
         return self if dtype is None or dtype == self.dtype else self.to(dtype)
 
     def _check(self, values: Tensor, wanted: int, what: str) -> None:
+        if not values.is_floating_point():
+            raise ShapeError(
+                f"`{what}`",
+                wanted="values of a floating type",
+                got=str(values.dtype),
+                fix="Rows of whole numbers would be cut off: cast them with .float().",
+            )
         if values.ndim < 2 or values.shape[-2] != wanted or not self._takes(values.shape[:-2]):
             raise ShapeError(
                 f"`{what}`",

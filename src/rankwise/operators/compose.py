@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32
+from rankwise.operators.diagonal import DiagonalMixing
 
 
 class _Composed(MixingOperator):
@@ -99,6 +100,14 @@ class ProductMixing(_Composed):
         """Entries that some chain of entries of its parts leads to."""
         return reduce(lambda one, two: (one.float() @ two.float()) > 0, (p.support() for p in self.parts))
 
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support."""
+        seen = self.parts[0].support_rows(start, stop)
+        for part in self.parts[1:]:
+            if not isinstance(part, DiagonalMixing):  # which moves nothing
+                seen = (seen.float() @ part.support().float()) > 0
+        return seen.expand(*self.shape[:-2], *seen.shape[-2:])
+
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V, part by part."""
         self._check(values, self.shape[-1], "M @ values")
@@ -146,7 +155,11 @@ class SumMixing(_Composed):
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries of any part."""
-        return reduce(torch.logical_or, (part.support() for part in self.parts))
+        return self.support_rows(0, self.shape[-2])
+
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Rows ``start`` to ``stop`` of the support."""
+        return reduce(torch.logical_or, (part.support_rows(start, stop) for part in self.parts))
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""

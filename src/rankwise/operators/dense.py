@@ -78,7 +78,8 @@ class DenseMixing(MixingOperator):
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""
         self._check(values, self.shape[-1], "M @ values")
-        return self.matrix.to(values.dtype) @ values
+        wide = torch.promote_types(self.dtype, values.dtype)  # an entry may be out of the values' range
+        return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)
 
     def __getitem__(self, index: Index) -> "DenseMixing":
         """Pick sequences and heads."""

@@ -93,6 +93,8 @@ class PartMixing(MixingOperator):
 
     def _cut(self, give: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
         picked = self._rows[start:stop]
+        if not len(picked):
+            return give(0, 0)[..., self._columns]
         first, last = int(picked[0]), int(picked[-1]) + 1
         return give(first, last)[..., picked - first, :][..., self._columns]
 

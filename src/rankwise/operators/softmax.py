@@ -106,22 +106,29 @@ class SoftmaxMixing(MixingOperator):
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V by torch's fused attention: the matrix is not formed; values of H or Hkv heads."""
         self._check(values, self.shape[-1], "M @ values")
-        mask = self.mask
-        if self.is_causal and mask is not None:  # fused attention takes one of the two
-            mask, causal = self._causal_mask(mask), False
-        else:
-            causal = self.is_causal
+        if self.is_causal and self.mask is not None:  # fused attention takes one of the two
+            return super().__matmul__(self._fitted(values))
+        values = self._fitted(values)
+        width, given = self.query.shape[-1], values.shape[-1]
+        # Values of another width than K would take the backend's way through the whole matrix.
+        whole = F.pad(values, (0, -given % width))
+        parts = [self._attend(part) for part in whole.split(width, -1)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :given]
+
+    def _attend(self, values: Tensor) -> Tensor:
+        mask, dtype = self.mask, values.dtype
         if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(values.dtype)
-        key, values = self._ungrouped(self.key), self._fitted(values)
-        return F.scaled_dot_product_attention(
-            self.query.to(values.dtype), key.to(values.dtype), values, mask, 0.0, causal, scale=self.scale
-        )
+            ends = torch.finfo(dtype)  # a bias may be out of the range of half precision, and is not masked
+            mask = torch.where(mask.isinf(), mask, mask.clamp(ends.min, ends.max)).to(dtype)
+        query, key = self.query.to(dtype), self._ungrouped(self.key).to(dtype)
+        return F.scaled_dot_product_attention(query, key, values, mask, 0.0, self.is_causal, scale=self.scale)
 
     def __getitem__(self, index: Index) -> "SoftmaxMixing":
         """Pick sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
         key = leading(self._ungrouped(self.key), index)
-        mask = None if self.mask is None else leading(self.mask.expand(self.shape), index)
+        mask = self.mask
+        if mask is not None:  # its last two axes may be 1, and stay so
+            mask = leading(mask.expand(*self.shape[:-2], *mask.shape[-2:]), index)
         return SoftmaxMixing(leading(self.query, index), key, mask, self.is_causal, self.scale)
 
     def _map(self, change: TensorMap) -> "SoftmaxMixing":
@@ -163,10 +170,6 @@ class SoftmaxMixing(MixingOperator):
             values = self._ungrouped(values)
         leading_axes = torch.broadcast_shapes(values.shape[:-2], self.shape[:-2])
         return values.expand(*leading_axes, *values.shape[-2:])
-
-    def _causal_mask(self, mask: Tensor) -> Tensor:
-        seen = on_or_below(0, self.shape[-2], self.shape[-1], self.device)
-        return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 def _check_query_key(query: Tensor, key: Tensor) -> None:

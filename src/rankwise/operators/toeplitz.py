@@ -142,6 +142,8 @@ class ToeplitzMixing(MixingOperator):
 
     def _convolve(self, values: Tensor, transposed: bool) -> Tensor:
         work = at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        if 0 in values.shape:  # which no FFT takes
+            return values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], values.shape[-1])))
         tokens = self.shape[-1]
         length = 1 << (2 * tokens - 2).bit_length()  # ≥ 2T − 1: no lag wraps round onto another
         kernel = torch.fft.rfft(self._circular(self.kernel.to(work), length))[..., None]

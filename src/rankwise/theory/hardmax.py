@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from rankwise.errors import ShapeError
+
 
 def hardmax_rank(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
@@ -20,12 +22,31 @@ def hardmax_rank(
         mask: True where row i may see column j, broadcastable to the scores; a row that may see nothing is
             zero.
 
+    Raises:
+        ShapeError: if scores hold NaN, or the mask does not fit them.
+
     Example:
         >>> import torch
         >>> hardmax_rank(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).item(), hardmax_rank(torch.eye(4)).item()
         (1, 4)
     """
+    _check(scores, mask)
     return winning_columns(scores, mask).sum(-1)
+
+
+def _check(scores: Tensor, mask: Tensor | None) -> None:
+    fits = scores.ndim >= 2 and scores.shape[-1] > 0 and not bool(scores.isnan().any())
+    if fits and mask is not None:
+        pairs = list(zip(reversed(mask.shape), reversed(scores.shape), strict=False))
+        fits = mask.dtype == torch.bool and mask.ndim <= scores.ndim and all(m in (1, n) for m, n in pairs)
+    if not fits:
+        said = "" if mask is None else f", mask {mask.dtype} {tuple(mask.shape)}"
+        raise ShapeError(
+            "`hardmax_rank`",
+            wanted="scores (..., T, S) without NaN, S ≥ 1, and a boolean mask that broadcasts to them",
+            got=f"scores {tuple(scores.shape)}{said}",
+            fix="NaN has no largest; an additive mask becomes a boolean one with mask == 0.",
+        )
 
 
 def winning_columns(

@@ -47,7 +47,7 @@ class ShortConvolution(nn.Conv1d):
         if mask is None:
             line = torch.cat([past, x], 1)
             return self._convolved(line), line[:, x.shape[1] :]
-        real_first = (~mask).long().argsort(1, stable=True)
+        real_first = (~mask).long().argsort(dim=1, stable=True)
         line = torch.cat([past, _take(x, real_first)], 1)
         count = mask.long().cumsum(1)
         last = count[:, -1:] + torch.arange(self.reach, device=x.device)

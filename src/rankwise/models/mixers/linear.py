@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from rankwise.models.mixers.base import MixerState
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, rows_after
 from rankwise.operators import LinearAttentionMixing
+from rankwise.operators.base import at_least_float32
 
 
 class LinearAttention(OperatorMixer):
@@ -88,15 +89,16 @@ class LinearAttention(OperatorMixer):
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = F.elu(query) + 1, F.elu(key) + 1
+        wide = at_least_float32(value.dtype)  # the state is a sum over all tokens
+        query, key = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1
         if mask is not None:
             key = key * mask[:, None, :, None]
         states = 0
         if state is not None:
             states = self.feature_dim
-            query, key, value = _after(state, query, key, value)
+            query, key, value = _after(state, query, key, value.to(wide))
         operator = LinearAttentionMixing(query, key, self.causal, self.normalized)
-        left = (key.mT @ value, key.sum(-2)) if return_state else None
+        left = (key.mT @ value.to(wide), key.sum(-2)) if return_state else None
         return Mixing(rows_after(operator, states) if states else operator, value, left)
 
 

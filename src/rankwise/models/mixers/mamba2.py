@@ -129,7 +129,7 @@ class Mamba2(OperatorMixer):
             b = in_front(torch.eye(self.state_dim, dtype=wide, device=b.device), b)
             c = in_front(torch.zeros_like(b[..., : self.state_dim, :]), c)
             step, decay = torch.cat([still + 1, step], -1), torch.cat([still, decay], -1)
-            value = in_front(past, value)
+            value = in_front(past, value.to(wide))
         operator = SemiseparableMixing(c, b, decay, step)
         left = (self._state(b, decay, step, value), inputs) if return_state else None
         return Mixing(operator if past is None else rows_after(operator, self.state_dim), value, left)
