@@ -11,7 +11,7 @@ BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 
 def test_code_prints_what_is_shown() -> None:
     blocks = BLOCK.findall(README.read_text(encoding="utf-8"))
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace: dict[str, object] = {}
     for code, shown in blocks:
         printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""The bundled demo: a small trained language model and a text it has not been trained on.
+"""The bundled demo: a small trained language model, its ToST twin, and a text they were not trained on.
 
 Made by ``recipes/train_demo.py``; the model card is ``demo/README.md``.
 """
@@ -15,6 +15,16 @@ def demo_model() -> Path:
         True
     """
     return Path(str(files(__name__) / "demo"))
+
+
+def demo_tost_model() -> Path:
+    """Find the folder of the demo's twin, a ToST language model trained by the same recipe.
+
+    Example:
+        >>> (demo_tost_model() / "config.json").exists()
+        True
+    """
+    return Path(str(files(__name__) / "demo_tost"))
 
 
 def demo_text() -> Path:

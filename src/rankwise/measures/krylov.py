@@ -13,8 +13,8 @@ from torch import Tensor
 from rankwise.operators import DenseMixing, MixingOperator, PartMixing, SoftmaxMixing
 from rankwise.operators.base import TransposedMixing
 
-TRIM_EVERY = 8
-"""Steps after which freed memory is given back: it costs milliseconds, a step at that size seconds."""
+TRIM_BYTES = 2**20
+"""Blocks of vectors from this size on leave holes worth giving back: milliseconds, for steps of seconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
 """X → (A X, Xᵀ A X) for a symmetric A ≥ 0."""
@@ -143,7 +143,7 @@ def block_lanczos(
         block, outer = _orthonormal(_without(product, known), tolerance)
         # A small remainder, scaled up to unit length, has lost its orthogonality: once more.
         block, again = _orthonormal(_without(block, known), 0.5)
-        if used % TRIM_EVERY == 0:
+        if 8 * block.numel() >= TRIM_BYTES:
             _give_back_holes()
         coupling = again @ outer
         matrix[after, here], matrix[here, after] = coupling, coupling.mT
