@@ -28,6 +28,8 @@ Progress = Callable[[int, str], None]
 """Called with the number of finished batches and the site measured last."""
 
 
+SAMPLE = 4
+"""Sequences that a certificate is made on."""
 LIBRARIES = ("torch", "transformers")
 """Their versions go into the record, where they are loaded."""
 
@@ -128,7 +130,8 @@ class _Run:
         self.complete = True
         self._name = type(model).__name__
         self._current: Any = None
-        self._first: Any = None
+        self._sample: Any = None
+        """A few sequences of the first batch, for a certificate if tokens collapse."""
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
@@ -157,7 +160,7 @@ class _Run:
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
             self._current = batch
-            self._first = batch if self._first is None else self._first
+            self._sample = _sampled(batch) if self._sample is None else self._sample
             self._call(_moved(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()
@@ -216,7 +219,7 @@ class _Run:
         findings = find(heads, layers, unseen)
         notes: list[str] = []
         if self.complete:
-            findings, notes = with_scales(findings, self.model, self._first)
+            findings, notes = with_scales(findings, self.model, self._sample)
         self.notes.extend(notes)
         return Audit(
             complete=self.complete,
@@ -304,6 +307,17 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
         else enumerate([batch] if isinstance(batch, Tensor) else batch)
     )
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
+
+
+def _sampled(value: Any) -> Any:
+    """A copy of the first sequences of a batch: the batch itself is let go."""
+    if isinstance(value, Tensor):
+        return value[:SAMPLE].clone() if value.dim() else value
+    if isinstance(value, Mapping):
+        return {key: _sampled(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_sampled(item) for item in value)
+    return value
 
 
 def _picture(batch: Batch | None) -> tuple[int, int] | None:

@@ -153,8 +153,7 @@ class SumRecorder(TorchFunctionMode):
         before = None if pair is None else _edges(*pair)
         versions = {id(value): version(value) for value in _floating((*args, *kwargs.values()))}
         names = None if pair is None else (versions[id(pair[0])], versions[id(pair[1])])
-        # x += y writes over what earlier derivatives need; the name x is bound to what comes back.
-        out = torch.add(*pair) if pair is not None and func is Tensor.__iadd__ else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         number = -1
         if pair is not None:
             number, self._count = self._count, self._count + 1
