@@ -1,5 +1,6 @@
 """Operators made of operators: products and sums, such as the whole path through a gated layer."""
 
+from abc import abstractmethod
 from functools import reduce
 from itertools import pairwise
 
@@ -36,8 +37,9 @@ class _Composed(MixingOperator):
     _wanted: str
 
     @staticmethod
+    @abstractmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        raise NotImplementedError
+        """Whether the shapes of the parts go together."""
 
     @property
     def dtype(self) -> torch.dtype:
