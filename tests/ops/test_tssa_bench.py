@@ -1,6 +1,8 @@
 """The benchmark: it runs, checks its answers, and finds the crossover."""
 
+import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from rankwise.cli import bench
 from rankwise.errors import InputError
+from rankwise.ops.tssa.bench import clock
 from rankwise.ops.tssa.bench.clock import peak_bytes, race
 from rankwise.ops.tssa.bench.contenders import EAGER, OURS, REFERENCE, SDPA, contenders, inputs
 from rankwise.ops.tssa.bench.run import crossover
@@ -44,17 +47,25 @@ def test_contenders_of_tssa_agree():
 
 
 def test_a_race_gives_every_run_its_rounds():
-    calls = {"a": 0, "b": 0}
+    order = []
 
-    def counted(name):
+    def named(name):
         def call():
-            calls[name] += 1
+            order.append(name)
+            time.sleep(1.2 * clock.ENOUGH)  # long enough to be read off one call
 
         return call
 
-    medians = race({name: counted(name) for name in calls}, CPU, repeats=4)
-    assert calls == {"a": 5, "b": 5}  # one to warm up
-    assert all(taken > 0 for taken in medians.values())
+    medians = race({name: named(name) for name in "ab"}, CPU, repeats=2)
+    assert "".join(order) == "abab" + "aabb" + "bbaa"  # twice to warm up; then one call and a timed one
+    assert all(taken >= clock.ENOUGH for taken in medians.values())
+
+
+def test_a_short_call_is_repeated_until_it_can_be_read():
+    calls = itertools.count()
+    seconds = race({"a": lambda: next(calls)}, CPU, repeats=1)["a"]
+    assert next(calls) > 20
+    assert 0 < seconds < clock.ENOUGH
 
 
 def test_peak_memory_is_of_the_call():

@@ -1,10 +1,15 @@
 """The CPU kernels against the reference, in float64: outputs, states and every gradient."""
 
+import sys
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
+
+from rankwise.ops.tssa.cpu import arrays, threads
 
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 
@@ -39,6 +44,61 @@ def cases(draw):
 def test_outputs_states_and_gradients_are_those_of_the_reference(case):
     got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
     assert max(errors(got, wanted).values()) < ROUNDING
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Sequences cut for three threads into pieces of a chunk and a half."""
+    monkeypatch.setattr(arrays, "PIECE", 96)
+    monkeypatch.setattr(threads, "SMALL", 0)
+    arrays._even_runs.cache_clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+    arrays._even_runs.cache_clear()
+
+
+@pytest.mark.parametrize("cuts", [None, (0, 0, 30, 330, 700)], ids=["rows", "packed"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("decayed", [False, True], ids=["plain", "decayed"])
+@pytest.mark.parametrize("stated", [False, True], ids=["fresh", "stated"])
+def test_pieces_of_a_sequence_meet_as_if_they_were_one(small_pieces, stated, decayed, masked, cuts):
+    shape = (2 if cuts is None else 1, 700, 3, 5)
+    case = Case(
+        shape=shape, causal=True, masked=masked, decayed=decayed, stated=stated, biased=stated, cuts=cuts
+    )
+    assert (
+        max(errors(outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")).values())
+        < ROUNDING
+    )
+    if not (stated or decayed):
+        case.options["causal"] = False
+        got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
+        assert max(errors(got, wanted).values()) < ROUNDING
+
+
+def test_a_failure_on_another_thread_reaches_the_caller_on_either_pool(monkeypatch):
+    def fail(low: int, high: int) -> None:
+        raise IndexError("within the work")
+
+    for forked in (False, True):
+        monkeypatch.setattr(threads, "_forked", forked)
+        with pytest.raises(IndexError, match="within the work"):
+            threads.spread(fail, 8, 2)
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["torch's threads", "our own"])
+def test_every_task_is_done_once(monkeypatch, forked):
+    monkeypatch.setattr(threads, "_forked", forked)
+    done = []
+    threads.spread(lambda low, high: done.extend(range(low, high)), 37, 3)
+    assert sorted(done) == list(range(37))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has other OpenMP runtimes")
+def test_torch_lends_its_threads():
+    assert threads._torch_threads() is not None
 
 
 WIDTHS = [1, 5, 48, 60, 128, 256]
@@ -91,6 +151,18 @@ def test_kernels_write_every_number_they_return(causal, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned(real[0]))
     monkeypatch.setattr(torch, "empty_like", poisoned(real[1]))
+
+    def full_of_nan(make):
+        def call(*args, **kwargs):
+            out = make(*args, **kwargs)
+            if np.issubdtype(out.dtype, np.floating):
+                out.fill(np.nan)
+            return out
+
+        return call
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(np, name, full_of_nan(getattr(np, name)))
     got = outputs_and_gradients(case, "cpu")
     assert max(errors(got, wanted).values()) == 0
 

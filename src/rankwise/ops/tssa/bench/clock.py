@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -12,12 +13,17 @@ from pathlib import Path
 import torch
 
 
-def once(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call; on a GPU until it is done.
+ENOUGH = 0.01
+"""Seconds that one reading lasts at least: shorter calls are repeated within it."""
+
+
+def once(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Seconds of one call, the mean of several in a row; on a GPU until they are done.
 
     Args:
         run: the call.
         device: where it runs.
+        calls: in a row.
 
     Returns:
         Seconds.
@@ -25,10 +31,11 @@ def once(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    run()
+    for _ in range(calls):
+        run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / calls
 
 
 def race(
@@ -36,7 +43,9 @@ def race(
 ) -> dict[str, float]:
     """Median seconds of every run, in rounds: each round runs all, beginning with another one.
 
-    A run that took longer than its share of the budget takes part in fewer rounds.
+    Each has one call before the one that is timed: otherwise it would pay for the memory that the one before
+    left behind, which the C library returns to the system when somebody frees something, and that can take
+    longer than the call. A run that took longer than its share of the budget takes part in fewer rounds.
 
     Args:
         runs: by name.
@@ -50,11 +59,13 @@ def race(
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
-        once(runs[name], device)  # compiled and warm
+        once(runs[name], device)  # compiled
+    calls = {name: math.ceil(ENOUGH / max(once(run, device), 1e-6)) for name, run in runs.items()}
     for turn in range(repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if sum(seconds[name]) < budget or not seconds[name]:
-                seconds[name].append(once(runs[name], device))
+            if 2 * calls[name] * sum(seconds[name]) < budget or not seconds[name]:
+                once(runs[name], device)
+                seconds[name].append(once(runs[name], device, calls[name]))
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 

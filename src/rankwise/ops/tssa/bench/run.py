@@ -109,10 +109,8 @@ def _directed(
     given = torch.ones_like(x.w)
 
     def both(run: Callable[[], Tensor]) -> Callable[[], object]:
-        def call() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-            run().backward(given)
+        def call() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(run(), leaves, given, allow_unused=True)
 
         return call
 

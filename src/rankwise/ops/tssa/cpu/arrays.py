@@ -2,7 +2,6 @@
 
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import gcd
 
 import numpy as np
 import torch
@@ -47,6 +46,21 @@ def flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
     return array(x.flatten(0, 1), dtype)
 
 
+def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor not yet written, in memory from numpy: it asks the system for large pages, torch does not.
+
+    The first touch of 25 MB in small pages can take longer than all of TSSA on them.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its numbers.
+
+    Returns:
+        A tensor.
+    """
+    return torch.from_numpy(np.empty(shape, str(dtype)[6:]))
+
+
 def powers(rate: Tensor | None, heads: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """λ^0 … λ^CHUNK of every head in the dtype of the sums, and λ in float64.
 
@@ -74,21 +88,6 @@ def _ones(heads: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     table = np.ones((CHUNK + 2, heads), str(dtype)[6:])
     table[-1] = 0
     return table, np.ones(heads)
-
-
-def head_blocks(sequences: int, heads: int, numbers: int) -> tuple[int, int]:
-    """Blocks of heads, so that sequences times blocks fill the threads evenly, and how many threads.
-
-    Args:
-        sequences: N.
-        heads: H.
-        numbers: numbers in w.
-
-    Returns:
-        Blocks and threads.
-    """
-    workers = threads(numbers)
-    return min(heads, workers // gcd(sequences, workers)), workers
 
 
 def pieces(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -121,3 +120,19 @@ def _runs(ends: tuple[int, ...], workers: int) -> tuple[np.ndarray, np.ndarray, 
     ]
     first, last, owner = np.array(runs, dtype=np.int64).reshape(-1, 3).T.copy()
     return first, last, owner
+
+
+@lru_cache(256)
+def chunks(runs: tuple[tuple[int, int, int], ...]) -> tuple[np.ndarray, ...]:
+    """Pieces cut into chunks of `CHUNK` tokens.
+
+    Args:
+        runs: first token, last (not included) and sequence of every piece.
+
+    Returns:
+        First tokens, last tokens, sequences of the chunks; first chunk and last chunk of every piece.
+    """
+    cut = [(at, min(at + CHUNK, last), n) for first, last, n in runs for at in range(first, last, CHUNK)]
+    counts = np.array([-(-(last - first) // CHUNK) for first, last, _ in runs], dtype=np.int64)
+    high = np.cumsum(counts)
+    return *np.array(cut, dtype=np.int64).reshape(-1, 3).T.copy(), high - counts, high

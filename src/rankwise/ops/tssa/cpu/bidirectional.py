@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import bidirectional_loops as loops
-from rankwise.ops.tssa.cpu.arrays import array, flat, pieces
-from rankwise.ops.tssa.cpu.heads import scores_back, uniform
+from rankwise.ops.tssa.cpu.arrays import array, flat, new, pieces
+from rankwise.ops.tssa.cpu.heads import membership_room, temperatures
 from rankwise.ops.tssa.cpu.threads import spread
 from rankwise.ops.tssa.problem import Problem, Sums, exact
 from rankwise.ops.tssa.reference import MASS_EPS, NORM_EPS
@@ -23,9 +23,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """
     w, dtype = problem.w, exact(problem.w.dtype)
     work = _Work(problem)
-    energy = work.energies(None)
+    energy = work.energies()
     score, membership, assigned, mass = work.assign(_inverse(energy), problem.temperature, problem.mask)
-    output = torch.empty(w.shape, dtype=dtype)
+    output = new(w.shape, dtype)
     to, pi, factor = (
         output.flatten(0, 1).numpy(),
         flat(membership, dtype),
@@ -54,18 +54,19 @@ def backward(
     """
     w, dtype = problem.w, exact(problem.w.dtype)
     work, mass = _Work(problem), sums.mass[..., None] + MASS_EPS
-    factor, inverse = _factor(sums.assigned, sums.mass), _inverse(sums.energy)
-    direct, moment = work.outputs_back(flat(given, dtype), membership, factor)
+    factor, inverse, go = _factor(sums.assigned, sums.mass), _inverse(sums.energy), flat(given, dtype)
+    asked, moment = work.outputs_back(go, membership, factor)
     moment = moment / mass  # now of Σ Π w²
     less = (moment * sums.assigned / mass).sum(-1)
-    asked = work.project(moment) - direct + given_membership - work.to_tokens(less)
-    slope, temperature = scores_back(asked, membership, score, problem.temperature, work.workers)
-    energy = -work.energies(slope) * inverse.square()
+    slope, temperature, energy = work.slopes(
+        asked, flat(given_membership, dtype), moment, less, membership, score, problem.temperature
+    )
+    energy = -energy * inverse.square()
     energy = energy.masked_fill(sums.energy < NORM_EPS**2, 0.0)
-    out = torch.empty(w.shape, dtype=dtype)
+    out = new(w.shape, dtype)
     vectors = [array(v, dtype) for v in (factor, moment, inverse, energy)]
-    arrays = (work.x, flat(given, dtype), flat(membership, dtype), flat(slope, dtype), *vectors)
-    write = (*arrays, work.mask, *work.runs, out.flatten(0, 1).numpy())
+    arrays = (work.x, go, flat(membership, dtype), slope, *vectors)
+    write = (*arrays, work.mask, *work.runs, flat(out, dtype))
     spread(lambda low, high: loops.tokens_back(*write, low, high), work.tasks, work.workers)
     return out.to(w.dtype), temperature
 
@@ -81,28 +82,21 @@ class _Work:
         *self.runs, self.workers = pieces(problem)
         self.tasks = len(self.runs[0])
 
-    def energies(self, weight: Tensor | None) -> Tensor:
-        """Σ_t weight w² of every sequence, (N, H, K)."""
-        total, by, x = self._totals(), flat(weight, self.dtype), self.x
-        to = total
-        if weight is None:  # heads make no difference: one long row a token
-            x, to = x.reshape(len(x), 1, -1), total.reshape(len(total), 1, -1)
-        run = (x, by, self.mask, *self.runs[:2], to)
+    def energies(self) -> Tensor:
+        """Σ_t w² of every sequence, (N, H, K)."""
+        total = self._totals()
+        rows, to = self.x.reshape(len(self.x), 1, -1), total.reshape(len(total), 1, -1)  # heads do not matter
+        run = (rows, self.mask, *self.runs[:2], to)
         spread(lambda low, high: loops.energies(*run, low, high), self.tasks, self.workers)
         return self._gather(total)
 
-    def project(self, vector: Tensor) -> Tensor:
-        """Σ_k vector w² of every token, (B, T, H)."""
-        out = torch.empty(self.shape, dtype=self.dtype)
-        run = (self.x, array(vector, self.dtype), self.mask, *self.runs, out.flatten(0, 1).numpy())
-        spread(lambda low, high: loops.project(*run, low, high), self.tasks, self.workers)
-        return out
-
-    def outputs_back(self, given: np.ndarray, membership: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """What Π is asked for directly, (B, T, H), and the gradient of m, (N, H, K)."""
-        out, total = torch.empty(self.shape, dtype=self.dtype), self._totals()
-        pi, q, to = flat(membership, self.dtype), array(factor, self.dtype), out.flatten(0, 1).numpy()
-        run = (self.x, given, pi, q, self.mask, *self.runs, to, total)
+    def outputs_back(
+        self, given: np.ndarray, membership: Tensor, factor: Tensor
+    ) -> tuple[np.ndarray, Tensor]:
+        """What Π is asked for directly, (M, H), and the gradient of m, (N, H, K)."""
+        pi, q, total = flat(membership, self.dtype), array(factor, self.dtype), self._totals()
+        out = np.empty_like(pi)
+        run = (self.x, given, pi, q, self.mask, *self.runs, out, total)
         spread(lambda low, high: loops.outputs_back(*run, low, high), self.tasks, self.workers)
         return out, self._gather(total)
 
@@ -111,32 +105,41 @@ class _Work:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Scores and memberships, (B, T, H), and Σ_t Π w² and Σ_t Π of every sequence."""
         score = torch.empty(self.shape, dtype=self.dtype)
-        if temperature is None:
-            membership, tau = uniform(score, mask), flat(None, self.dtype)[:, :0].ravel()
-        else:
-            membership, tau = torch.empty_like(score), array(temperature, self.dtype)
+        tau, membership = membership_room(score, temperature, mask)
         total = self._totals()
-        mass = np.empty(total.shape[:2])
+        mass = np.empty((*total.shape[:2], 1))
         to, pi = score.flatten(0, 1).numpy(), membership.flatten(0, 1).numpy()
-        run = (self.x, array(inverse, self.dtype), tau, self.mask, *self.runs, to, pi, total, mass)
+        run = (self.x, array(inverse, self.dtype), tau, self.mask, *self.runs, to, pi, total, mass[..., 0])
         spread(lambda low, high: loops.assign(*run, low, high), self.tasks, self.workers)
-        return score, membership, self._gather(total), self._gather(mass)
+        return score, membership, self._gather(total), self._gather(mass)[..., 0]
 
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """The number of its sequence for every token, (N, H) → (B, T, H) or (B, 1, H)."""
-        if not self.packed:
-            return x[:, None]
-        return x.repeat_interleave(self.bounds.diff(), 0)[None]
+    def slopes(
+        self,
+        asked: np.ndarray,
+        given: np.ndarray,
+        moment: Tensor,
+        less: Tensor,
+        membership: Tensor,
+        score: Tensor,
+        temperature: Tensor | None,
+    ) -> tuple[np.ndarray, Tensor, Tensor]:
+        """Gradients of the scores, (M, H), and of the temperature, and Σ_t slope w² of each sequence."""
+        slope, total = np.empty_like(asked), self._totals()
+        each = np.empty((self.tasks, self.shape[2]))
+        per_token = (flat(membership, self.dtype), flat(score, self.dtype))
+        per_head = (array(moment, self.dtype), array(less, self.dtype))
+        known = (self.x, *per_token, temperatures(temperature, self.dtype), given, *per_head)
+        run = (*known, self.mask, *self.runs, asked, slope, each, total)
+        spread(lambda low, high: loops.slopes(*run, low, high), self.tasks, self.workers)
+        return slope, torch.from_numpy(each.sum(0)).to(self.dtype), self._gather(total)
 
     def _totals(self) -> np.ndarray:
         return np.empty((self.tasks, *self.x.shape[1:]))
 
     def _gather(self, total: np.ndarray) -> Tensor:
-        """Sums over the pieces of every sequence; in numpy, whose small sums wake no threads."""
-        owner = self.runs[2]
-        first = np.flatnonzero(np.diff(owner, prepend=-1))
+        """Sums over the pieces of every sequence."""
         out = np.zeros((len(self.bounds) - 1, *total.shape[1:]))
-        out[owner[first]] = np.add.reduceat(total, first, axis=0)
+        loops.gather(total, self.runs[2], out)
         return torch.from_numpy(out).to(self.dtype)
 
 

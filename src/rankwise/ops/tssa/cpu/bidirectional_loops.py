@@ -9,7 +9,7 @@ from typing import no_type_check
 import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled
-from rankwise.ops.tssa.cpu.head_loops import softmax_rows
+from rankwise.ops.tssa.cpu.head_loops import softmax_rows, softmax_rows_back
 
 
 @compiled
@@ -22,10 +22,9 @@ def add_energy_row(row, weight, sums):
 
 @compiled
 @no_type_check
-def energies(w, weight, mask, first, last, total, low, high):
-    """total[i] = Σ_t weight[t,h] w[t,h,k]² over piece i; no weight means 1."""
-    heads, width = w.shape[1], w.shape[2]
-    local = np.zeros((heads, width), w.dtype)
+def energies(w, mask, first, last, total, low, high):
+    """total[i] = Σ_t w[t,h,k]² over piece i."""
+    local = np.zeros(w.shape[1:], w.dtype)
     one = w.dtype.type(1)
     for i in range(low, high):
         total[i] = 0
@@ -34,9 +33,19 @@ def energies(w, weight, mask, first, last, total, low, high):
             for t in range(chunk, min(chunk + CHUNK, last[i])):
                 if mask.size > 0 and not mask[t]:
                     continue
-                for h in range(heads):
-                    add_energy_row(w[t, h], weight[t, h] if weight.size > 0 else one, local[h])
+                for h in range(len(local)):
+                    add_energy_row(w[t, h], one, local[h])
             total[i] += local
+
+
+@compiled
+@no_type_check
+def gather(total, owner, out):
+    """out[n] gains the totals of the pieces of sequence n."""
+    for i in range(len(total)):
+        for h in range(total.shape[1]):
+            for k in range(total.shape[2]):
+                out[owner[i], h, k] += total[i, h, k]
 
 
 @compiled
@@ -47,19 +56,6 @@ def project_row(row, vector):
     for k in range(len(row)):
         out += row[k] * row[k] * vector[k]
     return out
-
-
-@compiled
-@no_type_check
-def project(w, vector, mask, first, last, owner, out, low, high):
-    """out[t,h] = Σ_k vector[n,h,k] w[t,h,k]², n the token's sequence."""
-    for i in range(low, high):
-        for t in range(first[i], last[i]):
-            if mask.size > 0 and not mask[t]:
-                out[t] = 0
-                continue
-            for h in range(w.shape[1]):
-                out[t, h] = project_row(w[t, h], vector[owner[i], h])
 
 
 @compiled
@@ -145,6 +141,40 @@ def outputs_back(w, given, membership, factor, mask, first, last, owner, direct,
                     direct[t, h] = output_row_back(
                         w[t, h], given[t, h], factor[owner[i], h], membership[t, h], local[h]
                     )
+            total[i] += local
+
+
+@compiled
+@no_type_check
+def slopes(
+    w, membership, score, temperature, given, moment, less, mask, first, last, owner,
+    asked, slope, of_temperature, total, low, high,
+):  # fmt: skip
+    """Gradients of the scores and, by piece, of the temperature, from what the output asks of Π.
+
+    asked[t,h] becomes Σ_k moment w² - asked + given - less; total[i] = Σ_t slope w² over piece i.
+    """
+    heads, width = w.shape[1], w.shape[2]
+    local = np.zeros((heads, width), w.dtype)
+    for i in range(low, high):
+        total[i] = 0
+        of_temperature[i] = 0
+        n = owner[i]
+        for chunk in range(first[i], last[i], CHUNK):
+            stop = min(chunk + CHUNK, last[i])
+            local[:] = 0
+            for t in range(chunk, stop):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    through = project_row(w[t, h], moment[n, h])
+                    asked[t, h] = through - asked[t, h] + given[t, h] - less[n, h]
+            softmax_rows_back(membership, asked, score, temperature, slope, of_temperature[i], chunk, stop)
+            for t in range(chunk, stop):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    add_energy_row(w[t, h], slope[t, h], local[h])
             total[i] += local
 
 

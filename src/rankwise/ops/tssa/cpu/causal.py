@@ -1,13 +1,14 @@
-"""Causal TSSA on a CPU: scores, memberships, output; each reads w once."""
+"""Causal TSSA on a CPU: sums of pieces, scores with memberships, output; each reads w once."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.tssa.cpu.arrays import array, flat, head_blocks, powers
-from rankwise.ops.tssa.cpu.causal_back_loops import output_sweep_back, score_sweep_back
-from rankwise.ops.tssa.cpu.causal_loops import output_sweep, score_sweep
-from rankwise.ops.tssa.cpu.heads import memberships, scores_back
+from rankwise.ops.tssa.cpu import causal_loops as loops
+from rankwise.ops.tssa.cpu.arrays import flat, new, pieces
+from rankwise.ops.tssa.cpu.carry import Carry, first_sums
+from rankwise.ops.tssa.cpu.causal_back import backward as backward
+from rankwise.ops.tssa.cpu.heads import membership_room
 from rankwise.ops.tssa.cpu.threads import spread
 from rankwise.ops.tssa.problem import Problem, Sums, exact
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
@@ -22,75 +23,27 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
     Returns:
         Output in the dtype of w, the others in that of the sums.
     """
-    w, start, dtype = problem.w, _start(problem), exact(problem.w.dtype)
-    blocks, workers = head_blocks(len(problem.bounds) - 1, w.shape[2], w.numel())
-    x, common = flat(w, dtype), _common(problem, dtype)
-    first = [array(part, dtype) for part in start]
-    end = [np.empty_like(part) for part in first]
-    score = torch.empty(w.shape[:3], dtype=dtype)
-    tasks = (len(problem.bounds) - 1) * blocks
+    w, dtype = problem.w, exact(problem.w.dtype)
+    x, start = flat(w, dtype), first_sums(problem)
+    *runs, workers = pieces(problem)
+    carry, tasks = Carry(problem, runs), len(runs[0])
+    tokens = (*carry.tokens, *runs[:2])
+    totals = np.empty((tasks if carry.several else 0, *x.shape[1:]))
+    if carry.several:
+        read = (x, *tokens, totals)
+        spread(lambda low, high: loops.totals(*read, low, high), tasks, workers)
+    score = new(w.shape[:3], dtype)
+    tau, membership = membership_room(score, problem.temperature, problem.mask)
+    assigned, mass = np.empty_like(totals), np.empty((len(totals), w.shape[2], 1))
+    pi, after = flat(membership, dtype), np.empty((tasks, *x.shape[1:]), x.dtype)
+    scan = (x, flat(problem.offset, dtype), tau, *tokens, carry.begins(totals, start[0]), ENERGY_EPS)
+    write = (flat(score, dtype), pi, after, assigned, mass[..., 0])
+    spread(lambda low, high: loops.score_sweep(*scan, *write, low, high), tasks, workers)
+    end = [carry.ends(after, start[0])]
 
-    to = score.flatten(0, 1).numpy()
-    scan = (x, *common, first[0], ENERGY_EPS, to, end[0], blocks)
-    spread(lambda low, high: score_sweep(*scan, low, high), tasks, workers)
-    if problem.offset is not None:
-        score += problem.offset
-    membership = memberships(score, problem.temperature, problem.mask, workers)
-    output = torch.empty(w.shape, dtype=dtype)
-    pi, out = flat(membership, dtype), output.flatten(0, 1).numpy()
-    write = (x, pi, *common, first[1], first[2], MASS_EPS, out, end[1], end[2], blocks)
-    spread(lambda low, high: output_sweep(*write, low, high), tasks, workers)
+    output, after_mass = new(w.shape, dtype), np.empty((tasks, w.shape[2]), x.dtype)
+    begin = carry.begins(assigned, start[1]), carry.begins(mass, start[2][..., None])[..., 0]
+    known, to = (x, pi, *tokens, *begin, MASS_EPS), (flat(output, dtype), after, after_mass)
+    spread(lambda low, high: loops.output_sweep(*known, *to, low, high), tasks, workers)
+    end += [carry.ends(after, start[1]), carry.ends(after_mass, start[2])]
     return output.to(w.dtype), membership, score, Sums(*(torch.from_numpy(part) for part in end))
-
-
-def backward(
-    problem: Problem,
-    membership: Tensor,
-    score: Tensor,
-    given: Tensor,
-    given_membership: Tensor,
-    given_end: Sums,
-) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """Gradients of w, of the temperature, of the scores' offset and of the first sums.
-
-    Memory beside the gradients: O(B T H), and sums at the start of every chunk, 1/64 of w.
-
-    Args:
-        problem: the call.
-        membership: its Π.
-        score: its scores.
-        given: gradient of the output.
-        given_membership: gradient of Π.
-        given_end: gradients of the last sums.
-
-    Returns:
-        Gradients.
-    """
-    w, start, dtype = problem.w, _start(problem), exact(problem.w.dtype)
-    blocks, workers = head_blocks(len(problem.bounds) - 1, w.shape[2], w.numel())
-    tasks = (len(problem.bounds) - 1) * blocks
-    x, go, pi, common = flat(w, dtype), flat(given, dtype), flat(membership, dtype), _common(problem, dtype)
-    first, last = [array(part, dtype) for part in start], [array(part, dtype) for part in given_end]
-    begin = [np.empty_like(part) for part in first]
-    out, asked = torch.empty(w.shape, dtype=dtype), torch.empty_like(score)
-    to, ask = out.flatten(0, 1).numpy(), asked.flatten(0, 1).numpy()
-
-    one = (x, go, pi, *common, *first[1:], MASS_EPS, *last[1:], to, ask, *begin[1:], blocks)
-    spread(lambda low, high: output_sweep_back(*one, low, high), tasks, workers)
-    asked += given_membership
-    slope, temperature = scores_back(asked, membership, score, problem.temperature, workers)
-    ds, none = flat(slope, dtype), flat(None, dtype)
-    two = (x, ds, none, *common, first[0], ENERGY_EPS, last[0], to, begin[0], blocks)
-    spread(lambda low, high: score_sweep_back(*two, low, high), tasks, workers)
-    return out.to(w.dtype), temperature, slope, Sums(*(torch.from_numpy(part) for part in begin))
-
-
-def _start(problem: Problem) -> Sums:
-    if problem.start is None:
-        raise TypeError("a causal call has sums to start from")
-    return problem.start
-
-
-def _common(problem: Problem, dtype: torch.dtype) -> tuple[np.ndarray, ...]:
-    table, rate = powers(problem.rate, problem.w.shape[2], dtype)
-    return array(problem.bounds), flat(problem.mask, torch.bool), table, rate

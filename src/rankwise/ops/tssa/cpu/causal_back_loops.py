@@ -1,53 +1,49 @@
-"""The compiled loops of causal TSSA's gradients: two sweeps from the last token to the first.
+"""The compiled loops of causal TSSA's gradients: sums, then output, memberships and scores, backward.
 
-Arrays as in `causal_loops`. Both sweeps go forward once to note the sums at the chunks' starts, then from the
-last chunk to the first: sums are made anew within a chunk, and gradients of the sums are gathered backward.
-``later`` is what the tokens after the chunk ask of a sum, ``local`` what those after a token in the chunk do.
+Arrays as in `causal_loops`. A chunk is the tokens at[c] ≤ t < to[c], and begin[c] the sums before it; a task
+is a piece, the chunks low[i] ≤ c < high[i]. Within a chunk sums are made anew from first token to last, and
+what later tokens ask of them is gathered from last to first: ``later`` is asked by those after the chunk,
+``local`` by those in it. All that is asked is linear in what is asked after the piece (``until``), so pieces
+run at once as if that were nothing, and their part of it is added when it is known.
 """
 
 from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.causal_loops import fold, kept
+from rankwise.ops.tssa.cpu.bidirectional_loops import project_row
+from rankwise.ops.tssa.cpu.causal_loops import add_row, fold, kept
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled
+from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
 
 
 @compiled
 @no_type_check
-def add_row(row, weight, sums, decay, lost):
-    """Add one token's weight · w² to sums that decay."""
-    for k in range(len(row)):
-        sums[k] = kept(sums[k], decay, lost) + weight * (row[k] * row[k])
-
-
-@compiled
-@no_type_check
-def marks(w, weight, bounds, mask, rate, power, start, n, first, last):
-    """Sums of weight · w² at the start of every chunk of a sequence."""
-    chunks = (bounds[n + 1] - bounds[n] + CHUNK - 1) // CHUNK
-    out = np.empty((chunks, last - first, w.shape[2]), w.dtype)
-    base = start[n, first:last].copy()
-    total, local = base.astype(np.float64), np.zeros_like(base)
-    for c in range(chunks):
-        out[c] = base
-        age = 0
-        low = bounds[n] + c * CHUNK
-        for t in range(low, min(low + CHUNK, bounds[n + 1])):
+def chunk_totals(w, membership, mask, power, rate, at, to, energy, assigned, mass, first, last):
+    """Σ w², Σ Π w² and Σ Π of every chunk, as they stand behind it."""
+    heads, width = w.shape[1], w.shape[2]
+    local, more = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
+    one = w.dtype.type(1)
+    for c in range(first, last):
+        local[:] = 0
+        more[:] = 0
+        mass[c] = 0
+        for t in range(at[c], to[c]):
             if mask.size > 0 and not mask[t]:
                 continue
-            age += 1
-            for h in range(first, last):
-                one = weight[t, h] if weight.size > 0 else w.dtype.type(1)
-                add_row(w[t, h], one, local[h - first], power[1, h], power[CHUNK + 1, h])
-        fold(total, base, local, rate[first:last], age)
-    return out
+            for h in range(heads):
+                pi, decay, lost = membership[t, h], power[1, h], power[CHUNK + 1, h]
+                add_row(w[t, h], one, local[h], decay, lost)
+                add_row(w[t, h], pi, more[h], decay, lost)
+                mass[c, h] = mass[c, h] * rate[h] + pi
+        energy[c] = local
+        assigned[c] = more
 
 
 @compiled
 @no_type_check
 def sums_row(row, weight, base, p, local, decay, lost, out):
-    """Add one token to a chunk's sums and note them."""
+    """Add one token's weight · w² to a chunk's sums and note them."""
     for k in range(len(row)):
         added = kept(local[k], decay, lost) + weight * (row[k] * row[k])
         local[k] = added
@@ -56,30 +52,173 @@ def sums_row(row, weight, base, p, local, decay, lost, out):
 
 @compiled
 @no_type_check
-def output_row_back(row, given, to, sums, later, p, local, decay, lost, pi, m):
-    """One token's share through out = -Π w n/(n + a); gives the gradients of Π and -n."""
-    zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
-    direct, through, mass = zero, zero, zero
+def share_row(row, given, to, share, pi, m):
+    """What one token's output asks of Π and of n, and, in the place of a, of a."""
+    zero, one = row.dtype.type(0), row.dtype.type(1)
+    direct, mass = zero, zero
     each = one / m
     for k in range(len(row)):
-        r = one / (m + sums[k])
+        a = share[k]
+        r = one / (m + a)
         q = m * r
         x = given[k] * row[k]
-        y = row[k] * row[k]
-        share = r * q * pi * x
-        g = later[k] * p + local[k] + share
+        asked = r * q * pi * x
+        share[k] = asked
         direct += x * q
-        through += g * y
-        mass += share * (sums[k] * each)
-        to[k] = pi * (two * row[k] * g - given[k] * q)
-        local[k] = kept(local[k] + share, decay, lost)
-    return through - direct, mass
+        mass += asked * (a * each)
+        to[k] = -pi * given[k] * q
+    return direct, mass
+
+
+@compiled
+@no_type_check
+def through_row(row, to, share, later, p, local, decay, lost, pi):
+    """One token's gradient through a, which it and all later ones read; gives that of Π."""
+    two = row.dtype.type(2)
+    through = row.dtype.type(0)
+    for k in range(len(row)):
+        g = later[k] * p + local[k] + share[k]
+        through += g * (row[k] * row[k])
+        to[k] += two * pi * row[k] * g
+        local[k] = kept(local[k] + share[k], decay, lost)
+    return through
+
+
+@compiled
+@no_type_check
+def output_sweep_back(
+    w, given, membership, mask, power, rate, at, to, low, high, begin, begin_mass, eps, until, until_mass,
+    out, asked, before, before_mass, first, last,
+):  # fmt: skip
+    """Gradients of w and of Π through the output; before[i] gets what piece i asks of the sums before it."""
+    heads, width = w.shape[1], w.shape[2]
+    real = w.dtype.type
+    share, fewer = np.empty((CHUNK, heads, width), w.dtype), np.empty((CHUNK, heads), w.dtype)
+    running = np.zeros((heads, width), w.dtype)
+    local = np.zeros((heads, width), w.dtype)
+    later = np.zeros((heads, width), w.dtype)
+    total, n, more = np.zeros((heads, width)), np.zeros(heads), np.zeros(heads)
+    for i in range(first, last):
+        later[:] = until[i]
+        total[:] = until[i]
+        more[:] = until_mass[i]
+        for c in range(high[i] - 1, low[i] - 1, -1):
+            running[:] = 0
+            n[:] = begin_mass[c]
+            age = 0
+            for t in range(at[c], to[c]):
+                if mask.size > 0 and not mask[t]:
+                    out[t] = 0
+                    asked[t] = 0
+                    continue
+                age += 1
+                for h in range(heads):
+                    pi, decay, lost = membership[t, h], power[1, h], power[CHUNK + 1, h]
+                    n[h] = n[h] * rate[h] + pi
+                    own = share[t - at[c], h]
+                    sums_row(w[t, h], pi, begin[c, h], power[age, h], running[h], decay, lost, own)
+                    direct, less = share_row(w[t, h], given[t, h], out[t, h], own, pi, real(n[h] + eps))
+                    asked[t, h] = -direct
+                    fewer[t - at[c], h] = less
+            age = 0
+            for t in range(to[c] - 1, at[c] - 1, -1):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    pi, decay, lost = membership[t, h], power[1, h], power[CHUNK + 1, h]
+                    through = through_row(
+                        w[t, h], out[t, h], share[t - at[c], h], later[h], power[age, h], local[h], decay,
+                        lost, pi,
+                    )  # fmt: skip
+                    more[h] = more[h] - fewer[t - at[c], h]
+                    asked[t, h] += through + real(more[h])
+                    more[h] = more[h] * rate[h]
+                age += 1
+            fold(total, later, local, rate, age)
+        before[i] = total
+        before_mass[i] = more
+
+
+@compiled
+@no_type_check
+def score_share_row(row, base, p, local, decay, lost, asked, tiny, sums):
+    """Adds what one token asks of the c before the chunk, through s = Σ w²/max(c, eps)."""
+    one = row.dtype.type(1)
+    for k in range(len(row)):
+        y = row[k] * row[k]
+        added = kept(local[k], decay, lost) + y
+        local[k] = added
+        c = base[k] * p + added
+        r = one / max(c, tiny)
+        sums[k] -= p * (asked * y * r * r) if c >= tiny else row.dtype.type(0)
+
+
+@compiled
+@no_type_check
+def slopes(
+    w, membership, score, temperature, given, mask, power, rate, at, to, low, high, begin, eps,
+    until, until_mass, asked, slope, of_temperature, before, first, last,
+):  # fmt: skip
+    """Gradients of the scores and, by piece, of the temperature, from what is asked of Π.
+
+    Where ``before`` has pieces they are not the only ones of their sequence: then what is asked after the
+    piece is added first, and before[i] gets what the scores of piece i ask of the c before it.
+    """
+    heads, width = w.shape[1], w.shape[2]
+    real = w.dtype.type
+    tiny = real(eps)
+    running = np.zeros((heads, width), w.dtype)
+    local = np.zeros((heads, width), w.dtype)
+    for i in range(first, last):
+        of_temperature[i] = 0
+        count = to[high[i] - 1] - at[low[i]]
+        if mask.size > 0:
+            count = mask[at[low[i]] : to[high[i] - 1]].sum()
+        passed = 0
+        for c in range(low[i], high[i]):
+            own = to[c] - at[c]
+            if mask.size > 0:
+                own = mask[at[c] : to[c]].sum()
+            age = 0
+            for t in range(at[c], to[c]):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                age += 1
+                for h in range(heads):
+                    asked[t, h] += given[t, h]
+                    if len(before) > 0:
+                        weight = real(rate[h] ** (count - passed - own) * power[own - age, h])
+                        more = project_row(w[t, h], until[i, h]) + real(until_mass[i, h])
+                        asked[t, h] += weight * more
+            softmax_rows_back(
+                membership, asked, score, temperature, slope, of_temperature[i], at[c], to[c]
+            )  # fmt: skip
+            if len(before) == 0:
+                continue
+            if c == low[i]:
+                before[i] = 0
+            running[:] = 0
+            local[:] = 0
+            age = 0
+            for t in range(at[c], to[c]):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                age += 1
+                for h in range(heads):
+                    decay, lost = power[1, h], power[CHUNK + 1, h]
+                    score_share_row(
+                        w[t, h], begin[c, h], power[age, h], running[h], decay, lost, slope[t, h], tiny,
+                        local[h],
+                    )  # fmt: skip
+            for h in range(heads):
+                before[i, h] += rate[h] ** passed * local[h]
+            passed += own
 
 
 @compiled
 @no_type_check
 def score_row_back(row, to, sums, later, p, local, decay, lost, asked, tiny):
-    """One token's share through s = Σ w²/max(c, eps), added to its gradient."""
+    """One token's share through its score."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]
@@ -91,107 +230,61 @@ def score_row_back(row, to, sums, later, p, local, decay, lost, asked, tiny):
 
 @compiled
 @no_type_check
-def output_sweep_back(
-    w, given, membership, bounds, mask, power, rate, start, start_mass, eps, end, end_mass,
-    out, asked, out_start, out_mass, blocks, low, high,
-):  # fmt: skip
-    """Gradients of w (its part through the output) and of Π, of the first assigned sums and masses."""
-    heads, width = w.shape[1], w.shape[2]
-    real = w.dtype.type
-    for task in range(low, high):
-        n, block = task // blocks, task % blocks
-        first, last = block * heads // blocks, (block + 1) * heads // blocks
-        begin, stop = bounds[n], bounds[n + 1]
-        mark = marks(w, membership, bounds, mask, rate, power, start, n, first, last)
-        sums = np.empty((CHUNK, last - first, width), w.dtype)
-        later = end[n, first:last].copy()
-        total, local = later.astype(np.float64), np.zeros_like(later)
-        running = np.zeros_like(later)
-        mass = np.empty((stop - begin, last - first), w.dtype)
-        for h in range(first, last):
-            n_t = np.float64(start_mass[n, h])
-            for t in range(begin, stop):
-                if mask.size == 0 or mask[t]:
-                    n_t = n_t * rate[h] + membership[t, h]
-                mass[t - begin, h - first] = n_t + eps
-        more = end_mass[n].astype(np.float64)
-        for c in range(len(mark) - 1, -1, -1):
-            at = begin + c * CHUNK
-            upto = min(at + CHUNK, stop)
-            running[:] = 0
-            age = 0
-            for t in range(at, upto):
-                if mask.size > 0 and not mask[t]:
-                    continue
-                age += 1
-                for h in range(first, last):
-                    i = h - first
-                    pi, p = membership[t, h], power[age, h]
-                    decay, lost = power[1, h], power[CHUNK + 1, h]
-                    sums_row(w[t, h], pi, mark[c, i], p, running[i], decay, lost, sums[t - at, i])
-            age = 0
-            for t in range(upto - 1, at - 1, -1):
-                if mask.size > 0 and not mask[t]:
-                    out[t, first:last] = 0
-                    asked[t, first:last] = 0
-                    continue
-                for h in range(first, last):
-                    i = h - first
-                    m = mass[t - begin, i]
-                    through, less = output_row_back(
-                        w[t, h], given[t, h], out[t, h], sums[t - at, i], later[i], power[age, h], local[i],
-                        power[1, h], power[CHUNK + 1, h], membership[t, h], m,
-                    )  # fmt: skip
-                    more[h] = more[h] - less
-                    asked[t, h] = through + real(more[h])
-                    more[h] = more[h] * rate[h]
-                age += 1
-            fold(total, later, local, rate[first:last], age)
-        out_start[n, first:last] = later
-        for h in range(first, last):
-            out_mass[n, h] = more[h]
+def add_assigned_row(row, to, assigned, weight):
+    """One token's share through its Π w²."""
+    for k in range(len(row)):
+        to[k] += weight * (row[k] * assigned[k])
 
 
 @compiled
 @no_type_check
 def score_sweep_back(
-    w, asked, none, bounds, mask, power, rate, start, eps, end, out, out_start, blocks, low, high
-):
-    """Adds the gradient of w through the scores, and gives that of the first energies."""
+    w, slope, membership, mask, power, rate, at, to, low, high, begin, eps, until, until_assigned,
+    out, before, first, last,
+):  # fmt: skip
+    """Adds the gradient of w through the scores; before[i] gets what piece i asks of the c before it.
+
+    Where ``until_assigned`` has pieces, adds what is asked of their Π w² behind them, still missing.
+    """
     heads, width = w.shape[1], w.shape[2]
-    tiny, one = w.dtype.type(eps), w.dtype.type(1)
-    for task in range(low, high):
-        n, block = task // blocks, task % blocks
-        first, last = block * heads // blocks, (block + 1) * heads // blocks
-        begin, stop = bounds[n], bounds[n + 1]
-        mark = marks(w, none, bounds, mask, rate, power, start, n, first, last)
-        sums = np.empty((CHUNK, last - first, width), w.dtype)
-        later = end[n, first:last].copy()
-        total, local = later.astype(np.float64), np.zeros_like(later)
-        running = np.zeros_like(later)
-        for c in range(len(mark) - 1, -1, -1):
-            at = begin + c * CHUNK
-            upto = min(at + CHUNK, stop)
+    tiny, one, two = w.dtype.type(eps), w.dtype.type(1), w.dtype.type(2)
+    sums = np.empty((CHUNK, heads, width), w.dtype)
+    running = np.zeros((heads, width), w.dtype)
+    local = np.zeros((heads, width), w.dtype)
+    later = np.zeros((heads, width), w.dtype)
+    assigned = np.zeros((heads, width), w.dtype)
+    none = np.zeros((heads, width), w.dtype)
+    total, total_assigned = np.zeros((heads, width)), np.zeros((heads, width))
+    for i in range(first, last):
+        later[:] = until[i]
+        total[:] = until[i]
+        if len(until_assigned) > 0:
+            assigned[:] = until_assigned[i]
+            total_assigned[:] = until_assigned[i]
+        for c in range(high[i] - 1, low[i] - 1, -1):
             running[:] = 0
             age = 0
-            for t in range(at, upto):
+            for t in range(at[c], to[c]):
                 if mask.size > 0 and not mask[t]:
                     continue
                 age += 1
-                for h in range(first, last):
-                    i = h - first
-                    p, decay, lost = power[age, h], power[1, h], power[CHUNK + 1, h]
-                    sums_row(w[t, h], one, mark[c, i], p, running[i], decay, lost, sums[t - at, i])
+                for h in range(heads):
+                    decay, lost = power[1, h], power[CHUNK + 1, h]
+                    own = sums[t - at[c], h]
+                    sums_row(w[t, h], one, begin[c, h], power[age, h], running[h], decay, lost, own)
             age = 0
-            for t in range(upto - 1, at - 1, -1):
+            for t in range(to[c] - 1, at[c] - 1, -1):
                 if mask.size > 0 and not mask[t]:
                     continue
-                for h in range(first, last):
-                    i = h - first
+                for h in range(heads):
                     score_row_back(
-                        w[t, h], out[t, h], sums[t - at, i], later[i], power[age, h], local[i], power[1, h],
-                        power[CHUNK + 1, h], asked[t, h], tiny,
+                        w[t, h], out[t, h], sums[t - at[c], h], later[h], power[age, h], local[h],
+                        power[1, h], power[CHUNK + 1, h], slope[t, h], tiny,
                     )  # fmt: skip
+                    if len(until_assigned) > 0:
+                        weight = two * membership[t, h] * power[age, h]
+                        add_assigned_row(w[t, h], out[t, h], assigned[h], weight)
                 age += 1
-            fold(total, later, local, rate[first:last], age)
-        out_start[n, first:last] = later
+            fold(total, later, local, rate, age)
+            fold(total_assigned, assigned, none, rate, age)
+        before[i] = total

@@ -31,12 +31,20 @@ def softmax_rows(score, temperature, mask, out, low, high):
 
 @compiled
 @no_type_check
-def softmax_rows_back(membership, given, out, low, high):
-    """Gradient of temperature · score from that of Π: Π (g - Σ_h Π g)."""
+def softmax_rows_back(membership, given, score, temperature, out, of_temperature, low, high):
+    """Gradient of the scores from that of Π: temperature · Π (g - Σ_h Π g); adds up that of the temperature.
+
+    Without a temperature Π is no function of them: zeros.
+    """
     heads = membership.shape[1]
     for t in range(low, high):
+        if temperature.size == 0:
+            out[t] = 0
+            continue
         mean = membership.dtype.type(0)
         for h in range(heads):
             mean += membership[t, h] * given[t, h]
         for h in range(heads):
-            out[t, h] = membership[t, h] * (given[t, h] - mean)
+            slope = membership[t, h] * (given[t, h] - mean)
+            of_temperature[h] += slope * score[t, h]
+            out[t, h] = slope * temperature[h]

@@ -1,22 +1,27 @@
-"""Running a compiled loop over tasks on as many threads as torch uses.
+"""Running a compiled loop over tasks on as many threads as torch uses, on torch's own threads where it can.
 
-A pool of our own, since numba's parallel loops end a forked process and, on some systems, threads that
-call them at once.
+Torch's threads wait for their next work in a busy loop of some milliseconds. Threads of ours beside them
+would fight them for the cores in just the place where TSSA stands: between two linear maps.
 """
 
+import ctypes
 import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 
-SMALL = 1 << 18
+SMALL = 1 << 16
 """Below this many numbers a second thread costs more than it saves."""
 
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None
+_forked = False
 
 
 def threads(numbers: int) -> int:
@@ -47,20 +52,50 @@ def spread(run: Callable[[int, int], object], tasks: int, workers: int) -> None:
         return
     size = -(-tasks // (4 * workers))
     todo = deque((low, min(low + size, tasks)) for low in range(0, tasks, size))
+    failures: list[BaseException] = []
 
-    def work() -> None:
-        while True:
+    def work(_: object = None) -> None:
+        while not failures:
             try:
                 low, high = todo.popleft()
-            except IndexError:
+            except IndexError:  # another took the last
                 return
-            run(low, high)
+            try:
+                run(low, high)
+            except BaseException as failure:  # an interrupt too: a callback cannot pass it on
+                failures.append(failure)
 
+    parallel = None if _forked else _torch_threads()
+    if parallel is not None:
+        parallel(_CALLBACK(work), None, workers, 0)
+    else:
+        _own_threads(work, workers)
+    if failures:
+        raise failures[0]
+
+
+def _own_threads(work: Callable[[], None], workers: int) -> None:
     helpers = [_workers().submit(work) for _ in range(workers - 1)]
     work()
     for helper in helpers:
         if not helper.cancel():  # one that has not begun has nothing left to do
             helper.result()
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _torch_threads() -> Callable[..., Any] | None:
+    """GCC's entry to the OpenMP runtime that torch is linked with; None where torch has another."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        parallel = library.GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
 
 
 def _workers() -> ThreadPoolExecutor:
@@ -72,9 +107,9 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """A forked process has none of its parent's threads."""
-    global _pool, _lock
-    _pool, _lock = None, Lock()
+    """A forked process has none of its parent's threads, and OpenMP would wait for them for ever."""
+    global _pool, _lock, _forked
+    _pool, _lock, _forked = None, Lock(), True
 
 
 if hasattr(os, "register_at_fork"):

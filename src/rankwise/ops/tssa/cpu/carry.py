@@ -1,0 +1,99 @@
+"""Sums carried from piece to piece of a sequence, in either direction."""
+
+import numpy as np
+import torch
+
+from rankwise.ops.tssa.cpu.arrays import array, flat, powers
+from rankwise.ops.tssa.cpu.causal_loops import begins
+from rankwise.ops.tssa.problem import Problem, exact
+
+
+def first_sums(problem: Problem) -> list[np.ndarray]:
+    """Sums before the first token of a causal call.
+
+    Args:
+        problem: the call.
+
+    Returns:
+        Energy and assigned (N, H, K), mass (N, H).
+    """
+    if problem.start is None:
+        raise TypeError("a causal call has sums to start from")
+    return [array(part, exact(problem.w.dtype)) for part in problem.start]
+
+
+class Carry:
+    """The pieces of one call's sequences.
+
+    Args:
+        problem: the call.
+        runs: first token, last (not included) and sequence of every piece.
+
+    Attributes:
+        tokens: mask, powers of λ and λ, as the loops take them.
+        several: whether a sequence has more than one piece.
+    """
+
+    def __init__(self, problem: Problem, runs: list[np.ndarray]) -> None:
+        self.runs, self.owner = runs, runs[2]
+        mask = flat(problem.mask, torch.bool)
+        self.tokens = mask, *powers(problem.rate, problem.w.shape[2], exact(problem.w.dtype))
+        self.several = bool((self.owner[1:] == self.owner[:-1]).any())
+
+    def begins(self, total: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """The sums before every piece, (P, H, K), in the dtype of the first.
+
+        Args:
+            total: what each piece adds, (P, H, K); not read where no sequence has several.
+            start: sums before every sequence, (N, H, K).
+        """
+        return self.through(total, start)[0] if self.several else start[self.owner]
+
+    def ends(self, after: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """The sums behind every sequence: those behind its last piece, or, without a token, those before it.
+
+        Args:
+            after: sums behind every piece, (P, …).
+            start: sums before every sequence, (N, …).
+        """
+        out, last = start.copy(), np.flatnonzero(np.diff(self.owner, append=-1))
+        out[self.owner[last]] = after[last]
+        return out
+
+    def back(self, before: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is asked behind every piece, (P, …), and of the sums before every sequence, (N, …).
+
+        Args:
+            before: what each piece asks of the sums before it, (P, …): where a sequence has several, as if
+                nothing were asked behind it, otherwise all.
+            last: what is asked behind every sequence, (N, …).
+        """
+        if self.several:
+            return self.through(before, last, backward=True)
+        return last[self.owner], self.firsts(before, last)
+
+    def firsts(self, before: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """What the first piece of every sequence asks; without a token, what is asked behind it, (N, …).
+
+        Args:
+            before: what each piece and those behind it ask of the sums before it, (P, …).
+            last: what is asked behind every sequence, (N, …).
+        """
+        out, begin = last.copy(), np.flatnonzero(np.diff(self.owner, prepend=-1))
+        out[self.owner[begin]] = before[begin]
+        return out
+
+    def through(
+        self, total: np.ndarray, start: np.ndarray, backward: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The sums before every piece, (P, H, K), and behind every sequence; backward: the other way round.
+
+        Args:
+            total: what each piece adds, (P, H, K).
+            start: sums on the side where the way begins, (N, H, K).
+            backward: from the last piece to the first.
+        """
+        mask, _, rate = self.tokens
+        begin, end = np.empty(total.shape, start.dtype), start.copy()
+        begins(total, start, mask, rate, *self.runs, begin, end, backward)
+        return begin, end
