@@ -1,19 +1,21 @@
-"""Claim: skips broken in the upper half of a model are found by an audit and repaired by `rankwise skip`.
+"""Claim: skips broken in the upper half of a model are found by an audit and repaired by what it suggests.
 
-Two models are broken by λ = 0 in the upper half of their layers, audited, repaired, audited again, compared:
+Two models are broken by λ = 0 in the upper half of their layers, audited, repaired, audited again, compared,
+each step by the command a user would type; the repair is the remedy of the COLLAPSE the first audit finds.
 
-- the bundled demo: trained, 4 layers;
-- one of the demo's configuration with 12 layers and random weights.
+- one of the bundled demo's configuration with 12 layers and random weights;
+- the bundled demo: trained, 4 layers.
 
     python -m recipes.skip_repair
 
 writes docs/skip-repair.md (a few minutes on one core). Expected: the deep random model collapses (COLLAPSE)
 and the repair removes the finding. The trained demo does *not* collapse: its loss goes from 1.4 to 6, but its
-heads do not average, so tokens stay apart (μ/‖Y‖ 0.9 → 0.8) and no COLLAPSE is found; the repair brings its
-loss back.
+heads do not average, so tokens stay apart (μ/‖Y‖ 0.9 → 0.7) and no COLLAPSE is found; the same command brings
+its loss back.
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,13 @@ from rankwise.surgery import add_lambda_skip, apply_saved_skips, mean_loss, remo
 PAGE = Path(__file__).parents[1] / "docs" / "skip-repair.md"
 TOKENS, SEQUENCES = 128, 4
 LAYERS = 12
+REPAIR = "rankwise skip MODEL --init 1 --text TEXT --out DIR"
+WORDS = """The trained demo with its skips cut loses its loss, not its spread: its heads tell tokens apart, and its
+feed-forward parts keep skips of their own, so no COLLAPSE is found. Cut skips show as COLLAPSE where mixers
+average, as they do at random weights. λ is set here, not fitted: with random weights a fit lowers the loss by
+*weakening* the upper skips until COLLAPSE is found again (μ/‖Y‖ 0.25 at the end, ten steps of
+`rankwise skip MODEL --init 1 --learn-on TEXT --steps 10 --out DIR`). A λ that is good for the loss need not keep
+the rank."""
 Batches = list[dict[str, Any]]
 
 
@@ -73,54 +82,67 @@ def broken(model: nn.Module, folder: Path) -> None:
     AutoTokenizer.from_pretrained(demo_model()).save_pretrained(folder)
 
 
-def stage(name: str, folder: Path, batches: Batches) -> Stage:
+def rankwise(*words: str) -> str:
+    """Run a command as a shell would; what it prints."""
+    program = Path(sys.executable).with_name("rankwise")
+    done = subprocess.run([program, *words], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def audit(name: str, model: Path, folder: Path, batches: Batches) -> Stage:
     """Audit the model in a folder, with the skips that lie there."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    model.config.use_cache = False
-    apply_saved_skips(model, folder)
-    return Stage(name, rw.audit(model, batches), mean_loss(model, batches))
+    sizes = ("--tokens", str(TOKENS), "--sequences", str(SEQUENCES))
+    rankwise("audit", str(model), "--text", str(demo_text()), *sizes, "--out", str(folder))
+    found = rw.Audit.load(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    apply_saved_skips(loaded, model)
+    return Stage(name, found, mean_loss(loaded, batches))
 
 
-def repaired(folder: Path, out: Path, steps: int) -> str:
-    """Run the command that repairs; without steps λ is set and nothing is learnt."""
-    learns = (
-        ["--learn-on", str(demo_text()), "--steps", str(steps)] if steps else ["--text", str(demo_text())]
-    )
-    command = ["--init", "1", *learns, "--tokens", str(TOKENS), "--sequences", "10"]
-    code = "import typer; from rankwise.cli import skip; typer.run(skip.command)"
-    whole = [sys.executable, "-c", code, str(folder), *command, "--out", str(out)]
-    subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
-    words = ("TEXT" if word == str(demo_text()) else word for word in command)
-    return " ".join(["rankwise", "skip", "BROKEN", *words, "--out", "REPAIRED"])
+def remedy(broken: rw.Audit) -> str | None:
+    """The command that the audit of the broken model names."""
+    return next((finding.remedy for finding in broken.findings if finding.code == "COLLAPSE"), None)
 
 
-def story(name: str, model: nn.Module, batches: Batches, steps: int) -> tuple[list[Stage], str, str]:
-    """Whole, broken, repaired; the command; what changed most."""
+def story(name: str, model: nn.Module, batches: Batches) -> list[str]:
+    """Whole, broken, repaired; the command; what `rankwise compare` says of it. As lines of the page."""
     with tempfile.TemporaryDirectory() as folder:
-        whole, wrong, right = (Path(folder) / part for part in ("whole", "broken", "repaired"))
+        place = {part: Path(folder) / part for part in ("whole", "broken", "repaired")}
+        report = {part: Path(folder) / f"audit-{part}" for part in place}
         saved: Any = model
-        saved.save_pretrained(whole)
-        broken(model, wrong)
-        command = repaired(wrong, right, steps)
-        places = ((f"{name}, as it is", whole), ("λ = 0 in the upper half", wrong), ("repaired", right))
-        stages = [stage(words, place, batches) for words, place in places]
-    changes = rw.compare(stages[1].audit, stages[2].audit)
-    return stages, command, gone_and_new(changes)
-
-
-def gone_and_new(changes: Any) -> str:
-    """The findings that `rankwise compare` says are gone, and new, by code."""
-    parts = []
-    for words, findings in (("gone", changes.gone), ("new", changes.new)):
-        codes = sorted({finding.code for finding in findings})
-        parts.append(f"{words}: {', '.join(codes) or 'none'}")
-    return "; ".join(parts)
+        saved.save_pretrained(place["whole"])
+        AutoTokenizer.from_pretrained(demo_model()).save_pretrained(place["whole"])
+        broken(model, place["broken"])
+        names = {"whole": f"{name}, as it is", "broken": "λ = 0 in the upper half", "repaired": "repaired"}
+        stages = [audit(names[part], place[part], report[part], batches) for part in ("whole", "broken")]
+        named = remedy(stages[1].audit)
+        command = named or REPAIR
+        words = {"MODEL": str(place["broken"]), "TEXT": str(demo_text()), "DIR": str(place["repaired"])}
+        rankwise(*(words.get(word, word) for word in shlex.split(command)[1:]))
+        stages.append(audit(names["repaired"], place["repaired"], report["repaired"], batches))
+        changes = rankwise("compare", str(report["broken"]), str(report["repaired"]))
+    suggested = (
+        "the remedy of the COLLAPSE" if named else "no COLLAPSE, so no remedy is named; the same command"
+    )
+    return [
+        f"## {name[0].upper()}{name[1:]}",
+        "",
+        "| model | loss | μ/‖Y‖ by layer | COLLAPSE |",
+        "| --- | --- | --- | --- |",
+        *(stage.line() for stage in stages),
+        "",
+        f"Repaired by `{command}` ({suggested}). `rankwise compare`, broken against repaired:",
+        "",
+        "```text",
+        *(line.rstrip() for line in changes.replace(folder, "").strip().splitlines()),
+        "```",
+        "",
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Break, audit, repair, audit, compare; write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="steps of the fit of λ")
     parser.add_argument("--page", type=Path, default=PAGE, help="where to write")
     given = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(demo_model())
@@ -128,34 +150,19 @@ def main(arguments: list[str] | None = None) -> int:
         text_batches(load_text(demo_text()), tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4)
     )
     demo = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
-    lines = [
-        "# Broken skips, found and repaired",
-        "",
-        f"Written by `python -m recipes.skip_repair`: {SEQUENCES} sequences of {TOKENS} tokens of the "
-        "bundled text.",
-        "",
-    ]
-    found: dict[str, list[Stage]] = {}
-    deep = f"{LAYERS} random layers"
-    for name, model, steps in (("the demo", demo, given.steps), (deep, deep_model(), 0)):
-        stages, command, changes = story(name, model, batches, steps)
-        found[name] = stages
-        lines += ["| model | loss | μ/‖Y‖ by layer | COLLAPSE |", "| --- | --- | --- | --- |"]
-        lines += [*(one.line() for one in stages), "", f"Repaired by `{command}`.", ""]
-        lines += [f"`rankwise compare`, broken against repaired: findings {changes}.", ""]
-    lines += [
-        "The trained demo with its skips cut loses its loss, not its spread: its heads tell tokens apart, "
-        "and its feed-forward parts keep skips of their own, so no COLLAPSE is found. Cut skips show as "
-        "COLLAPSE where mixers average, as they do at random weights. λ is not fitted there: with random "
-        "weights ten steps lower the loss by *weakening* the upper skips, to μ/‖Y‖ 0.25 at the end: "
-        "COLLAPSE again. A λ that is good for the loss need not keep the rank.",
-        "",
-    ]
+    deep = story(f"{LAYERS} random layers", deep_model(), batches)
+    trained = story("the bundled demo", demo, batches)
+    head = f"Written by `python -m recipes.skip_repair`: {SEQUENCES} sequences of {TOKENS} tokens of the bundled text."
+    lines = ["# Broken skips, found and repaired", "", head, "", *deep, *trained, WORDS, ""]
     given.page.write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {given.page}")
-    codes = [{finding.code for finding in one.audit.findings} for one in found[deep]]
-    right = "COLLAPSE" in codes[1] and "COLLAPSE" not in codes[2]
-    return 0 if right else 1
+    return 0 if deep_is_found_and_repaired(deep) else 1
+
+
+def deep_is_found_and_repaired(lines: list[str]) -> bool:
+    """Whether the table shows COLLAPSE in the broken model and none in the repaired one."""
+    rows = [line for line in lines if line.startswith("| ")][2:]
+    return rows[1].endswith("on |") and rows[2].endswith("| none |")
 
 
 if __name__ == "__main__":

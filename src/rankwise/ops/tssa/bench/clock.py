@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 
-ENOUGH = 0.01
+ENOUGH = 0.001
 """Seconds that one reading lasts at least: shorter calls are repeated within it."""
 
 
