@@ -38,10 +38,11 @@ LAYERS = 12
 REPAIR = "rankwise skip MODEL --init 1 --text TEXT --out DIR"
 WORDS = """The trained demo with its skips cut loses its loss, not its spread: its heads tell tokens apart, and its
 feed-forward parts keep skips of their own, so no COLLAPSE is found. Cut skips show as COLLAPSE where mixers
-average, as they do at random weights. λ is set here, not fitted: with random weights a fit lowers the loss by
-*weakening* the upper skips until COLLAPSE is found again (μ/‖Y‖ 0.25 at the end, ten steps of
-`rankwise skip MODEL --init 1 --learn-on TEXT --steps 10 --out DIR`). A λ that is good for the loss need not keep
-the rank."""
+average, as they do at random weights.
+
+λ is set here, not fitted: with random weights a fit lowers the loss by *weakening* the upper skips until COLLAPSE
+is found again (`rankwise skip MODEL --init 1 --learn-on TEXT --steps 10 --out DIR` ends at μ/‖Y‖ 0.25). A λ
+that is good for the loss need not keep the rank."""  # noqa: E501
 Batches = list[dict[str, Any]]
 
 
@@ -152,7 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     demo = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
     deep = story(f"{LAYERS} random layers", deep_model(), batches)
     trained = story("the bundled demo", demo, batches)
-    head = f"Written by `python -m recipes.skip_repair`: {SEQUENCES} sequences of {TOKENS} tokens of the bundled text."
+    data = f"{SEQUENCES} sequences of {TOKENS} tokens of the bundled text"
+    head = f"Written by `python -m recipes.skip_repair`: {data}."
     lines = ["# Broken skips, found and repaired", "", head, "", *deep, *trained, WORDS, ""]
     given.page.write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {given.page}")

@@ -410,3 +410,21 @@ def test_the_trace_says_what_it_holds():
     with torch.no_grad(), rw.capture(model) as trace:
         model(hidden())
     assert repr(trace) == "Trace(3 mixers, 4 states, 0 unseen)"
+
+
+@pytest.mark.parametrize("which", ["on_mixer", "on_state"])
+def test_a_callback_may_run_parts_of_the_model_unseen(which) -> None:
+    model, x = stack_of(fused), hidden()
+    with torch.no_grad(), rw.capture(model) as alone:
+        model(x)
+    seen = {"on_mixer": [], "on_state": []}
+
+    def look(site) -> None:
+        seen[which].append(site)
+        model.blocks[-1](x)  # a whole block, hooks and all
+
+    callbacks = {name: kept.append for name, kept in seen.items()} | {which: look}
+    with torch.no_grad(), rw.capture(model, **callbacks) as trace:
+        model(x)
+    assert [len(kept) for kept in seen.values()] == [len(alone.mixers), len(alone.states)]
+    assert (trace.notes, trace.unseen) == (alone.notes, alone.unseen)
