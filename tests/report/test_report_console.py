@@ -89,6 +89,15 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
     assert expected in [line.split() for line in printed("encoder").splitlines()]
 
 
+def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() -> None:
+    text = printed("memberships")
+    assert text.count("R_c^var") == 2
+    rows = [row.split() for row in text.splitlines() if row.strip().startswith("0      4")]
+    assert [row[-2:] for row in rows] == [["0.25", "0.08"]] * 2  # a mean over heads, and a sum
+    assert "mask" not in text
+    assert "R_c^var" not in printed("encoder")
+
+
 def test_states_have_their_own_table() -> None:
     layer = samples.encoder().layers[4]
     cells = [

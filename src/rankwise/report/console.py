@@ -90,20 +90,22 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     varied = [name for name, values in (("kind", kinds), ("mask", masks)) if len(values) > 1]
     facts = [
         *(kinds if len(kinds) == 1 else []),
-        *(f"{mask} mask" for mask in masks if len(masks) == 1),
+        *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
         *([panel.pattern] if panel.pattern != panel.title else []),
     ]
     random = ["random\nshare"] if any(math.isfinite(head.random_rank) for head in mine) else []
     ranks = ["rank\nshare", "null\nshare", *random, "effective\nrank", "stable\nrank"]
-    numbers = ["tokens", *ranks, "sink\nmass"]
+    grouped = ["mean\nΠ", "R_c^var"] if any(math.isfinite(head.membership) for head in mine) else []
+    numbers = ["tokens", *ranks, "sink\nmass", *grouped]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
     for row in panel.rows:
-        _add_layer(table, row, [heads[index] for index in row.cells.values()], varied, bool(random))
+        own = [heads[index] for index in row.cells.values()]
+        _add_layer(table, row, own, varied, bool(random), bool(grouped))
     return line((panel.title, "bold"), (", ".join(facts), "dim")), table
 
 
 def _add_layer(
-    table: Table, row: Row, heads: Sequence[HeadRecord], varied: Sequence[str], random: bool
+    table: Table, row: Row, heads: Sequence[HeadRecord], varied: Sequence[str], random: bool, grouped: bool
 ) -> None:
     share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
     texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in varied]
@@ -117,6 +119,9 @@ def _add_layer(
         about + shown(mean(head.stable_rank for head in heads), 1),
         shown(mean(head.sink_mass for head in heads), 2),
     ]
+    if grouped:
+        rate = sum(head.coding_rate for head in heads if math.isfinite(head.coding_rate))
+        numbers += [shown(mean(head.membership for head in heads), 2), shown(rate, 2)]
     table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
 
 

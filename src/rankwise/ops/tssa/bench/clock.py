@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-
 ENOUGH = 0.001
 """Seconds that one reading lasts at least: shorter calls are repeated within it."""
 
