@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rankwise.cli import bench
 from rankwise.errors import InputError
-from rankwise.ops.tssa.bench import clock
+from rankwise.ops.tssa.bench import clock, run
 from rankwise.ops.tssa.bench.clock import peak_bytes, race
 from rankwise.ops.tssa.bench.contenders import EAGER, OURS, REFERENCE, SDPA, contenders, inputs
 from rankwise.ops.tssa.bench.run import crossover
@@ -86,10 +86,35 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path):
     assert done.exit_code == 0, done.output
     report = json.loads(out.read_text())
     assert [row["tokens"] for row in report["rows"]] == [16, 64] * 4
-    assert all(row["error"][OURS] < 1e-5 for row in report["rows"] if not row["backward"])
+    assert all(row["right"] and row["error"][OURS] < 1e-5 for row in report["rows"])
     assert {step["state_bytes"][OURS] for step in report["decoding"]} == {4 * (2 * 12 * 64 + 12) + 8}
     assert "crossover" in plot.read_text() or set(report["crossovers"].values()) == {None}
     assert "rankwise" in done.output
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["output", "gradient"])
+def test_a_wrong_kernel_ends_the_benchmark_with_status_1(monkeypatch, tmp_path, backward):
+    real = contenders
+
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone() if backward else 1.001 * y
+
+        @staticmethod
+        def backward(ctx, given):
+            return 1.001 * given
+
+    def bent(x):
+        runs = real(x)
+        return runs | {OURS: lambda: Bent.apply(runs[OURS]())}
+
+    monkeypatch.setattr(run, "contenders", bent)
+    out = tmp_path / "t.json"
+    done = CliRunner().invoke(app(), ["tssa", "--quick", "--tokens", "16", "--out", str(out)])
+    assert done.exit_code == 1
+    assert [row["right"] for row in json.loads(out.read_text())["rows"]] == [backward, False] * 2
+    assert "WRONG" in done.output
 
 
 @pytest.mark.parametrize(

@@ -54,3 +54,15 @@ def test_one_command_writes_the_page(tmp_path, monkeypatch, capsys):
     assert code == 0, capsys.readouterr().out
     assert page.read_text(encoding="utf-8").count("| 3 |") == 4
     assert json.loads(out.read_text())["accuracy"]
+
+
+def test_the_kept_results_hold_what_the_page_says():
+    kept = json.loads((recipe.ROOT / "recipes" / "results" / "rate_descent.json").read_text(encoding="utf-8"))
+    page = (recipe.ROOT / "docs" / "rate-descent.md").read_text(encoding="utf-8")
+    assert recipe.page(kept, "python -m recipes.rate_descent") == page
+    trained = {name: layers for name, layers in kept["layers"].items() if "untrained" not in name}
+    layers = [one for found in trained.values() for one in found]
+    assert (sum(one["after_block"] < one["rate"] for one in layers), len(layers)) == (12, 16)
+    assert min(one["cosine"] for one in layers) == pytest.approx(-0.44, abs=0.005)
+    first = [found[0] for name, found in trained.items() if "seed" in name]
+    assert all(1.25 < one["after_layer"] / one["rate"] < 1.4 for one in first)

@@ -1,6 +1,7 @@
 """Who runs: ours, the plain formulas, softmax attention, a linear-attention kernel, and the limit."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -11,7 +12,9 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 from rankwise.ops.tssa.api import tssa
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
 
-OURS, REFERENCE, EAGER, SDPA, FLA = "rankwise", "reference", "eager", "sdpa", "fla"
+OURS, REFERENCE, EAGER, SDPA = "rankwise", "reference", "eager", "sdpa"
+FLA = {"fla chunk": "chunk_linear_attn", "fla fused chunk": "fused_chunk_linear_attn"}
+"""Kernels of flash-linear-attention, by what they are called here."""
 COPY, CLONE = "copy", "clone"
 
 
@@ -80,10 +83,15 @@ def contenders(x: Inputs) -> dict[str, Callable[[], Tensor]]:
         COPY: lambda: room.copy_(x.w.detach()),
         CLONE: lambda: x.w.detach().clone(),
     }
-    if x.causal and missing(x.w.device.type) is None:
-        linear = import_module("fla.ops.linear_attn").chunk_linear_attn
-        named[FLA] = lambda: linear(x.query, x.key, x.value, normalize=False)[0]
+    if missing(x.w.device.type, x.causal) is None:
+        for name, function in FLA.items():
+            linear = getattr(import_module("fla.ops.linear_attn"), function)
+            named[name] = partial(_linear, linear, x)
     return named
+
+
+def _linear(kernel: Callable[..., tuple[Tensor, Tensor | None]], x: Inputs) -> Tensor:
+    return kernel(x.query, x.key, x.value, normalize=False)[0]
 
 
 def eager_bidirectional(w: Tensor, temperature: Tensor) -> Tensor:
@@ -123,15 +131,18 @@ def eager_causal(w: Tensor, temperature: Tensor) -> Tensor:
     return -(w * membership[..., None] * (1 / (1 + moment))).transpose(1, 2)
 
 
-def missing(device: str) -> str | None:
+def missing(device: str, causal: bool) -> str | None:
     """Why flash-linear-attention does not take part, or None.
 
     Args:
         device: where the benchmark runs.
+        causal: which operation.
 
     Returns:
         A reason.
     """
+    if not causal:
+        return "flash-linear-attention has causal kernels only"
     if device != "cuda":
         return "flash-linear-attention runs on a GPU only"
     try:

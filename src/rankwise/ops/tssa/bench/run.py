@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from rankwise.ops.tssa.api import tssa
 from rankwise.ops.tssa.bench.clock import fresh_peak, race
 from rankwise.ops.tssa.bench.contenders import (
+    CLONE,
     COPY,
     EAGER,
-    FLA,
     OURS,
     REFERENCE,
     SDPA,
@@ -29,6 +29,9 @@ from rankwise.ops.tssa.bench.contenders import (
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 QUICK = (256, 1024, 4096)
 POSITIONS = (1024, 65_536)
+BACKWARD_BYTES = 2.5
+"""Copies of w that forward and backward cannot do without: w read twice, the gradient of the output once; the
+output and the gradient of w written."""
 PATIENCE = 20.0
 """Seconds beyond which one call of softmax attention is not waited for; it grows with T²."""
 
@@ -62,7 +65,7 @@ def machine(device: str, dtype: torch.dtype) -> Row:
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "no_linear_attention": missing(device),
+        "no_linear_attention": {"bidirectional": missing(device, False), "causal": missing(device, True)},
     }
 
 
@@ -114,9 +117,7 @@ def _directed(
 
         return call
 
-    return {
-        name: both(run) if name in (OURS, REFERENCE, EAGER, SDPA, FLA) else run for name, run in runs.items()
-    }
+    return {name: run if name in (COPY, CLONE) else both(run) for name, run in runs.items()}
 
 
 def _row(x: Inputs, seconds: dict[str, float], backward: bool) -> Row:
@@ -125,15 +126,26 @@ def _row(x: Inputs, seconds: dict[str, float], backward: bool) -> Row:
     row["milliseconds"] = {name: 1e3 * taken for name, taken in seconds.items()}
     row["times_ours"] = {name: taken / ours for name, taken in seconds.items()}
     row["times_copy"] = {name: taken / copy for name, taken in seconds.items()}
-    row["error"] = {} if backward else _errors(x)
+    row["times_limit"] = ours / (copy * (BACKWARD_BYTES if backward else 1))
+    row["error"] = _errors(x, backward)
+    row["right"] = row["error"][OURS] <= 2 * row["error"][REFERENCE] + 8 * torch.finfo(x.w.dtype).eps
     return row
 
 
-def _errors(x: Inputs) -> dict[str, float]:
-    """Distance from float64, relative to its norm, of ours and of eager."""
-    with torch.no_grad():
-        truth = tssa(x.w.double(), x.temperature.double(), x.causal, impl="reference").output
-        found = {name: contenders(x)[name]().double() for name in (OURS, EAGER)}
+def _errors(x: Inputs, backward: bool) -> dict[str, float]:
+    """Distance of the output, or of the gradient of w, from float64, relative to its norm."""
+
+    def answer(run: Callable[[], Tensor], w: Tensor) -> Tensor:
+        if not backward:
+            return run()
+        g = torch.Generator().manual_seed(1)
+        given = torch.randn(w.shape, generator=g).to(w)  # ones would hide what a sum hides
+        return torch.autograd.grad(run(), w, given)[0]
+
+    wide = x._replace(w=x.w.detach().double().requires_grad_(backward), temperature=x.temperature.double())
+    with torch.set_grad_enabled(backward):
+        truth = answer(contenders(wide)[REFERENCE], wide.w)
+        found = {name: answer(contenders(x)[name], x.w).double() for name in (OURS, REFERENCE, EAGER)}
     return {name: float((y - truth).norm() / truth.norm()) for name, y in found.items()}
 
 

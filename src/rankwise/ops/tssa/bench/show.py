@@ -39,10 +39,11 @@ def line(row: dict[str, Any]) -> str:
     """
     ours = row["milliseconds"][OURS]
     others = [f"{name} {x:.1f}x" for name, x in row["times_ours"].items() if name not in (OURS, COPY, CLONE)]
-    text = f"{title(row):37} T={row['tokens']:<6} {ours:9.2f} ms = {row['times_copy'][OURS]:5.1f} copies; "
+    text = f"{title(row):37} T={row['tokens']:<6} {ours:9.2f} ms = {row['times_copy'][OURS]:5.1f} copies, "
+    text += f"{row['times_limit']:5.1f} limits; "
     text += ", ".join(others)
-    if row["error"]:
-        text += f"; error {row['error'][OURS]:.1e} (eager {row['error'][EAGER]:.1e})"
+    text += f"; error {row['error'][OURS]:.1e} (eager {row['error'][EAGER]:.1e})"
+    text += "" if row["right"] else " WRONG"
     if row.get("peak_bytes") and row["peak_bytes"][OURS] is not None:
         peaks = {name: f"{value / 2**20:.1f}" for name, value in row["peak_bytes"].items()}
         text += f"; peak {peaks[OURS]} MiB (eager {peaks[EAGER]})"
