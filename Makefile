@@ -29,7 +29,7 @@ check: $(STAMP)  ## Lint, format, types.
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## Build the documentation into site/; warnings are errors.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: $(STAMP)  ## Build the wheel into dist/.
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

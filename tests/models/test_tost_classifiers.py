@@ -51,6 +51,28 @@ def test_padding_does_not_change_the_class(changes: dict, side: str) -> None:
     assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("changes", TEXT, ids=lambda c: "-".join(map(str, c.values())))
+def test_pads_at_the_right_end_are_padding_without_a_mask(changes: dict) -> None:
+    made, ids = of_text(**changes), texts(2, 8)
+    ids[0, 5:], ids[:, 2] = 0, 0  # a pad within a text is part of it
+    logits = made(ids).logits
+    torch.testing.assert_close(logits[:1], made(ids[:1, :5]).logits, **CLOSE)
+    everything = torch.ones_like(ids)
+    torch.testing.assert_close(logits[1:], made(ids, attention_mask=everything).logits[1:], **CLOSE)
+    assert (made(ids, attention_mask=everything).logits[0] - logits[0]).abs().max() > 1e-3
+    assert (made(ids, attention_mask=(ids != 0).long()).logits - logits).abs().amax(1).min() > 1e-3
+    assert made(ids * 0).logits.isfinite().all()
+
+
+def test_classifiers_ignore_no_argument() -> None:
+    with pytest.raises(InputError, match=r"`atention_mask`.* Did you mean attention_mask"):
+        of_text()(texts(1, 4), atention_mask=torch.ones(1, 4))
+    with pytest.raises(InputError, match="`pixel_value`: wanted an argument of ToSTForImageClassification"):
+        of_images()(images(1, 16, 16), pixel_value=1)
+    with pytest.raises(InputError, match="`position_ids`"):
+        of_text()(texts(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_row_of_padding_alone_gives_numbers(pooling: str) -> None:
     made, ids = of_text(causal=False, pooling=pooling), texts(2, 4)

@@ -25,7 +25,15 @@ REFUSED = {
     "membership": ({"membership": "hard"}, r"`membership`: wanted one of softmax, uniform"),
     "pooling": ({"pooling": "cls"}, r"`pooling`: wanted one of last, mean"),
     "heads": ({"num_attention_heads": 0}, r"`num_attention_heads`: wanted at least 1, got 0"),
-    "too many heads": ({"num_attention_heads": 13}, r"`head_dim`: wanted at least 1, got 0"),
+    "too many heads": ({"num_attention_heads": 13}, r"heads: .* divides the width 12, got 13"),
+    "odd width": ({"hidden_size": 13}, r"heads: wanted a number that divides the width 13, got 3"),
+    "no head width": ({"head_dim": 0}, r"`head_dim`: wanted at least 1, got 0"),
+    "dropout": ({"dropout": 2.0}, r"`dropout`: wanted a rate from 0 to 1, got 2.0"),
+    "scale": ({"layer_scale": float("nan")}, r"`layer_scale`: wanted a finite number, got nan"),
+    "λ": ({"skip_init": float("inf")}, r"`skip_init`: wanted a finite number, got inf"),
+    "activation": ({"hidden_act": "gleu"}, r"`hidden_act`.* Did you mean .*gelu"),
+    "options": ({"mixer_options": {"tsa": {}}}, r"`mixer_options`: .* got 'tsa'. Did you mean tssa"),
+    "keyword": ({"hal_life": 3.0}, r"`hal_life`: wanted a known field.* Did you mean half_life\?"),
     "layers": ({"layer_types": ["tssa"]}, r"`layer_types`: wanted one name for each of 2 layers, got 1"),
     "half-life 0": ({"half_life": 0.0}, r"`half_life`: wanted a number of tokens above 0"),
     "half-lives": ({"half_life": [1.0, 2.0]}, r"`half_life`.* one for each of 3 heads"),
@@ -47,6 +55,20 @@ def test_a_mixer_that_does_not_exist_is_refused_when_it_is_built() -> None:
     match = r"`layer_types\[1\]`: wanted the name of a mixer, got 'sofmax'. Did you mean softmax\?"
     with pytest.raises(InputError, match=match):
         ToSTModel(wrong)
+
+
+def test_transformers_own_fields_pass() -> None:
+    made = config(sep_token_id=3, mask_token_id=4, num_labels=7, architectures=["A"], of_another_package=1)
+    assert (made.sep_token_id, made.num_labels, made.of_another_package) == (3, 7, 1)
+    assert ToSTConfig(**made.to_dict()).num_labels == 7
+
+
+def test_options_that_a_mixer_does_not_take_are_refused() -> None:
+    wrong = config(mixer_options={"tssa": {"imp": "cpu"}})
+    with pytest.raises(InputError, match=r"`mixer_options\['tssa'\]`.* got 'imp'. Did you mean impl"):
+        ToSTModel(wrong)
+    narrow = ToSTModel(config(mixer_options={"tssa": {"head_dim": 2}}))
+    assert narrow.layers[0].mixer.head_dim == 2
 
 
 def test_a_value_changed_later_is_refused_when_it_is_saved(tmp_path) -> None:

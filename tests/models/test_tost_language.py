@@ -295,8 +295,112 @@ def test_bad_calls() -> None:
         lm(ids, inputs_embeds=lm.get_input_embeddings()(ids))
     with (
         unchecked(),
-        pytest.raises(InputError, match=r"`attention_mask`: wanted \(B, S\) with B = 2 and S ≥ 5"),
+        pytest.raises(InputError, match=r"`attention_mask`: wanted \(2, 5\), got \(2, 4\)"),
     ):
         lm(ids, attention_mask=torch.ones(2, 4))
     with pytest.raises(InputError, match="ToSTForCausalLM: wanted causal=True"):
         ToSTForCausalLM(config(causal=False))
+
+
+def test_a_mask_is_of_this_call_or_of_all_tokens_so_far() -> None:
+    lm, ids = model(), texts(2, 8)
+    ids[0, :3] = 0
+    mask = (ids != 0).long()
+    whole = lm(ids, attention_mask=mask).logits
+    for later in (mask, mask[:, 5:]):
+        cache = lm(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+        found = lm(ids[:, 5:], attention_mask=later, past_key_values=cache).logits
+        torch.testing.assert_close(found, whole[:, 5:], **CLOSE)
+    cache = lm(ids[:, :5], use_cache=True).past_key_values
+    with pytest.raises(InputError, match=r"wanted \(2, 3\) or \(2, 8\), got \(2, 4\)"):
+        lm(ids[:, 5:], attention_mask=mask[:, 4:], past_key_values=cache)
+    with pytest.raises(InputError, match=r"wanted \(2, 5\), got \(2, 8\)"):
+        lm(ids[:, :5], attention_mask=mask)
+
+
+@pytest.mark.parametrize("values", [[0.0, -1e9], [1.0, float("nan")], [0.5, 1.0], [2, 1]], ids=str)
+def test_a_mask_holds_zeros_and_ones(values: list[float]) -> None:
+    with pytest.raises(InputError, match=r"`attention_mask`: wanted 1 .or true. for real tokens"):
+        model()(texts(1, 4), attention_mask=torch.tensor([[*values, 1, 1]]))
+
+
+def test_a_mask_is_of_any_dtype() -> None:
+    lm, ids, mask = model(), texts(1, 4), torch.tensor([[False, True, True, True]])
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.float64):
+        assert torch.equal(lm(ids, attention_mask=mask.to(dtype)).logits, lm(ids, attention_mask=mask).logits)
+
+
+KEYWORDS = {
+    "a misspelt mask": (
+        {"atention_mask": torch.ones(1, 4)},
+        r"`atention_mask`.* Did you mean attention_mask",
+    ),
+    "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, r"`cu_seq_lens_q`.* TSSA does not read"),
+    "another order": ({"is_causal": False}, "`is_causal`: wanted an argument of"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(KEYWORDS))
+def test_no_argument_is_ignored(case: str) -> None:
+    given, match = KEYWORDS[case]
+    lm, ids = model(), texts(1, 4)
+    for made in (lm, lm.model):
+        with pytest.raises(InputError, match=match):
+            made(ids, **given)
+
+
+def test_what_transformers_passes_is_taken() -> None:
+    lm, ids = model(), texts(2, 4)
+    given = {"output_attentions": True, "cache_position": torch.arange(4), "token_type_ids": ids * 0}
+    assert torch.equal(lm(ids, is_causal=None, **given).logits, lm(ids).logits)
+    summed = lm(ids, labels=ids, num_items_in_batch=3).loss
+    torch.testing.assert_close(summed, lm(ids, labels=ids).loss * 6 / 3)
+
+
+@pytest.mark.parametrize("variant", ["tssa", "unbounded"])
+def test_positions_only_count(variant: str) -> None:
+    lm, ids = model(variant), texts(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    counted = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    found = lm(ids, attention_mask=mask, position_ids=counted).logits
+    torch.testing.assert_close(found[:, 2:], lm(ids, attention_mask=mask).logits[:, 2:], **CLOSE)
+    for plain in (torch.arange(6), torch.arange(6)[None]):
+        torch.testing.assert_close(lm(ids, position_ids=plain).logits, lm(ids).logits, **CLOSE)
+    cache = lm(ids[:, :4], use_cache=True).past_key_values
+    on = lm(ids[:, 4:], position_ids=torch.tensor([[4, 5]]), past_key_values=cache).logits
+    torch.testing.assert_close(on, lm(ids).logits[:, 4:], **CLOSE)
+    for other in ([0, 1, 2, 0, 1, 2], [1, 2, 3, 4, 5, 6], [0, 1, 2]):
+        with pytest.raises(InputError, match=r"`position_ids`.* TSSA does not read position_ids"):
+            lm(ids, position_ids=torch.tensor([other]))
+
+
+def test_a_model_that_looks_both_ways_takes_no_cache() -> None:
+    with pytest.raises(InputError, match="`past_key_values`: wanted None, got a MixerCache"):
+        ToSTModel(config(causal=False))(texts(1, 3), past_key_values=MixerCache(2))
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+def test_generation_refuses_another_cache(kind: str) -> None:
+    with pytest.raises(InputError, match=f"`cache_implementation`: wanted None, got '{kind}'"):
+        model().generate(texts(1, 3), max_new_tokens=2, do_sample=False, cache_implementation=kind)
+
+
+def test_a_copied_cache_is_cut_from_the_graph() -> None:
+    lm, ids = model("hybrid"), texts(2, 5)
+    cache = lm(ids, use_cache=True).past_key_values
+    first, second = copy.deepcopy([cache, cache])
+    assert first is second
+    for new, old in zip(first.states, cache.states, strict=True):
+        assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(new, old, strict=True))
+        assert any(tensor.requires_grad for tensor in old)
+    lm(texts(2, 1, seed=3), past_key_values=first)
+    assert (first.length, cache.length) == (6, 5)
+
+
+def test_a_row_padded_past_the_limit_compiles() -> None:
+    lm, ids = model(), torch.cat([texts(1, LIMIT), torch.zeros(1, 4, dtype=torch.long)], 1)
+    mask = (ids != 0).long()
+    with unchecked():
+        compiled = torch.compile(lm, backend="aot_eager", fullgraph=True)
+        logits = compiled(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(logits, lm(ids, attention_mask=mask).logits, **CLOSE)

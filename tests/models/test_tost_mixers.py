@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tost_cases import BOTH_WAYS, CAUSAL, HEADS, LIMIT, WIDTH, mixers, unchecked
 
-from rankwise.errors import ShapeError
+from rankwise.errors import InputError, ShapeError
+from rankwise.models import MIXERS, TokenStatisticsAttention
 from rankwise.models.mixers.base import Mixer
 from rankwise.operators import DiagonalMixing, SoftmaxMixing
 
@@ -166,3 +167,49 @@ def test_the_protocol_cannot_be_half_kept() -> None:
 
     with pytest.raises(TypeError, match="abstract method"):
         Half()
+
+
+@pytest.mark.parametrize("name", ["tssa", "softmax"])
+def test_a_mask_that_is_added_to_scores_is_refused(name: str) -> None:
+    added = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1e9]])
+    with pytest.raises(InputError, match=r"`attention_mask`: wanted 1 .or true. for real tokens"):
+        mixers(True)[name](tokens(1, 5), added)
+
+
+SIZES = {
+    "indivisible width": ({"hidden_size": 10}, "heads: wanted a number that divides the width 10, got 3"),
+    "no heads": ({"num_heads": 0}, "`num_heads`: wanted at least 1, got 0"),
+    "no head width": ({"head_dim": 0}, "`head_dim`: wanted at least 1, got 0"),
+    "a dropout of 2": ({"dropout": 2.0}, "`dropout`: wanted a rate from 0 to 1, got 2.0"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(SIZES))
+@pytest.mark.parametrize("name", ["tssa", "softmax", "linear", "mamba2"])
+def test_sizes_that_cannot_be_are_refused(name: str, case: str) -> None:
+    changes, match = SIZES[case]
+    with pytest.raises(InputError, match=match):
+        MIXERS[name](**{"hidden_size": WIDTH, "num_heads": HEADS, **changes})
+
+
+OPTIONS = {
+    "membership": ({"membership": "unifrom"}, r"`membership`.* got 'unifrom'. Did you mean uniform"),
+    "impl": ({"impl": "cppu"}, r"`impl`.* got 'cppu'. Did you mean cpu"),
+    "half-lives": ({"half_life": [1.0, 2.0]}, "`half_life`.* one for each of 3 heads"),
+    "half-life 0": ({"half_life": [1.0, 2.0, 0.0]}, "`half_life`.* numbers of tokens above 0"),
+    "half-lives both ways": ({"half_life": [1.0] * 3, "causal": False}, "`half_life`: wanted causal=True"),
+    "positions both ways": ({"max_positions": 5, "causal": False}, "`max_positions`: wanted 0, or more with"),
+    "uniform positions": ({"max_positions": 5, "membership": "uniform"}, "`max_positions`: wanted 0"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(OPTIONS))
+def test_options_that_cannot_be_are_refused(case: str) -> None:
+    changes, match = OPTIONS[case]
+    with pytest.raises(InputError, match=match):
+        TokenStatisticsAttention(WIDTH, HEADS, **{"causal": True, **changes})
+
+
+def test_none_is_a_head_that_forgets_nothing() -> None:
+    made = TokenStatisticsAttention(WIDTH, HEADS, causal=True, half_life=[1, None, 2])
+    assert made.half_life == (1.0, float("inf"), 2.0)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,66 @@ WRONG: dict[str, tuple[Path, Change, str]] = {
         without("transformer.ln_f.bias"),
         r"1 \(transformer.ln_f.bias\) missing, none unknown",
     ),
+    "stray layer": (
+        LANGUAGE,
+        with_(transformer__h__2000__ln_1__weight=torch.ones(48)),
+        r"16 \(transformer.h.2.gamma1.*missing, 1 \(transformer.h.2000.ln_1.weight\)",
+    ),
+    "1-D embedding": (
+        LANGUAGE,
+        with_(transformer__wte__weight=torch.ones(48)),
+        r"wte.weight: wanted 2 axes",
+    ),
+    "0-D temperature": (
+        LANGUAGE,
+        with_(transformer__h__1__attn__temp=torch.tensor(1.0)),
+        r"h.1.attn.temp: wanted shape \(4,\), got \(\)",
+    ),
+    "0-D first temperature": (
+        LANGUAGE,
+        with_(transformer__h__0__attn__temp=torch.tensor(1.0)),
+        r"h.0.attn.temp: wanted shape \(1,\), got \(\)",
+    ),
+    "0-D feed-forward": (
+        LANGUAGE,
+        with_(transformer__h__0__mlp__c_fc__weight=torch.tensor(1.0)),
+        r"c_fc.weight: wanted 2 axes, got shape \(\)",
+    ),
+    "5 heads": (
+        LANGUAGE,
+        with_(transformer__h__0__attn__temp=torch.ones(5, 1)),
+        r"divides the width 48, got 5. Its sizes",
+    ),
+    "sparse": (
+        LANGUAGE,
+        with_(transformer__ln_f__weight=torch.eye(48).to_sparse()),
+        r"wanted a dense tensor of floating-point numbers, got torch.float32, torch.sparse_coo",
+    ),
+    "complex": (
+        LANGUAGE,
+        with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.complex64)),
+        r"wanted a dense tensor of floating-point numbers, got torch.complex64",
+    ),
+    "integers": (
+        LANGUAGE,
+        with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.int64)),
+        r"wanted a dense tensor of floating-point numbers, got torch.int64",
+    ),
+    "one number spread out": (
+        LANGUAGE,
+        with_(transformer__wpe__weight=torch.ones(1).expand(10**12)),
+        r"got shape \(1000000000000,\) of 4 bytes",
+    ),
+    "vision 1-D head": (
+        VISION,
+        with_(head__weight=torch.ones(64)),
+        r"head.weight: wanted 2 axes",
+    ),
+    "vision 1-D patches": (
+        VISION,
+        with_(patch_embed__proj__0__0__weight=torch.ones(8)),
+        r"patch_embed.proj.0.0.weight: wanted 4 axes",
+    ),
     "no positions": (
         LANGUAGE,
         without("transformer.wpe.weight"),
@@ -205,6 +266,8 @@ FOREIGN = {
     "no weights": ({"epoch": 3, "loss": 0.5}, r"got keys epoch, loss"),
     "a tensor": (torch.ones(3), r"got no weights"),
     "nothing": ({}, r"got no weights"),
+    "numbers for names": ({0: torch.ones(2)}, r"got keys 0\."),
+    "names a terminal obeys": ({"\x1b[31mred": torch.ones(2)}, r"got names such as \\x1b\[31mred\."),
 }
 
 
@@ -234,6 +297,51 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_released_tost(tmp_path / "none.pt")
     with pytest.raises(InputError, match="wanted a file, got a folder"):
         load_released_tost(str(tmp_path))
+
+
+def test_the_error_repeats_no_advice_to_run_code(tmp_path: Path) -> None:
+    torch.save({"model": Trap(tmp_path / "it-ran")}, tmp_path / "trap.pt")
+    with pytest.raises(InputError) as caught:
+        load_released_tost(tmp_path / "trap.pt")
+    text = str(caught.value)
+    assert "got a damaged file, or one that holds other things." in text
+    assert "weights_only" not in text
+    assert "\x1b" not in text
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "pickle"])
+def test_damaged_bytes_are_read_or_refused(zipped: bool, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.pt"
+    torch.save(read(LANGUAGE), path, _use_new_zipfile_serialization=zipped)
+    whole, draw, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(100):
+        damaged = bytearray(whole)
+        # half of it at an end, where names and shapes are written
+        places = [draw.randrange(4000), -1 - draw.randrange(4000), *draw.choices(range(len(whole)), k=2)]
+        for place in places:
+            damaged[place] ^= draw.randrange(1, 256)
+        path.write_bytes(damaged)
+        try:
+            load_released_tost(path)
+        except InputError:
+            refused += 1
+    assert refused > 0
+
+
+def test_no_model_is_built_before_names_and_shapes_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    monkeypatch.setattr(
+        ToSTForCausalLM, "post_init", lambda self: built.append(self.lm_head.weight.device.type)
+    )
+    for case in ("stray layer", "shape"):
+        path, change, _ = WRONG[case]
+        torch.save({"model": change(read(path)["model"])}, tmp_path / "wrong.pt")
+        with pytest.raises(InputError):
+            load_released_tost(tmp_path / "wrong.pt")
+    assert built == ["meta"]
 
 
 def test_no_code_of_a_file_runs(tmp_path: Path) -> None:

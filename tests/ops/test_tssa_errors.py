@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tssa_cases import unchecked
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, half_lives, tssa
@@ -25,10 +26,20 @@ STATE = TSSAState.zeros(2, 3, 5)
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3])}, r"rising from 0 to 4, got \[0, 3\]"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising from 0 to 4"),
         ({"w": torch.ones(2, 0, 3, 5)}, "at least one of each"),
+        ({"w": W[0]}, r"w: wanted \(B, T, H, K\), got \(4, 3, 5\)"),
+        ({"w": W.long()}, r"w: wanted a floating-point tensor, got torch\.int64"),
+        ({"temperature": torch.ones(3, 1)}, r"temperature: wanted \(3,\), one a head, got \(3, 1\)"),
+        ({"mask": torch.ones(2, 4)}, r"mask: wanted \(2, 4\) of torch\.bool, got \(2, 4\), torch\.float32"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask: wanted \(2, 4\).* got \(2, 5\)"),
+        ({"bias": torch.zeros(3, 4, 1)}, r"bias: wanted \(3, positions\), got \(3, 4, 1\)"),
+        ({"bias": torch.zeros(2, 4)}, r"bias: wanted \(3, positions\), got \(2, 4\)"),
+        ({"half_life": torch.ones(2)}, r"half_life: wanted \(3,\), one a head, got \(2,\)"),
+        ({"w": ROW, "cu_seqlens": torch.tensor([0.0, 4.0])}, r"integers, got \(2,\), torch\.float32"),
+        ({"w": ROW, "cu_seqlens": torch.tensor([4])}, r"\(sequences \+ 1,\) integers, got \(1,\)"),
     ],
 )
 def test_shapes_that_do_not_fit(change, match):
-    with pytest.raises(ShapeError, match=match):
+    with unchecked(), pytest.raises(ShapeError, match=match):
         tssa(**({"w": W, "temperature": TAU, "causal": True} | change))
 
 
@@ -44,13 +55,31 @@ def test_shapes_that_do_not_fit(change, match):
         ({"membership": "uniform", "bias": torch.zeros(3, 4)}, "bias with membership='uniform'"),
         ({"half_life": torch.ones(3, requires_grad=True)}, "half_life: wanted constants"),
         ({"half_life": torch.tensor([1.0, 0.0, 2.0])}, "numbers above 0, got 0"),
+        ({"half_life": [1, 2, 3]}, r"half_life: wanted a tensor, got list\. Pass torch\.as_tensor"),
+        ({"temperature": None}, r"temperature: wanted a tensor .* got None\. .*membership='uniform'"),
+        ({"w": W.tolist()}, "w: wanted a tensor, got list"),
+        ({"w": ROW, "cu_seqlens": [0, 4]}, "cu_seqlens: wanted a tensor, got list"),
+        (
+            {"state": tuple(STATE)},
+            r"state: wanted a TSSAState, got tuple\. Make one with TSSAState\(\*state\)",
+        ),
+        ({"state": STATE._replace(seen=[0, 0])}, r"state\.seen: wanted a tensor, got list"),
+        ({"state": STATE._replace(seen=torch.tensor([3, -1]))}, r"state\.seen: wanted .* from 0 on, got -1"),
         ({"impl": "refernce"}, "impl: .*Did you mean reference"),
         ({"impl": "cuda"}, "wanted auto, reference, cpu or triton, got 'cuda'"),
     ],
 )
 def test_options_that_contradict(change, match):
-    with pytest.raises(InputError, match=match):
+    with unchecked(), pytest.raises(InputError, match=match):
         tssa(**({"w": W, "temperature": TAU, "causal": True} | change))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_uniform_memberships_need_no_temperature(causal, impl):
+    w = torch.randn(2, 4, 3, 5)
+    with_one, without = (tssa(w, tau, causal, impl=impl, membership="uniform").output for tau in (TAU, None))
+    assert torch.equal(with_one, without)
 
 
 @pytest.mark.parametrize(

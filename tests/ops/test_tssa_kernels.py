@@ -1,5 +1,6 @@
 """The CPU kernels against the reference, in float64: outputs, states and every gradient."""
 
+import subprocess
 import sys
 
 import numpy as np
@@ -183,3 +184,27 @@ def test_a_forked_process_has_threads_of_its_own():
         torch.set_num_threads(torch_threads)
     assert child.exitcode == 0
     assert torch.equal(torch.from_numpy(got), wanted)
+
+
+FORKED = """
+import os, signal, torch
+from rankwise.ops import tssa
+
+torch.set_num_threads(2)
+torch.randn(2000, 2000).exp()  # torch's threads begin, and have no part in what the child does
+w, temperature = torch.ones(1, 2500, 5, 24), torch.ones(5)
+child = os.fork()
+if child == 0:
+    signal.alarm(120)
+    tssa(w, temperature, causal=True)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has other OpenMP runtimes")
+def test_so_has_one_forked_before_the_first_call():
+    """In a process of its own, which has not called before; a child waiting for lost threads is ended."""
+    command = [sys.executable, "-c", FORKED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "7", done.stderr

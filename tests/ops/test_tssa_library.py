@@ -5,11 +5,14 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tssa_cases import Case, errors, outputs
 
-from rankwise.ops import TSSAState, tssa
-from rankwise.ops.tssa.decay import rates
-from rankwise.ops.tssa.library import bidirectional, causal
+from rankwise.errors import ShapeError
+from rankwise.ops import TSSAState, half_lives, tssa
+from rankwise.ops.tssa.decay import rates, running_sum
+from rankwise.ops.tssa.library import bidirectional, bidirectional_backward, causal, causal_backward
 
 causalities = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 impls = pytest.mark.parametrize("impl", ["reference", "cpu"])
@@ -51,7 +54,7 @@ def test_operators_are_registered_as_they_behave(is_causal, masked, dtype):
     if is_causal:
         sums = [part.requires_grad_() for part in case.options["state"][:3]]
         offset = torch.randn(2, 5, 2, requires_grad=True) if masked else None
-        rate = rates(case.options["half_life"]) if masked else None
+        rate = rates(case.options["half_life"], w.device) if masked else None
         torch.library.opcheck(causal, (w, temperature, offset, mask, *sums, rate, bounds, False, "cpu"))
     else:
         torch.library.opcheck(bidirectional, (w, temperature, mask, bounds, False, "cpu"))
@@ -92,6 +95,93 @@ def test_it_compiles_into_one_graph():
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["equal"] * 5
+
+
+COMPILED_WRONG = """
+import torch
+from rankwise.errors import ShapeError
+from rankwise.ops import tssa
+
+def call(w, cu, causal):
+    return tssa(w, torch.ones(3), causal, cu_seqlens=cu).output
+
+fast = torch.compile(call, fullgraph=True, backend="aot_eager")
+w = torch.randn(1, 10, 3, 4, requires_grad=True)
+for causal in (False, True):
+    torch.testing.assert_close(fast(w, torch.tensor([0, 10]), causal), call(w, torch.tensor([0, 10]), causal))
+    for wrong in ([0, 6], [4, 10], [0, 40], [-3, 10]):
+        try:
+            fast(w, torch.tensor(wrong), causal)
+        except ShapeError as error:
+            assert f"rising from 0 to 10, got {wrong}" in str(error)
+            print("refused")
+"""
+
+
+def test_a_compiled_call_refuses_boundaries_outside_its_tokens():
+    """In a process of its own, as above."""
+    command = [sys.executable, "-c", COMPILED_WRONG]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused"] * 8
+
+
+def direct_calls():
+    """The four operators and what they take, for one row of 10 tokens in two sequences."""
+    per_token, per_channel = torch.ones(1, 10, 2), torch.ones(2, 2, 3)
+    sums = {"energy": per_channel, "assigned": per_channel, "mass": torch.ones(2, 2)}
+    given = {"given": torch.ones(1, 10, 2, 3), "given_membership": per_token}
+    ends = {f"given_{name}": part for name, part in sums.items()}
+    known = {"membership": per_token, "score": per_token}
+    call = {"w": torch.ones(1, 10, 2, 3), "temperature": torch.ones(2), "packed": True, "impl": "cpu"}
+    call |= {"mask": torch.ones(1, 10, dtype=torch.bool), "bounds": torch.tensor([0, 6, 10])}
+    rate = {"rate": torch.ones(2, dtype=torch.float64)}
+    return {
+        "bidirectional": (bidirectional, call),
+        "causal": (causal, call | sums | rate | {"offset": per_token}),
+        "bidirectional_backward": (bidirectional_backward, call | sums | known | given),
+        "causal_backward": (causal_backward, call | sums | rate | known | given | ends),
+    }
+
+
+@pytest.mark.parametrize("name", direct_calls())
+def test_an_operator_called_directly_trusts_no_shape(name):
+    operator, right = direct_calls()[name]
+    assert all(torch.isfinite(x).all() for x in operator(**right))
+    for wrong in ([0, 6, 9], [1, 6, 10], [0, 11, 10], [0, 60, 70], [[0, 10]], []):
+        with pytest.raises(ShapeError, match=r"^(cu_seqlens|bounds): "):
+            operator(**(right | {"bounds": torch.tensor(wrong, dtype=torch.int64)}))
+    with pytest.raises(ShapeError, match=r"bounds: wanted \(2,\)"):
+        operator(**(right | {"packed": False}))
+    with pytest.raises(ShapeError, match="w: wanted 4 axes"):
+        operator(**(right | {"w": torch.ones(10, 2, 3)}))
+    parts = right.keys() - {"w", "bounds", "packed", "impl"}
+    for part in sorted(parts):
+        with pytest.raises(ShapeError, match=rf"^{part}: wanted"):
+            operator(**(right | {part: right[part][..., :1]}))
+
+
+class Float64Elsewhere(TorchDispatchMode):
+    """Refuses float64 off the CPU, as some devices do; the meta device stands for them."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.device.type != "cpu":
+                raise TypeError(f"{function} made float64 on {x.device}")
+        return out
+
+
+def test_decay_asks_no_float64_of_the_device_of_w():
+    rate = rates(half_lives(3), torch.device("mps"))
+    assert rate.device.type == "cpu"
+    x, start = torch.empty(2, 70, 3, 4, device="meta"), torch.empty(2, 3, 4, device="meta")
+    with Float64Elsewhere():
+        found = running_sum(x, start, rate, None)
+        with pytest.raises(TypeError, match="made float64 on meta"):
+            x.double()
+    assert found.shape == x.shape
+    assert found.device.type == "meta"
 
 
 @impls

@@ -4,6 +4,8 @@ import pytest
 import torch
 from tssa_cases import Case, double, errors, outputs, outputs_and_gradients
 
+from rankwise.ops import TSSAState, half_lives, tssa
+
 causalities = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
 
@@ -29,6 +31,18 @@ def test_outputs_and_gradients(causal, scale, dtype):
     within(found, reference, truth)
 
 
+@causalities
+def test_a_channel_of_tiny_numbers(causal):
+    case = Case((2, 70, 3, 8), causal=causal, dtype=torch.float32)
+    case.w[..., 1] *= 1e-11  # Σ w² is 1e-20, whose square float32 takes for 0
+    truth = outputs_and_gradients(double(case), "reference")
+    found = outputs_and_gradients(case, "cpu")
+    assert all(torch.isfinite(x).all() for x in found.values())
+    for part in (..., (..., 1)):  # all of them, and the tiny channel, which the others would hide
+        wanted = truth["d w"][part]
+        assert (found["d w"][part].double() - wanted).norm() < 1e-4 * wanted.norm()
+
+
 @pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
 def test_decay_keeps_its_precision(decayed):
     case = Case((1, 3000, 2, 16), causal=True, dtype=torch.float32)
@@ -46,3 +60,40 @@ def test_65536_tokens(causal, scale):
     found = outputs(case.run("cpu"))
     assert all(torch.isfinite(x).all() for x in found.values())
     within(found, outputs(case.run("reference")), truth)
+
+
+STEPS = 4096
+
+
+@pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
+def test_a_state_carried_token_by_token_loses_a_rounding_a_step_at_most(decayed):
+    """All terms are positive, so a sum of n of them, rounded n times, is off by n · eps/2 of itself.
+
+    With uniform memberships the only other roundings are a term's square and product, and the output's few.
+    """
+    w, options = Case((1, STEPS, 2, 4), dtype=torch.float32).w, {"causal": True, "membership": "uniform"}
+    options["half_life"] = half_lives(2, 50, 5000) if decayed else None
+    truth = tssa(w.double(), None, impl="reference", **options)
+    state, output = TSSAState.zeros(1, 2, 4), []
+    for t in range(STEPS):
+        step = tssa(w[:, t : t + 1], None, state=state, **options)
+        state = step.state
+        output.append(step.output)
+    eps = torch.finfo(torch.float32).eps
+    for part, wanted in zip(state[:3], truth.state[:3], strict=True):
+        torch.testing.assert_close(part.double(), wanted, rtol=(STEPS / 2 + 8) * eps, atol=0)
+    torch.testing.assert_close(torch.cat(output, 1).double(), truth.output, rtol=(STEPS + 16) * eps, atol=0)
+    assert state.seen.tolist() == [STEPS]
+
+
+def test_a_sum_of_2_to_the_24_stands_still_for_single_steps_but_not_for_longer_calls():
+    state = TSSAState.zeros(1, 1, 1)._replace(
+        mass=torch.full((1, 1), 2.0**24), energy=torch.full((1, 1, 1), 2.0**24)
+    )
+    w = torch.ones(1, 64, 1, 1)
+    single = state
+    for t in range(64):
+        single = tssa(w[:, t : t + 1], torch.ones(1), causal=True, state=single).state
+    longer = tssa(w, torch.ones(1), causal=True, state=state).state
+    assert (single.mass.item(), longer.mass.item()) == (2.0**24, 2.0**24 + 64)
+    assert (single.energy.item(), longer.energy.item()) == (2.0**24, 2.0**24 + 64)

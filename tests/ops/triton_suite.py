@@ -109,6 +109,35 @@ def test_padding_may_hold_anything_and_every_number_is_written(causal, place, mo
     assert errors({k: got[k] for k in wanted}, wanted)["output"] < 1e-5
 
 
+@pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
+def test_not_a_number_is_seen_from_its_token_on(decayed, place):
+    case = moved(Case((1, 70, 2, 5), causal=True, decayed=decayed), place)
+    case.w[0, 40, 1, 2] = torch.nan
+    for impl in ("triton", "reference"):
+        found = case.run(impl).membership.isnan()
+        assert found[:, 40:].all()
+        assert decayed or not found[:, :40].any()  # a product with the triangle of λ takes 0 · NaN for NaN
+
+
+def test_a_half_life_that_remembers_nothing(place):
+    case = moved(Case((2, 70, 3, 5), causal=True, masked=True, stated=True), place)
+    case.options["half_life"] = torch.tensor([1e-4, 1e-300, 3.0], dtype=torch.float64)  # λ = 0, 0 and 0.8
+    got, wanted = outputs_and_gradients(case, "triton"), outputs_and_gradients(case, "reference")
+    assert all(torch.isfinite(x).all() for x in got.values())
+    assert max(errors(got, wanted).values()) < ROUNDING
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_a_channel_of_tiny_numbers(causal, place):
+    case = Case((2, 70, 3, 8), causal=causal, dtype=torch.float32)
+    case.w[..., 1] *= 1e-11  # Σ w² is 1e-20, whose square float32 takes for 0
+    truth = outputs_and_gradients(moved(double(case), place), "reference")
+    found = outputs_and_gradients(moved(case, place), "triton")
+    assert all(torch.isfinite(x).all() for x in found.values())
+    wanted = truth["d w"][..., 1]
+    assert (found["d w"][..., 1].double() - wanted).norm() < 1e-4 * wanted.norm()
+
+
 @pytest.mark.parametrize("kind", ["bidirectional_0", "causal_0"])
 def test_it_computes_what_the_released_modules_do(kind, place):
     tensors = {k: v.to(place) for k, v in load_file(GOLDEN / f"tssa_{kind}.safetensors").items()}

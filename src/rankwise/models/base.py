@@ -1,10 +1,24 @@
 """What all our Hugging Face models share."""
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
+
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""What transformers' losses take."""
+
+PASSED_BY = ("output_attentions", "cache_position", "token_type_ids", "use_cache")
+"""What tokenizers, `generate` and wrappers pass to every model, and what changes nothing in ours."""
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""How transformers says that several texts stand in one row."""
 
 
 class ToSTPreTrainedModel(PreTrainedModel):
@@ -28,3 +42,28 @@ class ToSTPreTrainedModel(PreTrainedModel):
         reset = getattr(module, "reset_parameters", None)
         if reset is not None and type(module).__module__.startswith("rankwise."):
             reset()
+
+    def _loss_options(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Of further keyword arguments those of a loss; the rest must be harmless.
+
+        Raises:
+            InputError: for one that would be ignored although it was meant to change something.
+        """
+        given = {name: value for name, value in others.items() if value is not None}
+        for name in given:
+            if name in PACKING:
+                raise InputError(
+                    f"`{name}`",
+                    wanted="one text in a row",
+                    got="several, packed",
+                    fix="TSSA does not read where packed texts end: give each a row, and a mask.",
+                )
+            if name not in (*LOSS, *PASSED_BY):
+                known = [known for known in inspect.signature(self.forward).parameters if known != "kwargs"]
+                raise InputError(
+                    f"`{name}`",
+                    wanted=f"an argument of {type(self).__name__}",
+                    got="an unknown one",
+                    fix=did_you_mean(name, known),
+                )
+        return {name: value for name, value in given.items() if name in LOSS}

@@ -1,5 +1,8 @@
 """What a language model remembers between two calls: the state of each layer's mixer."""
 
+import copy
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -90,6 +93,12 @@ class MixerCache(Cache):
     def is_initialized(self) -> bool:
         """Whether a token has been seen."""
         return self.length > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MixerCache":
+        """A copy cut from the graph, which a copied tensor cannot keep."""
+        memo[id(self)] = copied = copy.copy(self)
+        copied._rows(lambda tensor: tensor.detach().clone())
+        return copied
 
     def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
         """Put the rows in another order, as beam search asks."""

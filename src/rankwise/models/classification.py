@@ -35,6 +35,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
         attention_mask: Shaped[Tensor, "B T"] | None = None,
+        position_ids: Int[Tensor, "..."] | None = None,
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         labels: Shaped[Tensor, "..."] | None = None,
         output_hidden_states: bool | None = None,
@@ -45,16 +46,25 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 
         Args:
             input_ids: as for `ToSTModel`.
-            attention_mask: as for `ToSTModel`; padding may be on either side.
+            attention_mask: as for `ToSTModel`; padding may be on either side. Where None,
+                tokens ``pad_token_id`` at the right end of ``input_ids`` are padding, none elsewhere.
+            position_ids: as for `ToSTModel`.
             inputs_embeds: as for `ToSTModel`.
             labels: classes, or numbers for a regression, as ``problem_type`` says.
             output_hidden_states: as for `ToSTModel`.
             return_dict: an object with names, or a tuple.
-            **kwargs: passed to the loss.
+            **kwargs: passed to the loss; others as for `ToSTModel`.
+
+        Raises:
+            InputError: as for `ToSTModel`.
         """
+        options = self._loss_options(kwargs)
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = _without_end(input_ids, self.config.pad_token_id)
         output = self.model(
             input_ids,
             attention_mask,
+            position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=False,
             output_hidden_states=output_hidden_states,
@@ -66,10 +76,20 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         logits = self.classifier(pooled)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
         result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
         named = self.config.return_dict if return_dict is None else return_dict
         return result if named else result.to_tuple()
+
+
+def _without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "B T"]:
+    """All tokens but the padding at the right end.
+
+    Example:
+        >>> _without_end(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()
+        [[1, 1, 1, 1, 0, 0]]
+    """
+    return (input_ids != pad).flip(1).cumsum(1).flip(1) > 0
 
 
 def _last(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:

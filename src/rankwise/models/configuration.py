@@ -1,12 +1,17 @@
 """What a model of ours is made of."""
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from rankwise.errors import InputError, did_you_mean
+from rankwise.models.mixers import MIXERS
+from rankwise.models.mixers.base import head_width
 
 CHOICES = {
     "norm": ("layer", "rms", "none"),
@@ -133,11 +138,12 @@ class ToSTConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
+        _check_keywords(kwargs)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.head_dim = head_dim if head_dim is not None else hidden_size // max(num_attention_heads, 1)
+        self.head_dim = head_width("ToSTConfig", hidden_size, max(num_attention_heads, 1), head_dim)
         self.intermediate_size = intermediate_size if intermediate_size is not None else 4 * hidden_size
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
@@ -179,15 +185,15 @@ class ToSTConfig(PreTrainedConfig):
             InputError: for a value that is out of range or unknown.
         """
         _check_sizes(self)
+        _check_numbers(self)
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise InputError(
-                    f"ToSTConfig `{name}`",
-                    wanted=f"one of {', '.join(choices)}",
-                    got=repr(value),
-                    fix=did_you_mean(str(value), choices),
-                )
+            if getattr(self, name) not in choices:
+                _refuse_name(name, f"one of {', '.join(choices)}", getattr(self, name), choices)
+        if self.hidden_act not in ACT2FN:
+            _refuse_name("hidden_act", "an activation of transformers", self.hidden_act, ACT2FN)
+        for mixer in self.mixer_options:
+            if mixer not in MIXERS and mixer not in self.layer_types:
+                _refuse_name("mixer_options", "names of mixers", mixer, MIXERS)
         if len(self.layer_types) != self.num_hidden_layers:
             raise InputError(
                 "ToSTConfig `layer_types`",
@@ -203,6 +209,38 @@ def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
         return None
     lives = [half_life] * heads if isinstance(half_life, int | float) else list(half_life)
     return [None if life is None or math.isinf(life) else float(life) for life in lives]
+
+
+def _refuse_name(field: str, wanted: str, got: str, known: Iterable[str]) -> NoReturn:
+    fix = did_you_mean(str(got), known)
+    raise InputError(f"ToSTConfig `{field}`", wanted=wanted, got=repr(got), fix=fix)
+
+
+def _check_keywords(others: Mapping[str, Any]) -> None:
+    """Refuse what is nearly one of our fields; transformers has many more of its own, which pass."""
+    ours = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
+    for name in others:
+        near = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, ours, n=1, cutoff=0.85)
+        if near:
+            raise InputError(
+                f"ToSTConfig `{name}`",
+                wanted="a known field",
+                got="an unknown one",
+                fix=f"Did you mean {near[0]}?",
+            )
+
+
+def _check_numbers(config: ToSTConfig) -> None:
+    if not 0 <= config.dropout <= 1:
+        _refuse_number("dropout", "a rate from 0 to 1", config.dropout)
+    for name in ("layer_scale", "skip_init", "norm_eps", "initializer_range"):
+        value = getattr(config, name)
+        if value is not None and not math.isfinite(value):
+            _refuse_number(name, "a finite number", value)
+
+
+def _refuse_number(field: str, wanted: str, got: float) -> NoReturn:
+    raise InputError(f"ToSTConfig `{field}`", wanted=wanted, got=f"{got}", fix="Change it, or leave it out.")
 
 
 def _check_sizes(config: ToSTConfig) -> None:

@@ -2,10 +2,8 @@
 
 import argparse
 import json
-import pickle
 import tempfile
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,12 @@ from rankwise.models.language import ToSTForCausalLM
 from rankwise.models.pictures import picture_settings
 from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
 from rankwise.models.vision import ToSTForImageClassification
+from rankwise.ops.tssa.checks import FLOATS
 
 WRAPPERS = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before every name."""
+
+MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}
 
 LANGUAGE_MARK, VISION_MARK = "transformer.wte.weight", "patch_embed.proj.0.0.weight"
 
@@ -54,13 +55,13 @@ def load_released_tost(
     weights = weights_of(_read(path), path)
     if LANGUAGE_MARK in weights:
         released = _understood(lambda: understand_language(weights), path)
-        model = ToSTForCausalLM(released.config)
     elif VISION_MARK in weights:
         released = _understood(lambda: understand_vision(weights, tokens_norm), path)
-        model = ToSTForImageClassification(released.config)
     else:
-        raise _foreign(path, f"names such as {', '.join(sorted(weights)[:3])}")
-    model.load_state_dict(_renamed(weights, released, model.state_dict(), path))
+        raise _foreign(path, f"names such as {_listed(sorted(weights))}")
+    renamed = _renamed(weights, released, path)
+    model = MODELS[released.kind](released.config)
+    model.load_state_dict(renamed)
     model.tie_weights()
     return model.eval()
 
@@ -111,15 +112,37 @@ def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
     inner = checkpoint
     if isinstance(checkpoint, Mapping):
         inner = next((checkpoint[key] for key in ("model", "state_dict") if key in checkpoint), checkpoint)
-    if not isinstance(inner, Mapping) or not inner or not all(torch.is_tensor(w) for w in inner.values()):
-        held = ", ".join(map(str, list(checkpoint)[:5])) if isinstance(checkpoint, Mapping) else ""
-        raise _foreign(path, f"keys {held}" if held else "no weights")
+    named = isinstance(inner, Mapping) and all(
+        isinstance(name, str) and torch.is_tensor(weight) for name, weight in inner.items()
+    )
+    if not named or not inner:
+        held = isinstance(checkpoint, Mapping) and len(checkpoint)
+        raise _foreign(path, f"keys {_listed(checkpoint)}" if held else "no weights")
     weights = {}
     for name, weight in inner.items():
         while name.startswith(WRAPPERS):
             name = name.split(".", 1)[1]
+        _check_kind(name, weight, path)
         weights[name] = weight
     return weights
+
+
+def _check_kind(name: str, weight: Tensor, path: Path) -> None:
+    """Refuse what is not a dense array of real numbers, each of them in the file."""
+    counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
+    dense = weight.layout == torch.strided and weight.device.type == "cpu"
+    if not (counter or weight.dtype in FLOATS) or not dense:
+        got = f"{weight.dtype}, {weight.layout}, on {weight.device.type}"
+    elif not weight.numel() or weight.numel() * weight.element_size() > weight.untyped_storage().nbytes():
+        got = f"shape {tuple(weight.shape)} of {weight.untyped_storage().nbytes()} bytes"
+    else:
+        return
+    raise InputError(
+        f"checkpoint {path}, weight {_plain(name)}",
+        wanted="a dense tensor of floating-point numbers",
+        got=got,
+        fix="The released files hold no other weights.",
+    )
 
 
 def _read(path: Path) -> Any:
@@ -129,16 +152,18 @@ def _read(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
+    # damaged bytes raise anything, and torch's texts advise to switch its check of the contents off
+    except Exception as error:
+        refused = isinstance(error, PermissionError)
         raise InputError(
             f"checkpoint {path}",
             wanted="a file of torch.save that holds tensors and plain values only",
-            got=(str(error).strip().splitlines() or [type(error).__name__])[0][:200],
+            got="no permission to read it" if refused else "a damaged file, or one that holds other things",
             fix="Only the released .pt and .pth files are read; no code from a checkpoint is ever run.",
-        ) from error
+        ) from None
 
 
-def _understood(understand: Any, path: Path) -> ReleasedModel:
+def _understood(understand: Callable[[], ReleasedModel], path: Path) -> ReleasedModel:
     try:
         return understand()
     except KeyError as error:
@@ -151,10 +176,17 @@ def _understood(understand: Any, path: Path) -> ReleasedModel:
             got="none",
             fix="The file is not whole: get it again.",
         ) from None
+    except InputError as error:
+        raise InputError(
+            f"checkpoint {path}, {error.subject}",
+            wanted=error.wanted,
+            got=error.got,
+            fix="Its sizes are not those of a released model.",
+        ) from None
 
 
-def _renamed(weights: Weights, released: ReleasedModel, ours: Weights, path: Path) -> dict[str, Tensor]:
-    """The weights by our names, all there and of the right shapes.
+def _renamed(weights: Weights, released: ReleasedModel, path: Path) -> dict[str, Tensor]:
+    """The weights by our names, all there and of the right shapes; before memory is taken for a model.
 
     Raises:
         InputError: if not.
@@ -169,8 +201,9 @@ def _renamed(weights: Weights, released: ReleasedModel, ours: Weights, path: Pat
             fix="Variants of the released models cannot be loaded.",
         )
     renamed = {own: as_ours(name, weights[name]) for name, own in released.names.items() if name in weights}
-    if "model.embed_tokens.weight" in renamed:
-        _check_tied(renamed, path)
+    if released.kind == "language":
+        renamed.setdefault("lm_head.weight", renamed["model.embed_tokens.weight"])
+    ours = _empty(released).state_dict()
     for name, own in released.names.items():
         if own in renamed and renamed[own].shape != ours[own].shape:
             raise InputError(
@@ -179,13 +212,21 @@ def _renamed(weights: Weights, released: ReleasedModel, ours: Weights, path: Pat
                 got=f"{tuple(renamed[own].shape)}",
                 fix="Sizes are read off the other weights: this one is of another model.",
             )
+    if released.kind == "language":
+        _check_tied(renamed, path)
     return renamed
+
+
+def _empty(released: ReleasedModel) -> PreTrainedModel:
+    """The model without memory for its weights: shapes alone."""
+    with torch.device("meta"):
+        return MODELS[released.kind](released.config)
 
 
 def _check_tied(renamed: dict[str, Tensor], path: Path) -> None:
     """The head shares the embedding's weights; a file that says otherwise is not a released one."""
     embedding = renamed["model.embed_tokens.weight"]
-    if not torch.equal(renamed.setdefault("lm_head.weight", embedding), embedding):
+    if not torch.equal(renamed["lm_head.weight"], embedding):
         raise InputError(
             f"checkpoint {path}, weight lm_head.weight",
             wanted="the same numbers as transformer.wte.weight, which the released models tie it to",
@@ -195,7 +236,18 @@ def _check_tied(renamed: dict[str, Tensor], path: Path) -> None:
 
 
 def _some(names: list[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else "none"
+    return f"{len(names)} ({_listed(names)})" if names else "none"
+
+
+def _listed(names: Iterable[Any]) -> str:
+    first = list(names)
+    return ", ".join([_plain(name) for name in first[:3]] + ["…"] * (len(first) > 3))
+
+
+def _plain(name: Any) -> str:
+    """A name out of a file, short and without what a terminal would obey."""
+    text = ascii(name)
+    return (text[1:-1] if isinstance(name, str) else text)[:60]
 
 
 def _foreign(path: Path, got: str) -> InputError:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rankwise.errors import InputError
@@ -13,6 +13,7 @@ from rankwise.models.base import ToSTPreTrainedModel
 from rankwise.models.block import Block, make_norm
 from rankwise.models.cache import MixerCache, positions
 from rankwise.models.configuration import ToSTConfig
+from rankwise.models.mixers.base import real_tokens
 
 
 class ToSTModel(ToSTPreTrainedModel):
@@ -63,22 +64,28 @@ class ToSTModel(ToSTPreTrainedModel):
         Args:
             input_ids: tokens of this call.
             attention_mask: true or 1 where a token is real; of all tokens so far, or of this call's.
-            position_ids: where the tokens stand; counted over real tokens where None.
+            position_ids: where the tokens stand in the text, counted from 0 over all or over real tokens;
+                over real ones where None.
             past_key_values: what an earlier call gave back.
             inputs_embeds: embeddings in place of ``input_ids``.
             use_cache: whether to give back the decoding state; by the configuration, never while training.
             output_hidden_states: whether to give back what each block reads, and the last norm's output.
             return_dict: an object with names, or a tuple.
-            **kwargs: nothing that is used.
+            **kwargs: what transformers passes to every model; nothing that is used.
+
+        Raises:
+            InputError: for a mask or positions that do not fit, a text that is too long, and arguments that
+                would be ignored.
         """
+        self._loss_options(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
             raise InputError(
                 "`forward`", wanted="input_ids or inputs_embeds", got=got, fix="Give one of them."
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = _of_this_call(attention_mask, x)
         cache = self._cache(past_key_values, use_cache)
+        mask = _of_this_call(attention_mask, x, 0 if cache is None else cache.length)
         x = self.dropout(self._with_positions(x, mask, position_ids, cache))
         shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: tuple[Tensor, ...] = ()
@@ -105,6 +112,13 @@ class ToSTModel(ToSTPreTrainedModel):
             wanted = False
         if not self.config.causal:
             wanted = False
+        if given is not None and not self.config.causal:
+            raise InputError(
+                "`past_key_values`",
+                wanted="None",
+                got=f"a {type(given).__name__}",
+                fix="A model with causal=False reads a text as a whole: leave it out.",
+            )
         if isinstance(given, MixerCache) and len(given) == len(self.layers):
             return given
         if given is not None:
@@ -120,11 +134,15 @@ class ToSTModel(ToSTPreTrainedModel):
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
     ) -> Tensor:
         """Add the learned positions, if there are any."""
-        if self.embed_positions is None and not self.config.position_bias:
+        bounded = self.embed_positions is not None or self.config.position_bias
+        if not bounded and position_ids is None:
             return x
         before, length = (None, 0) if cache is None else (cache.counts, cache.length)
         counted = positions(x, mask, before)
-        _check_length(counted, x.shape[1] + length, self.config.max_position_embeddings)
+        if position_ids is not None:
+            _check_positions(position_ids, counted, mask, length)
+        if bounded:
+            _check_length(counted, x.shape[1] + length, self.config.max_position_embeddings)
         if self.embed_positions is None:
             return x
         return x + self.embed_positions(counted if position_ids is None else position_ids)
@@ -157,6 +175,17 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         """No: the model makes its own cache on the first call."""
         return False
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *others: Any) -> None:
+        """Refuse a kind of cache that would be ignored."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise InputError(
+                "`cache_implementation`",
+                wanted="None",
+                got=repr(generation_config.cache_implementation),
+                fix="The model keeps its own MixerCache: leave it out.",
+            )
+        super()._prepare_cache_for_generation(generation_config, *others)
 
     def get_output_embeddings(self) -> nn.Linear:
         """The head."""
@@ -193,8 +222,12 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             output_hidden_states: as for `ToSTModel`.
             logits_to_keep: logits of the last so many tokens, or of these; all where 0.
             return_dict: an object with names, or a tuple.
-            **kwargs: passed to the loss, such as ``num_items_in_batch``.
+            **kwargs: passed to the loss, such as ``num_items_in_batch``; others as for `ToSTModel`.
+
+        Raises:
+            InputError: as for `ToSTModel`.
         """
+        options = self._loss_options(kwargs)
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
             output_hidden_states, return_dict=True,
@@ -204,7 +237,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options
             )
         result = CausalLMOutputWithPast(
             loss=loss,
@@ -216,25 +249,47 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return result if named else result.to_tuple()
 
 
-def _of_this_call(attention_mask: Tensor | None, x: Tensor) -> Bool[Tensor, "B T"] | None:
+def _of_this_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
     """The mask of the tokens of this call; None where all are real, which is the faster way."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]
-    if attention_mask.ndim != 2 or len(attention_mask) != rows or attention_mask.shape[1] < tokens:
+    columns = attention_mask.shape[-1]
+    of_this, of_all = columns == tokens, columns == before + tokens
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or not (of_this or of_all):
         raise InputError(
             "`attention_mask`",
-            wanted=f"(B, S) with B = {rows} and S ≥ {tokens}",
+            wanted=f"({rows}, {tokens})" + (f" or ({rows}, {before + tokens})" if before else ""),
             got=f"{tuple(attention_mask.shape)}",
             fix="Give 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
         )
-    mask = attention_mask[:, attention_mask.shape[1] - tokens :].bool()
+    mask = real_tokens(attention_mask[:, attention_mask.shape[1] - tokens :])
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 
+def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
+    """Refuse positions that do not simply count; not looked at while compiling."""
+    if torch.compiler.is_compiling():
+        return
+    rows, tokens = counted.shape
+    fits = tuple(position_ids.shape) in ((tokens,), (1, tokens), (rows, tokens))
+    plain = torch.arange(before, before + tokens, device=counted.device)
+    padding = torch.zeros_like(counted, dtype=torch.bool) if mask is None else ~mask
+    if not fits or not any(bool(((position_ids == way) | padding).all()) for way in (counted, plain)):
+        raise InputError(
+            "`position_ids`",
+            wanted=f"{before}, {before + 1}, … for each row, over its real tokens or over all",
+            got=f"{position_ids.flatten()[:8].tolist()}, shape {tuple(position_ids.shape)}",
+            fix="TSSA does not read position_ids, so packed texts would mix: give each a row, and a mask.",
+        )
+
+
 def _check_length(positions: Tensor, most: int, limit: int) -> None:
-    """Refuse a position without an embedding; the tokens themselves are looked at only if that could be."""
-    if most > limit and int(positions.max()) >= limit:
+    """Refuse a position without an embedding; the tokens themselves are looked at only if that could be.
+
+    While compiling they cannot be: looking up the embedding fails instead.
+    """
+    if most > limit and not torch.compiler.is_compiling() and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",
             wanted=f"at most max_position_embeddings = {limit} tokens",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rankwise.errors import InputError
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.presets import LANGUAGE_FRAME, VISION_FRAME, vision_layer_scale
 
@@ -104,16 +105,16 @@ def understand_language(weights: Weights) -> ReleasedModel:
         KeyError: if a weight that says so is missing; its name is the error's argument.
     """
     layers = count(weights, r"transformer\.h\.(\d+)\.")
-    vocabulary, width = weights["transformer.wte.weight"].shape
+    vocabulary, width = sizes(weights, "transformer.wte.weight", 2)
     config = ToSTConfig(
         **{
             **LANGUAGE_FRAME,
             "vocab_size": vocabulary,
             "hidden_size": width,
             "num_hidden_layers": layers,
-            "num_attention_heads": weights["transformer.h.0.attn.temp"].shape[0],
-            "intermediate_size": weights["transformer.h.0.mlp.c_fc.weight"].shape[0],
-            "max_position_embeddings": weights["transformer.wpe.weight"].shape[0],
+            "num_attention_heads": weights["transformer.h.0.attn.temp"].numel(),
+            "intermediate_size": sizes(weights, "transformer.h.0.mlp.c_fc.weight", 2)[0],
+            "max_position_embeddings": sizes(weights, "transformer.wpe.weight", 2)[0],
             "use_bias": "transformer.h.0.attn.c_attn.bias" in weights,
             **({} if vocabulary > LANGUAGE_FRAME["eos_token_id"] else NO_SPECIAL_TOKENS),
         }
@@ -130,16 +131,16 @@ def understand_vision(weights: Weights, tokens_norm: bool) -> ReleasedModel:
     """
     layers = count(weights, r"blocks\.(\d+)\.")
     class_layers = count(weights, r"cls_attn_blocks\.(\d+)\.")
-    halvings = 1 + count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight") // 2
-    labels, width = weights["head.weight"].shape
+    halvings = count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight")
+    labels, width = sizes(weights, "head.weight", 2)
     config = ToSTConfig(
         **{
             **VISION_FRAME,
             "hidden_size": width,
             "num_hidden_layers": layers,
-            "num_attention_heads": weights["blocks.0.attn.temp"].shape[0],
-            "intermediate_size": weights["blocks.0.mlp.fc1.weight"].shape[0],
-            "num_channels": weights["patch_embed.proj.0.0.weight"].shape[1],
+            "num_attention_heads": weights["blocks.0.attn.temp"].numel(),
+            "intermediate_size": sizes(weights, "blocks.0.mlp.fc1.weight", 2)[0],
+            "num_channels": sizes(weights, "patch_embed.proj.0.0.weight", 4)[1],
             "patch_size": 2**halvings,
             "class_attention_layers": class_layers,
             "tokens_norm": tokens_norm,
@@ -161,7 +162,7 @@ def understand_vision(weights: Weights, tokens_norm: bool) -> ReleasedModel:
 
 def as_ours(released: str, weight: Tensor) -> Tensor:
     """Drop the axes of length 1 that temperatures (H, 1) and biases (H, P, 1) have there."""
-    if released.endswith((".attn.temp", ".attn.denom_bias")) and weight.shape[-1] == 1:
+    if released.endswith((".attn.temp", ".attn.denom_bias")) and weight.shape[-1:] == (1,):
         return weight[..., 0]
     return weight
 
@@ -183,6 +184,18 @@ def without_biases(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """One more than the largest number that a pattern finds at the beginning of a name."""
-    found = (re.match(pattern, name) for name in names)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    """How many numbers a pattern finds at the beginning of names: of a whole file, 0 to one less."""
+    return len({match[1] for name in names if (match := re.match(pattern, name))})
+
+
+def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
+    """The shape of a weight that has so many axes.
+
+    Raises:
+        InputError: if it has not.
+        KeyError: if it is missing.
+    """
+    shape = tuple(weights[name].shape)
+    if len(shape) != axes:
+        raise InputError(f"weight {name}", wanted=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")
+    return shape

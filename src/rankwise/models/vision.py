@@ -73,8 +73,12 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
             output_hidden_states: whether to give back the patches as each block reads them, and the last
                 norm's output, class token first.
             return_dict: an object with names, or a tuple.
-            **kwargs: passed to the loss.
+            **kwargs: passed to the loss; otherwise only what transformers passes to every model.
+
+        Raises:
+            InputError: for images that patches do not tile, and arguments that would be ignored.
         """
+        options = self._loss_options(kwargs)
         grid = self.patch_embedding(pixel_values)
         x = (grid + self.positions(*grid.shape[2:])).flatten(2).transpose(1, 2)
         x = self.dropout(x)
@@ -92,7 +96,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         logits = self.classifier(x[:, 0])
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
         output = ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=(*states, x) if shown else None
         )

@@ -4,6 +4,7 @@ A mixer is a `Mixer` (see `rankwise.models.mixers.base`): ``forward``, ``mixing_
 the same arguments; ``state_size(tokens)``; ``from_config(config)``. To add one: a file here, a line below.
 """
 
+import inspect
 from typing import TYPE_CHECKING
 
 from rankwise.errors import InputError, did_you_mean
@@ -32,7 +33,7 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
     """The mixer of one layer.
 
     Raises:
-        InputError: for a name that is not in `MIXERS`.
+        InputError: for a name that is not in `MIXERS`, or an option that the mixer does not take.
     """
     name = config.layer_types[layer]
     if name not in MIXERS:
@@ -42,6 +43,15 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
             got=repr(name),
             fix=did_you_mean(name, MIXERS),
         )
+    known = list(inspect.signature(MIXERS[name]).parameters)[1:]
+    for option in config.mixer_options.get(name, {}):
+        if option not in known:
+            raise InputError(
+                f"ToSTConfig `mixer_options[{name!r}]`",
+                wanted=f"arguments of {MIXERS[name].__name__}",
+                got=repr(option),
+                fix=did_you_mean(str(option), known),
+            )
     return MIXERS[name].from_config(config)
 
 

@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from rankwise.errors import ShapeError
+from rankwise.errors import InputError, ShapeError
 from rankwise.operators import MixingOperator
 
 MixerState = tuple[Tensor, ...]
@@ -94,6 +95,7 @@ def token_mask(
 
     Raises:
         ShapeError: if it is not one value for each token of this call.
+        InputError: if it holds other values than 0 and 1.
     """
     if attention_mask is None:
         return None
@@ -104,4 +106,70 @@ def token_mask(
             got=f"{tuple(attention_mask.shape)}",
             fix="A mixer takes the mask of the tokens of this call; its state remembers earlier ones.",
         )
-    return attention_mask.bool()
+    return real_tokens(attention_mask)
+
+
+def real_tokens(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """The mask as booleans.
+
+    Raises:
+        InputError: if it holds other values than 0 and 1; not looked at while compiling.
+
+    Example:
+        >>> real_tokens(torch.tensor([[0.0, 1.0]])).tolist()
+        [[False, True]]
+    """
+    real = attention_mask.bool()
+    plain = attention_mask.dtype == torch.bool or torch.compiler.is_compiling()
+    if not plain and not torch.equal(real.to(attention_mask.dtype), attention_mask):
+        other = attention_mask[real.to(attention_mask.dtype) != attention_mask]
+        raise InputError(
+            "`attention_mask`",
+            wanted="1 (or true) for real tokens and 0 for padding",
+            got=f"{other[0].item()}",
+            fix="A mask that is added to scores, 0 and -inf, is the other way round: pass (mask == 0).",
+        )
+    return real
+
+
+def head_width(subject: str, hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    """The width of a head: as asked, or the model width over the heads.
+
+    Args:
+        subject: what has the heads, for the error.
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K, or None.
+
+    Raises:
+        InputError: if a size is under 1, or the heads do not divide the width and no ``head_dim`` is given.
+    """
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "head_dim": 1 if head_dim is None else head_dim,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{subject} `{name}`", wanted="at least 1", got=f"{size}", fix="Raise it.")
+    if head_dim is None and hidden_size % num_heads:
+        raise InputError(
+            f"{subject} heads",
+            wanted=f"a number that divides the width {hidden_size}",
+            got=f"{num_heads}",
+            fix="Choose other sizes, or give head_dim.",
+        )
+    return hidden_size // num_heads if head_dim is None else head_dim
+
+
+def make_dropout(subject: str, rate: float) -> nn.Dropout:
+    """A dropout.
+
+    Raises:
+        InputError: if the rate is no probability.
+    """
+    if not 0 <= rate <= 1:
+        raise InputError(
+            f"{subject} `dropout`", wanted="a rate from 0 to 1", got=f"{rate}", fix="0 drops nothing."
+        )
+    return nn.Dropout(rate)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.models.mixers.base import MixerState
+from rankwise.models.mixers.base import MixerState, head_width, make_dropout
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, rows_after
 from rankwise.operators import LinearAttentionMixing
 from rankwise.operators.base import at_least_float32
@@ -54,13 +54,13 @@ class LinearAttention(OperatorMixer):
     ) -> None:
         super().__init__()
         self.num_heads, self.causal, self.normalized = num_heads, causal, normalized
-        self.head_dim = head_dim if head_dim is not None else hidden_size // num_heads
+        self.head_dim = head_width("LinearAttention", hidden_size, num_heads, head_dim)
         self.feature_dim = feature_dim if feature_dim is not None else self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.feature_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, num_heads * self.feature_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout("LinearAttention", dropout)
 
     @classmethod
     def from_config(cls, config: Any) -> "LinearAttention":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState
+from rankwise.models.mixers.base import MixerState, make_dropout
 from rankwise.models.mixers.convolution import ShortConvolution
 from rankwise.models.mixers.mamba2 import start_of_steps
 from rankwise.models.mixers.scanned import (
@@ -83,7 +83,7 @@ class Mamba(OperatorMixer):
         self.step_proj = nn.Linear(self.step_rank, self.channels)
         self.log_rate = nn.Parameter(torch.empty(self.channels, state_dim))
         self.out_proj = nn.Linear(self.channels, hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout("Mamba", dropout)
         self.reset_parameters()
 
     @classmethod

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState
+from rankwise.models.mixers.base import MixerState, head_width, make_dropout
 from rankwise.models.mixers.convolution import ShortConvolution
 from rankwise.models.mixers.scanned import (
     Mixing,
@@ -75,14 +75,14 @@ class Mamba2(OperatorMixer):
         super().__init__()
         only_causal("mamba2", causal)
         self.num_heads, self.causal, self.groups, self.state_dim = num_heads, True, groups, state_dim
-        self.head_dim = head_dim if head_dim is not None else hidden_size // num_heads
+        self.head_dim = head_width("Mamba2", hidden_size, num_heads, head_dim)
         self.sizes = [num_heads * self.head_dim, groups * state_dim, groups * state_dim]
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes) + num_heads, bias=bias)
         self.convolution = ShortConvolution(sum(self.sizes), conv_tokens)
         self.step_bias = nn.Parameter(torch.empty(num_heads))
         self.log_rate = nn.Parameter(torch.empty(num_heads))
         self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout("Mamba2", dropout)
         self.reset_parameters()
 
     @classmethod

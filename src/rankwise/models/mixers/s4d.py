@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState
+from rankwise.models.mixers.base import MixerState, make_dropout
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, only_causal
 from rankwise.operators import DenseMixing, ToeplitzMixing
 from rankwise.operators.base import at_least_float32
@@ -66,7 +66,7 @@ class S4D(OperatorMixer):
         self.frequency = nn.Parameter(torch.empty(hidden_size, state_dim))
         self.read = nn.Parameter(torch.empty(hidden_size, state_dim, 2))
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout("S4D", dropout)
         self.reset_parameters()
 
     @classmethod

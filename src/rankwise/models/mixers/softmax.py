@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, token_mask
+from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, head_width, make_dropout, token_mask
 from rankwise.operators import SoftmaxMixing
 
 
@@ -47,26 +47,25 @@ class SoftmaxAttention(Mixer):
     ) -> None:
         super().__init__()
         self.num_heads, self.causal = num_heads, causal
-        self.head_dim = head_dim if head_dim is not None else hidden_size // num_heads
+        self.head_dim = head_width("SoftmaxAttention", hidden_size, num_heads, head_dim)
         self.query_dim = query_dim if query_dim is not None else self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout("SoftmaxAttention", dropout)
 
     @classmethod
     def from_config(cls, config: Any) -> "SoftmaxAttention":
-        """Build from a `rankwise.models.ToSTConfig`."""
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            head_dim=config.head_dim,
-            causal=config.causal,
-            bias=config.use_bias,
-            dropout=config.dropout,
-            **config.mixer_options.get("softmax", {}),
-        )
+        """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["softmax"]`` has the last word."""
+        given = {
+            "head_dim": config.head_dim,
+            "causal": config.causal,
+            "bias": config.use_bias,
+            "dropout": config.dropout,
+        }
+        options = config.mixer_options.get("softmax", {})
+        return cls(config.hidden_size, config.num_attention_heads, **{**given, **options})
 
     def forward(
         self,

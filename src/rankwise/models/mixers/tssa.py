@@ -8,9 +8,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, token_mask
+from rankwise.errors import InputError, did_you_mean
+from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, head_width, make_dropout, token_mask
 from rankwise.operators import DiagonalMixing
 from rankwise.ops import TSSAOutput, TSSAState, tssa
+from rankwise.ops.tssa.checks import MEMBERSHIPS
+from rankwise.ops.tssa.dispatch import IMPLEMENTATIONS
 
 
 class TokenStatisticsAttention(Mixer):
@@ -31,10 +34,13 @@ class TokenStatisticsAttention(Mixer):
         bias: biases in the projections.
         max_positions: causal: tokens a learned bias by position is kept for, as released; 0: none.
         membership: ``softmax`` over the heads, or ``uniform``: 1 / H, and no temperature.
-        half_life: causal: tokens after which a token counts half, for each head; None: no decay, `math.inf`
-            in the place of one head: that head forgets nothing.
+        half_life: causal: tokens after which a token counts half, for each head; None: no decay, None or
+            `math.inf` in the place of one head: that head forgets nothing.
         dropout: rate on the output.
         impl: implementation of the operation, as for `rankwise.ops.tssa`.
+
+    Raises:
+        InputError: if a size, a rate or a name cannot be, or options contradict each other.
 
     Example:
         >>> import torch
@@ -57,39 +63,40 @@ class TokenStatisticsAttention(Mixer):
         bias: bool = True,
         max_positions: int = 0,
         membership: str = "softmax",
-        half_life: Sequence[float] | None = None,
+        half_life: Sequence[int | float | None] | None = None,
         dropout: float = 0.0,
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        _check_name("membership", membership, MEMBERSHIPS)
+        _check_name("impl", impl, ("auto", *IMPLEMENTATIONS))
         self.num_heads, self.causal, self.membership, self.impl = num_heads, causal, membership, impl
-        self.head_dim = head_dim if head_dim is not None else hidden_size // num_heads
-        self.half_life = None if half_life is None else tuple(float(life) for life in half_life)
+        self.head_dim = head_width("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
+        self.half_life = None if half_life is None else _half_lives(half_life, num_heads, causal)
+        _check_positions(max_positions, causal, membership)
         self.in_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout("TokenStatisticsAttention", dropout)
         shared = membership == "uniform"  # then no temperature changes anything
         self.temperature = None if shared else nn.Parameter(torch.empty(num_heads))
-        positions = torch.empty(num_heads, max_positions) if causal and max_positions else None
+        positions = torch.empty(num_heads, max_positions) if max_positions else None
         self.position_bias = None if positions is None else nn.Parameter(positions)
         self.reset_parameters()
 
     @classmethod
     def from_config(cls, config: Any) -> "TokenStatisticsAttention":
-        """Build from a `rankwise.models.ToSTConfig`."""
-        lives = config.half_life
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            head_dim=config.head_dim,
-            causal=config.causal,
-            bias=config.use_bias,
-            max_positions=config.max_position_embeddings if config.position_bias else 0,
-            membership=config.membership,
-            half_life=None if lives is None else [math.inf if life is None else life for life in lives],
-            dropout=config.dropout,
-            **config.mixer_options.get("tssa", {}),
-        )
+        """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["tssa"]`` has the last word."""
+        given = {
+            "head_dim": config.head_dim,
+            "causal": config.causal,
+            "bias": config.use_bias,
+            "max_positions": config.max_position_embeddings if config.position_bias else 0,
+            "membership": config.membership,
+            "half_life": config.half_life,
+            "dropout": config.dropout,
+        }
+        options = config.mixer_options.get("tssa", {})
+        return cls(config.hidden_size, config.num_attention_heads, **{**given, **options})
 
     def reset_parameters(self) -> None:
         """Temperatures of 1 and biases of 0, as released; the projections have their own."""
@@ -166,3 +173,36 @@ class TokenStatisticsAttention(Mixer):
             w, temperature, causal=self.causal, bias=self.position_bias, mask=mask, state=past,
             impl=self.impl, membership=self.membership, half_life=decay,
         )  # fmt: skip
+
+
+def _check_name(argument: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(
+            f"TokenStatisticsAttention `{argument}`",
+            wanted=f"one of {', '.join(known)}",
+            got=repr(value),
+            fix=did_you_mean(str(value), known),
+        )
+
+
+def _half_lives(half_life: Sequence[int | float | None], heads: int, causal: bool) -> tuple[float, ...]:
+    """One for each head, None as infinity."""
+    lives = tuple(math.inf if life is None else float(life) for life in half_life)
+    if not causal or len(lives) != heads or not all(life > 0 for life in lives):
+        raise InputError(
+            "TokenStatisticsAttention `half_life`",
+            wanted=f"causal=True and numbers of tokens above 0, one for each of {heads} heads",
+            got=f"causal={causal}, {list(half_life)}",
+            fix="Make them with rankwise.ops.half_lives(heads), or leave half_life out.",
+        )
+    return lives
+
+
+def _check_positions(max_positions: int, causal: bool, membership: str) -> None:
+    if max_positions < 0 or (max_positions and not (causal and membership == "softmax")):
+        raise InputError(
+            "TokenStatisticsAttention `max_positions`",
+            wanted="0, or more with causal=True and softmax memberships",
+            got=f"{max_positions}, causal={causal}, membership={membership!r}",
+            fix="Leave max_positions out: there is no bias by position here.",
+        )

@@ -31,7 +31,7 @@ class TSSAOutput(NamedTuple):
 
 def tssa(
     w: Float[Tensor, "B T H K"],
-    temperature: Float[Tensor, " H"],
+    temperature: Float[Tensor, " H"] | None,
     causal: bool = False,
     bias: Float[Tensor, "H P"] | None = None,
     mask: Bool[Tensor, "B T"] | None = None,
@@ -71,7 +71,7 @@ def tssa(
 
     Args:
         w: tokens in the subspaces of the heads: a linear map of them, split into heads.
-        temperature: of the softmax, one a head; not used by uniform memberships.
+        temperature: of the softmax, one a head; uniform memberships read none, and None will do.
         causal: whether a token sees only itself and those before.
         bias: learned, by head and position; at least as many positions as the longest text. Causal only.
         mask: True for real tokens.
@@ -102,12 +102,12 @@ def tssa(
         [0.5, 0.5]
     """
     check_tensors(w, temperature, bias, mask, half_life)
-    check_options(causal, bias, state, membership, half_life)
+    check_options(causal, temperature, bias, state, membership, half_life)
     if cu_seqlens is not None:
         check_packing(cu_seqlens, w.shape[0], w.shape[1])
     chosen = choose(impl, w.device)
     bounds = segments(w.shape[0], w.shape[1], cu_seqlens, w.device)
-    tau = None if membership == "uniform" else temperature.to(exact(w.dtype))
+    tau = None if membership == "uniform" or temperature is None else temperature.to(exact(w.dtype))
     problem = Problem(w, tau, None, mask, None, None, bounds, cu_seqlens is not None)
     if not causal:
         solution = _solve(problem, chosen)
@@ -134,7 +134,7 @@ def _in_order(
     if bias is not None:
         offset = offsets(bias.to(dtype), width, mask, bounds, count, (w.shape[0], w.shape[1]), problem.packed)
     start = Sums(state.energy.to(dtype), state.assigned.to(dtype), state.mass.to(dtype))
-    rate = None if half_life is None else rates(half_life).to(w.device)
+    rate = None if half_life is None else rates(half_life, w.device)
     return problem._replace(offset=offset, start=start, rate=rate), lengths(mask, bounds, state.seen)
 
 

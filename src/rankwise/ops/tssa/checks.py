@@ -1,7 +1,7 @@
 """What `tssa` refuses, said in the words of its user."""
 
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,16 +11,43 @@ from rankwise.ops.tssa.state import TSSAState
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MEMBERSHIPS = ("softmax", "uniform")
+AXES = {
+    "temperature": "H",
+    "offset": "BTH",
+    "mask": "BT",
+    "rate": "H",
+    "energy": "NHK",
+    "assigned": "NHK",
+    "mass": "NH",
+    "membership": "BTH",
+    "score": "BTH",
+    "given": "BTHK",
+    "given_membership": "BTH",
+    "given_energy": "NHK",
+    "given_assigned": "NHK",
+    "given_mass": "NH",
+}
+"""The axes of what an operator is given beside w (B, T, H, K), of N sequences."""
+PACKING = "Pack sequences of lengths n as torch.tensor([0, *n]).cumsum(0), in one row."
 
 
 def check_tensors(
-    w: Tensor, temperature: Tensor, bias: Tensor | None, mask: Tensor | None, half_life: Tensor | None
+    w: Tensor, temperature: Tensor | None, bias: Tensor | None, mask: Tensor | None, half_life: Tensor | None
 ) -> None:
-    """Shapes and dtypes that do not fit one another.
+    """Things that are no tensors, shapes and dtypes that do not fit one another.
 
     Raises:
+        InputError: naming the argument that should be a tensor.
         ShapeError: naming the argument, what it should be and what came.
     """
+    _tensor("w", w)
+    others = {"temperature": temperature, "bias": bias, "mask": mask, "half_life": half_life}
+    for name, value in others.items():
+        if value is not None:
+            _tensor(name, value)
+    if w.ndim != 4:
+        fix = "Split the last axis into heads: w.unflatten(-1, (H, -1)); one row is w[None]."
+        _shape("w", "(B, T, H, K)", f"{tuple(w.shape)}", fix)
     batch, tokens, heads, _ = w.shape
     if w.dtype not in FLOATS:
         _shape("w", "a floating-point tensor", str(w.dtype), "Convert it: w.float().")
@@ -31,7 +58,7 @@ def check_tensors(
             f"{tuple(w.shape)}",
             "Leave out empty calls.",
         )
-    if temperature.shape != (heads,):
+    if temperature is not None and temperature.shape != (heads,):
         _shape(
             "temperature",
             f"({heads},), one a head",
@@ -57,16 +84,24 @@ def check_tensors(
 
 
 def check_options(
-    causal: bool, bias: Tensor | None, state: TSSAState | None, membership: str, half_life: Tensor | None
+    causal: bool,
+    temperature: Tensor | None,
+    bias: Tensor | None,
+    state: TSSAState | None,
+    membership: str,
+    half_life: Tensor | None,
 ) -> None:
     """Options that mean nothing together.
 
     Raises:
-        InputError: naming the option that would otherwise be ignored.
+        InputError: naming the option that is missing or would otherwise be ignored.
     """
     if membership not in MEMBERSHIPS:
         fix = did_you_mean(str(membership), MEMBERSHIPS)
         raise InputError("membership", wanted="softmax or uniform", got=repr(membership), fix=fix)
+    if membership == "softmax" and temperature is None:
+        fix = "Pass torch.ones(H), or membership='uniform', which needs none."
+        raise InputError("temperature", wanted="a tensor (H,), one a head", got="None", fix=fix)
     ordered = {"bias": bias, "state": state, "half_life": half_life}
     given = [name for name, value in ordered.items() if value is not None]
     if not causal and given:
@@ -96,37 +131,86 @@ def check_options(
 
 
 def check_state(state: TSSAState, sequences: int, heads: int, width: int) -> None:
-    """A state of other sequences, heads or channels.
+    """A state that is none, or one of other sequences, heads or channels.
 
     Raises:
+        InputError: if it is no `TSSAState`, or has seen fewer than no tokens.
         ShapeError: if one of its parts has another shape.
     """
+    if not isinstance(state, TSSAState):
+        got = type(state).__name__
+        raise InputError("state", wanted="a TSSAState", got=got, fix="Make one with TSSAState(*state).")
     sums = (sequences, heads, width)
     wanted = TSSAState(sums, sums, sums[:2], sums[:1])  # type: ignore[arg-type]
     for name, part, shape in zip(TSSAState._fields, state, wanted, strict=True):
+        _tensor(f"state.{name}", part)
         if part.shape != shape:
             _shape(
                 f"state.{name}", f"{shape}", f"{tuple(part.shape)}", "Use the state of the same sequences."
             )
+    if torch.compiler.is_compiling() or state.seen.device.type != "cpu":
+        return  # to read a number back, a GPU would have to finish first
+    least = int(state.seen.min())
+    if least < 0:
+        fix = "It counts the real tokens before these; TSSAState.zeros begins."
+        raise InputError("state.seen", wanted="numbers from 0 on", got=f"{least}", fix=fix)
 
 
 def check_packing(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
-    """Boundaries that are not those of one packed row.
+    """Boundaries that are not those of one packed row; under torch.compile the operators look at them.
+
+    Raises:
+        InputError: if they are no tensor.
+        ShapeError: if they do not rise from 0 to the number of tokens.
+    """
+    _tensor("cu_seqlens", cu_seqlens)
+    if batch != 1:
+        _shape("w with cu_seqlens", "one packed row, (1, T, H, K)", f"{batch} rows", PACKING)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}"
+        _shape("cu_seqlens", "(sequences + 1,) integers", got, PACKING)
+    if not torch.compiler.is_compiling():
+        check_ends(cu_seqlens.tolist(), tokens)
+
+
+def check_ends(ends: list[int], tokens: int) -> None:
+    """Boundaries that leave the tokens or turn back.
 
     Raises:
         ShapeError: if they do not rise from 0 to the number of tokens.
     """
-    fix = "Pack sequences of lengths n as torch.tensor([0, *n]).cumsum(0), in one row."
-    if batch != 1:
-        _shape("w with cu_seqlens", "one packed row, (1, T, H, K)", f"{batch} rows", fix)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}"
-        _shape("cu_seqlens", "(sequences + 1,) integers", got, fix)
-    if torch.compiler.is_compiling():
-        return
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
-        _shape("cu_seqlens", f"rising from 0 to {tokens}", f"{ends[:8]}{'…' * (len(ends) > 8)}", fix)
+    if not ends or ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
+        got = f"{ends[:8]}{'…' * (len(ends) > 8)}"
+        _shape("cu_seqlens", f"rising from 0 to {tokens}", got, PACKING)
+
+
+def check_call(w: Tensor, bounds: Tensor, packed: bool, **parts: Tensor | None) -> None:
+    """What an operator is given, before kernels that check no bounds follow it.
+
+    Graphs of torch.compile and direct calls of the operators come past no other check of the numbers.
+
+    Args:
+        w: (B, T, H, K).
+        bounds: where each sequence begins and the last one ends.
+        packed: whether one row holds all sequences; otherwise bounds are not read, only counted.
+        parts: the other tensors, named as in `AXES`.
+
+    Raises:
+        ShapeError: if a tensor has another shape, or the bounds do not rise from 0 to B·T.
+    """
+    fix = "Call rankwise.ops.tssa, which makes what the operators take."
+    for name, part, axes in (("w", w, 4), ("bounds", bounds, 1)):
+        if part.ndim != axes:
+            _shape(name, f"{axes} axes", f"{tuple(part.shape)}", fix)
+    if packed:
+        check_ends(bounds.tolist(), w.shape[0] * w.shape[1])
+    elif len(bounds) != w.shape[0] + 1:
+        _shape("bounds", f"({w.shape[0] + 1},), one more than rows", f"{tuple(bounds.shape)}", fix)
+    sizes = dict(zip("BTHK", w.shape, strict=True), N=len(bounds) - 1)
+    for name, given in parts.items():
+        wanted = tuple(sizes[axis] for axis in AXES[name])
+        if given is not None and given.shape != wanted:
+            _shape(name, f"{wanted}", f"{tuple(given.shape)}", fix)
 
 
 def check_positions(positions: int, farthest: int) -> None:
@@ -142,6 +226,12 @@ def check_positions(positions: int, farthest: int) -> None:
             f"{positions}",
             "A learned bias has a longest text; half-lives (half_life=) have none.",
         )
+
+
+def _tensor(subject: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fix = f"Pass torch.as_tensor({subject})."
+        raise InputError(subject, wanted="a tensor", got=type(value).__name__, fix=fix)
 
 
 def _shape(subject: str, wanted: str, got: str, fix: str) -> NoReturn:

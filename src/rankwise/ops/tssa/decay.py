@@ -47,21 +47,23 @@ def half_lives(
     return torch.cat([ladder, torch.full((infinite,), torch.inf, dtype=torch.float64)])
 
 
-def rates(half_life: Float[Tensor, " H"]) -> Float[Tensor, " H"]:
+def rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float[Tensor, " H"]:
     """λ = 2^(-1/h), in float64: in float32 a half-life of a million tokens would be off by a tenth.
 
     Args:
         half_life: in tokens; infinity gives exactly 1.
+        device: where the sums are.
 
     Returns:
-        What a sum is multiplied by when a token passes.
+        What a sum is multiplied by when a token passes; there, or on the CPU where that has no float64.
 
     Example:
         >>> import torch
-        >>> rates(torch.tensor([1.0, float("inf")])).tolist()
+        >>> rates(torch.tensor([1.0, float("inf")]), torch.device("cpu")).tolist()
         [0.5, 1.0]
     """
-    return torch.exp2(-1 / half_life.detach().double())
+    home = torch.device("cpu") if device.type == "mps" else device
+    return torch.exp2(-1 / half_life.detach().to(home).double())
 
 
 def running_sum(
@@ -78,7 +80,7 @@ def running_sum(
     Args:
         x: what is added at each token; zero where a token is not valid.
         start: S_0.
-        rate: λ of each head in float64, or None for λ = 1.
+        rate: λ of each head in float64, on any device, or None for λ = 1.
         valid: real tokens, (B, T), or None for all.
 
     Returns:
@@ -87,18 +89,16 @@ def running_sum(
     if rate is None:
         return x.cumsum(1) + start[:, None]
     batch, tokens = x.shape[:2]
-    ages = torch.ones(batch, tokens, device=x.device) if valid is None else valid
+    ages = torch.ones(batch, tokens, device=rate.device) if valid is None else valid.to(rate.device)
     age = ages.double().cumsum(1)  # how many decays have happened
     pieces, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before
         power = rate ** here[..., None]  # (B, n, H)
         gap = (here[:, :, None] - here[:, None]).clamp(min=0)
-        triangle = (rate ** gap[..., None]).to(x.dtype) * gap.new_ones(gap.shape[1:]).tril().to(x.dtype)[
-            ..., None
-        ]
+        triangle = (rate ** gap[..., None]).to(x) * x.new_ones(gap.shape[1:]).tril()[..., None]
         piece = torch.einsum("btuh,buhn->bthn", triangle, x[:, low : low + BLOCK])
-        piece = piece + power.to(x.dtype)[..., None] * base[:, None]
+        piece = piece + power.to(x)[..., None] * base[:, None]
         pieces.append(piece)
         before, base = age[:, low : low + BLOCK][:, -1:], piece[:, -1]
     return torch.cat(pieces, 1)

@@ -3,6 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
+import rankwise.ops.tssa.cpu.threads  # noqa: F401 - it watches for forks, also before the first call
+
 
 def kernels(impl: str, causal: bool) -> ModuleType:
     """The module whose ``forward`` and ``backward`` run.

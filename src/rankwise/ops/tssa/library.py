@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.ops.tssa.checks import check_call
 from rankwise.ops.tssa.implementations import kernels
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
 
@@ -14,6 +15,7 @@ def bidirectional(
     w: Tensor, temperature: Tensor | None, mask: Tensor | None, bounds: Tensor, packed: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, memberships; and for the gradient scores and sums."""
+    check_call(w, bounds, packed, temperature=temperature, mask=mask)
     problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
     output, membership, score, sums = kernels(impl, causal=False).forward(problem)
     return output, membership, score, *sums
@@ -36,6 +38,9 @@ def bidirectional_backward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of w and of the temperature."""
+    own = {"temperature": temperature, "mask": mask, "membership": membership, "score": score}
+    own |= {"given": given, "given_membership": given_membership}
+    check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
     problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
     sums = Sums(energy, assigned, mass)
     back = kernels(impl, causal=False).backward
@@ -57,6 +62,8 @@ def causal(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, memberships, scores (for the gradient), and the sums behind the last token."""
+    own = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
+    check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
     start = Sums(energy, assigned, mass)
     problem = Problem(w, temperature, offset, mask, start, rate, bounds, packed)
     output, membership, score, end = kernels(impl, causal=True).forward(problem)
@@ -84,6 +91,10 @@ def causal_backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of w, temperature, offset and the first sums."""
+    own = {"temperature": temperature, "mask": mask, "rate": rate, "membership": membership, "score": score}
+    own |= {"given": given, "given_membership": given_membership}
+    own |= {"given_energy": given_energy, "given_assigned": given_assigned, "given_mass": given_mass}
+    check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
     start, end = Sums(energy, assigned, mass), Sums(given_energy, given_assigned, given_mass)
     problem = Problem(w, temperature, None, mask, start, rate, bounds, packed)
     back = kernels(impl, causal=True).backward

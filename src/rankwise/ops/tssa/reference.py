@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rankwise.ops.tssa.checks import check_ends
 from rankwise.ops.tssa.decay import running_sum
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
 
@@ -88,9 +89,9 @@ def solve(problem: Problem) -> Solution:
     with torch.autocast(problem.w.device.type, enabled=False):
         if not problem.packed:
             return _solve(problem)
-        parts = [
-            _solve(_sequence(problem, n, *ends)) for n, ends in enumerate(pairwise(problem.bounds.tolist()))
-        ]
+        ends = problem.bounds.tolist()
+        check_ends(ends, problem.w.shape[1])  # a compiled call comes here unchecked
+        parts = [_solve(_sequence(problem, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
     output = torch.cat([part.output for part in parts], 1)
     membership = torch.cat([part.membership for part in parts], 1)
     if problem.start is None:

@@ -61,7 +61,7 @@ def backward(
     slope, temperature, energy = work.slopes(
         asked, flat(given_membership, dtype), moment, less, membership, score, problem.temperature
     )
-    energy = -energy * inverse.square()
+    energy = -(energy * inverse) * inverse  # inverse² leaves float32 where channels are tiny
     energy = energy.masked_fill(sums.energy < NORM_EPS**2, 0.0)
     out = new(w.shape, dtype)
     vectors = [array(v, dtype) for v in (factor, moment, inverse, energy)]

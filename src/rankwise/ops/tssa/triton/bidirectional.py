@@ -60,7 +60,7 @@ def backward(
     less = less.repeat_interleave(problem.bounds.diff(), 0)[None] if problem.packed else less[:, None]
     asked = _project(chunks, moment) - direct + given_membership - less
     slope, temperature = scores_back(asked, membership, score, problem.temperature)
-    energy = -_over_tokens(chunks, slope)[0] * inverse.square()
+    energy = -(_over_tokens(chunks, slope)[0] * inverse) * inverse  # inverse² leaves float32
     energy = energy.masked_fill(sums.energy < NORM_EPS**2, 0.0)
     out = torch.empty_like(chunks.w)
     chunks.launch(token_back_kernel, given, membership, slope, factor, moment, inverse, energy, out)

@@ -71,7 +71,7 @@ def score_back_kernel(
     ds = tl.load(slope + row, mask=real, other=0.0)[:, None]
     age, rate = aged(real, decay, h, DECAYED)
     energy = energy_at(x, base, age, real, rate, c, h, H, K, BK, DECAYED)
-    inverse = 1.0 / tl.where(energy > eps, energy, eps)
+    inverse = 1.0 / tl.where(energy < eps, eps, energy)
     share = tl.where(energy >= eps, -ds * (x * x * inverse) * inverse, 0.0)
     k = tl.arange(0, BK)
     if not FINISH:

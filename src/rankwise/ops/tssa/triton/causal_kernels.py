@@ -52,7 +52,7 @@ def score_kernel(
     x = tl.load(w + cell, mask=known, other=0.0).to(score.dtype.element_ty)
     age, rate = aged(real, decay, h, DECAYED)
     energy = energy_at(x, base, age, real, rate, c, h, H, K, BK, DECAYED)
-    tl.store(score + row, tl.sum(x * x / tl.where(energy > eps, energy, eps), 1), mask=inside)
+    tl.store(score + row, tl.sum(x * x / tl.where(energy < eps, eps, energy), 1), mask=inside)
 
 
 @triton.jit

@@ -8,6 +8,9 @@ from torch import Tensor
 from rankwise.ops.tssa.problem import Problem, exact
 from rankwise.ops.tssa.triton.kernels import carry_kernel, sums_kernel
 
+LEAST = -2000.0
+"""Of log2 λ: 2 to it is 0 in float64 too, but no tokens' worth of it is still 1, which of -∞ is NaN."""
+
 
 class Chunks:
     """One call's tokens, cut into chunks that never span two sequences.
@@ -29,13 +32,15 @@ class Chunks:
         most = 64 if problem.rate is None else 32  # a triangle of powers of λ costs BT² a chunk
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if problem.mask is None else problem.mask.contiguous()
-        bounds = problem.bounds
-        lengths = bounds.diff()
-        counts = (lengths + self.size - 1) // self.size
-        self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        # one packed row: how many chunks there are must be read back; rows of equal length: it is known
-        each = -(-w.shape[1] // self.size)
-        self.count = int(self.begin[-1]) if problem.packed else w.shape[0] * each
+        if problem.packed:
+            bounds = problem.bounds
+            counts = (bounds.diff() + self.size - 1) // self.size
+            self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            self.count = int(self.begin[-1])  # must be read back; of rows of equal length it is known
+        else:
+            batch, tokens = w.shape[:2]
+            each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
+            bounds, self.begin, self.count = rows * tokens, rows * each, batch * each
         index = torch.arange(self.count, device=w.device)
         self.owner = torch.searchsorted(self.begin, index, right=True) - 1
         self.first = bounds[self.owner] + (index - self.begin[self.owner]) * self.size
@@ -43,7 +48,8 @@ class Chunks:
         self.rate = problem.rate
         self.decay = torch.zeros(1, device=w.device, dtype=torch.float64)
         if problem.rate is not None:
-            self.decay = torch.log2(problem.rate.to(w.device, torch.float64)).contiguous()
+            rate = problem.rate.to(w.device, torch.float64)
+            self.decay = torch.log2(rate).clamp(min=LEAST).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
         """Run a kernel for every chunk and head.
