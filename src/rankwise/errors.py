@@ -45,7 +45,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Returns:
         A sentence for the end of an error, empty where nothing is known.
 
-    Example:
+    Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])
         'Did you mean COLLAPSE? Known: COLLAPSE, SINK.'
     """

@@ -21,7 +21,7 @@ def write_whole(path: Path, text: str, subject: str) -> Path:
     Raises:
         InputError: if the file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_whole(Path(folder) / "a" / "b.txt", "hello", "file").read_text()

@@ -12,7 +12,14 @@ from typer.testing import CliRunner, Result
 
 from rankwise.cli import skip
 from rankwise.errors import InputError, RankwiseError
-from rankwise.surgery import SkipError, add_lambda_skip, apply_saved_skips, has_skips, save_skips
+from rankwise.surgery import (
+    SkipError,
+    add_lambda_skip,
+    apply_saved_skips,
+    has_skips,
+    remove_lambda_skip,
+    save_skips,
+)
 
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
 Run = Callable[..., Result]
@@ -91,6 +98,78 @@ def test_what_it_writes_can_be_loaded_and_changed_again(run: Run, folder: Path, 
     assert [v.item() for v in load_file(tmp_path / "other" / "skips.safetensors").values()] == [2.0, 1.0]
 
 
+def saved_in_layer_0(folder: Path, per: str = "layer") -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    add_lambda_skip(model, init=0.75, per=per, sites="model.layers.0")  # type: ignore[arg-type]
+    save_skips(model, "some")
+    remove_lambda_skip(model)
+    model.save_pretrained("some")
+    AutoTokenizer.from_pretrained(folder).save_pretrained("some")
+
+
+def numbers(folder: str) -> dict[str, float]:
+    return {name.split(".")[2]: v.item() for name, v in load_file(f"{folder}/skips.safetensors").items()}
+
+
+def test_sites_that_have_no_saved_skip_get_one(run: Run, folder: Path) -> None:
+    saved_in_layer_0(folder)
+    given = ("--text", "text.txt", "--out", "new", *SMALL)
+    result = run("some", "--init", 2, "--sites", "model.layers.1", *given)
+    assert result.exit_code == 0, result.output
+    assert numbers("new") == {"0": 0.75, "1": 2}
+    result = run("some", "--sites", "model.layers.2", *given)
+    assert isinstance(result.exception, SkipError)
+    assert "Known: model.layers.0, model.layers.1" in str(result.exception)
+
+
+@pytest.mark.parametrize("start", ["saved", "new"])
+def test_sites_are_fitted_alone(run: Run, folder: Path, start: str) -> None:
+    fit = ("--learn-on", "text.txt", "--steps", 2, "--lr", 0.1, *SMALL)
+    assert run(folder, "--init", 0.5, "--text", "text.txt", "--out", "saved", *SMALL).exit_code == 0
+    where = folder if start == "new" else "saved"
+    result = run(where, "--init", 0.5, "--sites", "model.layers.1", *fit, "--out", "new")
+    assert result.exit_code == 0, result.output
+    fitted = numbers("new")
+    assert fitted.pop("1") != 0.5
+    assert fitted == ({} if start == "new" else {"0": 0.5})
+    # what was frozen in one fit learns in the next
+    assert run("new", *fit, "--out", "after").exit_code == 0
+    assert all(numbers("after")[name] != value for name, value in numbers("new").items())
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("layer", "channel"), ("channel", "layer")])
+def test_saved_skips_keep_their_kind(run: Run, folder: Path, saved: str, asked: str) -> None:
+    saved_in_layer_0(folder, saved)
+    given = ("--text", "text.txt", "--certify", *SMALL)
+    result = run("some", "--per", asked, *given)
+    assert isinstance(result.exception, InputError)
+    assert f"--per {asked}: wanted --per {saved}, as the λ saved in some" in str(result.exception)
+    assert run("some", *given).exit_code == 0
+    assert run("some", "--per", saved, *given).exit_code == 0
+
+
+def test_names_the_shards_it_writes(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "model-of-mine.txt").write_text("older")
+    whole = LlamaForCausalLM.save_pretrained
+    monkeypatch.setattr(
+        LlamaForCausalLM, "save_pretrained", lambda self, out: whole(self, out, max_shard_size="20KB")
+    )
+    result = run(folder, "--text", "text.txt", "--out", "new", *SMALL)
+    assert result.exit_code == 0, result.output
+    said = {line.removeprefix("wrote: new/") for line in result.output.splitlines() if "wrote: new/" in line}
+    shards = {path.name for path in (tmp_path / "new").glob("model-*.safetensors")}
+    assert len(shards) > 1
+    assert said >= shards | {"model.safetensors.index.json"}
+    assert not said & {"model.safetensors", "model-of-mine.txt"}
+
+
 def test_certifies_without_writing(run: Run, folder: Path, tmp_path: Path) -> None:
     result = run(folder, "--text", "text.txt", "--certify", *SMALL)
     assert result.exit_code == 0, result.output
@@ -119,6 +198,15 @@ def test_a_masked_language_model_learns_too(run: Run, tmp_path: Path) -> None:
     assert has_skips(tmp_path / "new")
 
 
+def test_a_fit_that_is_lost_writes_nothing(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run(
+        folder, "--learn-on", "text.txt", "--steps", 1, "--lr", "1e30", "--out", "new", *SMALL
+    )  # fmt: skip
+    assert isinstance(result.exception, SkipError)
+    assert "loss after step 1" in str(result.exception)
+    assert not list((tmp_path / "new").iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -127,10 +215,22 @@ def test_a_masked_language_model_learns_too(run: Run, tmp_path: Path) -> None:
         (("--text", "text.txt", "--certify", "--init", "nan"), SkipError, "`init`: wanted a finite number"),
         (("--text", "text.txt", "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         (("--text", "text.txt", "--certify", "--a", "1.5"), RankwiseError, "`a`: wanted a number between"),
+        (("--certify", "--lr", "-1"), InputError, "--lr: wanted a finite number above 0, got -1"),
+        (("--certify", "--lr", "inf"), InputError, "--lr: wanted a finite number above 0, got inf"),
         (("--certify",), InputError, "wanted one of --text FILE"),
         (("--learn-on", "text.txt", "--sequences", "1", "--certify"), InputError, "two sequences or more"),
     ],
-    ids=["nothing to do", "per", "init", "sites", "a", "no data", "one sequence"],
+    ids=[
+        "nothing to do",
+        "per",
+        "init",
+        "sites",
+        "a",
+        "rate below 0",
+        "rate without end",
+        "no data",
+        "one sequence",
+    ],
 )
 def test_what_is_refused(run: Run, folder: Path, arguments: tuple[str, ...], error: type, words: str) -> None:
     result = run(folder, "--tokens", 16, *arguments)

@@ -15,8 +15,7 @@ from rankwise.capture import capture
 from rankwise.errors import RankwiseError
 from rankwise.measures import token_collapse
 from rankwise.surgery import SkipError, add_lambda_skip, certify_skip, skips_of
-from rankwise.surgery.certify import norm_of, normed
-from rankwise.surgery.threshold import GRID
+from rankwise.surgery.threshold import GRID, norm_of, normed
 from rankwise.surgery.watch import watch_sums
 from rankwise.theory import spread
 
@@ -156,7 +155,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert len(skips_of(model)) == 3
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    assert hooks == 6  # two for each skip
+    assert hooks == 12  # four for each skip
 
 
 def test_without_skips_they_are_found_and_stay_out() -> None:

@@ -1,12 +1,14 @@
 """Fitting λ: the loss falls, nothing else moves, and padding is not learnt from."""
 
 import copy
+import math
 
 import pytest
 import torch
 from recipes.families import GPT, T5
 from recipes.tiny_models import BERT, hugging_face, text_inputs
 
+from rankwise.errors import InputError
 from rankwise.surgery import SkipError, add_lambda_skip, fit_skips, mean_loss, skips_of, state_collapse
 from rankwise.surgery.fit import loss_of
 
@@ -76,10 +78,51 @@ def test_without_skips_there_is_nothing_to_fit() -> None:
         fit_skips(gpt2(), [text_inputs()], steps=1)
 
 
-def test_a_loss_that_is_lost_leaves_the_skips_as_they_were() -> None:
+@pytest.mark.parametrize(
+    ("lr", "steps", "words"),
+    [
+        (1e30, 4, "loss after step 1"),
+        (1e30, 1, "loss after step 1"),
+        (math.nextafter(math.inf, 0), 1, "λ of 'transformer.h.0.attn' after step 1"),
+    ],
+    ids=["loss midway", "loss after the last step", "λ after the last step"],
+)
+def test_a_fit_that_is_lost_leaves_the_skips_as_they_were(lr: float, steps: int, words: str) -> None:
     model = gpt2()
     add_lambda_skip(model, init=0.7)
     before = copy.deepcopy({name: value.detach() for name, value in skips_of(model).items()})
-    with pytest.raises(SkipError, match=r"loss of step \d: wanted a finite number"):
-        fit_skips(model, [text_inputs()], steps=4, lr=1e30)
+    with pytest.raises(SkipError, match=f"{words}: wanted a finite number.*lower learning rate"):
+        fit_skips(model, [text_inputs()], steps=steps, lr=lr)
     assert all(torch.equal(value, before[name]) for name, value in skips_of(model).items())
+
+
+@pytest.mark.parametrize("lr", [-1.0, 0.0, math.inf, math.nan])
+def test_what_is_no_learning_rate(lr: float) -> None:
+    model = gpt2()
+    add_lambda_skip(model)
+    with pytest.raises(InputError, match="`lr`: wanted a finite number above 0"):
+        fit_skips(model, [text_inputs()], steps=1, lr=lr)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_batch_of_padding_has_nothing_to_learn_from(kind: str) -> None:
+    model = MODELS[kind]()
+    add_lambda_skip(model)
+    batch = text_inputs() | {"attention_mask": torch.zeros_like(text_inputs()["input_ids"])}
+    with pytest.raises(SkipError, match="got no real token, all are padding"):
+        fit_skips(model, [batch], steps=1, mask_token=MASK)
+
+
+def test_a_causal_model_learns_nothing_from_one_token() -> None:
+    batch = {name: value[:, :1] for name, value in text_inputs().items()}
+    with pytest.raises(SkipError, match="got one real token a sequence"):
+        loss_of(gpt2(), batch)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masked_models_are_asked_for_real_tokens_only(side: str) -> None:
+    model, ids = MODELS["masked"](), text_inputs()["input_ids"][:1]
+    for place in range(ids.shape[1]):  # wherever the masks fall, one real token must be asked for
+        mask = torch.zeros_like(ids)
+        mask[:, slice(place, None) if side == "left" else slice(place + 1)] = 1
+        assert math.isfinite(loss_of(model, {"input_ids": ids, "attention_mask": mask}, MASK).item())

@@ -70,15 +70,56 @@ def save_skips_of(model: nn.Module, folder: Path) -> None:
 
 def test_skips_of_another_model(tmp_path: Path) -> None:
     save_skips_of(bert(), tmp_path)
-    for other in (FOUND["GPT-2"][0]()[0], hugging_face("BertModel", **BERT | {"num_hidden_layers": 2})()):
+    others = [hugging_face("BertModel", **BERT | {"num_hidden_layers": layers})() for layers in (2, 4)]
+    for other in (FOUND["GPT-2"][0]()[0], *others):
         with pytest.raises(SkipError, match=rf"skips in {re.escape(str(tmp_path))}: wanted λ of a"):
             load_skips(other, tmp_path)
         assert not skips_of(other)
     wide = hugging_face("BertModel", **BERT | {"hidden_size": 48})()
     add_lambda_skip(wide, per="channel")
     save_skips(wide, tmp_path)
-    with pytest.raises(SkipError, match="sites of other names or widths"):
+    with pytest.raises(SkipError, match="λ of one whose parameters have other names or shapes"):
         load_skips(bert(), tmp_path)
+    forget_parameters(tmp_path)
+    with (
+        pytest.warns(UserWarning, match="does not say what parameters"),
+        pytest.raises(SkipError, match="sites of other names or widths"),
+    ):
+        load_skips(bert(), tmp_path)
+
+
+def forget_parameters(folder: Path) -> None:
+    """As files of older versions are."""
+    facts = json.loads((folder / "skips.json").read_text())
+    del facts["parameters"]
+    (folder / "skips.json").write_text(json.dumps(facts))
+
+
+def test_older_files_load_with_a_warning(tmp_path: Path) -> None:
+    save_skips_of(bert(), tmp_path)
+    forget_parameters(tmp_path)
+    with pytest.warns(UserWarning, match="does not say what parameters"):
+        assert len(load_skips(bert(), tmp_path)) == 3
+
+
+def test_other_weights_and_dtypes_are_the_same_model(tmp_path: Path) -> None:
+    save_skips_of(bert(), tmp_path)
+    other = bert().to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    assert len(load_skips(other, tmp_path)) == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_skips_that_are_not_finite_are_not_saved(value: float, tmp_path: Path) -> None:
+    model = bert()
+    skips = add_lambda_skip(model)
+    with torch.no_grad():
+        next(iter(skips.values())).fill_(value)
+    with pytest.raises(SkipError, match="wanted finite numbers, got NaN or infinity"):
+        save_skips(model, tmp_path)
+    assert not has_skips(tmp_path)
 
 
 def test_broken_files(tmp_path: Path) -> None:

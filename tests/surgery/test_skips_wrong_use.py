@@ -1,10 +1,13 @@
 """What is refused, in which words; and names, channels and other arguments."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from recipes.tiny_models import BERT, hugging_face, text_inputs
 from tests.surgery.surgery_cases import FOUND, outputs, same
 from torch import Tensor, nn
@@ -70,6 +73,13 @@ def test_scales_that_are_none(init: Any) -> None:
     assert not skips_of(model)
 
 
+@pytest.mark.parametrize(
+    "init", [np.float32(2), np.int64(2), Fraction(2)], ids=["float32", "int64", "Fraction"]
+)
+def test_scales_of_other_numeric_types(init: Any) -> None:
+    assert {parameter.item() for parameter in add_lambda_skip(bert(), init=init).values()} == {2.0}
+
+
 def test_names_that_match_nothing() -> None:
     model = bert()
     with pytest.raises(SkipError, match=r"site 'encoder.layer.7'.*Did you mean encoder.layer.\d"):
@@ -124,6 +134,74 @@ def test_a_model_that_does_not_say_what_it_reads() -> None:
 def test_what_is_compiled_already() -> None:
     with pytest.raises(SkipError, match="wanted a module that is not compiled yet"):
         add_lambda_skip(torch.compile(bert(), backend="eager"))
+
+
+def test_what_is_wrapped_already() -> None:
+    """A reducer that was built before λ would not synchronise it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for wrapped in (nn.parallel.DistributedDataParallel(bert()), nn.DataParallel(bert())):
+            with pytest.raises(SkipError, match=r"wanted a module that is not wrapped yet.*then wrap it"):
+                add_lambda_skip(wrapped, example=text_inputs())
+            assert not skips_of(wrapped)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_inference_mode() -> None:
+    model = bert()
+    with torch.inference_mode(), pytest.raises(SkipError, match=r"outside of torch.inference_mode\(\)"):
+        add_lambda_skip(model)
+    with torch.inference_mode():
+        frozen = bert()
+    with pytest.raises(SkipError, match=r"parameters made in it"):
+        add_lambda_skip(frozen)
+    with torch.no_grad():
+        assert len(add_lambda_skip(model)) == 3
+
+
+def spoiled(name: str, module: str, by: float, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    model, batch = FOUND[name][0]()
+    model.to(dtype)
+    with torch.no_grad():
+        model.get_submodule(module).weight.mul_(by)
+    return model, batch
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "by", "dtype"),
+    [
+        ("Llama", "embed_tokens", math.nan, torch.float32),
+        ("Llama", "layers.1.self_attn.o_proj", math.nan, torch.float32),
+        ("GPT-2", "ln_f", math.nan, torch.float32),
+        ("Llama", "layers.0.mlp.down_proj", 3e5, torch.float16),
+    ],
+    ids=["embedding", "attention", "last norm", "overflow"],
+)
+def test_numbers_that_are_not_finite_tell_nothing(
+    name: str, module: str, by: float, dtype: torch.dtype
+) -> None:
+    model, batch = spoiled(name, module, by, dtype)
+    with pytest.raises(SkipError, match=r"wanted finite numbers.*got NaN or infinity in"):
+        add_lambda_skip(model, example=batch)
+    assert not skips_of(model)
+    add_lambda_skip(FOUND[name][0]()[0].to(dtype), example=batch)
+
+
+class Masked(nn.Module):
+    """Gives −∞ where an answer is not allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + self.mix(x, x, x, need_weights=False)[0]
+        return torch.cat((total, torch.full_like(total, -math.inf)), -1)
+
+
+def test_outputs_may_be_masked_by_infinity() -> None:
+    assert len(add_lambda_skip(Masked(), example=torch.randn(1, 5, 8))) == 1
 
 
 class Unusual(nn.Module):

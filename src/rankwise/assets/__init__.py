@@ -10,7 +10,7 @@ from pathlib import Path
 def demo_model() -> Path:
     """Find the folder of the demo model; ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it.
 
-    Example:
+    Examples:
         >>> (demo_model() / "config.json").exists()
         True
     """
@@ -20,7 +20,7 @@ def demo_model() -> Path:
 def demo_tost_model() -> Path:
     """Find the folder of the demo's twin, a ToST language model trained by the same recipe.
 
-    Example:
+    Examples:
         >>> (demo_tost_model() / "config.json").exists()
         True
     """
@@ -30,7 +30,7 @@ def demo_tost_model() -> Path:
 def demo_text() -> Path:
     """Find the demo's text: 40 kilobytes of The Taming of the Shrew, from the validation part.
 
-    Example:
+    Examples:
         >>> demo_text().read_text(encoding="utf-8").splitlines()[0]
         'GREMIO:'
     """

@@ -1,22 +1,33 @@
-"""What λ would have kept the tokens of a collapsing stack apart: the certificate of its layers."""
+"""What an audit says of skip connections once all is measured: λ against a collapse, mixers they drown."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from decimal import ROUND_CEILING, Context
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from rankwise.audit.findings import SEVERITY_ORDER, TURN, switched_off_mixer
 from rankwise.audit.records import Finding
 from rankwise.errors import RankwiseError
 
 KEEP = 0.5
 """The part of μ² that each layer is to keep."""
+LAYER_SCALES = re.compile(r"layer_?scale|lambda_?[12]$|gamma_?[12]$", re.IGNORECASE)
+"""Names of LayerScale's parameters, where no module of that name holds them."""
 
 
 def with_scales(findings: Sequence[Finding], model: nn.Module, batch: Any) -> tuple[list[Finding], list[str]]:
-    """Add to every COLLAPSE the λ that each bound asks for, and the command that puts it in.
+    """Add what takes another look at the skip connections of the model.
 
-    Cost: nothing without a COLLAPSE; else about 20 forward passes on one batch.
+    To every COLLAPSE the λ that each bound asks for, and the command that puts it in; and a SWITCHED_OFF for
+    each mixer that a λ-skip or LayerScale drowns in a block that is otherwise at work.
+
+    Cost: nothing without a COLLAPSE, λ-skips and LayerScale; else on one batch about 20 forward passes for a
+    COLLAPSE, one for λ-skips, and for LayerScale a backward pass more.
 
     Args:
         findings: of an audit.
@@ -24,26 +35,35 @@ def with_scales(findings: Sequence[Finding], model: nn.Module, batch: Any) -> tu
         batch: what it was audited on, or part of it.
 
     Returns:
-        The findings, and notes on what could not be told.
+        The findings, the gravest first, and notes on what could not be told.
     """
-    if all(finding.code != "COLLAPSE" for finding in findings):
-        return list(findings), []
-    from rankwise.surgery import certify_skip
-
+    found, notes = list(findings), []
     try:
-        layers = certify_skip(model, batch, KEEP).layers
+        found += [
+            switched_off_mixer(site, share)
+            for site, share in _shares(model, batch).items()
+            if share < TURN and not _inside_switched_off(site, findings)
+        ]
     except (RankwiseError, RuntimeError) as error:
-        return list(findings), [f"no λ is named for COLLAPSE: {error}"]
-    return [_advised(finding, layers) if finding.code == "COLLAPSE" else finding for finding in findings], []
+        notes.append(f"not known whether λ or LayerScale drowns single mixers: {error}")
+    if any(finding.code == "COLLAPSE" for finding in found):
+        from rankwise.surgery import certify_skip, skips_of
+
+        try:
+            layers, carries = certify_skip(model, batch, KEEP).layers, bool(skips_of(model))
+            found = [_advised(one, layers, carries) if one.code == "COLLAPSE" else one for one in found]
+        except (RankwiseError, RuntimeError) as error:
+            notes.append(f"no λ is named for COLLAPSE: {error}")
+    return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity]), notes
 
 
-def _advised(finding: Finding, layers: Sequence[Any]) -> Finding:
-    """With the numbers of the mixer in the block where the collapse starts, or of the last one before it."""
-    inside = [layer for layer in layers if f"{layer.site}.".startswith(f"{finding.where.site}.")]
+def _advised(finding: Finding, layers: Sequence[Any], carries: bool) -> Finding:
+    """With the numbers of the mixer in the block where the collapse starts, or of the last of the stack."""
     stack = [layer for layer in layers if layer.site.startswith(f"{finding.where.stack}.")] or list(layers)
-    at = (inside or stack)[-1]
+    inside = [at for at, layer in enumerate(stack) if f"{layer.site}.".startswith(f"{finding.where.site}.")]
+    at = stack[inside[-1] if inside else -1]
     # A collapse is one of μ/‖Y‖; after a norm, where ‖Y‖ is set, the scale for μ is that for both.
-    sound = at.sound_scale if at.sound_scale_relative is None else at.sound_scale_relative
+    sound = at.sound_scale_relative if at.norm == "none" else at.sound_scale
     scales = {
         "lambda": at.scale,
         "lambda_sound": sound,
@@ -51,11 +71,83 @@ def _advised(finding: Finding, layers: Sequence[Any]) -> Finding:
         "lambda_paper_with_floor": at.paper_scale_with_floor,
     }
     known = {name: value for name, value in scales.items() if value is not None and math.isfinite(value)}
-    least = min(abs(layer.scale) for layer in stack)
-    init = 1.0 if least < 1 else max(known.get("lambda_sound", 0.0), 2 * least)
+    suspects = _suspects(stack, inside[0] if inside else 0)
+    least = min(abs(layer.scale) for layer in suspects)
+    init = _up(1.0 if least < 1 else max(known.get("lambda_sound", 0.0), 2 * least))
+    fault = dict.fromkeys(layer.site for layer in suspects if abs(layer.scale) < init)
+    # Without --sites, every λ that was fitted would be set anew.
+    some = carries and len(fault) < len({layer.site for layer in layers})
+    sites = "".join(f"--sites {site} " for site in fault) if some else ""
     return finding.model_copy(
         update={
             "evidence": finding.evidence | known,
-            "remedy": f"rankwise skip MODEL --init {init:.2g} --text TEXT --out DIR",
+            "remedy": f"rankwise skip MODEL --init {init:g} {sites}--text TEXT --out DIR",
         }
     )
+
+
+def _suspects(stack: Sequence[Any], start: int) -> list[Any]:
+    """The layers from where a collapse is found to the end, and those before that keep less than they may."""
+    kept = math.sqrt(KEEP)
+    return [
+        layer
+        for at, layer in enumerate(stack)
+        if at >= start or layer.relative_out < kept * layer.relative_in
+    ]
+
+
+def _up(value: float) -> float:
+    """Two digits, never fewer than the value asks for."""
+    return float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(value)))
+
+
+def _inside_switched_off(site: str, findings: Sequence[Finding]) -> bool:
+    blocks = [finding.where.site for finding in findings if finding.code == "SWITCHED_OFF"]
+    return any(f"{site}.".startswith(f"{block}.") for block in blocks)
+
+
+def _shares(model: nn.Module, batch: Any) -> Mapping[str, float]:
+    """Mean ‖b‖/‖λy + b‖ of a token by site, b what the mixer adds; none without λ-skips and LayerScale."""
+    from rankwise.surgery import skips_of
+    from rankwise.surgery.probe import check_traceable, find_places
+    from rankwise.surgery.skips import name_sites
+    from rankwise.surgery.verify import unhooked
+    from rankwise.surgery.watch import watch_sums
+
+    skips, layer_scales = skips_of(model), _layer_scales(model)
+    if not skips and not layer_scales:
+        return {}
+    check_traceable(model)
+    sites = list(skips.sites.values())
+    if layer_scales:
+        with unhooked(model), _open(layer_scales):
+            sites = name_sites(find_places(model, batch)[0])
+    scales = {site.name: skips[site.name].detach() if site.name in skips else 1.0 for site in sites}
+    shares: dict[str, float] = {}
+    for one in watch_sums(model, batch, sites, scales) if sites else ():
+        branch, total = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (one.branch, one.total))
+        share = float((branch / total)[one.mask].mean())
+        shares[one.site.name] = max(share, shares.get(one.site.name, 0.0))  # of several calls one is enough
+    return shares
+
+
+def _layer_scales(model: nn.Module) -> list[Tensor]:
+    return [
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "LayerScale" in type(module).__name__ or LAYER_SCALES.search(name)
+    ]
+
+
+@contextmanager
+def _open(layer_scales: Sequence[Tensor]) -> Iterator[None]:
+    """At 0, no derivative shows that there is a mixer behind it."""
+    closed = [one for one in layer_scales if not bool(one.any())]
+    try:
+        for one in closed:
+            one.data.fill_(1)
+        yield
+    finally:
+        for one in closed:
+            one.data.zero_()

@@ -82,7 +82,7 @@ def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
     Returns:
         The differences; `Comparison.is_empty` where there are none.
 
-    Example:
+    Examples:
         >>> from rankwise.audit.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
         >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])

@@ -33,7 +33,7 @@ COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
 COLLAPSE_FALL = 0.5
 """It must also have fallen to half of what the first block reads: states may start out alike."""
 TURN = 0.01
-"""1e-4 of the energy of what a block gives is its own; the rest is what it read."""
+"""1e-4 of the energy of what a block gives is its own; the rest is what it read. Likewise of one mixer."""
 SINK_MASS = 0.9
 """Nine tenths of every row on one token: the head passes on that token and little else."""
 CONSTANT_STABLE_RANK = 1.1
@@ -53,6 +53,11 @@ NULL_REMEDY = (
     "`type(model)(model.config).eval()`"
 )
 """The barrier is that of one winner a row; a softmax that spreads its rows can pass it untrained."""
+
+SWITCHED_OFF_REMEDY = (
+    "look at its λ-skip or LayerScale (`rankwise skip MODEL --text TEXT --certify` shows how much mixing "
+    "survives)"
+)
 
 SEVERITY_ORDER = {"error": 0, "warning": 1, "info": 2}
 
@@ -161,9 +166,26 @@ def _switched_off(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
                 evidence={"turn": layer.turn, "norm": layer.norm},
                 meaning=f"Block {layer.layer - 1} hardly changes its tokens: only {layer.turn:.1g} of what "
                 "it gives is not what it reads, at some scale.",
-                remedy="look at its λ-skip or LayerScale (`rankwise skip MODEL --text TEXT --certify` shows "
-                "how much mixing survives); a block that stays so can be removed: compare the loss",
+                remedy=f"{SWITCHED_OFF_REMEDY}; a block that stays so can be removed: compare the loss",
             )
+
+
+def switched_off_mixer(site: str, share: float) -> Finding:
+    """A mixer that adds next to nothing to its skip connection, whatever else its block does.
+
+    Args:
+        site: the module of its λ-skip, or where one would go.
+        share: mean ‖b‖/‖λy + b‖ of a token, b what the mixer adds to its state y.
+    """
+    return Finding(
+        code="SWITCHED_OFF",
+        severity="warning",
+        where=Place(site=site),
+        evidence={"mixer_share": share},
+        meaning=f"The mixer at {site} adds hardly anything to its tokens: {share:.1g} of what its skip "
+        "connection gives.",
+        remedy=f"{SWITCHED_OFF_REMEDY}; a mixer that stays so can be removed: compare the loss",
+    )
 
 
 def _head(head: HeadRecord) -> Iterator[Finding]:

@@ -85,7 +85,7 @@ def audit(
         CaptureError: if no mixing operator is found.
         InputError: if there are no batches, or no such method.
 
-    Example:
+    Examples:
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> result = rw.audit(layer, [torch.randn(1, 5, 8)])

@@ -72,7 +72,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
             entry, if the model is compiled or scripted.
 
-    Example:
+    Examples:
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)

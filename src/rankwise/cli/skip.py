@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -38,9 +38,12 @@ def command(
     lr: Annotated[float, typer.Option(help="Learning rate of λ.")] = 0.02,
     text: Annotated[Path | None, typer.Option(help="Text to measure on, where nothing is learnt.")] = None,
     sites: Annotated[
-        list[str] | None, typer.Option(help="Modules to put λ into, with wildcards; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Modules whose λ to put in, set or fit, with wildcards; may be repeated."),
     ] = None,
-    per: Annotated[str, typer.Option(help="One λ for each layer or channel.")] = "layer",
+    per: Annotated[
+        str | None, typer.Option(help="One λ for each layer or channel: layer, or as those saved.")
+    ] = None,
     certify: Annotated[bool, typer.Option("--certify", help="Say what λ guarantees.")] = False,
     share: Annotated[float, typer.Option("--a", help="Part of μ² that each layer is to keep.")] = 0.5,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
@@ -62,7 +65,7 @@ def command(
     from rankwise.subjects import inputs_for, load_subject
     from rankwise.surgery import certify_skip, mean_loss, state_collapse
 
-    _check(out, certify, per)
+    _check(out, certify, per, lr)
     if out is not None:
         prepare_folder(out)
     quiet_libraries()
@@ -96,10 +99,12 @@ def command(
             console.print(f"wrote: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _check(out: Path | None, certify: bool, per: str) -> None:
+def _check(out: Path | None, certify: bool, per: str | None, lr: float) -> None:
     from rankwise.errors import InputError, did_you_mean
+    from rankwise.surgery.fit import check_rate
 
-    if per not in ("layer", "channel"):
+    check_rate("--lr", lr)
+    if per not in (None, "layer", "channel"):
         raise InputError(
             "--per", wanted="layer or channel", got=per, fix=did_you_mean(per, ["layer", "channel"])
         )
@@ -141,7 +146,8 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
     return joined, held
 
 
-def _skips(subject: "Subject", init: float | None, per: str, sites: list[str] | None) -> "Skips":
+def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[str] | None) -> "Skips":
+    """λ-skips of which those chosen, all by default, can learn."""
     import torch
 
     from rankwise.surgery import add_lambda_skip, apply_saved_skips
@@ -155,15 +161,44 @@ def _skips(subject: "Subject", init: float | None, per: str, sites: list[str] | 
             per="channel" if per == "channel" else "layer",
             sites=sites,
         )
-    chosen = choose(list(saved.sites.values()), sites)
+    skips = _with_new(subject, saved, per, sites)
+    chosen = {site.name for site in choose(list(skips.sites.values()), sites)}
     if init is not None:
         check_scale("--init", init)
         with torch.no_grad():
-            for site in chosen:
-                saved[site.name].fill_(init)
-    for parameter in saved.values():
-        parameter.requires_grad_(True)
-    return saved
+            for name in chosen:
+                skips[name].fill_(init)
+    for name, parameter in skips.items():
+        parameter.requires_grad_(name in chosen)
+    return skips
+
+
+def _with_new(subject: "Subject", saved: "Skips", per: str | None, sites: list[str] | None) -> "Skips":
+    """The saved λ, and λ = 1 at residual mixers that were named and have none."""
+    import torch
+
+    from rankwise.errors import InputError
+    from rankwise.surgery import add_lambda_skip, remove_lambda_skip
+
+    values = {name: value.detach().clone() for name, value in saved.items()}
+    kind: Literal["layer", "channel"] = "layer"
+    if any(value.numel() > 1 for value in values.values()):
+        kind = "channel"
+    if per not in (None, kind):
+        raise InputError(
+            f"--per {per}",
+            wanted=f"--per {kind}, as the λ saved in {subject.source}",
+            got=str(per),
+            fix="Leave it out, or delete skips.json and skips.safetensors to start anew.",
+        )
+    if sites is None:
+        return saved
+    remove_lambda_skip(subject.model)
+    skips = add_lambda_skip(subject.model, per=kind, sites=[*values, *sites])
+    with torch.no_grad():
+        for name, value in values.items():
+            skips[name].copy_(value)
+    return skips
 
 
 def _mask_token(subject: "Subject") -> int | None:
@@ -205,7 +240,9 @@ def _write(
 
         remove_lambda_skip(subject.model)
         transformed: Any = subject.model
+        older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
         transformed.save_pretrained(out)
+        weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
+        written.extend(sorted(weights))  # one file, or shards and their index
         AutoTokenizer.from_pretrained(subject.source).save_pretrained(out)
-        written.append(out / "model.safetensors")
     return written

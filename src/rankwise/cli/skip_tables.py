@@ -59,7 +59,7 @@ def show_certificate(console: Console, certificate: SkipCertificate) -> None:
     )  # fmt: skip
     for stack in certificate.stacks:
         console.print(
-            f"{stack.stack or 'model'}: keeps {stack.kept:.3f} of μ/‖Y‖; {stack.target:.2f} needs |λ| ≥ "
+            f"{stack.stack or 'model'}: keeps {_cell(stack.kept)} of μ/‖Y‖; {stack.target:.2f} needs |λ| ≥ "
             f"{_cell(stack.threshold)} here, {_cell(stack.sound_scale)} by the sound bound in each layer, "
             f"{_cell(stack.paper_scale)} by Eq. 7, {_cell(stack.paper_scale_with_floor)} with its b",
             highlight=False, markup=False,

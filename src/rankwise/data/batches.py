@@ -70,7 +70,7 @@ def text_batches(
         InputError: at the call, if a number is below 1, the text is shorter than a window or no text has a
             token.
 
-    Example:
+    Examples:
         >>> from transformers import ByT5Tokenizer
         >>> [batch] = text_batches("To be, or not to be", ByT5Tokenizer(), tokens=8, sequences=2)
         >>> batch["input_ids"].shape  # each window: 7 bytes and </s>
@@ -101,7 +101,7 @@ def windows(text: str, tokenizer: Tokenizer, *, tokens: int, sequences: int) -> 
     Raises:
         InputError: if there is not one full window.
 
-    Example:
+    Examples:
         >>> from transformers import ByT5Tokenizer
         >>> windows("abcd", ByT5Tokenizer(), tokens=3, sequences=2)  # a is byte 97, after three special ids
         [[100, 101, 1], [102, 103, 1]]
@@ -132,7 +132,7 @@ def separate(texts: Sequence[str], tokenizer: Tokenizer, *, tokens: int, sequenc
     Raises:
         InputError: if no text has a token.
 
-    Example:
+    Examples:
         >>> from transformers import ByT5Tokenizer
         >>> separate(["a", "", "abc"], ByT5Tokenizer(), tokens=3, sequences=8)
         [[100, 1], [100, 101, 1]]

@@ -38,7 +38,7 @@ def parse_dataset(spec: str) -> DatasetSpec:
     Raises:
         InputError: if there is no name or there are too many parts.
 
-    Example:
+    Examples:
         >>> parse_dataset("imdb:test:text")
         DatasetSpec(name='imdb', config='', split='test', column='text')
         >>> parse_dataset("Salesforce/wikitext@wikitext-2-raw-v1:test").config

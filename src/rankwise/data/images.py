@@ -49,7 +49,7 @@ def read_images(
         InputError: at the call, if a number is below 1, Pillow is missing, or there is no such folder or no
             picture in it; while iterating, if a picture cannot be read or a batch of them not be stacked.
 
-    Example:
+    Examples:
         >>> read_images("missing", processor=dict)
         Traceback (most recent call last):
         ...

@@ -36,7 +36,7 @@ class PlainImageProcessor:
         resample: Pillow's number of the interpolation.
         note: why it stands in for the model's own image processor; belongs beside the numbers.
 
-    Example:
+    Examples:
         >>> from PIL import Image
         >>> made = PlainImageProcessor(size=(2, 2))(images=[Image.new("RGB", (5, 4), "white")])
         >>> made["pixel_values"].shape, made["pixel_values"].unique()  # white is 1, black −1
@@ -136,7 +136,7 @@ def plain_processor(settings: dict[str, Any], note: str = "") -> PlainImageProce
     Raises:
         InputError: if its size is of no known form.
 
-    Example:
+    Examples:
         >>> plain_processor({"size": {"shortest_edge": 256}, "crop_size": 224}).crop
         (224, 224)
     """

@@ -16,7 +16,7 @@ def spread(count: int, wanted: int) -> list[int]:
     Returns:
         Rising indices, ``min(count, wanted)`` of them.
 
-    Example:
+    Examples:
         >>> spread(10, 4)
         [0, 2, 5, 7]
         >>> spread(2, 4)
@@ -32,7 +32,7 @@ def check_positive(**numbers: int) -> None:
     Raises:
         InputError: naming the first such count.
 
-    Example:
+    Examples:
         >>> check_positive(tokens=256, sequences=8)
     """
     for name, number in numbers.items():

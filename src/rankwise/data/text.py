@@ -27,7 +27,7 @@ def load_text(path: str | Path, column: str = "text") -> str | list[str]:
     Raises:
         InputError: as :func:`read_text` and :func:`read_rows`.
 
-    Example:
+    Examples:
         >>> load_text("missing.txt")
         Traceback (most recent call last):
         ...

@@ -33,7 +33,7 @@ def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*ba
     Raises:
         ShapeError: if it is neither, is complex, or T or S is 0 or missing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> as_matrices(torch.ones(2, 3, dtype=torch.bfloat16)).dtype
         torch.float64

@@ -37,7 +37,7 @@ def coding_rate(
         ShapeError: if tokens or mask are of the wrong shape or kind.
         RankwiseError: if ``eps`` is not finite and positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rate = coding_rate(torch.eye(2)[None], eps=1.0)  # σ = (1, 1), D/n = 1: log 2
         >>> round(rate.item(), 6)

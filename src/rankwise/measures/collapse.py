@@ -36,7 +36,7 @@ def token_collapse(
     Raises:
         ShapeError: if tokens or mask are of the wrong shape or kind.
 
-    Example:
+    Examples:
         >>> import torch
         >>> states = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]])
         >>> token_collapse(states).tolist()
@@ -70,7 +70,7 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
     Raises:
         ShapeError: if tokens or mask are of the wrong shape or kind.
 
-    Example:
+    Examples:
         >>> import torch
         >>> token_norm(torch.tensor([[[3.0], [4.0]]])).item()
         5.0
@@ -97,7 +97,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     Raises:
         ShapeError: if tokens or mask are of the wrong shape or kind.
 
-    Example:
+    Examples:
         >>> import torch
         >>> states = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [3.0, 3.0]]])
         >>> mean_cosine(states).round(decimals=6).tolist()
@@ -134,7 +134,7 @@ def state_effective_rank(
     Raises:
         ShapeError: if tokens or mask are of the wrong shape or kind.
 
-    Example:
+    Examples:
         >>> import torch
         >>> state_effective_rank(torch.eye(3, 8)[None]).round(decimals=6).tolist()
         [3.0]

@@ -73,7 +73,7 @@ class SpectrumEstimate:
         Raises:
             RankwiseError: if ``delta`` is not finite and positive.
 
-        Example:
+        Examples:
             >>> import torch
             >>> spectrum = estimate_spectrum(torch.diag(torch.tensor([1.0, 0.1, 0.001])))
             >>> spectrum.count(0.05).value.item(), spectrum.count(0.5).value.item()
@@ -111,7 +111,7 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``probes`` or ``steps`` cannot be used.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rankwise.measures import effective_rank
         >>> matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)).softmax(-1)

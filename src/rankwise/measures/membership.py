@@ -31,7 +31,7 @@ def variational_rate(
     Raises:
         ShapeError: if they do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> w = torch.ones(1, 2, 5, 3)
         >>> rate = variational_rate(w, torch.full((1, 2, 5), 0.5))

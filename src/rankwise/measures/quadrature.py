@@ -155,7 +155,7 @@ def t_quantile(freedom: int) -> float:
     Args:
         freedom: degrees of freedom, at least 2 (1 % below the truth there, less above).
 
-    Example:
+    Examples:
         >>> round(t_quantile(14), 3)
         2.145
     """

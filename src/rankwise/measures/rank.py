@@ -55,7 +55,7 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``delta`` is not finite and positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> summary = rank_summary(torch.diag(torch.tensor([2.0, 1.0, 0.001])))
         >>> summary.numerical_rank.item(), summary.sigma_max.item(), round(summary.stable_rank.item(), 4)
@@ -78,7 +78,7 @@ def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA)
     Raises:
         RankwiseError: if ``delta`` is not finite and positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> sigma = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
         >>> round(summarize_spectrum(sigma).effective_rank.item(), 6)
@@ -115,7 +115,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``delta`` is not finite and positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> matrix = torch.diag(torch.tensor([1.0, 0.1, 0.001]))
         >>> numerical_rank(matrix).item(), numerical_rank(matrix, delta=0.5).item()
@@ -141,7 +141,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> round(effective_rank(torch.eye(5)).item(), 6), effective_rank(torch.zeros(5, 5)).item()
         (5.0, 0.0)
@@ -166,7 +166,7 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> round(stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))).item(), 6)
         1.5

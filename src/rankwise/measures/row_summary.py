@@ -45,7 +45,7 @@ def row_summary(op: MixingOperator | Mixing) -> RowSummary:
     Raises:
         ShapeError: if ``op`` is not (..., H, T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> summary = row_summary(torch.eye(4).expand(2, 4, 4))
         >>> summary.identity_distance.tolist(), summary.head_distance.tolist()

@@ -30,7 +30,7 @@ def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if it is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> uniform, one_each = torch.full((3, 4), 0.25), torch.eye(3)
         >>> round(row_entropy(uniform).exp().item(), 6), row_entropy(one_each).abs().item()
@@ -54,7 +54,7 @@ def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1, or has no such column.
 
-    Example:
+    Examples:
         >>> import torch
         >>> sink_mass(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).item()
         0.75
@@ -87,7 +87,7 @@ def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> peak_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
         0.75
@@ -111,7 +111,7 @@ def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if it is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> row_distance(torch.full((3, 3), 1 / 3)).item(), round(row_distance(torch.eye(4)).item() ** 2, 6)
         (0.0, 0.75)
@@ -141,7 +141,7 @@ def identity_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
     Raises:
         ShapeError: if it is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> identity_distance(torch.eye(3)).item(), identity_distance(torch.eye(3).roll(1, 0)).item()
         (0.0, 1.0)
@@ -176,7 +176,7 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
     Raises:
         ShapeError: if it is not (..., H, T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> heads = torch.stack([torch.eye(2), torch.eye(2), torch.eye(2).flip(0)])
         >>> head_distance(heads).tolist()

@@ -21,7 +21,7 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
     Raises:
         ShapeError: if it is not (..., T, S) with T, S ≥ 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> singular_values(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).tolist()
         [2.0, 1.0]

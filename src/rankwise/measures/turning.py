@@ -27,7 +27,7 @@ def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> 
     Raises:
         ShapeError: if the two are not (B, T, D) alike, or the mask is not Bool (B, T).
 
-    Example:
+    Examples:
         >>> import torch
         >>> y = torch.randn(1, 5, 3)
         >>> bool(state_turn(y, -2 * y) < 1e-7)

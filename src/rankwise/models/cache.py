@@ -22,7 +22,7 @@ def positions(
         mask: which are real; all where None.
         counts: real tokens before this call, by row; none where None.
 
-    Example:
+    Examples:
         >>> import torch
         >>> positions(torch.zeros(1, 4, 2), torch.tensor([[False, True, True, True]]), None).tolist()
         [[0, 0, 1, 2]]

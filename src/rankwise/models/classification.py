@@ -17,7 +17,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 
     The vector is the last real token's, or the mean of the real tokens: ``pooling`` of the configuration.
 
-    Example:
+    Examples:
         >>> import torch
         >>> config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         ...                     causal=False, num_labels=3)
@@ -85,7 +85,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 def _without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "B T"]:
     """All tokens but the padding at the right end.
 
-    Example:
+    Examples:
         >>> _without_end(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()
         [[1, 1, 1, 1, 0, 0]]
     """

@@ -88,7 +88,7 @@ class ToSTConfig(PreTrainedConfig):
     Raises:
         InputError: for a value that is out of range or unknown.
 
-    Example:
+    Examples:
         >>> config = ToSTConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3,
         ...                     layer_types=["tssa", "softmax", "tssa"])
         >>> config.head_dim, config.intermediate_size, config.position_bias

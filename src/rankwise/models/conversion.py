@@ -45,7 +45,7 @@ def load_released_tost(
     Raises:
         InputError: if the file cannot be read, is of another model, or lacks weights or has wrong shapes.
 
-    Example:
+    Examples:
         >>> load_released_tost("nothing.pt")
         Traceback (most recent call last):
         ...

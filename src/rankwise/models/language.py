@@ -19,7 +19,7 @@ from rankwise.models.mixers.base import real_tokens
 class ToSTModel(ToSTPreTrainedModel):
     """Embedding, blocks and the last norm.
 
-    Example:
+    Examples:
         >>> import torch
         >>> config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> ToSTModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
@@ -151,7 +151,7 @@ class ToSTModel(ToSTPreTrainedModel):
 class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     """A causal language model: `ToSTModel` and a head that shares the embedding's weights.
 
-    Example:
+    Examples:
         >>> import torch
         >>> config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = ToSTForCausalLM(config).eval()

@@ -20,7 +20,7 @@ def picture_settings(config: ToSTConfig) -> dict[str, Any]:
     Args:
         config: of the model, for the size.
 
-    Example:
+    Examples:
         >>> settings = picture_settings(ToSTConfig(image_size=224))
         >>> settings["size"], settings["crop_size"]
         ({'shortest_edge': 256}, {'height': 224, 'width': 224})

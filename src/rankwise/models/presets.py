@@ -59,7 +59,7 @@ def preset(name: str, **changes: Any) -> ToSTConfig:
     Raises:
         InputError: for a name that is not known.
 
-    Example:
+    Examples:
         >>> config = preset("tost-m24-p16")
         >>> config.num_hidden_layers, config.head_dim, config.layer_scale, config.num_labels
         (24, 64, 1e-05, 1000)

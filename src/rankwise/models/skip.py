@@ -16,7 +16,7 @@ class LambdaSkip(nn.Module):
         kind: ``none``: no skip; ``fixed``: λ stays; ``learned``: one λ; ``channel``: D of them.
         init: λ at the start.
 
-    Example:
+    Examples:
         >>> import torch
         >>> skip = LambdaSkip(2, "fixed", -1.0)
         >>> skip(torch.ones(1, 1, 2), torch.zeros(1, 1, 2)).tolist()

@@ -21,7 +21,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
     Source: the released vision models (XCiT's frame with TSSA in the place of cross-covariance attention and
     without its local patch interaction).
 
-    Example:
+    Examples:
         >>> import torch
         >>> config = ToSTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, causal=False,
         ...                     patch_size=8, num_labels=3)

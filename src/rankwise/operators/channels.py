@@ -26,7 +26,7 @@ def sampled_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -
         InputError: if ``count`` is less than 1.
         ShapeError: if the operator has no axis of heads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rankwise.operators import DiagonalMixing
         >>> operator = DiagonalMixing(torch.randn(2, 1536, 5))

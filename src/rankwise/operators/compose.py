@@ -71,7 +71,7 @@ class ProductMixing(_Composed):
     Raises:
         ShapeError: if they do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rankwise.operators import DiagonalMixing, ToeplitzMixing
         >>> gate, kernel = DiagonalMixing(torch.tensor([2.0, 3.0])), ToeplitzMixing(torch.tensor([1.0, 0.5]))
@@ -130,7 +130,7 @@ class SumMixing(_Composed):
     Raises:
         ShapeError: if they do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rankwise.operators import DiagonalMixing, ToeplitzMixing
         >>> skip, kernel = DiagonalMixing(torch.ones(2)), ToeplitzMixing(torch.tensor([1.0, 0.5]))

@@ -26,7 +26,7 @@ class DenseMixing(MixingOperator):
     Raises:
         ShapeError: if it has fewer than two axes or an empty one, or the two do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> operator = DenseMixing(torch.eye(3).expand(2, 4, 3, 3))
         >>> operator.shape, (operator @ torch.ones(2, 4, 3, 5)).shape

@@ -19,7 +19,7 @@ class DiagonalMixing(MixingOperator):
     Raises:
         ShapeError: if it has no axis or an empty last one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> operator = DiagonalMixing(torch.tensor([1.0, 2.0]))
         >>> operator.dense().tolist(), (operator @ torch.ones(2, 1)).flatten().tolist()

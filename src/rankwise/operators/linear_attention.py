@@ -40,7 +40,7 @@ class LinearAttentionMixing(MixingOperator):
     Raises:
         ShapeError: if the features do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.rand(2, 4, 16, 8), torch.rand(2, 4, 16, 8)
         >>> operator = LinearAttentionMixing(q, k, is_causal=True, normalized=True)

@@ -11,7 +11,7 @@ from rankwise.operators.base import Index, MixingOperator, TensorMap
 
 
 class PartMixing(MixingOperator):
-    """The rows and columns of M that are asked for: M[rows][:, columns], not formed.
+    """The rows and columns of M that are asked for, ``M[rows][:, columns]``, not formed.
 
     Cost: that of the products of M, on values padded with zeros.
 
@@ -23,7 +23,7 @@ class PartMixing(MixingOperator):
     Raises:
         ShapeError: if they do not fit M, or keep nothing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rankwise.operators import DenseMixing
         >>> keep = torch.tensor([True, False, True])

@@ -22,7 +22,7 @@ def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[T
         log_decay: log a_r, in [−inf, 0].
         start: first row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> log_weights(torch.tensor([-5.0, -1.0, -2.0])).tolist()
         [[0.0, -inf, -inf], [-1.0, 0.0, -inf], [-3.0, -2.0, 0.0]]
@@ -59,7 +59,7 @@ def scan(
         values: what is summed.
         chunk: tokens in a dense block. It changes rounding and time, nothing else.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one = torch.ones(3, 1)
         >>> scan(one, one, torch.tensor([0.5, 0.5, 0.5]).log(), one).flatten().tolist()
@@ -104,7 +104,7 @@ def scan_transposed(
         values: what is summed, one vector a row.
         chunk: tokens in a dense block.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one = torch.ones(3, 1)
         >>> scan_transposed(one, one, torch.tensor([0.5, 0.5, 0.5]).log(), one).flatten().tolist()
@@ -138,7 +138,7 @@ def selective_scan(
         values: what is summed.
         numbers: how many to hold at once. It changes memory and time, nothing else.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one = torch.ones(3, 1)
         >>> selective_scan(one, one, torch.tensor([0.5]).log(), torch.ones(3), one).flatten().tolist()
@@ -182,7 +182,7 @@ def selective_scan_transposed(
         values: what is summed, one vector a row.
         numbers: how many to hold at once.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one, half = torch.ones(3, 1), torch.tensor([0.5]).log()
         >>> selective_scan_transposed(one, one, half, torch.ones(3), one).flatten().tolist()

@@ -45,7 +45,7 @@ class SelectiveMixing(MixingOperator):
     Raises:
         ShapeError: if they do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one, rate = torch.ones(1, 3, 1), torch.tensor([[0.5], [0.25]]).log()
         >>> SelectiveMixing(one, one, rate, torch.ones(2, 3)).dense()[1].tolist()

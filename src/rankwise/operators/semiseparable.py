@@ -35,7 +35,7 @@ class SemiseparableMixing(MixingOperator):
     Raises:
         ShapeError: if they do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one = torch.ones(1, 3, 1)
         >>> SemiseparableMixing(one, one, torch.full((1, 3), 0.5).log()).dense()[0].tolist()

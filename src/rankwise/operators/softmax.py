@@ -38,7 +38,7 @@ class SoftmaxMixing(MixingOperator):
     Raises:
         ShapeError: if queries, keys and mask do not fit together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
         >>> operator = SoftmaxMixing(q, k, is_causal=True)

@@ -23,7 +23,7 @@ class ToeplitzMixing(MixingOperator):
     Raises:
         ShapeError: if the kernel is not real, is empty, or has an even number of lags and is not causal.
 
-    Example:
+    Examples:
         >>> import torch
         >>> ToeplitzMixing(torch.tensor([1.0, 0.5, 0.25])).dense().tolist()
         [[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.25, 0.5, 1.0]]
@@ -66,7 +66,7 @@ class ToeplitzMixing(MixingOperator):
         Raises:
             ShapeError: if they do not fit together, or T is less than 1.
 
-        Example:
+        Examples:
             >>> import torch
             >>> one = torch.ones(1, 1)
             >>> a = torch.tensor([[0.5]]).log()

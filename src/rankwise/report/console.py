@@ -32,7 +32,7 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
         audit: the audit.
         console: where to print; the standard output where there is none.
 
-    Example:
+    Examples:
         >>> from rankwise.audit.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
         >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])

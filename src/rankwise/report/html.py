@@ -33,7 +33,7 @@ def write_html(audit: AuditRecord, path: Path) -> Path:
     Raises:
         InputError: where the file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from rankwise.audit.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
@@ -79,7 +79,7 @@ def render_html(audit: AuditRecord) -> str:
 def without_nan(value: Any) -> Any:
     """Replace what JSON cannot say, NaN and infinities, by None, however deep it lies.
 
-    Example:
+    Examples:
         >>> without_nan({"a": [1.0, float("nan")]})
         {'a': [1.0, None]}
     """

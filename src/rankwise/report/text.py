@@ -41,7 +41,7 @@ def shown(value: float, digits: int | None = None) -> str:
     Returns:
         The number; a dash where it is not finite; in powers of ten where the decimals would hide it.
 
-    Example:
+    Examples:
         >>> shown(0.6321), shown(0.6321, 2), shown(0.00004, 2), shown(2048.0), shown(float("nan"))
         ('0.632', '0.63', '4e-05', '2048', '–')
     """
@@ -57,7 +57,7 @@ def shown(value: float, digits: int | None = None) -> str:
 def plain(name: str) -> str:
     r"""Replace what a terminal would obey, such as escape sequences, by a visible mark.
 
-    Example:
+    Examples:
         >>> plain("layer\x1b[31m")
         'layer�[31m'
     """
@@ -67,7 +67,7 @@ def plain(name: str) -> str:
 def title(measure: str) -> str:
     """Name a measure for a reader.
 
-    Example:
+    Examples:
         >>> title("sink_mass"), title("relative_collapse")
         ('sink mass', 'μ/‖Y‖')
     """
@@ -77,7 +77,7 @@ def title(measure: str) -> str:
 def is_command(remedy: str) -> bool:
     """Tell a command or a call of ours from a piece of advice.
 
-    Example:
+    Examples:
         >>> is_command("rankwise plan --tokens 128"), is_command("prune it")
         (True, False)
     """
@@ -87,7 +87,7 @@ def is_command(remedy: str) -> bool:
 def pieces(text: str) -> list[tuple[str, bool]]:
     """Split a remedy into words and code: what stands in backticks, or all of a command.
 
-    Example:
+    Examples:
         >>> pieces("then `rankwise compare A B`"), pieces("rankwise plan --tokens 128")
         ([('then ', False), ('rankwise compare A B', True)], [('rankwise plan --tokens 128', True)])
     """
@@ -99,7 +99,7 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 def mean(values: Iterable[float]) -> float:
     """Average the finite ones; NaN where there is none.
 
-    Example:
+    Examples:
         >>> mean([1.0, float("nan"), 3.0])
         2.0
     """
@@ -167,7 +167,7 @@ def _share(rank: float, head: HeadRecord) -> float:
 def count(number: int, one: str, many: str = "") -> str:
     """Say how many there are, in the right number.
 
-    Example:
+    Examples:
         >>> count(1, "head"), count(0, "head"), count(2, "entry", "entries")
         ('1 head', '0 heads', '2 entries')
     """

@@ -41,23 +41,25 @@ class LayerCertificate(BaseModel):
     mixing_norm_worst: float | None
     """C_M whatever the input: √(H·T) where rows are weights that sum to 1; None where nothing bounds it."""
     value_norm: float | None
-    """S: ‖C‖_F of the value and output weights, of all heads together."""
+    """S: ‖C‖_F of the value and output weights, of all heads together; None if anything stands between the
+    output projection and the sum, and with it all of the paper's numbers and `sound_scale_any_mixing`."""
     paper_holds: bool | None
-    """Whether Eq. 7 holds at this λ, with S·C_M measured."""
+    """Whether Eq. 7 holds at this λ, with S·C_M measured; None where λ differs by channel."""
     paper_scale: float | None
     """Least |λ| for Eq. 7, with S·C_M measured."""
     paper_scale_worst: float | None
     """Likewise, with C_M whatever the input."""
     paper_floor: float | None
-    """The theorem's b at this λ; the theorem speaks of states with μ² ≥ b."""
+    """The theorem's b at this λ; the theorem speaks of states with μ² ≥ b. None likewise."""
     paper_scale_with_floor: float | None
     """Least |λ| for Eq. 7 and μ² ≥ b together."""
     sound_bound: float
     """Least share of μ_in that is sure at this λ, whatever way the mixer's rows point."""
-    sound_scale: float
-    """Least |λ| that is sure to keep √a of μ, given the lengths of the mixer's rows."""
+    sound_scale: float | None
+    """Least |λ| that is sure to keep √a of μ, given the lengths of the mixer's rows; of one for each channel,
+    the least that each must have, or None where a norm reads the sum and they differ: no such number is."""
     sound_scale_relative: float | None
-    """Likewise of μ/‖Y‖_F; None after a norm, where it is the same."""
+    """Likewise of μ/‖Y‖_F; None after a norm, where it is the same, and where λ differs by channel."""
     sound_scale_any_mixing: float | None
     """Likewise whatever the weights of attention are, given the tokens it reads."""
 
@@ -69,15 +71,22 @@ class StackCertificate(BaseModel):
 
     stack: str
     layers: int
-    kept: float
-    """Mean over sequences of (μ/‖Y‖)_L/(μ/‖Y‖)_0 at the λ of the model."""
+    kept: float | None
+    """Mean over sequences of (μ/‖Y‖)_L/(μ/‖Y‖)_0 at the λ of the model; None if all are left out."""
     target: float
-    threshold: float
+    threshold: float | None
     """Least |λ|, one for all layers, from which on the stack keeps the target, on this batch."""
+    kept_mu: float | None
+    """As `kept`, of μ itself: μ_L/μ_0; μ_L behind the last norm, without its gain, if one reads the sum.
+    Without one a large λ raises it by making the states longer, be they as alike as before."""
+    threshold_mu: float | None
+    """As `threshold`, of μ itself."""
+    left_out: int
+    """Sequences whose tokens are all equal where the stack starts: μ_0 = 0, and nothing is there to keep."""
     paper_scale: float | None
     """The largest of its layers."""
     paper_scale_with_floor: float | None
-    sound_scale: float
+    sound_scale: float | None
 
 
 class SkipCertificate(BaseModel):
@@ -88,7 +97,7 @@ class SkipCertificate(BaseModel):
     a: float
     """The part of μ² that each layer is to keep."""
     target: float
-    """The part of μ/‖Y‖ that a stack is to keep."""
+    """The part of μ/‖Y‖, or of μ, that a stack is to keep."""
     sequences: int
     layers: list[LayerCertificate]
     stacks: list[StackCertificate]

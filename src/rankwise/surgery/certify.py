@@ -13,7 +13,7 @@ from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example
 from rankwise.surgery.probe import check_traceable, find_places
 from rankwise.surgery.skips import SkipSite, name_sites, skip_sites
-from rankwise.surgery.threshold import kept_by, stacks_of, threshold
+from rankwise.surgery.threshold import equal_at_start, kept_by, norm_of, normed, stacks_of, threshold
 from rankwise.surgery.values import Mixing, mixings
 from rankwise.surgery.verify import unhooked
 from rankwise.surgery.watch import Added, check_tokens, watch_sums
@@ -38,26 +38,26 @@ def certify_skip(
     For each residual mixer, with or without a λ-skip of its own (then λ = 1): μ before and after; the
     paper's condition (Eq. 7), its b, and the least |λ| of both; the sound bound and its least |λ|; and how
     much mixing the sum holds. For each stack: the least |λ|, one for all its layers, from which on it keeps
-    a target on this batch, by bisection.
+    a target on this batch, by bisection: of μ/‖Y‖, and of μ.
 
     Layer by layer, the sound scale is a guarantee for the states this batch gave that layer: with that |λ|
     or a larger one, μ after it is at least √a of μ before. A λ in one layer changes what the next one
     reads; and what stands between the mixers (feed-forward parts, gains of norms) is not part of it.
 
-    Cost: about 20 forward passes, ‖M‖_F of each head in memory of T×T.
+    Cost: about 25 forward passes, ‖M‖_F of each head in memory of T×T.
 
     Args:
         model: any module, as `add_lambda_skip` takes it.
         batch: what to run it on, as `audit` takes it; also tells where residuals are, if there are no skips.
         a: the part of μ² each layer is to keep.
-        target: the part of μ/‖Y‖ a stack is to keep; √a by default.
+        target: the part of μ/‖Y‖, or of μ, a stack is to keep; √a by default.
 
     Raises:
-        SkipError: if a sequence is all padding or none has two tokens, a λ is not finite, or the model has
-            no residual mixer.
+        SkipError: if a sequence is all padding or none has two tokens, a λ or a state is not finite, or the
+            model has no residual mixer.
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> import torch, rankwise.surgery as surgery
         >>> torch.manual_seed(0) and None
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
@@ -83,19 +83,21 @@ def certify_skip(
             got="one at most",
             fix="One token is always its own mean: μ = 0 with any λ. Give longer sequences.",
         )
-    known = mixings(model, batch, sites)
+    _check_finite(seen)
+    known = mixings(model, batch, sites, scales)
     calls = [sum(one.site is other.site for other in seen[:at]) for at, one in enumerate(seen)]
     layers = [
         _layer(one, model, scales[one.site.name], known.get((one.site.name, call)), a)
         for one, call in zip(seen, calls, strict=True)
     ]
+    stacks = _stacks(model, batch, sites, seen, layers, wanted)
     return SkipCertificate(
         a=a,
         target=wanted,
         sequences=max(one.residual.shape[0] for one in seen),
         layers=layers,
-        stacks=_stacks(model, batch, sites, seen, layers, wanted),
-        notes=_notes(layers),
+        stacks=stacks,
+        notes=_notes(layers, stacks),
     )
 
 
@@ -129,33 +131,50 @@ def _scales(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
     return scales
 
 
+def _check_finite(seen: Sequence[Added]) -> None:
+    for one in seen:
+        for what, value in (("the residual", one.residual), ("what the mixer gave", one.branch)):
+            if not bool(value[one.mask].isfinite().all()):
+                raise SkipError(
+                    f"states at {one.site.name!r}",
+                    wanted="finite numbers",
+                    got=f"NaN or infinity in {what}",
+                    fix="Look for it in the weights or the batch; in float16, try bfloat16 or float32.",
+                )
+
+
 def _layer(
     added: Added, model: nn.Module, scale: Tensor, mixing: Mixing | None, a: float
 ) -> LayerCertificate:
     norm, centre, eps = norm_of(model, added.site)
-    y, b, mask = added.residual.double(), added.branch.double(), added.mask
+    mask = added.mask
+    y, b = (x.double().masked_fill(~mask[..., None], 0) for x in (added.residual, added.branch))
     least = float(scale.abs().min())
+    common = bool((scale == scale.flatten()[0]).all())
     several = mask.sum(-1) > 1
     after = scale.to(y) * y + b
     if norm == "none":
         before, ends = spread(y, mask), spread(after, mask)
         bound, needed = _sum_bound(y, b, scale, mask), sum_scale(y, b, a, mask)
-        relative: float | None = _worst(sum_scale(y, b, a, mask, relative=True), several)
+        relative = _worst(sum_scale(y, b, a, mask, relative=True), several) if common else None
     else:
         before, ends = (spread(normed(x, centre, eps), mask) for x in (y, after))
         before = norm_bound(y, 0 * b, 1.0, mask, centre)  # μ of the directions, times √D
         bound, needed = _norm_bound(y, b, scale, mask, centre, eps), norm_scale(y, b, a, mask, centre, eps)
         relative = None
-    sizes = [torch.linalg.vector_norm(x * mask[..., None], dim=(-2, -1)) for x in (y, b, after)]
+    sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (y, b, after)]
     collapses = [spread(x, mask) / size for x, size in ((y, sizes[0]), (after, sizes[2]))]
-    paper = _paper(mixing, y, mask, before[several], least, a)
+    paper = _paper(mixing, y, mask, before[several], least if common else None, a)
+    any_mixing = _any_mixing(mixing, y, mask, several, a, (norm, centre, eps))
+    proved = common or norm == "none"  # behind a norm a channel with a large λ turns all rows towards it
+    kept = torch.where(before > 0, ends / before, math.inf)  # where there is nothing to keep
     return LayerCertificate(
         site=added.site.name,
         scale=float(scale.flatten()[scale.abs().argmin()]),
         norm=norm,
         collapse_in=float(before[several].mean()),
         collapse_out=float(ends[several].mean()),
-        kept=float((ends / before)[several].min()),
+        kept=float(kept[several].min()),
         relative_in=float(collapses[0][several].mean()),
         relative_out=float(collapses[1][several].mean()),
         price=float((sizes[1] / sizes[2])[several].mean()),
@@ -165,9 +184,9 @@ def _layer(
         value_norm=None if mixing is None else mixing.value_norm,
         **paper,
         sound_bound=float((bound / before).nan_to_num(0.0)[several].min()),
-        sound_scale=_worst(needed, several),
+        sound_scale=_worst(needed, several) if proved else None,
         sound_scale_relative=relative,
-        sound_scale_any_mixing=_any_mixing(mixing, y, mask, several, a, (norm, centre, eps)),
+        sound_scale_any_mixing=any_mixing if proved else None,
     )
 
 
@@ -177,9 +196,11 @@ def _sum_bound(y: Tensor, b: Tensor, scale: Tensor, mask: Tensor) -> Tensor:
 
 
 def _norm_bound(y: Tensor, b: Tensor, scale: Tensor, mask: Tensor, centre: bool, eps: float) -> Tensor:
-    """With λ that differ by channel directions turn too: what is more than the least λ joins the branch."""
-    least = float(scale.abs().min())
-    return norm_bound(y, b + (scale.to(y) - least * scale.to(y).sign()) * y, least, mask, centre, eps)
+    """With one λ for each channel: λ∘y + b = c·y + (b + (λ − c)∘y) for any number c; the best of some c."""
+    values = scale.to(y).flatten()
+    tried = torch.stack([values.mean(), values.median(), values.min(), values.max()]).unique()
+    bounds = [norm_bound(y, b + (values - c) * y, c, mask, centre, eps) for c in tried]
+    return torch.stack(bounds).amax(0)
 
 
 def _any_mixing(
@@ -203,7 +224,7 @@ def _any_mixing(
 
 
 def _paper(
-    mixing: Mixing | None, y: Tensor, mask: Tensor, collapse: Tensor, scale: float, a: float
+    mixing: Mixing | None, y: Tensor, mask: Tensor, collapse: Tensor, scale: float | None, a: float
 ) -> dict[str, Any]:
     names = ("paper_holds", "paper_scale", "paper_scale_worst", "paper_floor", "paper_scale_with_floor")
     if mixing is None or mixing.value_norm is None:
@@ -212,41 +233,13 @@ def _paper(
     tokens, width = int(mask.sum(-1).max()), y.shape[-1]
     worst = None if mixing.worst is None else paper_scale(mixing.worst * mixing.value_norm, a)
     found = (
-        paper_condition(scale, strength, a) > 0,
+        None if scale is None else paper_condition(scale, strength, a) > 0,
         paper_scale(strength, a),
         worst,
-        paper_floor(scale, strength, a, tokens, width),
+        None if scale is None else paper_floor(scale, strength, a, tokens, width),
         paper_scale_with_floor(strength, a, tokens, width, float(collapse.min())),
     )
     return dict(zip(names, found, strict=True))
-
-
-def norm_of(model: nn.Module, site: SkipSite) -> tuple[str, bool, float]:
-    """The norm that reads the sum at a site: its kind, whether it centres, and its ε.
-
-    Args:
-        model: the model.
-        site: the site.
-    """
-    if not site.place.norm:
-        return "none", False, 0.0
-    module = model.get_submodule(site.place.norm)
-    eps = next((getattr(module, name) for name in ("eps", "variance_epsilon") if hasattr(module, name)), 0.0)
-    centres = isinstance(module, nn.LayerNorm)
-    return ("LayerNorm" if centres else "RMSNorm"), centres, float(eps or 0.0)
-
-
-def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
-    """LayerNorm or RMSNorm without its gain and bias.
-
-    Args:
-        rows: what it reads.
-        centre: whether it is LayerNorm.
-        eps: its ε.
-    """
-    rows = rows - rows.mean(-1, keepdim=True) if centre else rows
-    size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
-    return rows / torch.where(size > 0, size, 1.0)
 
 
 def _stacks(
@@ -257,7 +250,7 @@ def _stacks(
     layers: Sequence[LayerCertificate],
     target: float,
 ) -> list[StackCertificate]:
-    kept = kept_by(seen)
+    kept, equal = kept_by(model, seen), equal_at_start(seen)
     least = threshold(model, batch, sites, target)
     found = []
     for stack, places in stacks_of(seen).items():
@@ -266,12 +259,15 @@ def _stacks(
             StackCertificate(
                 stack=stack,
                 layers=len(inside),
-                kept=kept[stack],
+                kept=kept[stack].share,
                 target=target,
-                threshold=least[stack],
+                threshold=least[stack].share,
+                kept_mu=kept[stack].mu,
+                threshold_mu=least[stack].mu,
+                left_out=int(equal[stack].sum()),
                 paper_scale=_largest([one.paper_scale for one in inside]),
                 paper_scale_with_floor=_largest([one.paper_scale_with_floor for one in inside]),
-                sound_scale=max(one.sound_scale for one in inside),
+                sound_scale=_largest([one.sound_scale for one in inside]),
             )
         )
     return found
@@ -286,13 +282,23 @@ def _worst(values: Tensor, several: Tensor) -> float:
     return float(values[several].max())
 
 
-def _notes(layers: Sequence[LayerCertificate]) -> list[str]:
-    notes = []
+def _notes(layers: Sequence[LayerCertificate], stacks: Sequence[StackCertificate]) -> list[str]:
+    notes = [
+        f"sequences of equal tokens at the start of {stack.stack or 'the model'}: {stack.left_out}; there is "
+        "nothing to keep apart, and they are left out of what the stack keeps"
+        for stack in stacks
+        if stack.left_out
+    ]
     if any(layer.scale == 0 for layer in layers):
         notes.append("λ = 0 somewhere: nothing is sure there, whatever the mixer does")
     if any(layer.paper_scale is None for layer in layers):
         notes.append(
-            "the paper's condition needs the value weights of attention; where the mixer is no softmax "
-            "attention, or something stands between it and its weights, it is left out"
+            "the paper's condition and the λ for any mixing need the weights of softmax attention, and "
+            "nothing between its output projection and the sum: they are left out where the mixer is "
+            "another, its weights were not found, or a gain, a norm or a second summand stands there"
+        )
+    if any(layer.sound_scale is None for layer in layers):
+        notes.append(
+            "λ differs by channel before a norm: there is a sound bound for it, but no single least |λ|"
         )
     return notes

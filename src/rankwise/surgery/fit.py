@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.capture import StateSite, capture
+from rankwise.errors import InputError
 from rankwise.measures import token_collapse
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.groups import skip_parameter_groups
-from rankwise.surgery.skips import skips_of
+from rankwise.surgery.skips import Skips, skips_of
 
 Batch = Mapping[str, Tensor]
 MASKED = 0.15
@@ -43,7 +44,7 @@ def fit_skips(
 ) -> Fit:
     """Fit the λ-skips of a language model by its own loss; all other parameters stay as they are.
 
-    Cost: a forward and a backward pass for each step.
+    Cost: a forward and a backward pass for each step, and a forward pass at the end.
 
     Args:
         model: a model of transformers with λ-skips and a language-model head.
@@ -54,36 +55,77 @@ def fit_skips(
         on_step: called with the number of finished steps and the loss.
 
     Raises:
-        SkipError: if the model has no loss to learn from or no λ that can, or the loss is not finite; then
-            the λ are as they were.
+        InputError: if ``lr`` is no rate.
+        SkipError: if the model has no loss to learn from or no λ that can, a batch has nothing to learn from,
+            or a loss or λ is not finite, after the last step too; then the λ are as they were.
     """
+    check_rate("`lr`", lr)
     skips = skips_of(model)
     start = {name: value.detach().clone() for name, value in skips.items()}
     groups = skip_parameter_groups(model, only_skips=True)
     result = Fit(scales={name: [float(value.mean())] for name, value in start.items()})
     with _only_learning(model, [one for group in groups for one in group["params"]]):
         optimiser = torch.optim.Adam(groups, lr=lr)
-        for step in range(steps):
-            optimiser.zero_grad()
-            loss = loss_of(model, batches[step % len(batches)], mask_token)
-            if not math.isfinite(loss.item()):
+        try:
+            for step in range(steps):
+                optimiser.zero_grad()
+                loss = _finite_loss(model, batches[step % len(batches)], mask_token, step)
+                result.losses.append(loss.item())
+                loss.backward()
+                optimiser.step()
+                _check_finite(skips, step + 1)
+                if on_step is not None:
+                    on_step(step + 1, loss.item())
+            if steps:  # no other step looks at what the last one left
                 with torch.no_grad():
-                    for name, value in skips.items():
-                        value.copy_(start[name])
-                raise SkipError(
-                    f"loss of step {step + 1}",
-                    wanted="a finite number",
-                    got=str(loss.item()),
-                    fix="Use a lower learning rate; the λ are as they were before.",
-                )
-            result.losses.append(loss.item())
-            loss.backward()
-            optimiser.step()
-            if on_step is not None:
-                on_step(step + 1, loss.item())
+                    _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
+        except SkipError:
+            with torch.no_grad():
+                for name, value in skips.items():
+                    value.copy_(start[name])
+            raise
     for name, value in skips.items():
         result.scales[name].append(float(value.detach().mean()))
     return result
+
+
+def check_rate(subject: str, lr: float) -> None:
+    """Refuse a learning rate that is none.
+
+    Args:
+        subject: what an error calls it.
+        lr: the rate.
+
+    Raises:
+        InputError: if it is not finite and above 0.
+    """
+    if not 0 < lr < math.inf:
+        raise InputError(
+            subject, wanted="a finite number above 0", got=f"{lr:g}", fix="0.02 is the default; try less."
+        )
+
+
+def _finite_loss(model: nn.Module, batch: Batch, mask_token: int | None, done: int) -> Tensor:
+    loss = loss_of(model, batch, mask_token)
+    if not math.isfinite(loss.item()):
+        raise _lost(f"loss after step {done}" if done else "loss before the first step", loss.item())
+    return loss
+
+
+def _check_finite(skips: Skips, done: int) -> None:
+    for name, value in skips.items():
+        broken = value.detach()[~value.detach().isfinite()]
+        if len(broken):
+            raise _lost(f"λ of {name!r} after step {done}", broken[0].item())
+
+
+def _lost(subject: str, got: float) -> SkipError:
+    return SkipError(
+        subject,
+        wanted="a finite number",
+        got=f"{got:g}",
+        fix="Use a lower learning rate; the λ are as they were before.",
+    )
 
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> float:
@@ -95,7 +137,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None
         mask_token: as in `fit_skips`.
 
     Raises:
-        SkipError: if the model has no loss.
+        SkipError: as `loss_of`.
     """
     with _evaluating(model), torch.no_grad():
         losses = [loss_of(model, batch, mask_token).item() for batch in batches]
@@ -111,22 +153,37 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         mask_token: as in `fit_skips`.
 
     Raises:
-        SkipError: if the model has no loss.
+        SkipError: if the model has no loss, or no token of the batch is one to predict.
     """
     check_learnable(model, mask_token)
     inputs = dict(batch)
     labels = inputs["input_ids"].clone()
-    if "attention_mask" in inputs:
-        labels[inputs["attention_mask"] == 0] = IGNORED
+    real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(labels).bool()
+    labels[~real] = IGNORED
     if _masked(model):
         generator = torch.Generator().manual_seed(0)
         hidden = torch.rand(labels.shape, generator=generator).to(labels.device) < MASKED
-        hidden[:, 0] |= ~hidden.any(1)
+        hidden &= real
+        first = real.int().argmax(1, keepdim=True)
+        hidden |= real & ~hidden.any(1, keepdim=True) & (torch.arange(real.shape[1]).to(first) == first)
         inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, mask_token or 0)
         labels[~hidden] = IGNORED
+    _check_labels(model, labels, real)
     loss = model(**inputs, labels=labels).loss
     assert isinstance(loss, Tensor)  # a model that takes labels gives a loss
     return loss
+
+
+def _check_labels(model: nn.Module, labels: Tensor, real: Tensor) -> None:
+    """The mean over no token is no number; a causal model predicts none for the first position."""
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    if not bool((labels[:, int(causal) :] != IGNORED).any()):
+        raise SkipError(
+            "batch",
+            wanted="a real token to predict",
+            got="no real token, all are padding" if not bool(real.any()) else "one real token a sequence",
+            fix="Leave it out; `attention_mask` is 1 at real tokens.",
+        )
 
 
 def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:

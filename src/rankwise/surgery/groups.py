@@ -25,7 +25,7 @@ def skip_parameter_groups(
     Raises:
         SkipError: if no λ of the model can learn.
 
-    Example:
+    Examples:
         >>> import torch, rankwise.surgery as surgery
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> _ = surgery.add_lambda_skip(layer, example=torch.randn(1, 5, 8))

@@ -1,9 +1,12 @@
 """What a λ-skip leaves in a model: hooks that travel with it when it is copied, pickled or compiled."""
 
+import threading
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor, nn
+
+from rankwise.surgery.errors import SkipError
 
 Key = int | str | None
 """Where a tensor lies in what a module gave: itself, or an item of a tuple or a mapping."""
@@ -40,14 +43,35 @@ class Argument:
         return self.name or f"argument {self.position}"
 
 
-class Held:
-    """A residual on its way from where it is read to where it is added; never copied with the model."""
+class Slot:
+    """A residual on its way from where it is read to where it is added."""
 
     def __init__(self) -> None:
-        self.value: Tensor | None = None
+        self.residual: Tensor | None = None
+        self.open = False
+        """Whether the module that takes the sum is running: what is read outside of it is not added."""
 
-    def __getstate__(self) -> dict[str, None]:
-        return {"value": None}
+
+class Held(threading.local):
+    """A slot for each thread that runs the model; what it holds is never copied with the model."""
+
+    def __init__(self) -> None:
+        self.slot = Slot()  # an object of its own: torch.compile follows writes to it from several hooks
+
+    def __reduce__(self) -> tuple[type["Held"], tuple[()]]:
+        return Held, ()
+
+    @no_type_check
+    def hold(self, residual):
+        """Hold what a hook has read."""
+        if self.slot.open or recomputing():
+            self.slot.residual = residual
+
+
+@no_type_check
+def recomputing():
+    """Whether autograd is running a checkpointed part a second time, perhaps without what is around it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class SkipHook:
@@ -106,6 +130,34 @@ class CorrectSum(SkipHook):
         return placed(output, self.key, total)
 
 
+class OpenSlot(SkipHook):
+    """Before the module in which a residual is read and added: forget what is left of another call.
+
+    Args:
+        held: the residual.
+    """
+
+    def __init__(self, held: Held) -> None:
+        super().__init__()
+        self.held = held
+
+    @no_type_check
+    def __call__(self, module, args):
+        """Open it."""
+        slot = self.held.slot
+        slot.residual, slot.open = None, True
+
+
+class CloseSlot(OpenSlot):
+    """After the same module, however it ended."""
+
+    @no_type_check
+    def __call__(self, module, args, output):
+        """Close it."""
+        slot = self.held.slot
+        slot.residual, slot.open = None, False
+
+
 class HoldInput(SkipHook):
     """Before a module that reads the residual: hold it.
 
@@ -121,7 +173,7 @@ class HoldInput(SkipHook):
     @no_type_check
     def __call__(self, module, args, kwargs):
         """Hold it."""
-        self.held.value = self.argument.of(args, kwargs)
+        self.held.hold(self.argument.of(args, kwargs))
 
 
 class HoldOutput(SkipHook):
@@ -139,7 +191,7 @@ class HoldOutput(SkipHook):
     @no_type_check
     def __call__(self, module, args, output):
         """Hold it."""
-        self.held.value = picked(output, self.key)
+        self.held.hold(picked(output, self.key))
 
 
 class CorrectBranch(SkipHook):
@@ -158,12 +210,25 @@ class CorrectBranch(SkipHook):
     @no_type_check
     def __call__(self, module, args, output):
         """Correct it; a call without a residual before it is another use of the module."""
-        residual = self.held.value
-        if residual is None:
+        slot = self.held.slot
+        if not slot.open and not recomputing():
             return None
-        self.held.value = None
+        residual, slot.residual = slot.residual, None
+        if residual is None:
+            if not slot.open:  # the same call had a residual in the forward pass
+                raise _recomputed_alone(module)
+            return None
         branch = picked(output, self.key)
         return placed(output, self.key, corrected(branch, residual, getattr(module, self.parameter)))
+
+
+def _recomputed_alone(module: nn.Module) -> SkipError:
+    return SkipError(
+        f"gradient checkpointing of {type(module).__name__}",
+        wanted="a checkpoint around the whole block, whose recomputation reads the residual again",
+        got="one around the mixer, without the norm or block that reads the residual",
+        fix="Checkpoint the block in place of the mixer.",
+    )
 
 
 @no_type_check

@@ -1,7 +1,7 @@
 """Where in a model λ goes: which module to hook so that x + f(x) becomes λ·x + f(x)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,16 +9,18 @@ from torch import Tensor, nn
 from rankwise.capture.frames import Frame, parameter_names
 from rankwise.surgery.hooks import (
     Argument,
+    CloseSlot,
     CorrectBranch,
     CorrectSum,
     Held,
     HoldInput,
     HoldOutput,
     Key,
+    OpenSlot,
     ScaleArgument,
 )
 from rankwise.surgery.residuals import Residual
-from rankwise.surgery.sums import History, Version, version
+from rankwise.surgery.sums import History, SumName, Version, version
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,15 @@ class Place:
     """The module that reads, or gives, the residual, if it is another one."""
     source_gives: bool = False
     source_key: Key = None
+    scope: str = ""
+    """The module within whose calls a residual that was read is added."""
     block: str = ""
     """The module that takes the sum."""
     width: int = 0
-    sum: int = field(default=0, compare=False)
+    sum: SumName = field(default=("", 0, 0), compare=False)
     """Which sum of the forward pass it scales."""
+    time: int = field(default=0, compare=False)
+    """When that sum was taken."""
     which: int = 0
     """Which operand of it."""
     drops: bool = False
@@ -128,12 +134,39 @@ class Place:
         if self.how == "sum":
             module.register_forward_hook(CorrectSum(parameter, given, self.key), with_kwargs=True)
             return
-        held, source = Held(), model.get_submodule(self.source)
+        held, source, scope = Held(), model.get_submodule(self.source), model.get_submodule(self.scope)
+        scope.register_forward_pre_hook(OpenSlot(held))  # before any hook of the same module that reads
         if self.source_gives:
             source.register_forward_hook(HoldOutput(self.source_key, held))
         else:
             source.register_forward_pre_hook(HoldInput(given, held), with_kwargs=True)
         module.register_forward_hook(CorrectBranch(parameter, self.key, held))
+        scope.register_forward_hook(CloseSlot(held), always_call=True)
+
+    def renamed(self, module: str) -> "Place":
+        """The same place where its module has another name: in a part of the model, or a larger one."""
+        old, new = _parts(self.module), _parts(module)
+        while old and new and old[-1] == new[-1]:
+            old.pop()
+            new.pop()
+
+        def name(before: str) -> str:
+            parts = _parts(before)
+            return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else before
+
+        return replace(
+            self,
+            module=module,
+            source=name(self.source),
+            scope=name(self.scope),
+            block=name(self.block),
+            norm=self.norm and name(self.norm),
+            sum=(name(self.sum[0]), *self.sum[1:]),
+        )
+
+
+def _parts(name: str) -> list[str]:
+    return name.split(".") if name else []
 
 
 def place(residual: Residual, traffic: Traffic) -> Place | None:
@@ -141,7 +174,8 @@ def place(residual: Residual, traffic: Traffic) -> Place | None:
     common: dict[str, Any] = {
         "block": residual.sum.frames[-1].name if residual.sum.frames else "",
         "width": residual.sum.shape[-1],
-        "sum": residual.sum.number,
+        "sum": residual.sum.name,
+        "time": residual.sum.time,
         "which": residual.which,
         "dtype": residual.sum.dtype,
         "axis": residual.axis,
@@ -178,7 +212,7 @@ def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
     x = history.origin(sum_.operands[residual.which])
     all_uses = (use for name in history.names(x) for use in history.uses.get(name, ()) if not use.copies)
     uses = [use for use in all_uses if inner.serial in use.running]
-    if {use.number for use in uses} != {sum_.number}:
+    if {use.sum for use in uses} != {sum_.name}:
         return None
     for given in traffic.given_as(x):
         if given.frame is inner:
@@ -213,13 +247,14 @@ def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, A
     if source is None:
         return None
     common = {"module": made.frame.name, "key": made.key, "drops": drops}
+    if isinstance(source, Given) and source.frame is made.frame:  # it can see the residual itself
+        return common | {"how": "sum", "argument": (source.name, source.position)}
+    # of the calls under way at the sum, the innermost that had begun when x was read
+    scope = [frame for frame in sum_.frames if frame.serial <= source.frame.serial][-1]
+    held = {"how": "branch", "source": source.frame.name, "scope": scope.name}
     if isinstance(source, Made):
-        held = {"source": source.frame.name, "source_gives": True, "source_key": source.key}
-        return common | held | {"how": "branch"}
-    argument = {"argument": (source.name, source.position)}
-    if source.frame is made.frame:  # it can see the residual itself
-        return common | argument | {"how": "sum"}
-    return common | argument | {"how": "branch", "source": source.frame.name}
+        return common | held | {"source_gives": True, "source_key": source.key}
+    return common | held | {"argument": (source.name, source.position)}
 
 
 def _maker(y: Version, before: int, traffic: Traffic, drops: bool) -> Made | None:

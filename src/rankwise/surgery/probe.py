@@ -1,6 +1,6 @@
 """One forward pass that shows where the residual connections of a model are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,8 @@ from rankwise.capture.frames import Frames
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, call, tensors_in
 from rankwise.surgery.places import Place, Traffic, place
-from rankwise.surgery.residuals import Residual, find_residuals
-from rankwise.surgery.sums import History, SumRecorder, SumTap
+from rankwise.surgery.residuals import Residual, find_residuals, not_finite
+from rankwise.surgery.sums import Change, History, SumName, SumRecorder, SumTap
 
 
 def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[str]]:
@@ -27,6 +27,9 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
     Returns:
         One place for each residual connection around a mixer, and the names of the blocks in which there
         is one that no module is near enough to reach.
+
+    Raises:
+        SkipError: if what the model gives, or a residual connection, is not finite.
     """
     history = History()
     traffic = Traffic(history)
@@ -35,8 +38,10 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
     frames.on_leave.append(traffic.left)
     given = _with_gradients(example)
     with probing(model), _differentiable(model), frames.following(), SumRecorder(frames.running, history):
-        call(model, given)
+        output = call(model, given)
     residuals = find_residuals(history)
+    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
+        raise not_finite("what the model gives")
     places, missed = [], []
     for residual in residuals:
         found = place(residual, traffic)
@@ -47,16 +52,24 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
     return places, missed
 
 
-def run_with(model: nn.Module, example: Example, scales: dict[int, tuple[int, Any]]) -> list[Tensor]:
-    """What a model gives on an example if the residuals of some sums are scaled, by their numbers.
+def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Change]) -> list[Tensor]:
+    """What a model gives on an example if some sums are something else.
 
     Args:
         model: the model.
         example: what to run it on.
-        scales: number of a sum → which operand is the residual, and a function of it.
+        changes: name of a sum → what it is to be.
     """
-    with probing(model), SumTap(scales):
+    with probing(model), tapping(model, changes):
         return [tensor.detach() for tensor in tensors_in(call(model, example))]
+
+
+@contextmanager
+def tapping(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
+    """Put something else in the place of some sums of a model, for as long as the block runs."""
+    frames = Frames(model, frozenset())
+    with frames.following(), SumTap(frames.running, changes):
+        yield
 
 
 @contextmanager
@@ -101,6 +114,10 @@ def _block(residual: Residual) -> str:
     return (frames[-1].name if frames else "") or "the model itself"
 
 
+WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+"""Classes that have counted the parameters of what they wrap: one that comes later is not synchronised."""
+
+
 def check_traceable(model: object) -> None:
     """Refuse what cannot be changed by hooks.
 
@@ -108,7 +125,8 @@ def check_traceable(model: object) -> None:
         model: what the user gave.
 
     Raises:
-        SkipError: if it is no module, or one that is compiled or scripted.
+        SkipError: if it is no module, or one that is compiled, scripted or wrapped for several devices, or
+            of tensors made in inference mode, or if that mode is on.
     """
     if not isinstance(model, nn.Module):
         raise SkipError(
@@ -124,4 +142,19 @@ def check_traceable(model: object) -> None:
             wanted="a module that is not compiled yet",
             got="one that is compiled or scripted",
             fix="Add the skips first, then call torch.compile on the model.",
+        )
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    for wrapper in sorted(names & WRAPPERS):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            wanted="a module that is not wrapped yet",
+            got=f"one wrapped by {wrapper}",
+            fix="Add the skips to the model itself first, then wrap it.",
+        )
+    if torch.is_inference_mode_enabled() or any(one.is_inference() for one in model.parameters()):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            wanted="a model outside of torch.inference_mode(), where derivatives can be taken",
+            got="inference mode, or parameters made in it",
+            fix="Build the model and call this outside of it; torch.no_grad() is no hindrance.",
         )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from rankwise.surgery.sums import History, Sum
+from rankwise.surgery.errors import SkipError
+from rankwise.surgery.sums import History, Sum, SumName
 
 
 @dataclass
@@ -47,6 +48,9 @@ def find_residuals(history: History) -> list[Residual]:
 
     Args:
         history: what the forward pass did, its graph still there.
+
+    Raises:
+        SkipError: if a sum x + f(x) or a derivative of its f is not finite: it then tells nothing.
     """
     found: list[Residual] = []
     for sum_ in history.sums:
@@ -60,6 +64,8 @@ def _self_mixing(sum_: Sum) -> Residual | None:
     for which in (0, 1):
         x, y = sum_.edges[which], sum_.edges[1 - which]
         if x.node is not y.node and x.node in reached(y):
+            if not sum_.finite:
+                raise not_finite(f"a sum x + f(x) in {_around(sum_)}")
             axis = mixed_axis(y, x, sum_)
             if axis is not None:
                 return Residual(sum_, which, axis, cross=False)
@@ -101,12 +107,32 @@ def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
         gradient = _gradient(y, x, like, at)
         if gradient is None:
             continue
+        if bool(gradient.isnan().any()):
+            raise not_finite(f"the derivative of an f in x + f(x) in {_around(like)}")
         moved = (gradient != 0).any(-1)
         for axis in reversed(range(moved.dim())):
             others = tuple(other for other in range(moved.dim()) if other != axis)
             if int((moved.any(others) if others else moved).sum()) > 1:
                 return axis
     return None
+
+
+def not_finite(what: str) -> SkipError:
+    """Say that an example gives numbers that tell nothing.
+
+    Args:
+        what: what is not finite.
+    """
+    return SkipError(
+        "the example, or the weights of the model",
+        wanted="finite numbers in a forward pass and its derivatives",
+        got=f"NaN or infinity in {what}",
+        fix="Check the weights; in float16, add the skips in float32 or bfloat16. Or pass another `example`.",
+    )
+
+
+def _around(sum_: Sum) -> str:
+    return (sum_.frames[-1].name if sum_.frames else "") or "the model itself"
 
 
 def _gradient(y: GradientEdge, x: GradientEdge, like: Sum, at: int) -> Tensor | None:
@@ -121,14 +147,14 @@ def _gradient(y: GradientEdge, x: GradientEdge, like: Sum, at: int) -> Tensor | 
 
 
 def _outermost(found: list[Residual]) -> list[Residual]:
-    dropped: set[int] = set()
+    dropped: set[SumName] = set()
     for outer in found:
         inside = list(_inside(outer, found))
         if len(inside) > 1:
-            dropped.add(outer.sum.number)
+            dropped.add(outer.sum.name)
         else:
-            dropped.update(inner.sum.number for inner in inside)
-    return [residual for residual in found if residual.sum.number not in dropped]
+            dropped.update(inner.sum.name for inner in inside)
+    return [residual for residual in found if residual.sum.name not in dropped]
 
 
 def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:

@@ -1,6 +1,7 @@
 """λ-skips: the skip around every mixer of a model becomes λ·x."""
 
 import math
+import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from rankwise.surgery.examples import Example, example_for
 from rankwise.surgery.hooks import remove_hooks
 from rankwise.surgery.places import Place
 from rankwise.surgery.probe import check_traceable, find_places
+from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import verify
 
 PARAMETER = "lambda_skip"
@@ -34,7 +36,7 @@ class SkipSite:
     parameter: str
     """Name of λ in it."""
     place: Place
-    sums: tuple[int, ...] = ()
+    sums: tuple[SumName, ...] = ()
     """The sums of a forward pass that it scales: several where its module is called several times."""
 
 
@@ -69,7 +71,7 @@ class Skips(Mapping[str, nn.Parameter]):
 
 def add_lambda_skip(
     model: nn.Module,
-    init: float | int = 1.0,
+    init: float | int | numbers.Real = 1.0,
     learnable: bool = True,
     per: Per = "layer",
     sites: str | Iterable[str] | None = None,
@@ -106,7 +108,7 @@ def add_lambda_skip(
     Warns:
         UserWarning: for λ = 0, which takes the skip connections away.
 
-    Example:
+    Examples:
         >>> import torch, rankwise.surgery as surgery
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> skips = surgery.add_lambda_skip(layer, init=2.0, example=torch.randn(1, 5, 8))
@@ -134,14 +136,14 @@ def add_lambda_skip(
     try:
         for site in chosen:
             put_in(model, site, learnable=learnable, per=per)
-        verify(model, example, chosen)
+        verify(model, example, chosen, found)
     except BaseException:
         remove_lambda_skip(model, missing_ok=True)
         raise
     skips = Skips(model, chosen, _notes(chosen, missed))
     with torch.no_grad():
         for parameter in skips.values():
-            parameter.fill_(init)
+            parameter.fill_(float(init))
     return skips
 
 
@@ -188,11 +190,14 @@ def skip_sites(model: nn.Module) -> list[SkipSite]:
     if not isinstance(model, nn.Module):
         return []
     sites = [
-        replace(site, place=replace(site.place, module=name))
-        for name, module in model.named_modules()
-        for site in vars(module).get(NOTES, ())
+        _renamed(site, name) for name, module in model.named_modules() for site in vars(module).get(NOTES, ())
     ]
-    return sorted(sites, key=lambda site: site.sums)
+    return sorted(sites, key=lambda site: site.place.time)
+
+
+def _renamed(site: SkipSite, module: str) -> SkipSite:
+    place = site.place.renamed(module)
+    return replace(site, place=place, sums=tuple((place.sum[0], call, at) for _, call, at in site.sums))
 
 
 def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
@@ -265,7 +270,7 @@ def check_scale(subject: str, value: object) -> None:
     Raises:
         SkipError: if it is NaN, infinite or no number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise SkipError(subject, wanted="a finite number", got=repr(value), fix="1.0 changes nothing.")
     if value == 0:
         warnings.warn(

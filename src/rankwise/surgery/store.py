@@ -1,8 +1,10 @@
 """λ-skips in files: the numbers in safetensors, what they belong to in JSON beside them."""
 
+import hashlib
 import json
 import os
 import re
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +31,8 @@ class SkipFacts(BaseModel, extra="forbid"):
     learnable: bool
     sites: dict[str, int]
     """Width of the token states at each site."""
+    parameters: str = ""
+    """Digest of the names and shapes of all parameters but λ; empty in files of older versions."""
     fitted: dict[str, Any] = {}
     """How the λ were found, for the reader."""
 
@@ -47,10 +51,10 @@ def save_skips(
         The two paths.
 
     Raises:
-        SkipError: if the model has no λ-skips.
+        SkipError: if the model has no λ-skips, or one that is not finite.
         InputError: if the folder cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, rankwise.surgery as surgery
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> x = torch.randn(1, 5, 8)
@@ -69,21 +73,23 @@ def save_skips(
             got="one without",
             fix="Put them in with `rw.add_lambda_skip(model)`.",
         )
+    numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
+    _check_finite(numbers, f"{type(model).__name__}")
     facts = SkipFacts(
         model_class=_class(model),
         per="channel" if any(one.numel() > 1 for one in skips.values()) else "layer",
         learnable=any(one.requires_grad for one in skips.values()),
         sites={name: site.place.width for name, site in skips.sites.items()},
+        parameters=_digest(model, skips),
         fitted=fitted or {},
     )
     folder = Path(folder)
-    numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
     described = write_whole(folder / FACTS, facts.model_dump_json(indent=1), "skips")
     return _write(folder / NUMBERS, numbers), described
 
 
 def load_skips(model: nn.Module, folder: str | Path, example: Example | None = None) -> Skips:
-    """Put λ-skips that were saved into a model without any: of the same class, at the same sites.
+    """Put λ-skips that were saved into a model without any: of the same class, with the same parameters.
 
     Args:
         model: the model.
@@ -92,6 +98,9 @@ def load_skips(model: nn.Module, folder: str | Path, example: Example | None = N
 
     Raises:
         SkipError: if the files are missing or broken, or belong to another model.
+
+    Warns:
+        UserWarning: for files that do not say what parameters their model had.
     """
     folder = Path(folder)
     facts, numbers = _read_facts(folder / FACTS), _read_numbers(folder / NUMBERS)
@@ -147,20 +156,44 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: dict[str, Tensor], folde
             got=f"a difference in {sorted(missing)[0]!r}",
             fix="Copy both files from the same save.",
         )
-    broken = [name for name, value in numbers.items() if not bool(value.isfinite().all())]
-    if broken:
-        raise SkipError(
-            f"λ of {broken[0]!r} in {folder}",
-            wanted="finite numbers",
-            got="NaN or infinity",
-            fix="Fit them again with a lower learning rate.",
-        )
+    _check_finite(numbers, str(folder))
     modules = dict(model.named_modules())
     for name, width in facts.sites.items():
         if name not in modules and re.sub(r"_\d+$", "", name) not in modules:
             raise _another(model, facts, folder, f"a site {name!r}", did_you_mean(name, modules))
         if numbers[name].shape not in ((1,), (width,)):
             raise _another(model, facts, folder, f"λ of shape {tuple(numbers[name].shape)} for {name!r}")
+    if not facts.parameters:
+        warnings.warn(
+            f"{folder / FACTS} does not say what parameters its model had: λ may be those of another one; "
+            "save them again",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif facts.parameters != _digest(model, skips_of(model)):
+        raise _another(model, facts, folder, "λ of one whose parameters have other names or shapes")
+
+
+def _check_finite(numbers: dict[str, Tensor], where: str) -> None:
+    broken = [name for name, value in numbers.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise SkipError(
+            f"λ of {broken[0]!r} in {where}",
+            wanted="finite numbers",
+            got="NaN or infinity",
+            fix="Fit them again with a lower learning rate.",
+        )
+
+
+def _digest(model: nn.Module, skips: Skips) -> str:
+    """What tells a model from one of another configuration, at any weights: its parameters but λ."""
+    scales = {id(scale) for scale in skips.values()}
+    shapes = sorted(
+        (name, *one.shape)
+        for name, one in model.named_parameters(remove_duplicate=False)
+        if id(one) not in scales
+    )
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
 def _another(model: nn.Module, facts: SkipFacts, folder: Path, got: str, fix: str = "") -> SkipError:

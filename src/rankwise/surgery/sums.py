@@ -41,9 +41,10 @@ STATE_AXES = (2, 3)
 
 Version = tuple[int, int]
 """A tensor as it was at one time: its identity, and how often it had been changed in place."""
-Scale = Callable[[Tensor], Tensor]
-OnSum = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Called with the number of a sum, its operands and its value."""
+SumName = tuple[str, int, int]
+"""A sum in a forward pass: the innermost module running, which of its calls, which sum of that call."""
+Change = Callable[[Tensor, Tensor], Tensor]
+"""What a sum is to be, of its two operands."""
 
 
 @no_type_check
@@ -56,14 +57,14 @@ def version(tensor):
 class Sum:
     """One sum x + y of two tensors of one shape."""
 
-    number: int
-    """Among the sums of the forward pass, from 0."""
+    name: SumName
     time: int
     operands: tuple[Version, Version]
     edges: tuple[GradientEdge, GradientEdge]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    finite: bool
     result: Version
     out: GradientEdge
     frames: tuple[Frame, ...]
@@ -84,8 +85,8 @@ class Use:
     """A call of a function with a tensor."""
 
     time: int
-    number: int
-    """The sum it is, or -1."""
+    sum: SumName | None
+    """The sum it is, if it is one."""
     running: frozenset[int]
     """Serials of the calls around it."""
     copies: bool
@@ -128,6 +129,32 @@ class History:
         return self._names.get(origin, [origin])
 
 
+class SumNames:
+    """Names sums as they are taken, alike for batches of other sizes.
+
+    Sums are counted within one call of a module: a scan that takes one for each token, in a module of its
+    own, shifts no other.
+
+    Args:
+        running: the calls of modules under way, kept by someone else.
+    """
+
+    def __init__(self, running: Sequence[Frame]) -> None:
+        self._running = running
+        self._calls: dict[str, list[int]] = {}
+        self._taken: dict[int, int] = {}
+
+    def next(self) -> SumName:
+        """The name of the sum that is taken now."""
+        name, serial = (self._running[-1].name, self._running[-1].serial) if self._running else ("", -1)
+        calls = self._calls.setdefault(name, [])
+        if serial not in calls:
+            calls.append(serial)
+        at = self._taken.get(serial, 0)
+        self._taken[serial] = at + 1
+        return name, calls.index(serial), at
+
+
 class SumRecorder(TorchFunctionMode):
     """Records sums, copies and uses of token states, with the autograd graph that joins them.
 
@@ -141,7 +168,7 @@ class SumRecorder(TorchFunctionMode):
 
     def __init__(self, running: Sequence[Frame], history: History) -> None:
         super().__init__()
-        self._running, self._history, self._count = running, history, 0
+        self._running, self._history, self._names = running, history, SumNames(running)
 
     @no_type_check  # called for every operation of a model, as all below
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -154,27 +181,26 @@ class SumRecorder(TorchFunctionMode):
         versions = {id(value): version(value) for value in _floating((*args, *kwargs.values()))}
         names = None if pair is None else (versions[id(pair[0])], versions[id(pair[1])])
         out = func(*args, **kwargs)
-        number = -1
-        if pair is not None:
-            number, self._count = self._count, self._count + 1
+        name = None if pair is None else self._names.next()
         if before is not None and names is not None and isinstance(out, Tensor) and out.requires_grad:
-            self._sum(number, out, names, before)
-        self._used(func, versions, out, number)
+            self._sum(name, out, names, before)
+        self._used(func, versions, out, name)
         return out
 
     def _sum(
-        self, number: int, out: Tensor, names: tuple[Version, Version], edges: tuple[GradientEdge, ...]
+        self, name: SumName, out: Tensor, names: tuple[Version, Version], edges: tuple[GradientEdge, ...]
     ) -> None:
         history = self._history
         history.alive.append(out)
         sum_ = Sum(
-            number,
+            name,
             history.tick(),
             names,
             (edges[0], edges[1]),
             out.shape,
             out.dtype,
             out.device,
+            bool(out.isfinite().all()),
             version(out),
             get_gradient_edge(out),
             tuple(self._running),
@@ -183,7 +209,7 @@ class SumRecorder(TorchFunctionMode):
         history.results[sum_.result] = sum_
 
     @no_type_check  # called for every operation of a model
-    def _used(self, func, versions, out, number):
+    def _used(self, func, versions, out, name):
         history, made = self._history, _floating(out if isinstance(out, tuple | list) else (out,))
         history.alive.extend(made)
         known = set(versions.values())
@@ -192,9 +218,9 @@ class SumRecorder(TorchFunctionMode):
             return
         copies = func in COPIES and len(fresh) == 1 and bool(versions)
         running = frozenset(frame.serial for frame in self._running)
-        use = Use(history.tick(), number, running, copies)
-        for name in known:
-            history.uses.setdefault(name, []).append(use)
+        use = Use(history.tick(), name, running, copies)
+        for tensor in known:
+            history.uses.setdefault(tensor, []).append(use)
         if copies:
             history.copied(next(iter(versions.values())), version(fresh[0]), drops=False)
 
@@ -207,37 +233,27 @@ class SumRecorder(TorchFunctionMode):
 
 
 class SumTap(TorchFunctionMode):
-    """Scales the residual operand of chosen sums, and shows what was added.
+    """Puts something else in the place of chosen sums.
 
     Args:
-        scales: number of a sum → (which operand is the residual, what to do with it).
-        on_sum: called with number, residual before scaling, branch and result of each chosen sum.
+        running: the calls of modules under way, kept by someone else.
+        changes: name of a sum → what it is to be.
     """
 
-    def __init__(self, scales: Mapping[int, tuple[int, Scale]], on_sum: OnSum | None = None) -> None:
+    def __init__(self, running: Sequence[Frame], changes: Mapping[SumName, Change]) -> None:
         super().__init__()
-        self._scales, self._on_sum, self.count = scales, on_sum, 0
+        self._names, self._changes = SumNames(running), changes
 
     @no_type_check  # called for every operation of a model, as all below
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run one function, or another sum in its place."""
         kwargs = kwargs or {}
         pair = operands(func, args, kwargs)
-        if pair is None:
+        change = None if pair is None else self._changes.get(self._names.next())
+        if change is None:
             return func(*args, **kwargs)
-        number, self.count = self.count, self.count + 1
-        if number not in self._scales:
-            return func(*args, **kwargs)
-        which, scale = self._scales[number]
-        residual, branch = pair[which], pair[1 - which]
-        given = (residual.clone(), branch.clone()) if self._on_sum else (residual, branch)
-        scaled = scale(residual).to(residual.dtype)
-        out = scaled + branch
-        if func in (Tensor.__iadd__, Tensor.add_):
-            out = pair[0].copy_(out)
-        if self._on_sum:
-            self._on_sum(number, *given, out)
-        return out
+        out = change(*pair)
+        return pair[0].copy_(out) if func in (Tensor.__iadd__, Tensor.add_) else out
 
 
 @no_type_check

@@ -1,6 +1,7 @@
 """The value and output weights of attention, found by what they compute; and what it mixes with."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from rankwise.capture import MixerSite, capture
 from rankwise.errors import CaptureError
 from rankwise.surgery.examples import Example, call
-from rankwise.surgery.probe import probing
+from rankwise.surgery.probe import probing, tapping
 from rankwise.surgery.skips import SkipSite
+from rankwise.surgery.sums import SumName
+from rankwise.surgery.verify import scaled_sums, unhooked
 
 
 @dataclass
@@ -23,7 +26,7 @@ class Mixing:
     worst: float | None
     """What it can be at most."""
     value_norm: float | None = None
-    """‖C‖_F, all heads together."""
+    """‖C‖_F, all heads together; None unless what the output projection gave is the branch that is added."""
     reach: Tensor | None = None
     """(B,): the most by which attention can move a token, whatever its weights."""
 
@@ -41,7 +44,8 @@ class LinearTap:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and output.dim() >= 2:
-            self.calls.append((module, args[0].detach(), output.detach()))
+            # Snapshots: a gate or a gain applied in place would otherwise pass for a part of the weights.
+            self.calls.append((module, args[0].detach().clone(), output.detach().clone()))
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -49,35 +53,51 @@ class LinearTap:
             handle.remove()
 
 
-def mixings(model: nn.Module, batch: Example, sites: Sequence[SkipSite]) -> dict[tuple[str, int], Mixing]:
+def mixings(
+    model: nn.Module, batch: Example, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
+) -> dict[tuple[str, int], Mixing]:
     """What is known of the mixers behind λ-skips, by name of the site and number of its call.
 
     A site is missing where its branch holds no captured mixer, or several of them.
 
     Args:
-        model: the model, with its λ as they are.
+        model: the model.
         batch: what to run it on.
         sites: the sites.
+        scales: λ of each site by name.
     """
     mixers: list[MixerSite] = []
-    tap = LinearTap(model)
-    try:
-        with probing(model), torch.no_grad(), capture(model, on_mixer=mixers.append, values=True):
-            call(model, batch)
-    except CaptureError:
-        return {}
-    finally:
-        tap.close()
-    found: dict[str, list[Mixing]] = {site.name: [] for site in sites}
+    branches: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    of_sum = {name: site.name for site in sites for name in site.sums}
+
+    def note(name: SumName, residual: Tensor, branch: Tensor, total: Tensor) -> None:
+        branches[of_sum[name]].append(branch)
+
+    with unhooked(model):  # what a projection gave is seen without the (λ − 1)·x that a hook may add to it
+        tap = LinearTap(model)
+        try:
+            with (
+                probing(model),
+                torch.no_grad(),
+                capture(model, on_mixer=mixers.append, values=True),
+                tapping(model, scaled_sums(sites, scales, note)),
+            ):
+                call(model, batch)
+        except CaptureError:
+            return {}
+        finally:
+            tap.close()
+    behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
     for mixer in mixers:
         site = max(sites, key=lambda one: _common(one.name, mixer.name))
         if _common(site.name, mixer.name):
-            found[site.name].append(_mixing(mixer, tap.calls))
+            behind[site.name].append(mixer)
     return {
-        (site.name, call): found[site.name][call]
+        (site.name, number): _mixing(mixer, branch, tap.calls)
         for site in sites
-        for call in range(len(site.sums))
-        if len(found[site.name]) == len(site.sums)  # mixers side by side in one branch are left out
+        # mixers side by side in one branch are left out
+        if len(behind[site.name]) == len(branches[site.name])
+        for number, (mixer, branch) in enumerate(zip(behind[site.name], branches[site.name], strict=True))
     }
 
 
@@ -91,7 +111,7 @@ def _common(one: str, other: str) -> int:
     return count
 
 
-def _mixing(mixer: MixerSite, calls: list[tuple[nn.Module, Tensor, Tensor]]) -> Mixing:
+def _mixing(mixer: MixerSite, branch: Tensor, calls: list[tuple[nn.Module, Tensor, Tensor]]) -> Mixing:
     operator = mixer.operator
     batch, heads, tokens = operator.shape[0], operator.shape[1], operator.shape[2]
     squares = torch.zeros(batch, dtype=torch.float64)
@@ -103,12 +123,15 @@ def _mixing(mixer: MixerSite, calls: list[tuple[nn.Module, Tensor, Tensor]]) -> 
     found = Mixing(float(squares.max().sqrt()), (heads * tokens) ** 0.5 if stochastic else None)
     if not stochastic or mixer.values is None or mixer.output is None:
         return found
-    read = _columns_of(mixer.values, [(module, out) for module, _, out in calls])
-    gave = _columns_of(mixer.output, [(module, given) for module, given, _ in calls])
+    read = _columns_of(mixer.values, mixer.valid_sources, [out for _, _, out in calls])
+    gave = _columns_of(mixer.output, mixer.valid_tokens, [given for _, given, _ in calls])
     if read is None or gave is None:
         return found
-    value_weights = _picked(read, columns=False)
-    output_weights = _picked(gave, columns=True)
+    projection, _, projected = calls[gave[0]]
+    if not _same(projected, branch):  # a gain, a norm or another summand stands in between
+        return found
+    value_weights = _picked(calls[read[0]][0], read[1], columns=False)
+    output_weights = _picked(projection, gave[1], columns=True)
     groups = heads // mixer.values.shape[1]
     square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
     for head in range(heads):
@@ -117,32 +140,50 @@ def _mixing(mixer: MixerSite, calls: list[tuple[nn.Module, Tensor, Tensor]]) -> 
         moved = mixer.values[:, head // groups].double().cpu() @ out.mT
         lengths = moved.norm(dim=-1).masked_fill(~mixer.valid_sources.cpu(), 0)
         reach += lengths.amax(-1)
-    bias = getattr(gave[0], "bias", None)
+    bias = getattr(projection, "bias", None)
     if isinstance(bias, Tensor):
         reach += float(bias.detach().double().norm())
     found.value_norm, found.reach = square**0.5, reach
     return found
 
 
-def _columns_of(
-    heads: Tensor, calls: Sequence[tuple[nn.Module, Tensor]]
-) -> tuple[nn.Module, list[list[int]]] | None:
-    """The call among whose columns those of (B, H, T, K) are, number for number, and which they are."""
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.numel() == other.numel() and torch.equal(one.reshape(other.shape).double(), other.double())
+
+
+def _columns_of(heads: Tensor, mask: Tensor, tables: Sequence[Tensor]) -> tuple[int, list[list[int]]] | None:
+    """The table among whose columns those of (B, H, T, K) are at real tokens, and which they are by head."""
     batch, count, tokens, width = heads.shape
-    wanted = heads.permute(0, 2, 1, 3).reshape(batch * tokens, count * width)
-    for module, columns in reversed(calls):
-        if columns.numel() != batch * tokens * columns.shape[-1] or columns.dtype != heads.dtype:
+    real = mask.to(heads.device).reshape(-1)
+    wanted = heads.permute(0, 2, 1, 3).reshape(batch * tokens, count * width)[real]
+    for at, columns in reversed(list(enumerate(tables))):
+        if not len(wanted) or columns.numel() != batch * tokens * columns.shape[-1]:
             continue
-        table = columns.reshape(batch * tokens, -1)
-        places = {tuple(column): at for at, column in enumerate(table[:3].mT.tolist())}
-        found = [places.get(tuple(column), -1) for column in wanted[:3].mT.tolist()]
-        if -1 not in found and torch.equal(table[:, found], wanted):
-            return module, [found[head * width : (head + 1) * width] for head in range(count)]
+        table = columns.reshape(batch * tokens, -1)[real]
+        # One row tells most tables apart; only then are whole columns compared.
+        if table.dtype != heads.dtype or not torch.isin(wanted[0].double(), table[0].double()).all():
+            continue
+        places = defaultdict(list)
+        for place, column in enumerate(_columns(table)):
+            places[column].append(place)
+        # From the end, where the values of a joint projection are; of equal columns each is taken once, and
+        # the last of them again: groups of heads may come with their values repeated.
+        found = []
+        for column in reversed(_columns(wanted)):
+            left = places[column]
+            found.append(left.pop() if len(left) > 1 else left[0] if left else -1)
+        found.reverse()
+        if -1 not in found:
+            return at, [found[head * width : (head + 1) * width] for head in range(count)]
     return None
 
 
-def _picked(found: tuple[nn.Module, list[list[int]]], columns: bool) -> list[Tensor]:
-    module, heads = found
+def _columns(table: Tensor) -> list[bytes]:
+    numbers = (table.mT.double() + 0.0).cpu().contiguous()  # + 0.0: of the two zeros, the positive one
+    return [column.tobytes() for column in numbers.numpy()]
+
+
+def _picked(module: nn.Module, heads: Sequence[list[int]], columns: bool) -> list[Tensor]:
     matrix = _matrix(module)
     assert matrix is not None  # only such modules are tapped
     matrix = matrix.detach().double().cpu()

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, call
-from rankwise.surgery.probe import probing
+from rankwise.surgery.probe import probing, tapping
 from rankwise.surgery.skips import SkipSite
-from rankwise.surgery.sums import SumTap
+from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked
 
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -43,16 +43,17 @@ def watch_sums(
         SkipError: if a sequence of the batch is all padding.
     """
     seen: list[Added] = []
-    of_sum = {number: site for site in sites for number in site.sums}
+    of_sum = {name: site for site in sites for name in site.sums}
 
-    def note(number: int, residual: Tensor, branch: Tensor, total: Tensor) -> None:
-        site = of_sum[number]
+    def note(name: SumName, residual: Tensor, branch: Tensor, total: Tensor) -> None:
+        site = of_sum[name]
         if residual.shape != branch.shape or residual.shape[-1] != site.place.width:
             raise _other_sums(site)
         one, other, both = (_as_batch(value, site.place.axis) for value in (residual, branch, total))
         seen.append(Added(site, one, other, both, _mask(batch, one, site)))
 
-    with unhooked(model), probing(model), torch.no_grad(), SumTap(scaled_sums(sites, scales), note):
+    scaled = scaled_sums(sites, scales, note)
+    with unhooked(model), probing(model), torch.no_grad(), tapping(model, scaled):
         call(model, batch)
     missing = {site.name for site in sites} - {one.site.name for one in seen}
     if missing:

@@ -55,7 +55,7 @@ def rank_barrier(
         ShapeError: if the sizes are not positive or do not fit the mask, or a mask tensor is not boolean.
         RankwiseError: if the mask has no such name, or a window comes without the causal mask.
 
-    Example:
+    Examples:
         >>> import torch
         >>> round(rank_barrier(100), 2), rank_barrier(100, mask="causal")
         (63.4, 50.5)
@@ -113,7 +113,7 @@ def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch R S"]]) -> Float64[
     Args:
         rows: blocks of the mask, the rows of each; leading axes broadcast.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mask = torch.ones(3, 3, dtype=torch.bool).tril()
         >>> round(rank_barrier_of_rows([mask[:2], mask[2:]]).item(), 6)

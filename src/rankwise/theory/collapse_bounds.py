@@ -14,7 +14,7 @@ def diameter_of(collapse: float) -> float:
     Args:
         collapse: μ(Y).
 
-    Example:
+    Examples:
         >>> round(diameter_of(1.0), 6)
         1.414214
     """
@@ -30,7 +30,7 @@ def collapse_of(diameter: float, tokens: int) -> float:
         diameter: d = max_ij ‖y_i − y_j‖.
         tokens: T.
 
-    Example:
+    Examples:
         >>> round(collapse_of(2.0, tokens=3), 6)
         2.0
     """
@@ -66,7 +66,7 @@ def attention_decay(
     Raises:
         ShapeError: if the layers differ in number, or a norm is negative or not finite.
 
-    Example:
+    Examples:
         >>> [float(f"{d:.1e}") for d in attention_decay(1.0, [1.0] * 3, [1.0] * 3)]
         [1.0, 0.24, 0.0037, 1.2e-08]
     """
@@ -100,7 +100,7 @@ def linear_decay(norm: float, operator_norms: Sequence[float], value_norms: Sequ
     Raises:
         ShapeError: if the layers differ in number, or a norm is negative or not finite.
 
-    Example:
+    Examples:
         >>> linear_decay(8.0, [0.5, 0.5], [1.0, 0.5])
         [8.0, 4.0, 1.0]
     """
@@ -138,7 +138,7 @@ def selective_decay(
     Raises:
         ShapeError: if the layers differ in number, or a norm is negative or not finite.
 
-    Example:
+    Examples:
         >>> selective_decay(0.5, [1.0, 1.0], [1.0, 1.0])
         [0.5, 0.125, 0.001953125]
     """

@@ -25,7 +25,7 @@ def hardmax_rank(
     Raises:
         ShapeError: if scores hold NaN, or the mask does not fit them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> hardmax_rank(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).item(), hardmax_rank(torch.eye(4)).item()
         (1, 4)
@@ -58,7 +58,7 @@ def winning_columns(
         scores: Q Kᵀ.
         mask: True where row i may see column j, broadcastable to the scores.
 
-    Example:
+    Examples:
         >>> import torch
         >>> winning_columns(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).tolist()
         [True, False]

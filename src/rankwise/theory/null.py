@@ -56,7 +56,7 @@ def null_rank(
         ShapeError: if a size is not positive, the sizes do not fit the mask, or the matrix is too large.
         RankwiseError: if the mask has no such name, or τ, δ or trials have no meaning.
 
-    Example:
+    Examples:
         >>> null_rank(64, 8, temperature=0.0, trials=4).mean < 64 * (1 - 1 / 2.718)
         True
         >>> null_rank(64, 64, mask="causal").mean > null_rank(64, 64, mask="causal", delta=0.5).mean
@@ -118,7 +118,7 @@ def interpolated_null_rank(
         ShapeError: as `null_rank`, but for the length.
         RankwiseError: as `null_rank`.
 
-    Example:
+    Examples:
         >>> null_rank(181, 16).mean == interpolated_null_rank(181, 16).mean
         True
         >>> interpolated_null_rank(100_000, 16)

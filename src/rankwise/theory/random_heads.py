@@ -31,7 +31,7 @@ def summarized(ranks: list[int]) -> NullRank:
     Args:
         ranks: one for each trial, at least one.
 
-    Example:
+    Examples:
         >>> summarized([2, 4, 6])
         NullRank(mean=4.0, std=2.0, trials=3)
     """
@@ -64,7 +64,7 @@ def simulated(
         trials: matrices.
         seed: of the generator.
 
-    Example:
+    Examples:
         >>> simulated(1, 1, 8, "full", None, 1.0, 0.01, trials=2, seed=0)
         NullRank(mean=1.0, std=0.0, trials=2)
     """
@@ -135,7 +135,7 @@ def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
         matrix: its entries are at least 0.
         delta: singular values from here on count.
 
-    Example:
+    Examples:
         >>> rank_of_stochastic(torch.eye(3, dtype=torch.float64), 0.01)
         3
     """

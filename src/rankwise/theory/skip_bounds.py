@@ -33,7 +33,7 @@ def paper_condition(scale: float, strength: float, a: float) -> float:
     Raises:
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> paper_condition(2.0, strength=1.0, a=0.25) > 0
         True
     """
@@ -54,7 +54,7 @@ def paper_scale(strength: float, a: float) -> float:
     Raises:
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> paper_scale(strength=3.0, a=0.25)
         3.0
     """
@@ -80,7 +80,7 @@ def paper_floor(scale: float, strength: float, a: float, tokens: int, width: int
     Raises:
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> paper_floor(8.0, strength=1.0, a=0.5, tokens=2, width=4)
         5.446808510638298
     """
@@ -105,7 +105,7 @@ def paper_scale_with_floor(strength: float, a: float, tokens: int, width: int, c
     Raises:
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> least = paper_scale_with_floor(1.0, a=0.5, tokens=2, width=4, collapse=2.0)
         >>> round(paper_floor(least, 1.0, 0.5, 2, 4), 9)
         4.0
@@ -128,7 +128,7 @@ def spread(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[
         rows: the rows.
         mask: which count; all, by default.
 
-    Example:
+    Examples:
         >>> import torch
         >>> spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item() ** 2
         2.0000000000000004
@@ -154,7 +154,7 @@ def sum_bound(
         scale: λ.
         mask: which tokens are real.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         >>> round(sum_bound(y, -y, 3.0).item() / spread(y).item(), 9)
@@ -188,7 +188,7 @@ def sum_scale(
     Raises:
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> import torch
         >>> y = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         >>> round(sum_scale(y, 0.5 * y, a=0.25).item(), 9)
@@ -231,7 +231,7 @@ def norm_bound(
         centre: whether N centres each row, as LayerNorm does.
         eps: ε of N.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         >>> before = norm_bound(y, 0 * y, 1.0, centre=False)
@@ -269,7 +269,7 @@ def norm_scale(
     Raises:
         RankwiseError: if a is not in (0, 1).
 
-    Example:
+    Examples:
         >>> import torch
         >>> y = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         >>> least = norm_scale(y, 0.5 * y, a=0.25, centre=False)

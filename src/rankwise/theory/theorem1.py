@@ -32,7 +32,7 @@ def theorem1_bound(tokens: int) -> float:
     Raises:
         ShapeError: if it is not a whole number, at least 1.
 
-    Example:
+    Examples:
         >>> round(theorem1_bound(100), 2)
         63.21
     """
@@ -56,7 +56,7 @@ def theorem1_epsilon(tokens: int, width: int, head_dim: int) -> float:
     Raises:
         ShapeError: if a size is not a whole number, at least 1.
 
-    Example:
+    Examples:
         >>> theorem1_epsilon(100, 190, 10)
         5e-06
     """
@@ -83,7 +83,7 @@ def almost_orthonormal(
         ShapeError: if D < T or a size is not positive.
         RankwiseError: if ε is negative or not below 1/T.
 
-    Example:
+    Examples:
         >>> x = almost_orthonormal(4, 6, epsilon=0.01)
         >>> bool(((x @ x.T - torch.eye(4)).abs() <= 0.01 + 1e-12).all())
         True
@@ -132,7 +132,7 @@ def theorem1_rank(
         ShapeError: if D < T or a size is not positive.
         RankwiseError: if the mask has no such name, or ε is negative or not below 1/T.
 
-    Example:
+    Examples:
         >>> theorem1_rank(50, 8).mean < theorem1_bound(50)
         True
     """

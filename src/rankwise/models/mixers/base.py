@@ -17,7 +17,7 @@ MixerState = tuple[Tensor, ...]
 class MixerOutput(NamedTuple):
     """What a mixer gives back.
 
-    Args:
+    Attributes:
         output: (B, T, D), what the block adds to the skip.
         state: what the next call needs, None unless it was asked for.
     """
@@ -115,7 +115,7 @@ def real_tokens(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     Raises:
         InputError: if it holds other values than 0 and 1; not looked at while compiling.
 
-    Example:
+    Examples:
         >>> real_tokens(torch.tensor([[0.0, 1.0]])).tolist()
         [[False, True]]
     """

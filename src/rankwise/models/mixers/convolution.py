@@ -15,7 +15,7 @@ class ShortConvolution(nn.Conv1d):
         channels: how many.
         tokens: how many each output sees; 1 is a scale and a bias by channel.
 
-    Example:
+    Examples:
         >>> import torch
         >>> convolution, x = ShortConvolution(2, 4), torch.randn(1, 5, 2)
         >>> output, state = convolution(x)

@@ -32,7 +32,7 @@ class LinearAttention(OperatorMixer):
         bias: biases in the projections.
         dropout: rate on the output.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mixer = LinearAttention(16, 4, feature_dim=2)
         >>> x = torch.randn(1, 5, 16)

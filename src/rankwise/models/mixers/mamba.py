@@ -53,7 +53,7 @@ class Mamba(OperatorMixer):
     Raises:
         InputError: if it is not causal.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mixer = Mamba(16, state_dim=8)
         >>> x = torch.randn(1, 5, 16)

@@ -51,7 +51,7 @@ class Mamba2(OperatorMixer):
     Raises:
         InputError: if it is not causal.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mixer = Mamba2(16, 4, state_dim=8)
         >>> x = torch.randn(1, 5, 16)

@@ -40,7 +40,7 @@ class S4D(OperatorMixer):
     Raises:
         InputError: if it is not causal.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mixer = S4D(16, state_dim=4)
         >>> x = torch.randn(1, 5, 16)

@@ -118,7 +118,7 @@ def rows_after(operator: MixingOperator, states: int) -> MixingOperator:
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
     """Σ_{r > s} log a_r for every s: summed from the end, so that it is exact where decays are strong.
 
-    Example:
+    Examples:
         >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()
         [-3.0, -1.0, 0.0]
     """

@@ -26,7 +26,7 @@ class SoftmaxAttention(Mixer):
         bias: biases in the projections.
         dropout: rate on the output.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mixer = SoftmaxAttention(16, 4, query_dim=2)
         >>> x = torch.randn(1, 5, 16)

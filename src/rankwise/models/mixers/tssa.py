@@ -42,7 +42,7 @@ class TokenStatisticsAttention(Mixer):
     Raises:
         InputError: if a size, a rate or a name cannot be, or options contradict each other.
 
-    Example:
+    Examples:
         >>> import torch
         >>> attention = TokenStatisticsAttention(16, 4, causal=True)
         >>> x = torch.randn(1, 5, 16)

@@ -90,7 +90,7 @@ def tssa(
         ShapeError: if shapes or dtypes do not fit, or the bias ends before the text.
         InputError: if options contradict each other or the implementation cannot run here.
 
-    Example:
+    Examples:
         >>> import torch
         >>> w = torch.ones(1, 4, 2, 3)
         >>> whole = tssa(w, torch.ones(2), causal=True)

@@ -30,7 +30,7 @@ def half_lives(
     Raises:
         InputError: if the ladder is empty, descends or has a half-life that is not positive.
 
-    Example:
+    Examples:
         >>> half_lives(4, shortest=2, longest=16).round(decimals=6).tolist()
         [2.0, 4.0, 8.0, 16.0]
     """
@@ -57,7 +57,7 @@ def rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float[Tensor,
     Returns:
         What a sum is multiplied by when a token passes; there, or on the CPU where that has no float64.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rates(torch.tensor([1.0, float("inf")]), torch.device("cpu")).tolist()
         [0.5, 1.0]

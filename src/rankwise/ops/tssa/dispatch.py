@@ -25,7 +25,7 @@ def choose(impl: str, device: torch.device) -> str:
     Raises:
         InputError: if the name is unknown or the named implementation cannot run there; it never falls back.
 
-    Example:
+    Examples:
         >>> import torch
         >>> choose("auto", torch.device("cpu")), choose("reference", torch.device("cpu"))
         ('cpu', 'reference')

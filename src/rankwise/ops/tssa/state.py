@@ -22,7 +22,7 @@ class TSSAState(NamedTuple):
         mass: Σ_u Π[u,h], (N, H).
         seen: real tokens so far, (N,); the position at which a learned bias is read next.
 
-    Example:
+    Examples:
         >>> state = TSSAState.zeros(1, heads=2, width=3)
         >>> tuple(state.energy.shape), state.seen.tolist()
         ((1, 2, 3), [0])

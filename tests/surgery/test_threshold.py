@@ -1,0 +1,95 @@
+"""What stacks keep, and from which λ on: means over sequences that have something to keep."""
+
+import math
+
+import pytest
+import torch
+from recipes.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from torch import nn
+
+from rankwise.surgery import SkipError, add_lambda_skip, certify_skip
+from rankwise.surgery.probe import find_places
+from rankwise.surgery.skips import name_sites
+from rankwise.surgery.threshold import Both, kept_by, normed, threshold
+from rankwise.surgery.watch import watch_sums
+from rankwise.theory import spread
+
+llama = hugging_face("LlamaModel", **LLAMA)
+bert = hugging_face("BertModel", **BERT)
+CONSTANT = torch.full((1, 12), 7)
+
+
+def test_a_sequence_of_equal_tokens_is_left_out() -> None:
+    """It has no positions in its embeddings, so all its states are equal: 0 of 0."""
+    model, ids = llama(), text_inputs()["input_ids"]
+    plain = certify_skip(model, {"input_ids": ids}, target=0.9)
+    mixed = certify_skip(model, {"input_ids": torch.cat([CONSTANT, ids])}, target=0.9)
+    for name in ("kept", "threshold", "kept_mu", "threshold_mu"):
+        assert getattr(mixed.stacks[0], name) == pytest.approx(getattr(plain.stacks[0], name), rel=1e-4)
+    assert (plain.stacks[0].left_out, mixed.stacks[0].left_out) == (0, 1)
+    assert any("sequences of equal tokens at the start of layers: 1;" in note for note in mixed.notes)
+    assert not any("equal tokens" in note for note in plain.notes)
+
+
+def test_with_no_other_sequence_nothing_is_said() -> None:
+    certificate = certify_skip(llama(), {"input_ids": CONSTANT})
+    stack = certificate.stacks[0]
+    assert (stack.kept, stack.threshold, stack.kept_mu, stack.threshold_mu, stack.left_out) == (None,) * 4 + (
+        1,
+    )
+    assert not any(math.isnan(layer.kept) for layer in certificate.layers)
+
+
+@pytest.mark.parametrize("build", [llama, bert], ids=["pre-norm", "post-norm"])
+def test_both_measures_are_means_of_ratios(build) -> None:
+    model, batch = build(), text_inputs()
+    sites = name_sites(find_places(model, batch)[0])
+    seen = watch_sums(model, batch, sites, {site.name: 1.5 for site in sites})
+    first, last = seen[0].residual.double(), seen[-1].total.double()
+    share = (spread(last) / last.norm(dim=(-2, -1))) / (spread(first) / first.norm(dim=(-2, -1)))
+    end = normed(last, True, 1e-12) if build is bert else last
+    (found,) = kept_by(model, seen).values()
+    assert found.share == pytest.approx(float(share.mean()))
+    assert found.mu == pytest.approx(float((spread(end) / spread(first)).mean()))
+
+
+@pytest.mark.parametrize("target", [0.3, 0.9])
+def test_each_measure_has_its_own_threshold(target: float) -> None:
+    model, batch = bert(), text_inputs()
+    sites = name_sites(find_places(model, batch)[0])
+    (found,) = threshold(model, batch, sites, target).values()
+    for at in range(2):
+        least = found[at]
+        assert least is not None
+        if 0 < least < math.inf:
+            scales = {site.name: least for site in sites}
+            (kept,) = kept_by(model, watch_sums(model, batch, sites, scales)).values()
+            assert kept[at] >= target
+    assert isinstance(found, Both)
+
+
+def _nan(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(math.nan)
+    return model
+
+
+def _infinite_mixer(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model.layers[1].self_attn.o_proj.weight[0, 0] = math.inf
+    return model
+
+
+@pytest.mark.parametrize(
+    ("breaks", "got"),
+    [
+        (_nan, r"states at 'layers.0.self_attn'.*NaN or infinity in the residual"),
+        (_infinite_mixer, r"states at 'layers.1.self_attn'.*NaN or infinity in what the mixer gave"),
+    ],
+    ids=["embeddings", "mixer"],
+)
+def test_states_that_are_not_finite(breaks, got: str) -> None:
+    model = llama()
+    add_lambda_skip(model)
+    with pytest.raises(SkipError, match=got):
+        certify_skip(breaks(model), text_inputs())
