@@ -105,7 +105,7 @@ def _window(tokens: int, window: int) -> float:
     return (1 - missed).sum().item()
 
 
-def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch R S"]]) -> Float64[Tensor, "*batch"]:
+def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:
     """`rank_barrier` under a boolean mask that comes a block of rows at a time.
 
     Cost: O(T S) time, memory of a block.
