@@ -50,7 +50,7 @@ def main() -> None:
         args.out.write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1) + "\n")
 
 
-def race(name_of: str, model: nn.Module, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def race(title: str, model: nn.Module, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """One model, without and with, and the multiplications alone."""
     plain: Any = model.eval().to(device)
     plain.config.use_cache = False
@@ -80,7 +80,7 @@ def race(name_of: str, model: nn.Module, args: argparse.Namespace, device: torch
     median = {name: statistics.median(one) for name, one in seconds.items()}
     unit = (median["without"] + median["copy"]) / 2
     return {
-        "model": name_of,
+        "model": title,
         "sites": len(skips),
         "batch": args.batch,
         "tokens": args.tokens,

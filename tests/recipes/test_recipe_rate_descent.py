@@ -5,20 +5,10 @@ import torch
 from recipes import rate_descent as recipe
 from torch import nn
 
-from rankwise.measures import variational_rate
-
 
 @pytest.fixture
 def ids():
     return torch.randint(3, 259, (2, 20), generator=torch.Generator().manual_seed(0))
-
-
-def test_the_rate_with_gradients_is_the_measure():
-    g = torch.Generator().manual_seed(1)
-    w = torch.randn(2, 7, 3, 5, generator=g, dtype=torch.float64)
-    membership = torch.randn(2, 7, 3, generator=g, dtype=torch.float64).softmax(-1)
-    wanted = variational_rate(w.transpose(1, 2), membership.transpose(1, 2)).sum(1)
-    torch.testing.assert_close(recipe.differentiable_rate(w, membership), wanted)
 
 
 def test_the_derived_step_is_the_steepest_descent_of_a_bidirectional_layer(ids):
