@@ -8,11 +8,11 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled
+from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows, softmax_rows_back
 
 
-@compiled
+@inlined
 @no_type_check
 def add_energy_row(row, weight, sums):
     """Add one token's weight · w²."""
@@ -48,7 +48,7 @@ def gather(total, owner, out):
                 out[owner[i], h, k] += total[i, h, k]
 
 
-@compiled
+@inlined
 @no_type_check
 def project_row(row, vector):
     """Σ_k vector_k w_k²."""
@@ -90,7 +90,7 @@ def assign(w, inverse, temperature, mask, first, last, owner, score, membership,
             total[i] += local
 
 
-@compiled
+@inlined
 @no_type_check
 def scale_row(row, out, factor, vector):
     """-factor · vector · w."""
@@ -111,7 +111,7 @@ def outputs(w, membership, factor, mask, first, last, owner, out, low, high):
                 scale_row(w[t, h], out[t, h], membership[t, h], factor[owner[i], h])
 
 
-@compiled
+@inlined
 @no_type_check
 def output_row_back(row, given, factor, pi, sums):
     """Σ_k g w factor; adds Π g w factor² to the sums."""
@@ -178,7 +178,7 @@ def slopes(
             total[i] += local
 
 
-@compiled
+@inlined
 @no_type_check
 def token_row_back(row, given, out, factor, pi, asked, moment, inverse, energy):
     """One token's gradient from those of its sequence's sums."""

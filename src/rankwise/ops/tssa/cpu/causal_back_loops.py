@@ -13,7 +13,7 @@ import numpy as np
 
 from rankwise.ops.tssa.cpu.bidirectional_loops import project_row
 from rankwise.ops.tssa.cpu.causal_loops import add_row, fold, kept
-from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled
+from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
 
 
@@ -40,7 +40,7 @@ def chunk_totals(w, membership, mask, power, rate, at, to, energy, assigned, mas
         assigned[c] = more
 
 
-@compiled
+@inlined
 @no_type_check
 def sums_row(row, weight, base, p, local, decay, lost, out):
     """Add one token's weight · w² to a chunk's sums and note them."""
@@ -50,7 +50,7 @@ def sums_row(row, weight, base, p, local, decay, lost, out):
         out[k] = base[k] * p + added
 
 
-@compiled
+@inlined
 @no_type_check
 def share_row(row, given, to, share, pi, m):
     """What one token's output asks of Π and of n, and, in the place of a, of a."""
@@ -70,7 +70,7 @@ def share_row(row, given, to, share, pi, m):
     return direct, mass
 
 
-@compiled
+@inlined
 @no_type_check
 def through_row(row, to, share, later, p, local, decay, lost, pi):
     """One token's gradient through a, which it and all later ones read; gives that of Π."""
@@ -139,7 +139,7 @@ def output_sweep_back(
         before_mass[i] = more
 
 
-@compiled
+@inlined
 @no_type_check
 def score_share_row(row, base, p, local, decay, lost, asked, tiny, sums):
     """Adds what one token asks of the c before the chunk, through s = Σ w²/max(c, eps)."""
@@ -215,7 +215,7 @@ def slopes(
             passed += own
 
 
-@compiled
+@inlined
 @no_type_check
 def score_row_back(row, to, sums, later, p, local, decay, lost, asked, tiny):
     """One token's share through its score."""
@@ -228,7 +228,7 @@ def score_row_back(row, to, sums, later, p, local, decay, lost, asked, tiny):
         local[k] = kept(local[k] + share, decay, lost)
 
 
-@compiled
+@inlined
 @no_type_check
 def add_assigned_row(row, to, assigned, weight):
     """One token's share through its Π w²."""

@@ -10,7 +10,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled
+from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
 
 
@@ -20,10 +20,10 @@ def _kept(x, decay, lost):
     return x * decay + x * lost
 
 
-kept = compiled(_kept, {"contract"})  # nothing reordered: x (decay + lost) would be x decay again
+kept = inlined(_kept, {"contract"})  # nothing reordered: x (decay + lost) would be x decay again
 
 
-@compiled
+@inlined
 @no_type_check
 def score_row(row, base, local, decay, lost, p, tiny):
     """One token's Σ_k w²/max(c, eps), after adding it to the chunk's sums."""
@@ -36,7 +36,7 @@ def score_row(row, base, local, decay, lost, p, tiny):
     return score
 
 
-@compiled
+@inlined
 @no_type_check
 def output_row(row, out, base, local, decay, lost, p, pi, m):
     """One token's output, after adding it to the chunk's sums."""
@@ -47,7 +47,7 @@ def output_row(row, out, base, local, decay, lost, p, pi, m):
         out[k] = g * row[k] / (m + (base[k] * p + added))
 
 
-@compiled
+@inlined
 @no_type_check
 def fold(total, base, local, rate, age):
     """The sums behind a chunk become those before the next."""
@@ -59,7 +59,7 @@ def fold(total, base, local, rate, age):
             local[h, k] = 0
 
 
-@compiled
+@inlined
 @no_type_check
 def add_row(row, weight, sums, decay, lost):
     """Add one token's weight · w² to sums that decay."""
