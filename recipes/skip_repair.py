@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 import rankwise as rw
 from rankwise.assets import demo_model, demo_text
+from rankwise.audit import Finding
 from rankwise.data import load_text, text_batches
 from rankwise.surgery import add_lambda_skip, apply_saved_skips, mean_loss, remove_lambda_skip, save_skips
 from recipes.real_models import minilm
@@ -38,6 +39,7 @@ from recipes.real_models import minilm
 PAGE = Path(__file__).parents[1] / "docs" / "skip-repair.md"
 TOKENS, SEQUENCES = 128, 4
 LAYERS = 12
+MODELS = ["random", "minilm", "demo"]
 REPAIR = "rankwise skip MODEL --init 1 --text TEXT --out DIR"
 WORDS = """The trained demo with its skips cut loses its loss, not its spread: its heads tell tokens apart, and its
 feed-forward parts keep skips of their own, so no COLLAPSE is found. Cut skips show as COLLAPSE where mixers
@@ -60,19 +62,62 @@ class Stage:
     audit: rw.Audit
     loss: float | None
 
+    @property
+    def collapses(self) -> list[Finding]:
+        """What its audit says of it."""
+        return [finding for finding in self.audit.findings if finding.code == "COLLAPSE"]
+
     def line(self) -> str:
         """One row of the table."""
         states = " ".join(f"{layer.relative_collapse:.2f}" for layer in self.audit.layers)
-        found = [finding for finding in self.audit.findings if finding.code == "COLLAPSE"]
-        words = ", ".join(f"{one.severity} from layer {one.where.layer} on" for one in found) or "none"
+        words = ", ".join(f"{one.severity} from layer {one.where.layer} on" for one in self.collapses)
         loss = "" if self.loss is None else f"{self.loss:.3f}"
-        return f"| {self.name} | {loss} | {states} | {words} |"
+        return f"| {self.name} | {loss} | {states} | {words or 'none'} |"
 
 
-def deep_model() -> nn.Module:
+@dataclass(frozen=True)
+class Story:
+    """A model whole, broken and repaired."""
+
+    name: str
+    stages: tuple[Stage, Stage, Stage]
+    command: str
+    """What repaired it."""
+    named: bool
+    """Whether an audit named that."""
+    changes: str
+    """What `rankwise compare` says, broken against repaired."""
+
+    @property
+    def repaired(self) -> bool:
+        """Whether it collapses when broken, and neither before nor after what its audit names."""
+        return self.named and [bool(stage.collapses) for stage in self.stages] == [False, True, False]
+
+    def lines(self) -> list[str]:
+        """Its part of the page."""
+        suggested = "the remedy of the COLLAPSE"
+        if not self.named:
+            suggested = "no COLLAPSE, so no remedy is named; the same command"
+        return [
+            f"## {self.name.removeprefix('the ')}",
+            "",
+            "| model | loss | μ/‖Y‖ by layer | COLLAPSE |",
+            "| --- | --- | --- | --- |",
+            *(stage.line() for stage in self.stages),
+            "",
+            f"Repaired by `{self.command}` ({suggested}). `rankwise compare`, broken against repaired:",
+            "",
+            "```text",
+            *(line.rstrip() for line in self.changes.strip().splitlines()),
+            "```",
+            "",
+        ]
+
+
+def deep_model(layers: int) -> nn.Module:
     """The demo's configuration with more layers, at random weights."""
     config = AutoConfig.from_pretrained(demo_model())
-    config.num_hidden_layers = LAYERS
+    config.num_hidden_layers = layers
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -109,13 +154,13 @@ def audit(name: str, model: Path, folder: Path, batches: Batches) -> Stage:
     return Stage(name, found, mean_loss(loaded, batches))
 
 
-def remedy(broken: rw.Audit) -> str | None:
+def remedy(broken: Stage) -> str | None:
     """The command that the audit of the broken model names."""
-    return next((finding.remedy for finding in broken.findings if finding.code == "COLLAPSE"), None)
+    return next((finding.remedy for finding in broken.collapses), None)
 
 
-def story(name: str, model: nn.Module, source: Path, batches: Batches) -> list[str]:
-    """Whole, broken, repaired; the command; what `rankwise compare` says of it. As lines of the page."""
+def story(name: str, model: nn.Module, source: Path, batches: Batches) -> Story:
+    """Break, audit, repair, audit again, compare."""
     with tempfile.TemporaryDirectory() as folder:
         place = {part: Path(folder) / part for part in ("whole", "broken", "repaired")}
         report = {part: Path(folder) / f"audit-{part}" for part in place}
@@ -124,60 +169,54 @@ def story(name: str, model: nn.Module, source: Path, batches: Batches) -> list[s
         for part in (saved, tokenizer):
             part.save_pretrained(place["whole"])
         broken(model, tokenizer, place["broken"])
-        names = {"whole": f"{name}, as it is", "broken": "λ = 0 in the upper half", "repaired": "repaired"}
-        stages = [audit(names[part], place[part], report[part], batches) for part in ("whole", "broken")]
-        named = remedy(stages[1].audit)
+        whole = audit(f"{name}, as it is", place["whole"], report["whole"], batches)
+        cut = audit("λ = 0 in the upper half", place["broken"], report["broken"], batches)
+        named = remedy(cut)
         command = named or REPAIR
         words = {"MODEL": str(place["broken"]), "TEXT": str(demo_text()), "DIR": str(place["repaired"])}
         rankwise(*(words.get(word, word) for word in shlex.split(command)[1:]))
-        stages.append(audit(names["repaired"], place["repaired"], report["repaired"], batches))
+        mended = audit("repaired", place["repaired"], report["repaired"], batches)
         changes = rankwise("compare", str(report["broken"]), str(report["repaired"]))
-    suggested = (
-        "the remedy of the COLLAPSE" if named else "no COLLAPSE, so no remedy is named; the same command"
-    )
-    return [
-        f"## {name.removeprefix('the ')}",
-        "",
-        "| model | loss | μ/‖Y‖ by layer | COLLAPSE |",
-        "| --- | --- | --- | --- |",
-        *(stage.line() for stage in stages),
-        "",
-        f"Repaired by `{command}` ({suggested}). `rankwise compare`, broken against repaired:",
-        "",
-        "```text",
-        *(line.rstrip() for line in changes.replace(folder, "").strip().splitlines()),
-        "```",
-        "",
-    ]
+    return Story(name, (whole, cut, mended), command, named is not None, changes.replace(folder, ""))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Break, audit, repair, audit, compare; write the page."""
+    """Tell all stories (or some) and write the page; the exit status says whether all is as claimed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the random model")
     parser.add_argument("--page", type=Path, default=PAGE, help="where to write")
     given = parser.parse_args(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(demo_model())
-    batches = list(
-        text_batches(load_text(demo_text()), tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4)
-    )
-    demo = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
-    deep = story(f"{LAYERS} random layers", deep_model(), demo_model(), batches)
-    trained = story("the bundled demo", demo, demo_model(), batches)
+    collapsing, others = [], []
+    if "random" in given.models:
+        deep = deep_model(given.layers)
+        collapsing.append(story(f"{given.layers} random layers", deep, demo_model(), demo_batches()))
+    if "demo" in given.models:
+        demo = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
+        others.append(story("the bundled demo", demo, demo_model(), demo_batches()))
     source = minilm()
-    if source is not None:
-        deep += story("all-MiniLM-L6-v2", AutoModel.from_pretrained(source).eval(), source, [])
+    if source is not None and "minilm" in given.models:
+        trained = AutoModel.from_pretrained(source).eval()
+        collapsing.append(story("all-MiniLM-L6-v2", trained, source, []))
+    parts = [line for one in (*collapsing, *others) for line in one.lines()]
     data = f"{SEQUENCES} sequences of {TOKENS} tokens of the bundled text"
     head = f"Written by `python -m recipes.skip_repair`: {data}."
-    lines = ["# Broken skips, found and repaired", "", head, "", *deep, *trained, WORDS, ""]
+    lines = ["# Broken skips, found and repaired", "", head, "", *parts, WORDS, ""]
     given.page.write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {given.page}")
-    return 0 if deep_is_found_and_repaired(deep) else 1
+    wrong = [one.name for one in collapsing if not one.repaired]
+    if wrong:
+        print(f"not found and repaired: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
-def deep_is_found_and_repaired(lines: list[str]) -> bool:
-    """Whether the table shows COLLAPSE in the broken model and none in the repaired one."""
-    rows = [line for line in lines if line.startswith("| ")][2:]
-    return rows[1].endswith("on |") and rows[2].endswith("| none |")
+def demo_batches() -> Batches:
+    """The text that losses are of."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model())
+    batches = text_batches(
+        load_text(demo_text()), tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4
+    )
+    return list(batches)
 
 
 if __name__ == "__main__":

@@ -111,12 +111,13 @@ def test_token_by_token_equals_the_whole_and_so_do_its_gradients(impl, decayed):
 
 @impls
 @pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
-def test_nothing_leaks_from_the_future(impl, decayed):
+@pytest.mark.parametrize("filling", [7.0, float("inf"), float("nan")], ids=["number", "infinity", "nan"])
+def test_nothing_leaks_from_the_future(filling, impl, decayed):
     case = Case(shape=(1, 130, 2, 3), causal=True, decayed=decayed)
     before = case.run(impl)
     for t in (1, 63, 64, 65, 129):
         changed = case.w.clone()
-        changed[:, t:] = 7.0
+        changed[:, t:] = filling
         after = tssa(changed, case.temperature, impl=impl, **case.options)
         assert torch.equal(after.output[:, :t], before.output[:, :t])
         assert not torch.equal(after.output[:, t:], before.output[:, t:])

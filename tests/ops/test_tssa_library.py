@@ -46,18 +46,32 @@ def test_gradcheck(impl, masked, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("keep", [False, True], ids=["plain", "gradient"])
 @causalities
-def test_operators_are_registered_as_they_behave(is_causal, masked, dtype):
+def test_operators_are_registered_as_they_behave(is_causal, keep, masked, dtype):
     case = Case((2, 5, 2, 3), causal=is_causal, masked=masked, decayed=masked, stated=is_causal, dtype=dtype)
-    w, temperature = case.w.requires_grad_(), case.temperature.requires_grad_()
-    mask, bounds = case.options["mask"], torch.tensor([0, 5, 10])
+    w, temperature = case.w.requires_grad_(keep), case.temperature.requires_grad_(keep)
+    mask, last = case.options["mask"], (torch.tensor([0, 5, 10]), False, "cpu", keep)
     if is_causal:
-        sums = [part.requires_grad_() for part in case.options["state"][:3]]
-        offset = torch.randn(2, 5, 2, requires_grad=True) if masked else None
+        sums = [part.requires_grad_(keep) for part in case.options["state"][:3]]
+        offset = torch.randn(2, 5, 2, requires_grad=keep) if masked else None
         rate = rates(case.options["half_life"], w.device) if masked else None
-        torch.library.opcheck(causal, (w, temperature, offset, mask, *sums, rate, bounds, False, "cpu"))
+        torch.library.opcheck(causal, (w, temperature, offset, mask, *sums, rate, *last))
     else:
-        torch.library.opcheck(bidirectional, (w, temperature, mask, bounds, False, "cpu"))
+        torch.library.opcheck(bidirectional, (w, temperature, mask, *last))
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "literal", "decayed"])
+@pytest.mark.parametrize("membership", ["softmax", "uniform"])
+def test_nothing_but_the_gradient_changes_where_one_is_wanted(membership, kind):
+    """Without a gradient, memberships are written over the scores."""
+    in_order = kind != "bidirectional"
+    case = Case((2, 70, 3, 5), causal=in_order, masked=True, decayed=kind == "decayed", stated=in_order)
+    case.options["membership"] = membership
+    plain = outputs(case.run("cpu"))
+    case.w.requires_grad_()
+    for name, part in outputs(case.run("cpu")).items():
+        assert torch.equal(part, plain[name]), name
 
 
 COMPILED = """
@@ -137,8 +151,8 @@ def direct_calls():
     call |= {"mask": torch.ones(1, 10, dtype=torch.bool), "bounds": torch.tensor([0, 6, 10])}
     rate = {"rate": torch.ones(2, dtype=torch.float64)}
     return {
-        "bidirectional": (bidirectional, call),
-        "causal": (causal, call | sums | rate | {"offset": per_token}),
+        "bidirectional": (bidirectional, call | {"keep": True}),
+        "causal": (causal, call | sums | rate | {"offset": per_token, "keep": True}),
         "bidirectional_backward": (bidirectional_backward, call | sums | known | given),
         "causal_backward": (causal_backward, call | sums | rate | known | given | ends),
     }
@@ -155,7 +169,7 @@ def test_an_operator_called_directly_trusts_no_shape(name):
         operator(**(right | {"packed": False}))
     with pytest.raises(ShapeError, match="w: wanted 4 axes"):
         operator(**(right | {"w": torch.ones(10, 2, 3)}))
-    parts = right.keys() - {"w", "bounds", "packed", "impl"}
+    parts = right.keys() - {"w", "bounds", "packed", "impl", "keep"}
     for part in sorted(parts):
         with pytest.raises(ShapeError, match=rf"^{part}: wanted"):
             operator(**(right | {part: right[part][..., :1]}))

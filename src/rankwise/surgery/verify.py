@@ -1,16 +1,16 @@
 """λ-skips that were put in are tried before they are handed over."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example
-from rankwise.surgery.hooks import SkipHook
+from rankwise.surgery.hooks import SkipHook, picked, placed
 from rankwise.surgery.probe import run_with
 from rankwise.surgery.sums import SumName
 
@@ -27,8 +27,8 @@ def verify(
     """Compare a model with its λ-skips, on an example, with what it should give.
 
     At λ = 1 every output must be the same bit by bit; at λ between 0.6 and 0.9, a different one for each
-    site, it must be what scaled sums give, up to √ε of the dtype. Rounding does not add up over layers: a
-    residual sum that agrees so far is replaced by the one it agrees with.
+    site, every residual sum must be what a scaled one is (`SumCheck`), and the outputs too, up to √ε of the
+    dtype. Rounding does not add up over layers: a sum that was compared is replaced by the scaled one.
 
     Args:
         model: the model, its λ all 1.
@@ -48,25 +48,23 @@ def verify(
     if len(plain) != len(changed) or not all(map(torch.equal, plain, changed)):
         raise _failure(model, "outputs that λ = 1 does not change", "others")
     scales = {site.name: 0.9 - 0.3 * at / len(sites) for at, site in enumerate(sites)}
-    parameters = {
-        site.name: model.get_submodule(site.place.module).get_parameter(site.parameter) for site in sites
-    }
-    exact = {
-        name: _Kept(site.place.which, scales.get(site.name, 1.0)) for site in found for name in site.sums
-    }
+    checks = [SumCheck(site, scales.get(site.name, 1.0)) for site in found]
     with unhooked(model):
+        exact = {name: partial(check.keep, name) for check in checks for name in check.site.sums}
         wanted = run_with(model, example, exact)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.fill_(scales[name])
     try:
-        got = run_with(model, example, {name: kept.nearest for name, kept in exact.items()})
+        _fill(model, sites, scales)
+        with ExitStack() as around:
+            for check in checks:
+                around.enter_context(check.following(model))
+            taken = {name: partial(check.at_sum, name) for check in checks for name in check.site.sums}
+            got = run_with(model, example, taken)
     finally:
-        with torch.no_grad():
-            for parameter in parameters.values():
-                parameter.fill_(1)
-    if len(wanted) != len(got) or not all(map(_close, wanted, got)):
-        raise _failure(model, "what scaling the residual sums gives at λ ≠ 1", "something else")
+        _fill(model, sites, dict.fromkeys(scales, 1.0))
+    wrong = [check.site.name for check in checks if not check.right]
+    if wrong or len(wanted) != len(got) or not all(map(_close, wanted, got)):
+        where = f" at {', '.join(wrong[:3])}" if wrong else ""
+        raise _failure(model, "what scaling the residual sums gives at λ ≠ 1", f"something else{where}")
 
 
 def scaled_sums(
@@ -110,21 +108,93 @@ class ScaledSum:
         return total
 
 
-class _Kept(ScaledSum):
-    """Keeps what the sum is, with λ and without: hooks that correct it later leave it without."""
+class SumCheck:
+    """Compares what the hooks of one site make of x + y with λ·x + y, of the same x and y.
 
-    sums: tuple[Tensor, ...] = ()
+    It looks where the work of the hooks is done: at the sum, or, where it is corrected in the output of the
+    module that takes it, at that output. The error e of a token may have the norm
 
-    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
-        scaled = super().__call__(one, other)
-        self.sums = (scaled.detach().clone(), (one + other).detach())
-        return scaled
+        ‖e‖ ≤ ¼ % · |λ|·‖x‖ + 5 · ε/2 · ‖|x| + |y|‖.
 
-    def nearest(self, one: Tensor, other: Tensor) -> Tensor:
-        """The kept sum that this one is but for rounding; this one if it is another."""
-        total = (one + other).detach()
-        near = [kept for kept in self.sums if _close(kept, total)]
-        return min(near, key=lambda kept: float((kept - total).norm()), default=total)
+    The first term is an error of λ. The second is rounding: λ·x and its sum with y are two roundings, the sum
+    and its correction by (λ − 1)·x three, each of a number not above |x| + |y| for |λ| ≤ 1 and so of ε/2 of
+    that at most, ε that of the coarser dtype. An effect of λ below rounding cannot be told, and passes.
+
+    Args:
+        site: the site.
+        scale: its λ.
+    """
+
+    def __init__(self, site: "SkipSite", scale: float) -> None:
+        self.site, self._scale = site, scale
+        self._scaled = ScaledSum(site.place.which, scale)
+        self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
+        self._agreed: set[SumName] = set()
+        self._inside = False
+        self._due: SumName | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether every sum of the site was compared and agreed."""
+        return self._agreed == set(self.site.sums)
+
+    def keep(self, name: SumName, one: Tensor, other: Tensor) -> Tensor:
+        """The scaled sum, in a pass without hooks."""
+        self._operands[name] = (one.detach().clone(), other.detach().clone())
+        return self._scaled(one, other)
+
+    def at_sum(self, name: SumName, one: Tensor, other: Tensor) -> Tensor:
+        """The sum in a pass with hooks: compared, or left to be compared when its module ends."""
+        total = one + other
+        if self._inside:
+            self._due = name
+            return total
+        return self._compared(name, total)
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Compare the outputs of a module that λ corrects, for as long as the block runs."""
+        module = model.get_submodule(self.site.place.module)
+        if self.site.place.how != "sum":
+            yield
+            return
+        handles = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave),  # behind the hook that corrects
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._inside = True
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._inside, name, self._due = False, self._due, None
+        if name is None:
+            return None
+        key = self.site.place.key
+        return placed(output, key, self._compared(name, picked(output, key)))
+
+    def _compared(self, name: SumName, got: Tensor) -> Tensor:
+        wanted = self._scaled(*self._operands[name])
+        if self._near(name, wanted, got.detach()):
+            self._agreed.add(name)
+        return wanted
+
+    def _near(self, name: SumName, wanted: Tensor, got: Tensor) -> bool:
+        if wanted.shape != got.shape:
+            return False
+        operands = self._operands[name]
+        limits = [torch.finfo(one.dtype) for one in operands]
+        one, other = (value.double().nan_to_num(0.0, 0.0, 0.0).abs() for value in operands)
+        size = (one + other).clamp(min=max(limit.tiny for limit in limits))  # below it, ε is no measure
+        rounding = 2.5 * max(limit.eps for limit in limits) * size.norm(dim=-1)
+        residual = (one, other)[self.site.place.which]
+        allowed = 0.0025 * self._scale * residual.norm(dim=-1) + rounding
+        return bool((_difference(wanted, got).norm(dim=-1) <= allowed).all())
 
 
 @contextmanager
@@ -147,12 +217,22 @@ def unhooked(model: nn.Module) -> Iterator[None]:
             module._forward_hooks.update(after)
 
 
+def _fill(model: nn.Module, sites: Sequence["SkipSite"], scales: Mapping[str, float]) -> None:
+    with torch.no_grad():
+        for site in sites:
+            module = model.get_submodule(site.place.module)
+            module.get_parameter(site.parameter).fill_(scales[site.name])
+
+
 def _close(wanted: Tensor, got: Tensor) -> bool:
     if wanted.shape != got.shape:
         return False
-    difference = torch.where(wanted == got, 0, (wanted - got).double())  # ∞ where it should be is none
     size = wanted.double().nan_to_num(0.0, 0.0, 0.0).norm()
-    return bool(difference.norm() <= torch.finfo(wanted.dtype).eps ** 0.5 * size)
+    return bool(_difference(wanted, got).norm() <= torch.finfo(wanted.dtype).eps ** 0.5 * size)
+
+
+def _difference(wanted: Tensor, got: Tensor) -> Tensor:
+    return torch.where(wanted == got, 0, (wanted - got).double())  # ∞ where it should be is none
 
 
 def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:

@@ -75,7 +75,8 @@ def running_sum(
     """S_t = λ_h S_{t-1} + x_t from S_0 = ``start``; where a token is not valid, S_t = S_{t-1}.
 
     Without a rate it is a cumulative sum; with one, blocks of `BLOCK` tokens are multiplied by the triangle
-    of the powers of λ and the blocks' ends are carried on. Cost O(T·BLOCK) a channel.
+    of the powers of λ and the blocks' ends are carried on. What is not finite is summed by itself: in that
+    product 0 · NaN would take it to the tokens before. Cost O(T·BLOCK) a channel.
 
     Args:
         x: what is added at each token; zero where a token is not valid.
@@ -91,6 +92,8 @@ def running_sum(
     batch, tokens = x.shape[:2]
     ages = torch.ones(batch, tokens, device=rate.device) if valid is None else valid.to(rate.device)
     age = ages.double().cumsum(1)  # how many decays have happened
+    endless = x.masked_fill(x.isfinite(), 0.0)
+    x = x.masked_fill(~x.isfinite(), 0.0)
     pieces, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before
@@ -101,4 +104,4 @@ def running_sum(
         piece = piece + power.to(x)[..., None] * base[:, None]
         pieces.append(piece)
         before, base = age[:, low : low + BLOCK][:, -1:], piece[:, -1]
-    return torch.cat(pieces, 1)
+    return torch.cat(pieces, 1) + endless.cumsum(1)

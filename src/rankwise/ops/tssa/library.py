@@ -12,13 +12,19 @@ from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
 
 @torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
 def bidirectional(
-    w: Tensor, temperature: Tensor | None, mask: Tensor | None, bounds: Tensor, packed: bool, impl: str
+    w: Tensor,
+    temperature: Tensor | None,
+    mask: Tensor | None,
+    bounds: Tensor,
+    packed: bool,
+    impl: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, memberships; and for the gradient scores and sums."""
+    """Output, memberships; and for the gradient sums and, if they are to be kept, scores."""
     check_call(w, bounds, packed, temperature=temperature, mask=mask)
     problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
-    output, membership, score, sums = kernels(impl, causal=False).forward(problem)
-    return output, membership, score, *sums
+    output, membership, score, sums = kernels(impl, causal=False).forward(problem, keep)
+    return output, membership, score if keep else membership.new_empty(0), *sums
 
 
 @torch.library.custom_op("rankwise::tssa_bidirectional_backward", mutates_args=())
@@ -60,14 +66,15 @@ def causal(
     bounds: Tensor,
     packed: bool,
     impl: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, memberships, scores (for the gradient), and the sums behind the last token."""
+    """Output, memberships, scores if they are to be kept for the gradient, the sums behind the last token."""
     own = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
     check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
     start = Sums(energy, assigned, mass)
     problem = Problem(w, temperature, offset, mask, start, rate, bounds, packed)
-    output, membership, score, end = kernels(impl, causal=True).forward(problem)
-    return output, membership, score, *end
+    output, membership, score, end = kernels(impl, causal=True).forward(problem, keep)
+    return output, membership, score if keep else membership.new_empty(0), *end
 
 
 @torch.library.custom_op("rankwise::tssa_causal_backward", mutates_args=())
@@ -113,10 +120,14 @@ def solve(problem: Problem, impl: str) -> Solution:
         Its solution.
     """
     w, temperature, offset, mask, start, rate, bounds, packed = problem
+    inputs = (w, temperature, offset, *(start or ()))
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if start is None:
-        output, membership, *_ = bidirectional(w, temperature, mask, bounds, packed, impl)
+        output, membership, *_ = bidirectional(w, temperature, mask, bounds, packed, impl, keep)
         return Solution(output, membership, None)
-    output, membership, _, *end = causal(w, temperature, offset, mask, *start, rate, bounds, packed, impl)
+    output, membership, _, *end = causal(
+        w, temperature, offset, mask, *start, rate, bounds, packed, impl, keep
+    )
     return Solution(output, membership, Sums(*end))
 
 
@@ -126,22 +137,22 @@ def _like(w: Tensor, *shape: Any) -> Tensor:
 
 
 @bidirectional.register_fake
-def _(w, temperature, mask, bounds, packed, impl):  # type: ignore[no-untyped-def]
-    return _shapes(w, bounds)
+def _(w, temperature, mask, bounds, packed, impl, keep):  # type: ignore[no-untyped-def]
+    return _shapes(w, bounds, keep)
 
 
 @causal.register_fake
-def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, packed, impl):  # type: ignore[no-untyped-def]
-    return _shapes(w, bounds)
+def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, packed, impl, keep):  # type: ignore[no-untyped-def]
+    return _shapes(w, bounds, keep)
 
 
-def _shapes(w: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+def _shapes(w: Tensor, bounds: Tensor, keep: bool) -> tuple[Tensor, ...]:
     batch, tokens, heads, width = w.shape
     sequences = bounds.shape[0] - 1
     per_token, per_channel = (batch, tokens, heads), (sequences, heads, width)
     sums = (_like(w, *per_channel), _like(w, *per_channel), _like(w, sequences, heads))
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
-    return output, _like(w, *per_token), _like(w, *per_token), *sums
+    return output, _like(w, *per_token), _like(w, *per_token) if keep else _like(w, 0), *sums
 
 
 @bidirectional_backward.register_fake
@@ -159,18 +170,18 @@ def _(given, given_membership, ge, ga, gm, w, temperature, mask, energy, assigne
 
 
 def _keep_bidirectional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    w, temperature, mask, bounds, ctx.packed, ctx.impl = inputs
+    w, temperature, mask, bounds, ctx.packed, ctx.impl, _ = inputs
     ctx.save_for_backward(w, temperature, mask, bounds, *output[1:])
 
 
 def _bidirectional_backward(ctx: Any, given: Tensor, given_membership: Tensor, *_: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # under checkpointing they can be asked for once
     dw, slope = bidirectional_backward(given, given_membership, *saved, packed=ctx.packed, impl=ctx.impl)
-    return dw, None if saved[1] is None else slope, None, None, None, None
+    return dw, None if saved[1] is None else slope, *[None] * 5
 
 
 def _keep_causal(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    w, temperature, offset, mask, energy, assigned, mass, rate, bounds, ctx.packed, ctx.impl = inputs
+    w, temperature, offset, mask, energy, assigned, mass, rate, bounds, ctx.packed, ctx.impl, _ = inputs
     ctx.offset = offset is not None
     ctx.save_for_backward(w, temperature, mask, energy, assigned, mass, rate, bounds, *output[1:3])
 
@@ -183,7 +194,7 @@ def _causal_backward(
         given, given_membership, *given_end, *saved, packed=ctx.packed, impl=ctx.impl
     )
     slopes = (None if saved[1] is None else slope, offset if ctx.offset else None)
-    return dw, *slopes, None, *first, None, None, None, None
+    return dw, *slopes, None, *first, *[None] * 5
 
 
 bidirectional.register_autograd(_bidirectional_backward, setup_context=_keep_bidirectional)

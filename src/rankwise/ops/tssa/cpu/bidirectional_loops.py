@@ -41,11 +41,14 @@ def energies(w, mask, first, last, total, low, high):
 @compiled
 @no_type_check
 def gather(total, owner, out):
-    """out[n] gains the totals of the pieces of sequence n."""
+    """out[n] = the totals of the pieces of sequence n, added up in float64; untouched where it has none."""
+    carry = np.zeros(total.shape[1:])
     for i in range(len(total)):
-        for h in range(total.shape[1]):
-            for k in range(total.shape[2]):
-                out[owner[i], h, k] += total[i, h, k]
+        if i > 0 and owner[i] == owner[i - 1]:
+            carry += total[i]
+        else:
+            carry[:] = total[i]
+        out[owner[i]] = carry
 
 
 @inlined
@@ -63,7 +66,7 @@ def project_row(row, vector):
 def assign(w, inverse, temperature, mask, first, last, owner, score, membership, total, mass, low, high):
     """Scores and memberships; total[i] = Σ_t Π w² and mass[i] = Σ_t Π over piece i, while w is in the cache.
 
-    Without a temperature the memberships are there already.
+    ``membership`` may be ``score``.
     """
     heads, width = w.shape[1], w.shape[2]
     local = np.zeros((heads, width), w.dtype)
@@ -79,8 +82,7 @@ def assign(w, inverse, temperature, mask, first, last, owner, score, membership,
                     continue
                 for h in range(heads):
                     score[t, h] = project_row(w[t, h], inverse[owner[i], h])
-            if temperature.size > 0:
-                softmax_rows(score, temperature, mask, membership, chunk, stop)
+            softmax_rows(score, temperature, mask, membership, chunk, stop)
             for t in range(chunk, stop):
                 if mask.size > 0 and not mask[t]:
                     continue

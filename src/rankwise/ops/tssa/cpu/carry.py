@@ -38,7 +38,9 @@ class Carry:
         self.runs, self.owner = runs, runs[2]
         mask = flat(problem.mask, torch.bool)
         self.tokens = mask, *powers(problem.rate, problem.w.shape[2], exact(problem.w.dtype))
-        self.several = bool((self.owner[1:] == self.owner[:-1]).any())
+        new = self.owner[1:] != self.owner[:-1]
+        self.several = not new.all()
+        self._first, self._last = np.flatnonzero(np.r_[True, new]), np.flatnonzero(np.r_[new, True])
 
     def begins(self, total: np.ndarray, start: np.ndarray) -> np.ndarray:
         """The sums before every piece, (P, H, K), in the dtype of the first.
@@ -56,8 +58,8 @@ class Carry:
             after: sums behind every piece, (P, …).
             start: sums before every sequence, (N, …).
         """
-        out, last = start.copy(), np.flatnonzero(np.diff(self.owner, append=-1))
-        out[self.owner[last]] = after[last]
+        out = start.copy()
+        out[self.owner[self._last]] = after[self._last]
         return out
 
     def back(self, before: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,8 +81,8 @@ class Carry:
             before: what each piece and those behind it ask of the sums before it, (P, …).
             last: what is asked behind every sequence, (N, …).
         """
-        out, begin = last.copy(), np.flatnonzero(np.diff(self.owner, prepend=-1))
-        out[self.owner[begin]] = before[begin]
+        out = last.copy()
+        out[self.owner[self._first]] = before[self._first]
         return out
 
     def through(

@@ -8,17 +8,18 @@ from rankwise.ops.tssa.cpu import causal_loops as loops
 from rankwise.ops.tssa.cpu.arrays import flat, new, pieces
 from rankwise.ops.tssa.cpu.carry import Carry, first_sums
 from rankwise.ops.tssa.cpu.causal_back import backward as backward
-from rankwise.ops.tssa.cpu.heads import membership_room
+from rankwise.ops.tssa.cpu.heads import score_room, temperatures
 from rankwise.ops.tssa.cpu.threads import spread
 from rankwise.ops.tssa.problem import Problem, Sums, exact
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """Output, memberships, scores and the last sums; memory O(B T H) beside w and the output.
+def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
+    """Output, memberships, scores and the last sums; beside them, memory O(1) in T.
 
     Args:
         problem: a causal call.
+        keep: whether scores are wanted; otherwise memberships lie in their place.
 
     Returns:
         Output in the dtype of w, the others in that of the sums.
@@ -32,18 +33,19 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
     if carry.several:
         read = (x, *tokens, totals)
         spread(lambda low, high: loops.totals(*read, low, high), tasks, workers)
-    score = new(w.shape[:3], dtype)
-    tau, membership = membership_room(score, problem.temperature, problem.mask)
+    score, pi = score_room(x, keep)
     assigned, mass = np.empty_like(totals), np.empty((len(totals), w.shape[2], 1))
-    pi, after = flat(membership, dtype), np.empty((tasks, *x.shape[1:]), x.dtype)
-    scan = (x, flat(problem.offset, dtype), tau, *tokens, carry.begins(totals, start[0]), ENERGY_EPS)
-    write = (flat(score, dtype), pi, after, assigned, mass[..., 0])
+    after, offset = np.empty((tasks, *x.shape[1:]), x.dtype), flat(problem.offset, dtype)
+    begin = carry.begins(totals, start[0])
+    scan = (x, offset, temperatures(problem.temperature, dtype), *tokens, begin, ENERGY_EPS)
+    write = (score, pi, after, assigned, mass[..., 0])
     spread(lambda low, high: loops.score_sweep(*scan, *write, low, high), tasks, workers)
     end = [carry.ends(after, start[0])]
 
     output, after_mass = new(w.shape, dtype), np.empty((tasks, w.shape[2]), x.dtype)
-    begin = carry.begins(assigned, start[1]), carry.begins(mass, start[2][..., None])[..., 0]
-    known, to = (x, pi, *tokens, *begin, MASS_EPS), (flat(output, dtype), after, after_mass)
+    first = carry.begins(assigned, start[1]), carry.begins(mass, start[2][..., None])[..., 0]
+    known, to = (x, pi, *tokens, *first, MASS_EPS), (flat(output, dtype), after, after_mass)
     spread(lambda low, high: loops.output_sweep(*known, *to, low, high), tasks, workers)
     end += [carry.ends(after, start[1]), carry.ends(after_mass, start[2])]
-    return output.to(w.dtype), membership, score, Sums(*(torch.from_numpy(part) for part in end))
+    membership, scores = (torch.from_numpy(part).view(w.shape[:3]) for part in (pi, score))
+    return output.to(w.dtype), membership, scores, Sums(*map(torch.from_numpy, end))

@@ -124,7 +124,7 @@ def score_sweep(
     """c_t, s_t = Σ_k w_t²/max(c_t, eps) + offset and memberships; after[i] gets the c behind piece i.
 
     Where ``assigned`` has pieces, assigned[i] and mass[i] get Σ_t Π w² and Σ_t Π, while w is in the cache.
-    Without a temperature the memberships are there already.
+    ``membership`` may be ``score``.
     """
     heads, width = w.shape[1], w.shape[2]
     tiny = w.dtype.type(eps)
@@ -147,8 +147,7 @@ def score_sweep(
                     if offset.size > 0:
                         score[t, h] += offset[t, h]
             fold(total, base, local, rate, age)
-            if temperature.size > 0:
-                softmax_rows(score, temperature, mask, membership, chunk, stop)
+            softmax_rows(score, temperature, mask, membership, chunk, stop)
             if len(assigned) == 0:
                 continue
             if chunk == first[i]:

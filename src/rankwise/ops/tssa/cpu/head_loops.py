@@ -9,12 +9,18 @@ from rankwise.ops.tssa.cpu.compiled import compiled
 @compiled
 @no_type_check
 def softmax_rows(score, temperature, mask, out, low, high):
-    """Π[t,·] = softmax over heads of temperature · score; zero where masked."""
+    """Π[t,·] = softmax over heads of temperature · score, 1/H without a temperature; zero where masked.
+
+    ``out`` may be ``score``.
+    """
     heads = score.shape[1]
-    zero = score.dtype.type(0)
+    zero, one = score.dtype.type(0), score.dtype.type(1)
     for t in range(low, high):
         if mask.size > 0 and not mask[t]:
             out[t] = zero
+            continue
+        if temperature.size == 0:
+            out[t] = one / heads
             continue
         top = temperature[0] * score[t, 0]
         for h in range(heads):

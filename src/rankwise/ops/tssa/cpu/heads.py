@@ -1,4 +1,4 @@
-"""Where memberships go."""
+"""What the loops need for scores and memberships."""
 
 import numpy as np
 import torch
@@ -7,35 +7,18 @@ from torch import Tensor
 from rankwise.ops.tssa.cpu.arrays import array
 
 
-def uniform(like: Tensor, mask: Tensor | None) -> Tensor:
-    """1/H, and 0 where masked.
+def score_room(w: np.ndarray, keep: bool) -> tuple[np.ndarray, np.ndarray]:
+    """A place for scores and one for memberships: the same one where scores are not kept.
 
     Args:
-        like: a tensor (B, T, H).
-        mask: (B, T) or None.
+        w: tokens, (M, H, K).
+        keep: whether scores are wanted when memberships are there.
 
     Returns:
-        (B, T, H).
+        Two arrays (M, H), or twice the same.
     """
-    out = torch.full_like(like, 1 / like.shape[-1])
-    return out if mask is None else out.masked_fill_(~mask[..., None], 0.0)
-
-
-def membership_room(
-    like: Tensor, temperature: Tensor | None, mask: Tensor | None
-) -> tuple[np.ndarray, Tensor]:
-    """The temperatures and a place for memberships; without a temperature none, and 1/H at once.
-
-    Args:
-        like: a tensor (B, T, H) in the dtype of the sums.
-        temperature: (H,) or None.
-        mask: (B, T) or None.
-
-    Returns:
-        (H,) or (0,), and (B, T, H).
-    """
-    tau = temperatures(temperature, like.dtype)
-    return tau, uniform(like, mask) if temperature is None else torch.empty_like(like)
+    membership = np.empty(w.shape[:2], w.dtype)
+    return np.empty_like(membership) if keep else membership, membership
 
 
 def temperatures(temperature: Tensor | None, dtype: torch.dtype) -> np.ndarray:

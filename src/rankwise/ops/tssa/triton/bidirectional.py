@@ -15,11 +15,12 @@ from rankwise.ops.tssa.triton.chunks import Chunks
 from rankwise.ops.tssa.triton.heads import memberships, scores_back
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """Output, memberships, scores and the sums over all tokens; memory O(B T H) beside w and the output.
 
     Args:
         problem: a bidirectional call.
+        keep: whether scores are wanted; otherwise memberships lie in their place.
 
     Returns:
         Output in the dtype of w, the others in that of the sums.
@@ -27,7 +28,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
     chunks = Chunks(problem)
     energy, _ = _over_tokens(chunks, None)
     score = _project(chunks, _inverse(energy))
-    membership = memberships(score, problem.temperature, problem.mask)
+    membership = memberships(score, problem.temperature, problem.mask, keep)
     assigned, mass = _over_tokens(chunks, membership)
     output = torch.empty_like(chunks.w)
     chunks.launch(scale_kernel, membership, _factor(assigned, mass), output)

@@ -11,11 +11,12 @@ from rankwise.ops.tssa.triton.chunks import Chunks
 from rankwise.ops.tssa.triton.heads import memberships, scores_back
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """Output, memberships, scores and the last sums; memory O(B T H) beside w and the output.
 
     Args:
         problem: a causal call.
+        keep: whether scores are wanted; otherwise memberships lie in their place.
 
     Returns:
         Output in the dtype of w, the others in that of the sums.
@@ -26,7 +27,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Sums]:
     chunks.launch(score_kernel, base, score, ENERGY_EPS)
     if problem.offset is not None:
         score += problem.offset
-    membership = memberships(score, problem.temperature, problem.mask)
+    membership = memberships(score, problem.temperature, problem.mask, keep)
     base, mass_base, assigned, mass = _assigned(chunks, membership, start)
     output = torch.empty_like(chunks.w)
     chunks.launch(output_kernel, membership, base, mass_base, output, MASS_EPS)

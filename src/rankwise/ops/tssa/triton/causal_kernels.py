@@ -33,8 +33,8 @@ def moment_at(
         mass = mass * power(rate, age, x)
         gap = age[:, None] - age[None, :]
         below = (gap >= 0) & (tl.arange(0, x.shape[0])[:, None] >= tl.arange(0, x.shape[0])[None, :])
-        weight = tl.where(below & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
-        mass = mass + tl.sum(weight * pi[None, :], 1)
+        weight = power(rate, tl.maximum(gap, 0.0), x) * pi[None, :]
+        mass = mass + tl.sum(tl.where(below & real[None, :], weight, 0.0), 1)
     else:
         mass = mass + tl.cumsum(pi, 0)
     return before + running(pi[:, None] * x * x, age, real, rate, DECAYED), mass + eps

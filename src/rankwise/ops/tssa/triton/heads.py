@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 
-def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None) -> Tensor:
+def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
     """Softmax over heads of temperature · score, or 1/H without a temperature; 0 where masked.
 
     Args:
         score: (B, T, H).
         temperature: (H,) or None.
         mask: (B, T) or None.
+        keep: whether scores stay; otherwise memberships take their place.
 
     Returns:
         (B, T, H), contiguous.
@@ -18,7 +19,9 @@ def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None) 
     if temperature is None:
         out = torch.full_like(score, 1 / score.shape[-1])
     else:
-        out = (temperature * score).softmax(-1)
+        out = score * temperature if keep else score.mul_(temperature)
+        out.sub_(out.amax(-1, keepdim=True)).exp_()
+        out.div_(out.sum(-1, keepdim=True))
     return out if mask is None else out.masked_fill_(~mask[..., None], 0.0)
 
 

@@ -50,11 +50,15 @@ def power(rate, age, x):
 def running(x, age, real, rate, DECAYED: tl.constexpr):
     """Σ_{u ≤ t} λ^(age_t - age_u) x_u."""
     if DECAYED:
+        finite = tl.abs(x) < float("inf")  # 0 · NaN in the product would take it to the tokens before
         gap = age[:, None] - age[None, :]
         # behind the diagonal, and of two tokens of one age only the real one counts itself
         below = (gap >= 0) & (tl.arange(0, x.shape[0])[:, None] >= tl.arange(0, x.shape[0])[None, :])
         weight = tl.where(below & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
-        return tl.dot(weight.to(x.dtype), x, input_precision="ieee", out_dtype=x.dtype)
+        total = tl.dot(
+            weight.to(x.dtype), tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype
+        )
+        return total + tl.cumsum(tl.where(finite, 0.0, x), 0)
     return tl.cumsum(x, 0)
 
 
