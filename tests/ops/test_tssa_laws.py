@@ -258,3 +258,11 @@ def test_nan_reaches_the_output(impl, causal):
     case = Case(shape=(1, 9, 2, 3), causal=causal)
     case.w[0, 4, 1, 2] = torch.nan
     assert case.run(impl).output.isnan().any()
+
+
+def test_a_state_is_saved_and_loaded_with_nothing_but_tensors_trusted(tmp_path):
+    state = Case(causal=True).run("cpu").state
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert isinstance(loaded, TSSAState)
+    assert all(map(torch.equal, loaded, state))

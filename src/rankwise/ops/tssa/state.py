@@ -73,3 +73,6 @@ class TSSAState(NamedTuple):
     def detach(self) -> "TSSAState":
         """The same numbers, cut from the graph: for training on long texts piece by piece."""
         return TSSAState(*(part.detach() for part in self))
+
+
+torch.serialization.add_safe_globals([TSSAState])  # tensors, no code: torch.load may make one
