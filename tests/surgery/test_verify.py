@@ -90,7 +90,7 @@ def test_one_percent_at_one_site_is_found_and_named(build: Build, at: int) -> No
     assert all(bool((scale == 1).all()) for scale in scales)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Mamba", *FAMILIES])
 def test_right_hooks_pass(name: str, dtype: torch.dtype) -> None:
     model, batch = FOUND[name][0]()
@@ -99,7 +99,7 @@ def test_right_hooks_pass(name: str, dtype: torch.dtype) -> None:
     verify(model, batch, found, found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", DEEP)
 @pytest.mark.parametrize("sites", [slice(None), slice(1)], ids=["all", "the first"])
 def test_right_hooks_of_deep_models_pass(name: str, sites: slice, dtype: torch.dtype) -> None:
@@ -135,7 +135,7 @@ BRANCHES = pytest.mark.parametrize("branch", [0.0, 1e-3, 1.0, 1e3])
 
 
 @BRANCHES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_wrong_scale_of_one_token(dtype: torch.dtype, branch: float) -> None:
     x, y = operands(dtype, branch)
     for by in (0.99, 1.01):
@@ -156,6 +156,13 @@ def test_rounding_in_another_order_agrees(dtype: torch.dtype, size: float, branc
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_branch_of_a_finer_dtype(dtype: torch.dtype) -> None:
+    """λ·x is rounded to the dtype of x, (λ − 1)·x is not; in tokens of one channel, no mean hides it."""
+    x, y = operands(dtype, 1.0)[0][..., :1], operands(torch.float32, 1.0)[1][..., :1]
+    assert agrees(x, y, (x, y + x.float() * (SCALE - 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_an_effect_below_rounding_cannot_be_told(dtype: torch.dtype) -> None:
     x, y = operands(dtype, branch=1e3)
     assert agrees(x, y, (x, y))
@@ -172,7 +179,14 @@ def test_numbers_that_are_not_finite(spoiled: float) -> None:
 
 def test_another_shape() -> None:
     x, y = operands(torch.float32, 1.0)
-    assert not agrees(x, y, (x[:1] * SCALE, y[:1]))
+    assert not agrees(x, y, (x[None] * SCALE, y[None]))
+
+
+def test_a_sum_that_only_the_pass_with_hooks_takes() -> None:
+    x, y = operands(torch.float32, 1.0)
+    check = SumCheck(SITE, SCALE)
+    assert torch.equal(check.at_sum(NAME, x, y), x + y)
+    assert check.right
 
 
 class Sum(nn.Module):
