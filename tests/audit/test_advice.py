@@ -1,6 +1,11 @@
 """What an audit says of λ: a collapse names what each bound asks for, drowned blocks and mixers are found."""
 
+import math
+import random
 import shlex
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +13,10 @@ from recipes.tiny_models import BERT, hugging_face, text_inputs
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.audit import advice
+from rankwise import surgery
+from rankwise.audit import Finding, Place, advice
 from rankwise.audit.findings import TURN
+from rankwise.errors import RankwiseError
 from rankwise.surgery.skips import choose
 
 
@@ -170,3 +177,323 @@ def test_models_without_skips_to_look_at_are_run_once() -> None:
     model.register_forward_hook(lambda *_: runs.append(1))
     rw.audit(model, [tokens()])
     assert len(runs) == 1
+
+
+# --- the remedy, of certificates made up --------------------------------------------------------------------
+
+
+def layer(site: str, scale: float = 1.0, kept: float = 1.0, **numbers: Any) -> SimpleNamespace:
+    """What a certificate says of a layer; ``kept`` of μ/‖Y‖."""
+    usual = {"norm": "none", "sound_scale": 5.0, "sound_scale_relative": 3.0, "paper_scale": 7.0}
+    usual |= {"paper_scale_with_floor": 9.0, "relative_in": 0.8, "relative_out": 0.8 * kept}
+    return SimpleNamespace(site=site, scale=scale, **usual | numbers)
+
+
+def collapse(site: str, stack: str = "h") -> Finding:
+    where = Place(stack=stack, layer=1, site=site)
+    evidence = {"relative_collapse": 0.1}
+    return Finding(code="COLLAPSE", severity="error", where=where, evidence=evidence, meaning="", remedy="")
+
+
+Advise = Callable[..., Finding]
+
+
+@pytest.fixture
+def advise(monkeypatch: pytest.MonkeyPatch) -> Advise:
+    """The finding as it is once a certificate with these layers is there."""
+
+    def call(found: Finding, layers: list[SimpleNamespace], carries: bool = True) -> Finding:
+        monkeypatch.setattr(advice, "_shares", lambda model, batch: {})
+        monkeypatch.setattr(surgery, "certify_skip", lambda *_: SimpleNamespace(layers=layers))
+        monkeypatch.setattr(surgery, "skips_of", lambda model: {"λ": 1} if carries else {})
+        (advised,), notes = advice.with_scales([found], nn.Identity(), None)
+        assert notes == []
+        return advised
+
+    return call
+
+
+def remedy(finding: Finding) -> tuple[float, list[str]]:
+    """λ and the sites that it names."""
+    words = shlex.split(finding.remedy)
+    sites = [words[at + 1] for at, word in enumerate(words) if word == "--sites"]
+    return float(words[words.index("--init") + 1]), sites
+
+
+@pytest.mark.parametrize("carries", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_remedy_raises_what_is_at_fault_and_nothing_else(advise: Advise, seed: int, carries: bool) -> None:
+    draw = random.Random(seed)
+    start = draw.randrange(6)
+    sizes = [1, 1.01, 3.333, 12.34] if seed % 2 else [0, 0.7, 0.999, 1, 1.01, 3.333]
+    scales = [draw.choice([-1, 1]) * draw.choice(sizes) for _ in range(6)]
+    keeps = [draw.choice([0.65, 0.75, 1.0, 1.2]) for _ in range(6)]
+    layers = [layer(f"h.{at}.attn", scales[at], keeps[at]) for at in range(6)]
+    init, sites = remedy(advise(collapse(f"h.{start}"), layers, carries))
+    # √½ = 0.71 of μ/‖Y‖ is what a layer is to keep
+    suspects = [at for at in range(6) if at >= start or keeps[at] < 0.71]
+    least = min(abs(scales[at]) for at in suspects)
+    if least < 1:
+        assert init == 1
+    else:
+        wanted = max(2 * least, 3)
+        assert wanted <= init < wanted * 1.1
+        assert float(f"{init:.1e}") == init  # two digits
+    fault = [at for at in suspects if abs(scales[at]) < init]
+    assert fault
+    whole = len(fault) == len(layers) or not carries
+    assert sites == ([] if whole else [f"h.{at}.attn" for at in fault])
+
+
+def test_a_scale_that_no_bound_asks_for_is_twice_what_did_not_do(advise: Advise) -> None:
+    for unknown in (None, math.inf, math.nan):
+        found = advise(collapse("h.0"), [layer("h.0", 1.5, sound_scale_relative=unknown)])
+        assert remedy(found)[0] == 3
+        assert "lambda_sound" not in found.evidence
+
+
+def test_what_each_bound_asks_for_is_told_under_its_name(advise: Advise) -> None:
+    found = advise(collapse("h.0"), [layer("h.0", -0.5)])
+    assert found.evidence == {
+        "relative_collapse": 0.1,
+        "lambda": -0.5,
+        "lambda_sound": 3,  # of μ/‖Y‖
+        "lambda_paper": 7,
+        "lambda_paper_with_floor": 9,
+    }
+    behind = layer("h.0", norm="LayerNorm", sound_scale_relative=None)
+    assert advise(collapse("h.0"), [behind]).evidence["lambda_sound"] == 5
+
+
+LAYERS = ["h.1.self", "h.1.cross", "h.2.self", "h.10.self", "h2.1.self"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "site", "told", "first"),
+    [
+        (
+            "h",
+            "h.1",
+            1,
+            0,
+        ),  # of two mixers in a block the last gave what was measured, either may be at fault
+        ("h", "h.2", 2, 2),
+        ("h", "h.10", 3, 3),
+        ("h", "h.9", 3, 0),  # a block without a mixer: all of its stack, and none but it
+        ("h2", "h2.1", 4, 4),
+        ("", "", 4, 0),  # a stack without a name is the model
+    ],
+)
+def test_a_collapse_is_told_of_the_block_where_it_starts(
+    advise: Advise, stack: str, site: str, told: int, first: int
+) -> None:
+    layers = [layer(name, scale=at / 10) for at, name in enumerate(LAYERS)]
+    found = advise(collapse(site, stack), layers)
+    assert found.evidence["lambda"] == told / 10
+    inside = LAYERS[first:] if stack != "h" else LAYERS[first:4]
+    assert remedy(found) == (1, inside if len(inside) < len(LAYERS) else [])
+
+
+def test_a_mixer_that_is_called_twice_has_one_skip(advise: Advise) -> None:
+    layers = [layer("h.0", 0.0), layer("h.0", 0.0), layer("h.1", 0.0)]
+    assert remedy(advise(collapse("h.0"), layers)) == (1, [])
+    layers[-1].scale = 1.0
+    assert remedy(advise(collapse("h.0"), layers)) == (1, ["h.0"])
+
+
+# --- what joins the findings --------------------------------------------------------------------------------
+
+
+def test_other_findings_stay_as_they_are_and_the_gravest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surgery, "certify_skip", lambda *_: SimpleNamespace(layers=[layer("h.0")]))
+    monkeypatch.setattr(advice, "_shares", lambda model, batch: {"h.0.attn": 0.0, "h.1.attn": 1.0})
+    info = collapse("h.0").model_copy(update={"code": "TWINS", "severity": "info"})
+    found, _ = advice.with_scales([info, collapse("h.0")], nn.Identity(), None)
+    assert [one.code for one in found] == ["COLLAPSE", "SWITCHED_OFF", "TWINS"]
+    assert found[2] == info
+
+
+@pytest.mark.parametrize("error", [RankwiseError("x", wanted="a", got="b", fix="c"), RuntimeError("lost")])
+def test_what_cannot_be_told_is_noted(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(advice, "_shares", fail)
+    monkeypatch.setattr(surgery, "certify_skip", fail)
+    found, notes = advice.with_scales([collapse("h.0")], nn.Identity(), None)
+    assert found == [collapse("h.0")]
+    assert notes == [
+        f"not known whether λ or LayerScale drowns single mixers: {error}",
+        f"no λ is named for COLLAPSE: {error}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "block", "told"),
+    [
+        ("SWITCHED_OFF", "h.1", ["h.10"]),
+        ("SWITCHED_OFF", "h.1.attn", ["h.10"]),
+        ("SWITCHED_OFF", "h", []),
+        ("TWINS", "h.1", ["h.1.attn", "h.10"]),
+    ],
+)
+def test_mixers_in_a_block_that_is_switched_off_are_told_with_it(
+    monkeypatch: pytest.MonkeyPatch, code: str, block: str, told: list[str]
+) -> None:
+    monkeypatch.setattr(advice, "_shares", lambda model, batch: {"h.1.attn": 0.0, "h.10": 0.0})
+    there = collapse(block).model_copy(update={"code": code, "severity": "warning"})
+    found, _ = advice.with_scales([there], nn.Identity(), None)
+    assert [one.where.site for one in found if one != there] == told
+
+
+# --- how much a mixer adds ----------------------------------------------------------------------------------
+
+
+def shares(model: nn.Module, batch: Any) -> dict[str, float]:
+    return dict(advice._shares(model, batch))
+
+
+def test_a_mixer_is_drowned_from_a_hundredth_on() -> None:
+    """‖b‖/‖λy + b‖ falls as 1/λ."""
+    torch.manual_seed(0)
+    model = Stack([nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)]).eval()
+    skips = rw.add_lambda_skip(model, init=1e4, example=tokens())
+    ((site, share),) = shares(model, tokens()).items()
+    for part, found in ((0.9, [site]), (1.1, [])):
+        with torch.no_grad():
+            skips[site].fill_(1e4 * share / (part * TURN))
+        assert shares(model, tokens())[site] == pytest.approx(part * TURN, rel=0.01)
+        assert switched_off(rw.audit(model, [tokens()])) == found
+
+
+def test_a_share_is_the_mean_over_tokens() -> None:
+    model = Stack([Average(1.0)]).eval()
+    rw.add_lambda_skip(model, init=3, example=tokens())
+    one, other = (shares(model, row[None])["blocks.0"] for row in tokens())
+    assert one != pytest.approx(other)
+    assert shares(model, tokens())["blocks.0"] == pytest.approx((one + other) / 2)
+
+
+def test_padding_has_no_share() -> None:
+    model, batch = hugging_face("BertModel", **BERT)(), text_inputs()
+    rw.add_lambda_skip(model, init=3)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][:, 7:] = 0
+    whole = shares(model, {name: value[:, :7] for name, value in batch.items()})
+    assert shares(model, batch) == pytest.approx(whole)
+
+
+class Times(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by * x
+
+
+@pytest.mark.parametrize("by", [100.0, 0.01], ids=["less later", "more later"])
+def test_a_mixer_at_work_in_one_of_its_calls_is_at_work(by: float) -> None:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    model, start = Stack([block, Times(by), block]).eval(), tokens() / min(1, by)
+    rw.add_lambda_skip(model, init=2, example=start)
+    (share,) = shares(model, start).values()
+    alone = Stack([block]).eval()
+    rw.remove_lambda_skip(model)
+    rw.add_lambda_skip(alone, init=2, example=start)
+    (small,) = shares(alone, 100 * tokens()).values()
+    assert share > 10 * small
+
+
+def test_half_precision_does_not_lose_long_states() -> None:
+    """Of 8 channels of 3e4, the norm is beyond float16."""
+    model, start = Stack([Average(1.0, strength=0.1)]).eval().half(), tokens().sign().half() * 3e4
+    rw.add_lambda_skip(model, example=start)
+    (share,) = shares(model, start).values()
+    assert share > TURN
+
+
+def test_a_compiled_model_is_refused_only_if_there_is_something_to_see() -> None:
+    model = Stack([Average(1.0)]).eval()
+    rw.add_lambda_skip(model, example=tokens())
+    plain = Stack([Average(1.0)]).eval()
+    for one in (model, plain):
+        one.compile()
+    with pytest.raises(RankwiseError, match="not compiled yet"):
+        shares(model, tokens())
+    assert shares(plain, tokens()) == {}
+
+
+class LayerScale(nn.Module):
+    """As timm has it: under the name ``gamma``."""
+
+    def __init__(self, start: list[float] | None = None) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(8) if start is None else torch.tensor(start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Scaled(nn.Module):
+    """Average with LayerScale on what it adds."""
+
+    def __init__(self, scale: LayerScale) -> None:
+        super().__init__()
+        self.inner, self.scale = Average(1.0, strength=0.1), scale
+        self.attention = self.inner.attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale(self.attention(x, x, x)[0])
+
+
+def test_layer_scale_beside_skips_is_seen_at_their_scales() -> None:
+    """λ of 4 in one block and LayerScale in the other: shares of both, with hooks off and λ kept."""
+    model = Stack([Scaled(LayerScale()), Scaled(LayerScale([0.0] * 8))]).eval()
+    skips = rw.add_lambda_skip(model, init=4, example=tokens(), sites="blocks.0")
+    alone = {}
+    for scale in (4.0, 1.0):
+        with torch.no_grad():
+            skips["blocks.0"].fill_(scale)
+        alone[scale] = shares(model, tokens())
+    assert list(alone[1.0]) == ["blocks.0", "blocks.1"]
+    assert alone[4.0]["blocks.0"] == pytest.approx(alone[1.0]["blocks.0"] / 4, rel=0.2)
+    assert alone[4.0]["blocks.1"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("layer_scale_1", True),
+        ("LayerScale2", True),
+        ("lambda1", True),
+        ("lambda_2", True),
+        ("gamma_1", True),
+        ("Gamma2", True),
+        ("lambda_skip", False),
+        ("lambda_1st", False),
+        ("lambda_3", False),
+        ("gamma", False),
+        ("weight", False),
+    ],
+)
+def test_layer_scale_is_known_by_its_name(name: str, found: bool) -> None:
+    module = nn.Module()
+    module.register_parameter(name, nn.Parameter(torch.ones(2)))
+    around = nn.ModuleDict({"layer_scale": module})  # a name of a module is no name of a parameter
+    assert [id(one) for one in advice._layer_scales(around)] == [id(getattr(module, name))] * found
+
+
+def test_layer_scale_is_known_by_its_class_whatever_its_parameter_is_called() -> None:
+    scale = LayerScale()
+    assert [id(one) for one in advice._layer_scales(nn.Sequential(scale))] == [id(scale.gamma)]
+
+
+@pytest.mark.parametrize("start", [[0.0] * 8, [0.0, 1.0] * 4, [-1e-9] + [0.0] * 7], ids=["0", "some", "less"])
+def test_layer_scale_is_left_as_it_was(start: list[float]) -> None:
+    scale = LayerScale(start)
+    with advice._open([scale.gamma]):
+        assert bool(scale.gamma.any())  # a derivative can pass
+        assert any(start) == torch.equal(scale.gamma, torch.tensor(start))
+    assert torch.equal(scale.gamma, torch.tensor(start))

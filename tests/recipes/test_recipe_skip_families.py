@@ -103,6 +103,11 @@ def test_what_stays_is_told_though_it_does_nothing(
     assert denied(look()) == {UNDO}
 
 
+def test_weights_that_do_not_come_back_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda model, _: model.lm_head.weight.data.mul_(2))
+    assert denied(look()) == {NO_OP, UNDO}
+
+
 @pytest.mark.parametrize("gradient", [0.0, math.nan, math.inf])
 def test_one_gradient_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch, gradient: float) -> None:
     spoil(
@@ -115,14 +120,16 @@ def test_one_gradient_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch, grad
 
 
 def test_a_scale_that_is_not_that_of_the_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = recipe.scaled_sums
-    monkeypatch.setattr(
-        recipe,
-        "scaled_sums",
-        lambda sites, scales: exact(sites, {name: 1.1 * scales[name] for name in scales}),
-    )
+    exact, tried = recipe.scaled_sums, []
+
+    def other(sites: Any, scales: dict[str, Any]) -> Any:
+        tried.extend(float(scale) for scale in scales.values())
+        return exact(sites, {name: 1.1 * scale for name, scale in scales.items()})
+
+    monkeypatch.setattr(recipe, "scaled_sums", other)
     row = look()
     assert denied(row) == set()
+    assert len({*tried, 1.0}) == 4  # one of its own for each of three sites
     assert row.error > recipe.ROUNDING
     assert not row.right
 

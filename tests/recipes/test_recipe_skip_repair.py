@@ -27,7 +27,7 @@ def here(*words: str) -> str:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(recipe, "rankwise", here)
-    monkeypatch.setattr(recipe, "TOKENS", 32)
+    monkeypatch.setattr(recipe, "TOKENS", 16)
     monkeypatch.setattr(recipe, "SEQUENCES", 2)
 
 
@@ -37,7 +37,7 @@ def table(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
 
 
-SMALL = ("--models", "random", "--layers", "8")
+SMALL = ("--models", "random", "--layers", "6")
 
 
 @pytest.mark.usefixtures("small")
@@ -46,15 +46,17 @@ def test_a_random_model_collapses_and_its_remedy_repairs_it(tmp_path: Path) -> N
     assert main([*SMALL, "--page", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     whole, broken, repaired = table(text)
-    assert whole[0] == "8 random layers, as it is"
+    assert whole[0] == "6 random layers, as it is"
     assert (whole[3], repaired[3]) == ("none", "none")
     assert "from layer" in broken[3]
-    assert broken[1:3] != whole[1:3]
+    assert broken[1] != whole[1]
+    assert broken[2] != whole[2]
     assert repaired[1:3] == whole[1:3]  # λ = 1 again: the model that it was
     command = text.split("Repaired by `")[1].split("`")[0]
     sites = command.split("--sites ")[1:]
-    assert [site.split()[0] for site in sites] == [f"model.layers.{at}.self_attn" for at in range(4, 8)]
+    assert [site.split()[0] for site in sites] == [f"model.layers.{at}.self_attn" for at in range(3, 6)]
     assert "(the remedy of the COLLAPSE)" in text
+    assert "/broken → /repaired" in text
     assert "COLLAPSE" in text.split("Gone:")[1]
 
 
@@ -66,7 +68,7 @@ def test_a_remedy_that_does_not_repair_is_an_error(
     monkeypatch.setattr(recipe, "remedy", lambda broken: weak)
     page = tmp_path / "page.md"
     assert main([*SMALL, "--page", str(page)]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "not found and repaired: 8 random layers"
+    assert capsys.readouterr().err.splitlines()[-1] == "not found and repaired: 6 random layers"
     assert "from layer" in table(page.read_text(encoding="utf-8"))[2][3]
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -124,7 +125,15 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
     from rankwise.errors import InputError
 
     device = next(subject.model.parameters()).device
-    batches = [{name: value.to(device) for name, value in batch.items()} for batch in inputs.batches]
+    given = list(inputs.batches)
+    if not all(isinstance(batch, Mapping) for batch in given):
+        raise InputError(
+            f"model {subject.name}",
+            wanted="a model that takes its inputs by name, as those of transformers do",
+            got="one that takes a tensor",
+            fix="Put λ-skips in with `rw.add_lambda_skip(model, example=batch)`.",
+        )
+    batches = [{name: value.to(device) for name, value in batch.items()} for batch in given]
     if not learn:
         return [], batches
     if len(batches) < 2:
@@ -204,9 +213,15 @@ def _with_new(subject: "Subject", saved: "Skips", per: str | None, sites: list[s
 def _mask_token(subject: "Subject") -> int | None:
     if not type(subject.model).__name__.endswith("ForMaskedLM"):
         return None
+    return _tokenizer(subject).mask_token_id if subject.source else None
+
+
+def _tokenizer(subject: "Subject") -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(subject.source).mask_token_id
+    return AutoTokenizer.from_pretrained(
+        subject.source, revision=subject.revision or "main", trust_remote_code=subject.trust_remote_code
+    )
 
 
 def _fit(
@@ -236,13 +251,11 @@ def _write(
     if certificate is not None:
         written.append(certificate.save(out / "certificate.json"))
     if subject.source:
-        from transformers import AutoTokenizer
-
         remove_lambda_skip(subject.model)
         transformed: Any = subject.model
         older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
         transformed.save_pretrained(out)
         weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
         written.extend(sorted(weights))  # one file, or shards and their index
-        AutoTokenizer.from_pretrained(subject.source).save_pretrained(out)
+        _tokenizer(subject).save_pretrained(out)
     return written

@@ -1,0 +1,50 @@
+"""`rankwise compare`: what changed from the first audit to the second, on the screen and in a file."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+import rankwise as rw
+from rankwise.audit import Audit, compare
+from rankwise.cli import compare as compare_command
+from rankwise.report import render_comparison
+
+APP = typer.Typer()
+APP.command()(compare_command.command)
+
+
+@pytest.fixture
+def audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Audit, Audit]:
+    """Of a layer with weak and with strong queries, in the files weak.json and strong.json."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(1, 12, 8)
+    for name in ("weak", "strong"):
+        rw.audit(layer, [x]).save(f"{name}.json")
+        with torch.no_grad():
+            layer.self_attn.in_proj_weight[:8] *= 30
+    return Audit.load("weak.json"), Audit.load("strong.json")
+
+
+def test_it_says_what_became_of_the_first(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
+    result = CliRunner().invoke(APP, ["weak.json", "strong.json", "--out", "changes.json"])
+    assert result.exit_code == 0, result.output
+    before, after = audits
+    wanted = compare(before, after)
+    assert wanted != compare(after, before)
+    assert (tmp_path / "changes.json").read_text() == wanted.model_dump_json(indent=1)
+    console = Console(file=io.StringIO(), width=120)
+    render_comparison(wanted, console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert result.output == f"{told}comparison: {tmp_path / 'changes.json'}\n"
+
+
+def test_it_writes_no_file_that_was_not_asked_for(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
+    assert CliRunner().invoke(APP, ["weak.json", "strong.json"]).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"weak.json", "strong.json"}
