@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise import surgery
 from rankwise.audit import Finding, Place, advice
+from rankwise.audit import run as audit_run
 from rankwise.audit.findings import TURN
 from rankwise.errors import RankwiseError
 from rankwise.surgery.skips import choose
@@ -49,6 +50,17 @@ class Stack(nn.Module):
 
 def tokens() -> Tensor:
     return torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_what_certifies_a_collapse_lies_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    model, sampled = Stack([Average(1.0) for _ in range(6)]).eval().to(device), []
+    monkeypatch.setattr(audit_run, "_moved", lambda batch, _: (batch + 1).to(device))
+    monkeypatch.setattr(audit_run, "_sampled", lambda batch: sampled.append(batch) or batch)
+    (finding,) = [one for one in rw.audit(model, [tokens()]).findings if one.code == "COLLAPSE"]
+    assert "lambda_sound" in finding.evidence
+    assert [torch.equal(one.cpu(), tokens() + 1) for one in sampled] == [True]
 
 
 def test_a_collapse_names_its_layer_the_scales_and_the_command() -> None:

@@ -189,6 +189,9 @@ def test_certificates_are_written_beside_the_skips(run: Run, folder: Path, tmp_p
     result = run(folder, "--text", "text.txt", "--certify", "--a", 0.25, "--out", "new", *SMALL)
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "new" / "certificate.json").read_text())["a"] == 0.25
+    result = run(folder, "--text", "text.txt", "--init", 2, "--out", "new", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "new" / "certificate.json").exists()  # it was of other λ
 
 
 def test_a_masked_language_model_learns_too(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
-from rankwise.ops.tssa.cpu import arrays, threads
+from rankwise.ops.tssa.cpu import arrays, head_loops, threads
 
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 
@@ -208,3 +208,17 @@ def test_so_has_one_forked_before_the_first_call():
     command = [sys.executable, "-c", FORKED]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "7", done.stderr
+
+
+def test_exponentials_of_the_loops_are_those_of_float64():
+    x = -np.linspace(0, 87, 200_001, dtype=np.float32)
+    for dtype, ulps in ((np.float32, 2), (np.float64, 1)):
+        row = x.astype(dtype)
+        wanted = np.exp(x.astype(np.float64))
+        head_loops.exponentials(row)
+        assert (np.abs(row - wanted) <= ulps * np.finfo(dtype).eps * wanted).all()
+        edges = np.array([0, -100, -1e30, -np.inf, np.nan], dtype)
+        head_loops.exponentials(edges)
+        assert edges[0] == 1
+        assert edges[2:4].tolist() == [0, 0]
+        assert np.isnan(edges[4])

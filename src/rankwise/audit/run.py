@@ -160,8 +160,9 @@ class _Run:
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
             self._current = batch
-            self._sample = _sampled(batch) if self._sample is None else self._sample
-            self._call(_moved(batch, device))
+            moved = _moved(batch, device)
+            self._sample = _sampled(moved) if self._sample is None else self._sample
+            self._call(moved)
             for table in (self.heads, self.layers):
                 table.commit()
             self.batches += 1

@@ -250,6 +250,8 @@ def _write(
     written = [*save_skips(subject.model, out, fitted=report)]
     if certificate is not None:
         written.append(certificate.save(out / "certificate.json"))
+    else:
+        (out / "certificate.json").unlink(missing_ok=True)  # of the λ that were here before
     if subject.source:
         remove_lambda_skip(subject.model)
         transformed: Any = subject.model

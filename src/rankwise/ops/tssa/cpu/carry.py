@@ -38,9 +38,10 @@ class Carry:
         self.runs, self.owner = runs, runs[2]
         mask = flat(problem.mask, torch.bool)
         self.tokens = mask, *powers(problem.rate, problem.w.shape[2], exact(problem.w.dtype))
-        new = self.owner[1:] != self.owner[:-1]
-        self.several = not new.all()
-        self._first, self._last = np.flatnonzero(np.r_[True, new]), np.flatnonzero(np.r_[new, True])
+        edges = np.ones(len(self.owner) + 1, bool)
+        edges[1:-1] = self.owner[1:] != self.owner[:-1]
+        self.several = not edges.all()
+        self._first, self._last = np.flatnonzero(edges[:-1]), np.flatnonzero(edges[1:])
 
     def begins(self, total: np.ndarray, start: np.ndarray) -> np.ndarray:
         """The sums before every piece, (P, H, K), in the dtype of the first.
