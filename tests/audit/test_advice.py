@@ -18,6 +18,7 @@ from rankwise.audit import Finding, Place, advice
 from rankwise.audit import run as audit_run
 from rankwise.audit.findings import TURN
 from rankwise.errors import RankwiseError
+from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.surgery.skips import choose
 
 
@@ -119,7 +120,18 @@ def test_a_model_that_cannot_be_certified_is_still_audited() -> None:
     audit = rw.audit(Stack([Average(0.01) for _ in range(3)]).eval(), [tokens() + 1])
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
     assert "lambda_sound" not in finding.evidence
+    assert finding.remedy == advice.BY_HAND  # the command would fail as the certificate did
     assert any(note.startswith("no λ is named for COLLAPSE") for note in audit.provenance.notes)
+
+
+@pytest.mark.parametrize("skip", ["fixed", "learned"])
+def test_a_skip_of_the_config_is_raised_there(skip: str) -> None:
+    """λx + f(x) leaves no place for another λ."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = ToSTForCausalLM(ToSTConfig(**sizes, layer_types="softmax", skip=skip, skip_init=0.01)).eval()
+    (finding,) = [one for one in rw.audit(model, [text_inputs()]).findings if one.code == "COLLAPSE"]
+    assert finding.remedy == advice.BY_HAND
 
 
 def test_a_block_that_gives_back_what_it_reads_is_found() -> None:
@@ -325,19 +337,63 @@ def test_other_findings_stay_as_they_are_and_the_gravest_comes_first(monkeypatch
     assert found[2] == info
 
 
-@pytest.mark.parametrize("error", [RankwiseError("x", wanted="a", got="b", fix="c"), RuntimeError("lost")])
-def test_what_cannot_be_told_is_noted(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+REFUSED = RankwiseError("x", wanted="a", got="b", fix="c")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (REFUSED, str(REFUSED)),
+        (RuntimeError("lost"), "lost"),
+        (KeyError("y"), "KeyError('y')"),
+        (MemoryError(), "MemoryError()"),
+    ],
+    ids=["refused", "lost", "key", "memory"],
+)
+def test_what_cannot_be_told_is_noted(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
     def fail(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(advice, "_shares", fail)
     monkeypatch.setattr(surgery, "certify_skip", fail)
     found, notes = advice.with_scales([collapse("h.0")], nn.Identity(), None)
-    assert found == [collapse("h.0")]
+    assert found == [collapse("h.0").model_copy(update={"remedy": advice.BY_HAND})]
     assert notes == [
-        f"not known whether λ or LayerScale drowns single mixers: {error}",
-        f"no λ is named for COLLAPSE: {error}",
+        f"not known whether λ or LayerScale drowns single mixers: {said}",
+        f"no λ is named for COLLAPSE: {said}",
     ]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["shares", "certificate"])
+def test_ctrl_c_stops_the_advice_and_keeps_the_findings(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    asked: list[str] = []
+
+    def ask(what: str, interrupted: bool) -> dict[str, float]:
+        asked.append(what)
+        if interrupted:
+            raise KeyboardInterrupt
+        return {"h.0.attn": 0.0}
+
+    monkeypatch.setattr(advice, "_shares", lambda *_: ask("shares", first))
+    monkeypatch.setattr(surgery, "certify_skip", lambda *_: ask("certificate", True))
+    found, notes = advice.with_scales([collapse("h.0")], nn.Identity(), None)
+    assert collapse("h.0") in found
+    assert asked == (["shares"] if first else ["shares", "certificate"])
+    assert [one.code for one in found] == (["COLLAPSE"] if first else ["COLLAPSE", "SWITCHED_OFF"])
+    told = ["not known whether λ or LayerScale drowns single mixers"] if first else []
+    assert notes == [f"{one}: interrupted from the keyboard" for one in (*told, "no λ is named for COLLAPSE")]
+
+
+@pytest.mark.parametrize("error", [KeyError("y"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_finished_audit_outlives_its_advice(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(surgery, "certify_skip", fail)
+    audit = rw.audit(Stack([Average(1.0) for _ in range(6)]).eval(), [tokens() + 1])
+    assert audit.complete
+    assert audit.heads
+    assert any(note.startswith("no λ is named for COLLAPSE: ") for note in audit.provenance.notes)
 
 
 @pytest.mark.parametrize(

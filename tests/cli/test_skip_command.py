@@ -186,12 +186,32 @@ def test_certifies_without_writing(run: Run, folder: Path, tmp_path: Path) -> No
 
 
 def test_certificates_are_written_beside_the_skips(run: Run, folder: Path, tmp_path: Path) -> None:
-    result = run(folder, "--text", "text.txt", "--certify", "--a", 0.25, "--out", "new", *SMALL)
+    result = run(
+        folder, "--text", "text.txt", "--init", 0.5, "--certify", "--a", 0.25, "--out", "new", *SMALL
+    )
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "new" / "certificate.json").read_text())["a"] == 0.25
+    certificate = json.loads((tmp_path / "new" / "certificate.json").read_text())
+    assert certificate["a"] == 0.25
+    assert [layer["scale"] for layer in certificate["layers"]] == [0.5, 0.5]
+    assert result.output.endswith("new/certificate.json\n")
     result = run(folder, "--text", "text.txt", "--init", 2, "--out", "new", *SMALL)
     assert result.exit_code == 0, result.output
     assert not (tmp_path / "new" / "certificate.json").exists()  # it was of other λ
+
+
+def test_a_certificate_that_fails_costs_no_fit(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "certificate.json").write_text("of other λ")
+    called(monkeypatch, surgery, "certify_skip", Stop())
+    fit = ("--learn-on", "text.txt", "--steps", 2, "--lr", 0.1, "--out", "new", "--certify")
+    result = run(folder, *fit, *SMALL)
+    assert isinstance(result.exception, Stop)
+    assert all(value != 1 for value in numbers("new").values())
+    written = {path.name for path in (tmp_path / "new").iterdir()}
+    assert written >= {"model.safetensors", "skips.json"}
+    assert "certificate.json" not in written
 
 
 def test_a_masked_language_model_learns_too(
@@ -230,6 +250,11 @@ def test_a_fit_that_is_lost_writes_nothing(run: Run, folder: Path, tmp_path: Pat
         (("--text", "text.txt", "--certify", "--init", "nan"), SkipError, "`init`: wanted a finite number"),
         (("--text", "text.txt", "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         (("--text", "text.txt", "--certify", "--a", "1.5"), RankwiseError, "`a`: wanted a number between"),
+        (
+            ("--learn-on", "a.txt", "--text", "b.txt", "--certify"),
+            InputError,
+            "--learn-on a.txt --text b.txt: wanted one of the two",
+        ),
         (("--certify", "--lr", "-1"), InputError, "--lr: wanted a finite number above 0, got -1"),
         (("--certify", "--lr", "inf"), InputError, "--lr: wanted a finite number above 0, got inf"),
         (("--certify",), InputError, "wanted one of --text FILE"),
@@ -241,6 +266,7 @@ def test_a_fit_that_is_lost_writes_nothing(run: Run, folder: Path, tmp_path: Pat
         "init",
         "sites",
         "a",
+        "two texts",
         "rate below 0",
         "rate without end",
         "no data",
@@ -252,6 +278,17 @@ def test_what_is_refused(run: Run, folder: Path, arguments: tuple[str, ...], err
     assert result.exit_code != 0
     assert isinstance(result.exception, error)
     assert words in str(result.exception)
+
+
+@pytest.mark.parametrize("wrong", [("--a", 1.5), ("--text", "b")], ids=["a", "two texts"])
+def test_nothing_is_loaded_for_what_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: tuple[object, ...]
+) -> None:
+    loads = called(monkeypatch, subjects, "load_subject", Stop())
+    result = run("some", "--learn-on", "text.txt", "--certify", "--out", "new", *wrong)
+    assert isinstance(result.exception, RankwiseError)
+    assert not loads
+    assert not (tmp_path / "new").exists()
 
 
 def test_skips_of_another_model_in_the_folder(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -375,7 +412,7 @@ def test_what_is_loaded(
         (("--text", "a"), {"text": "a", "tokens": 128, "sequences": 40, "batch_size": 4}),
         (("--learn-on", "a"), {"text": "a", "tokens": 128, "sequences": 40, "batch_size": 1}),
         (
-            ("--learn-on", "a", "--text", "b", *SMALL),
+            ("--learn-on", "a", *SMALL),
             {"text": "a", "tokens": 16, "sequences": 6, "batch_size": 1},
         ),
         (("--text", "b", *SMALL), {"text": "b", "tokens": 16, "sequences": 6, "batch_size": 2}),

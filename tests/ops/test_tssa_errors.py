@@ -95,7 +95,12 @@ def test_wrong_kinds_are_also_caught_by_the_shape_types(changes, match):
         tssa(**({"w": W, "temperature": TAU} | changes))
 
 
-@pytest.mark.parametrize("ladder", [(0, 1, 2, 0), (3, 0, 2, 0), (3, 5, 2, 0), (3, 1, 2, 4), (3, 1, 2, -1)])
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "ladder", [(0, 1, 2, 0), (3, 0, 2, 0), (3, 5, 2, 0), (3, 1, 2, 4), (3, 1, 2, -1), (2, 1, INF, 0)]
+)
 def test_ladders_that_are_none(ladder):
     with pytest.raises(InputError, match="half_lives"):
         half_lives(*ladder)
@@ -135,3 +140,19 @@ def test_the_rule_of_auto(device, triton, chosen, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)
     assert dispatch.choose("auto", torch.device(device)) == chosen
     assert dispatch.choose("reference", torch.device(device)) == "reference"
+
+
+@pytest.mark.parametrize("name", ["temperature", "mask", "bias", "state"])
+def test_tensors_on_another_device_are_refused(name):
+    w = torch.randn(1, 5, 2, 3)
+    given = {
+        "temperature": torch.ones(2),
+        "causal": name in ("bias", "state"),
+        "mask": torch.ones(1, 5, dtype=torch.bool),
+        "bias": torch.ones(2, 9) if name == "bias" else None,
+        "state": TSSAState.zeros(1, 2, 3) if name == "state" else None,
+    }
+    moved = TSSAState.zeros(1, 2, 3, device="meta") if name == "state" else given[name].to("meta")
+    tssa(w, **given)
+    with pytest.raises(InputError, match=rf"^{name}.*: wanted a tensor on cpu, as w, got one on meta"):
+        tssa(w, **(given | {name: moved}))

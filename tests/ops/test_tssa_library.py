@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tssa_cases import Case, errors, outputs
 
-from rankwise.errors import ShapeError
+from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, half_lives, tssa
 from rankwise.ops.tssa.decay import rates, running_sum
 from rankwise.ops.tssa.library import bidirectional, bidirectional_backward, causal, causal_backward
@@ -261,3 +261,31 @@ def test_the_helpers_see_a_wrong_result(is_causal):
     wrong = right | {"output": right["output"] * 1.001}
     assert errors(right, right)["output"] == 0
     assert errors(wrong, right)["output"] > 1e-4
+
+
+@causalities
+def test_gradients_through_vmap_are_those_without(is_causal):
+    case = Case((3, 7, 2, 3), causal=is_causal)
+    grads = []
+    for batched in (False, True):
+        w = case.w.clone().requires_grad_()
+        if batched:
+            output = torch.vmap(lambda x: tssa(x[None], case.temperature, is_causal).output)(w)
+        else:
+            output = tssa(w, case.temperature, is_causal).output
+        output.square().sum().backward()
+        grads.append(w.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_forward_mode_derivatives_are_refused_not_dropped():
+    case = Case((1, 5, 2, 3))
+
+    def loss(w, impl):
+        return tssa(w, case.temperature, impl=impl).output.square().sum()
+
+    ones = torch.ones_like(case.w)
+    _, slope = torch.func.jvp(lambda w: loss(w, "reference"), (case.w,), (ones,))
+    assert slope != 0
+    with pytest.raises(InputError, match=r'forward-mode.*impl="reference"'):
+        torch.func.jvp(lambda w: loss(w, "cpu"), (case.w,), (ones,))

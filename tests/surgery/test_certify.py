@@ -134,6 +134,15 @@ def test_padding_changes_nothing() -> None:
             )
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_padding_that_is_counted_as_tokens_is_noted(padded: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 4] = padded
+    notes = certify_skip(layer, {"src": torch.randn(2, 5, 8), "src_key_padding_mask": mask}).notes
+    assert any("`src_key_padding_mask` of the batch marks padding" in note for note in notes) == padded
+
+
 def test_the_threshold_is_where_the_model_with_its_skips_keeps_the_target() -> None:
     model = gpt2()
     found = certify_skip(model, text_inputs(), target=0.7).stacks[0]

@@ -12,7 +12,7 @@ from recipes.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from tests.surgery.surgery_cases import FOUND, outputs, same
 from torch import Tensor, nn
 
-from rankwise.surgery import Skips, add_lambda_skip, remove_lambda_skip, skips_of
+from rankwise.surgery import SkipError, Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
 LANGUAGE = {
     "BERT": hugging_face("BertForMaskedLM", "BertConfig", **BERT),
@@ -167,3 +167,64 @@ def test_training_mode_gradients_and_seed_are_left_alone() -> None:
     assert not frozen.requires_grad
     assert all(parameter.grad is None for parameter in model.parameters())
     remove_lambda_skip(model)
+
+
+class CachedOrNot(nn.Module):
+    """Gives a tensor without a cache, and with one a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.map(x).tanh().cumsum(1)
+        return y if past is None else (y + past, x)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(8), CachedOrNot()
+
+    def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor:
+        mixed = self.mixer(self.norm(x), past)
+        return x + (mixed[0] if isinstance(mixed, tuple) else mixed)
+
+
+@pytest.mark.parametrize("cached_first", [False, True])
+def test_a_mixer_that_gives_a_tuple_with_a_cache_and_a_tensor_without(cached_first: bool) -> None:
+    model, x, past = Cached().eval(), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    before = model(x), model(x, past)
+    skips = add_lambda_skip(model, example=(x, past) if cached_first else x)
+    assert same([model(x), model(x, past)], list(before))
+    filled(skips, 0.5)
+    for wanted, got in zip(before, (model(x), model(x, past)), strict=True):
+        torch.testing.assert_close(got, wanted - 0.5 * x)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2).eval()
+
+
+def padded() -> dict[str, Tensor]:
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    return {"src": torch.randn(2, 5, 8), "src_key_padding_mask": mask}
+
+
+def test_padded_rows_that_torch_makes_a_nested_tensor_of() -> None:
+    model, batch = encoder(), padded()
+    skips = add_lambda_skip(model, example=batch)
+    filled(skips, 0.5)
+    wanted = model(**batch)  # with gradients torch takes the plain way
+    with torch.no_grad():
+        got = model(**batch)
+    real = ~batch["src_key_padding_mask"]
+    torch.testing.assert_close(got[real], wanted[real])
+
+
+def test_nested_tensors_have_no_skips_by_channel() -> None:
+    model, batch = encoder(), padded()
+    add_lambda_skip(model, per="channel", example=batch)
+    with torch.no_grad(), pytest.raises(SkipError, match="enable_nested_tensor=False"):
+        model(**batch)

@@ -262,3 +262,16 @@ def test_a_stream_changed_in_place_is_refused_and_left_alone() -> None:
     with pytest.raises(SkipError, match=r"no sum x \+ f\(x\) in which f mixes tokens"):
         add_lambda_skip(model, example=x)
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("init", [1e39, -1e39, 10**400])
+def test_a_scale_that_float32_does_not_hold_changes_nothing(init: float) -> None:
+    model = bert()
+    with pytest.raises(SkipError, match="float32"):
+        add_lambda_skip(model, init=init)
+    assert not skips_of(model)
+
+
+def test_a_scale_that_float32_takes_for_zero_is_one() -> None:
+    with pytest.warns(UserWarning, match="λ = 0"):
+        add_lambda_skip(bert(), init=1e-50)

@@ -205,6 +205,14 @@ def test_ascent_finds_no_violation_of_the_sum_bound(seed: int) -> None:
 # --- how tight they are ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", [0.1, -0.3, 1e-3, 1e39])
+def test_the_sum_bound_takes_the_scale_as_it_is(scale: float) -> None:
+    """A λ rounded to float32 would promise up to 6·10⁻⁸ too much, or infinity."""
+    y = torch.randn(5, 3, dtype=torch.float64)
+    bound, kept = sum_bound(y, 0 * y, scale), spread(scale * y)
+    assert abs(bound - kept) <= 1e-14 * kept
+
+
 def test_the_sum_bound_is_attained() -> None:
     y = states(3, 6, 4, 0.5)
     assert torch.allclose(sum_bound(y, -0.7 * y, 2.0), spread(2.0 * y - 0.7 * y))

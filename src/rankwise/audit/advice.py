@@ -18,13 +18,18 @@ KEEP = 0.5
 """The part of μ² that each layer is to keep."""
 LAYER_SCALES = re.compile(r"layer_?scale|lambda_?[12]$|gamma_?[12]$", re.IGNORECASE)
 """Names of LayerScale's parameters, where no module of that name holds them."""
+UNSEEN = "not known whether λ or LayerScale drowns single mixers"
+UNNAMED = "no λ is named for COLLAPSE"
+BY_HAND = "raise λ in the model's own config or skip connections, where it has one"
+"""What fails to certify a model mostly keeps `rankwise skip` from it, too."""
 
 
 def with_scales(findings: Sequence[Finding], model: nn.Module, batch: Any) -> tuple[list[Finding], list[str]]:
     """Add what takes another look at the skip connections of the model.
 
-    To every COLLAPSE the λ that each bound asks for, and the command that puts it in; and a SWITCHED_OFF for
-    each mixer that a λ-skip or LayerScale drowns in a block that is otherwise at work.
+    To every COLLAPSE the λ that each bound asks for, and the command that puts it in, or words where none can
+    be told; and a SWITCHED_OFF for each mixer that a λ-skip or LayerScale drowns in a block that is otherwise
+    at work. Whatever fails, or is interrupted from the keyboard, is noted: the findings are never lost.
 
     Cost: nothing without a COLLAPSE, λ-skips and LayerScale; else on one batch about 20 forward passes for a
     COLLAPSE, one for λ-skips, and for LayerScale a backward pass more.
@@ -38,23 +43,43 @@ def with_scales(findings: Sequence[Finding], model: nn.Module, batch: Any) -> tu
         The findings, the gravest first, and notes on what could not be told.
     """
     found, notes = list(findings), []
+    missing = [UNSEEN, UNNAMED] if any(one.code == "COLLAPSE" for one in findings) else [UNSEEN]
     try:
-        found += [
-            switched_off_mixer(site, share)
-            for site, share in _shares(model, batch).items()
-            if share < TURN and not _inside_switched_off(site, findings)
-        ]
-    except (RankwiseError, RuntimeError) as error:
-        notes.append(f"not known whether λ or LayerScale drowns single mixers: {error}")
-    if any(finding.code == "COLLAPSE" for finding in found):
-        from rankwise.surgery import certify_skip, skips_of
-
         try:
-            layers, carries = certify_skip(model, batch, KEEP).layers, bool(skips_of(model))
-            found = [_advised(one, layers, carries) if one.code == "COLLAPSE" else one for one in found]
-        except (RankwiseError, RuntimeError) as error:
-            notes.append(f"no λ is named for COLLAPSE: {error}")
+            found += _drowned(findings, model, batch)
+        except Exception as error:
+            notes.append(f"{UNSEEN}: {_said(error)}")
+        missing.remove(UNSEEN)
+        if missing:
+            try:
+                found = _named(found, model, batch)
+            except Exception as error:
+                notes.append(f"{UNNAMED}: {_said(error)}")
+                by_hand = {"remedy": BY_HAND}
+                found = [one.model_copy(update=by_hand) if one.code == "COLLAPSE" else one for one in found]
+    except KeyboardInterrupt:
+        notes += [f"{what}: interrupted from the keyboard" for what in missing]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity]), notes
+
+
+def _said(error: Exception) -> str:
+    """Of a KeyError or a MemoryError the text alone says little or nothing."""
+    return str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
+
+
+def _drowned(findings: Sequence[Finding], model: nn.Module, batch: Any) -> list[Finding]:
+    return [
+        switched_off_mixer(site, share)
+        for site, share in _shares(model, batch).items()
+        if share < TURN and not _inside_switched_off(site, findings)
+    ]
+
+
+def _named(findings: Sequence[Finding], model: nn.Module, batch: Any) -> list[Finding]:
+    from rankwise.surgery import certify_skip, skips_of
+
+    layers, carries = certify_skip(model, batch, KEEP).layers, bool(skips_of(model))
+    return [_advised(one, layers, carries) if one.code == "COLLAPSE" else one for one in findings]
 
 
 def _advised(finding: Finding, layers: Sequence[Any], carries: bool) -> Finding:

@@ -29,7 +29,7 @@ Progress = Callable[[int, str], None]
 
 
 SAMPLE = 4
-"""Sequences that a certificate is made on."""
+"""Sequences of a dict that a certificate is made on."""
 LIBRARIES = ("torch", "transformers")
 """Their versions go into the record, where they are loaded."""
 
@@ -77,8 +77,8 @@ def audit(
         on_progress: called after each measured site.
 
     Returns:
-        The audit. Interrupted from the keyboard it holds the whole batches until then (of a first one, its
-        finished layers), and ``complete`` is False.
+        The audit. Interrupted from the keyboard while batches run, it holds the whole ones until then (of a
+        first one, its finished layers), and ``complete`` is False.
 
     Raises:
         AuditError: if the model or the batches raise; its ``audit`` holds what was measured before.
@@ -131,7 +131,7 @@ class _Run:
         self._name = type(model).__name__
         self._current: Any = None
         self._sample: Any = None
-        """A few sequences of the first batch, for a certificate if tokens collapse."""
+        """The first batch, or a few sequences of it, for a certificate if tokens collapse."""
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
@@ -290,14 +290,18 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Tensors to the device, in whatever dicts and lists they lie."""
+    return _changed(value, lambda tensor: tensor.to(device))
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors, in whatever dicts and lists they lie."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        moved = [_moved(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        items = [_changed(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
@@ -310,15 +314,18 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
 
 
-def _sampled(value: Any) -> Any:
-    """A copy of the first sequences of a batch: the batch itself is let go."""
-    if isinstance(value, Tensor):
-        return value[:SAMPLE].clone() if value.dim() else value
-    if isinstance(value, Mapping):
-        return {key: _sampled(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_sampled(item) for item in value)
-    return value
+def _sampled(batch: Batch) -> Any:
+    """A copy, as the batch itself is let go: of a dict the first sequences, of anything else the whole.
+
+    A dict lies batch first, by the convention of Hugging Face; elsewhere the first axis may be time.
+    """
+    sequences = _batch_size(batch) if isinstance(batch, Mapping) else None
+
+    def copied(tensor: Tensor) -> Tensor:
+        batched = tensor.dim() > 0 and tensor.shape[0] == sequences
+        return (tensor[:SAMPLE] if batched else tensor).clone()
+
+    return _changed(batch, copied)
 
 
 def _picture(batch: Batch | None) -> tuple[int, int] | None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rankwise.subjects import Inputs, Subject
-    from rankwise.surgery import SkipCertificate, Skips
+    from rankwise.surgery import Skips
 
 HELP = """Put λ-skips into a model: the skip connection around every mixer becomes λ·x.
 
@@ -64,9 +66,9 @@ def command(
     from rankwise.cli.output import prepare_folder, quiet_libraries
     from rankwise.cli.skip_tables import show_certificate, show_skips
     from rankwise.subjects import inputs_for, load_subject
-    from rankwise.surgery import certify_skip, mean_loss, state_collapse
+    from rankwise.surgery import certify_skip, load_skips, mean_loss, skips_of, state_collapse
 
-    _check(out, certify, per, lr)
+    _check(out, certify, per, lr, share, learn_on, text)
     if out is not None:
         prepare_folder(out)
     quiet_libraries()
@@ -92,19 +94,45 @@ def command(
         report["collapse"].append(state_collapse(subject.model, held))
     console = Console()
     show_skips(console, skips, report)
-    certificate = certify_skip(subject.model, held[0], share) if certify else None
-    if certificate is not None:
-        show_certificate(console, certificate)
     if out is not None:
-        for path in _write(subject, out, report, certificate):
-            console.print(f"wrote: {path}", highlight=False, markup=False, soft_wrap=True)
+        _say(console, _write(subject, out, report))
+    if not certify:
+        return
+    if out is not None and not skips_of(subject.model):  # taken off to save the model
+        load_skips(subject.model, out)
+    certificate = certify_skip(subject.model, held[0], share)
+    show_certificate(console, certificate)
+    if out is not None:
+        _say(console, [certificate.save(out / "certificate.json")])
 
 
-def _check(out: Path | None, certify: bool, per: str | None, lr: float) -> None:
+def _say(console: "Console", written: list[Path]) -> None:
+    for path in written:
+        console.print(f"wrote: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _check(
+    out: Path | None,
+    certify: bool,
+    per: str | None,
+    lr: float,
+    share: float,
+    learn_on: Path | None,
+    text: Path | None,
+) -> None:
     from rankwise.errors import InputError, did_you_mean
+    from rankwise.surgery.certify import check_share
     from rankwise.surgery.fit import check_rate
 
     check_rate("--lr", lr)
+    check_share(share)
+    if learn_on is not None and text is not None:
+        raise InputError(
+            f"--learn-on {learn_on} --text {text}",
+            wanted="one of the two: a fit is measured on every fifth sequence of what it learns from",
+            got="both",
+            fix="Leave --text out; to measure on it, run again on the folder of --out, with --text alone.",
+        )
     if per not in (None, "layer", "channel"):
         raise InputError(
             "--per", wanted="layer or channel", got=per, fix=did_you_mean(per, ["layer", "channel"])
@@ -242,16 +270,12 @@ def _fit(
         return fit_skips(subject.model, batches, steps, lr, mask, update).scales
 
 
-def _write(
-    subject: "Subject", out: Path, report: dict[str, Any], certificate: "SkipCertificate | None"
-) -> list[Path]:
+def _write(subject: "Subject", out: Path, report: dict[str, Any]) -> list[Path]:
+    """Write the skips, and the model without them: they are then no longer in it."""
     from rankwise.surgery import remove_lambda_skip, save_skips
 
     written = [*save_skips(subject.model, out, fitted=report)]
-    if certificate is not None:
-        written.append(certificate.save(out / "certificate.json"))
-    else:
-        (out / "certificate.json").unlink(missing_ok=True)  # of the λ that were here before
+    (out / "certificate.json").unlink(missing_ok=True)  # of the λ that were here before
     if subject.source:
         remove_lambda_skip(subject.model)
         transformed: Any = subject.model

@@ -60,7 +60,8 @@ def show_certificate(console: Console, certificate: SkipCertificate) -> None:
     for stack in certificate.stacks:
         console.print(
             f"{stack.stack or 'model'}: keeps {_cell(stack.kept)} of μ/‖Y‖; {stack.target:.2f} needs |λ| ≥ "
-            f"{_cell(stack.threshold)} here, {_cell(stack.sound_scale)} by the sound bound in each layer, "
+            f"{_cell(stack.threshold)} here, in all its layers; √a of μ in each single layer, which says "
+            f"nothing of the stack: |λ| ≥ {_cell(stack.sound_scale)} by the sound bound, "
             f"{_cell(stack.paper_scale)} by Eq. 7, {_cell(stack.paper_scale_with_floor)} with its b",
             highlight=False, markup=False,
         )  # fmt: skip

@@ -84,7 +84,7 @@ class StackCertificate(BaseModel):
     left_out: int
     """Sequences whose tokens are all equal where the stack starts: μ_0 = 0, and nothing is there to keep."""
     paper_scale: float | None
-    """The largest of its layers."""
+    """The largest of its layers; it and the next two are of μ in each single layer, not of the stack."""
     paper_scale_with_floor: float | None
     sound_scale: float | None
 

@@ -1,7 +1,7 @@
 """`certify_skip`: what the λ of a model guarantee, measured and proved, side by side."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def certify_skip(
         [('dropout1', 'LayerNorm', True)]
     """
     check_traceable(model)
-    paper_scale(1.0, a)  # refuses an a that is none
+    check_share(a)
     wanted = math.sqrt(a) if target is None else target
     if not 0 < wanted <= 1:
         raise RankwiseError(
@@ -97,8 +97,20 @@ def certify_skip(
         sequences=max(one.residual.shape[0] for one in seen),
         layers=layers,
         stacks=stacks,
-        notes=_notes(layers, stacks),
+        notes=[*_notes(layers, stacks), *_padding_notes(batch)],
     )
+
+
+def check_share(a: float) -> None:
+    """Refuse a part of μ² that no layer can be asked to keep.
+
+    Args:
+        a: the part.
+
+    Raises:
+        RankwiseError: if it is not in (0, 1).
+    """
+    paper_scale(1.0, a)
 
 
 def _found(model: nn.Module, batch: Example) -> list[SkipSite]:
@@ -302,3 +314,14 @@ def _notes(layers: Sequence[LayerCertificate], stacks: Sequence[StackCertificate
             "λ differs by channel before a norm: there is a sound bound for it, but no single least |λ|"
         )
     return notes
+
+
+def _padding_notes(batch: Example) -> list[str]:
+    """Of masks of torch's own layers, whose names and signs vary, nothing but that they are not read."""
+    given = batch if isinstance(batch, Mapping) else {}
+    return [
+        f"`{name}` of the batch marks padding, and that was counted as tokens: give sequences of one length "
+        "without padding"
+        for name, value in given.items()
+        if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any())
+    ]

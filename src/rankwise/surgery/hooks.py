@@ -231,24 +231,40 @@ def _recomputed_alone(module: nn.Module) -> SkipError:
     )
 
 
+def _nested_by_channel() -> SkipError:
+    return SkipError(
+        "λ-skips by channel on nested tensors",
+        wanted="padded tensors",
+        got="the nested ones that torch.nn.TransformerEncoder makes of padded rows in evaluation mode",
+        fix="Build the encoder with enable_nested_tensor=False, or use per='layer'.",
+    )
+
+
 @no_type_check
 def corrected(tensor, residual, scale):
     """Add (λ − 1)·residual: exactly nothing at λ = 1."""
+    if tensor.is_nested:  # torch's encoder packs padded rows so in evaluation mode; they know no addcmul
+        if scale.numel() > 1:
+            raise _nested_by_channel()
+        return tensor + residual * (scale.reshape(()) - 1)
     wide = torch.addcmul(tensor, residual, scale - 1)
     return wide.to(torch.promote_types(tensor.dtype, residual.dtype))
 
 
 @no_type_check
 def picked(output, key):
-    """The tensor at a key of what a module gave."""
-    return output if key is None else output[key]
+    """The tensor at a key of what a module gave, which may be a tuple with a cache and a tensor without."""
+    if key is None and isinstance(output, tuple):
+        return output[0]
+    return output if key is None or (key == 0 and isinstance(output, Tensor)) else output[key]
 
 
 @no_type_check
 def placed(output, key, value):
     """What a module gave, with one tensor replaced."""
-    if key is None:
+    if isinstance(output, Tensor):
         return value
+    key = 0 if key is None else key
     if isinstance(output, tuple):
         changed = (*output[:key], value, *output[key + 1 :])
         return type(output)(*changed) if hasattr(output, "_fields") else changed

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -137,13 +137,13 @@ def add_lambda_skip(
         for site in chosen:
             put_in(model, site, learnable=learnable, per=per)
         verify(model, example, chosen, found)
+        skips = Skips(model, chosen, _notes(chosen, missed))
+        with torch.no_grad():
+            for parameter in skips.values():
+                parameter.fill_(float(init))
     except BaseException:
         remove_lambda_skip(model, missing_ok=True)
         raise
-    skips = Skips(model, chosen, _notes(chosen, missed))
-    with torch.no_grad():
-        for parameter in skips.values():
-            parameter.fill_(float(init))
     return skips
 
 
@@ -268,11 +268,14 @@ def check_scale(subject: str, value: object) -> None:
         value: λ.
 
     Raises:
-        SkipError: if it is NaN, infinite or no number.
+        SkipError: if it is NaN, no number, or infinite in the float32 of λ.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise SkipError(subject, wanted="a finite number", got=repr(value), fix="1.0 changes nothing.")
-    if value == 0:
+    limits = torch.finfo(torch.float32)
+    number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not limits.min <= number <= limits.max:
+        wanted = "a finite number, in float32 too"
+        raise SkipError(subject, wanted=wanted, got=repr(value), fix="1.0 changes nothing.")
+    if torch.tensor(float(number)) == 0:
         warnings.warn(
             "λ = 0 takes the skip connections away: tokens may become alike within a few layers, and no "
             "bound holds",

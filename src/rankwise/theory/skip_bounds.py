@@ -160,7 +160,8 @@ def sum_bound(
         >>> round(sum_bound(y, -y, 3.0).item() / spread(y).item(), 9)
         2.0
     """
-    return (torch.as_tensor(scale).abs() * spread(residual, mask) - spread(branch, mask)).clamp(min=0)
+    size = torch.as_tensor(scale, dtype=torch.float64).abs()
+    return (size * spread(residual, mask) - spread(branch, mask)).clamp(min=0)
 
 
 def sum_scale(

@@ -63,7 +63,8 @@ def tssa(
     bias, gives zeros and gets no gradient, whatever its w holds. A padded row equals the row alone, be the
     padding left, right or within.
 
-    Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; beyond input and output, memory O(B T H).
+    Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; beyond input and output, memory
+    O(B T H); on a CPU half precision takes float32 copies of both, and w out of order one in order.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction"
     (2024), and its released modules, whose outputs this reproduces; uniform memberships and half-lives are
@@ -128,7 +129,7 @@ def _in_order(
     if state is None:
         state, count = TSSAState.zeros(sequences, heads, width, dtype, w.device), None
     else:
-        check_state(state, sequences, heads, width)
+        check_state(state, w, sequences)
         count = state.seen
     offset = None
     if bias is not None:

@@ -45,6 +45,8 @@ def check_tensors(
     for name, value in others.items():
         if value is not None:
             _tensor(name, value)
+        if value is not None and name != "half_life":  # that is moved
+            check_device(name, value, w)
     if w.ndim != 4:
         fix = "Split the last axis into heads: w.unflatten(-1, (H, -1)); one row is w[None]."
         _shape("w", "(B, T, H, K)", f"{tuple(w.shape)}", fix)
@@ -81,6 +83,17 @@ def check_tensors(
             f"{tuple(half_life.shape)}",
             "Make one with half_lives(heads).",
         )
+
+
+def check_device(name: str, value: Tensor, w: Tensor) -> None:
+    """A tensor that lies elsewhere: kernels would read what is no memory of theirs.
+
+    Raises:
+        InputError: naming it, its device and that of w.
+    """
+    if value.device != w.device:
+        fix = f"Move it: {name}.to(w.device)."
+        raise InputError(name, wanted=f"a tensor on {w.device}, as w", got=f"one on {value.device}", fix=fix)
 
 
 def check_options(
@@ -130,20 +143,21 @@ def check_options(
         raise InputError("half_life", wanted="numbers above 0", got=got, fix="Infinity forgets nothing.")
 
 
-def check_state(state: TSSAState, sequences: int, heads: int, width: int) -> None:
-    """A state that is none, or one of other sequences, heads or channels.
+def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
+    """A state that is none, or one of other sequences, heads or channels, or elsewhere.
 
     Raises:
-        InputError: if it is no `TSSAState`, or has seen fewer than no tokens.
+        InputError: if it is no `TSSAState`, on another device, or has seen fewer than no tokens.
         ShapeError: if one of its parts has another shape.
     """
     if not isinstance(state, TSSAState):
         got = type(state).__name__
         raise InputError("state", wanted="a TSSAState", got=got, fix="Make one with TSSAState(*state).")
-    sums = (sequences, heads, width)
+    sums = (sequences, *w.shape[2:])
     wanted = TSSAState(sums, sums, sums[:2], sums[:1])  # type: ignore[arg-type]
     for name, part, shape in zip(TSSAState._fields, state, wanted, strict=True):
         _tensor(f"state.{name}", part)
+        check_device(f"state.{name}", part, w)
         if part.shape != shape:
             _shape(
                 f"state.{name}", f"{shape}", f"{tuple(part.shape)}", "Use the state of the same sequences."

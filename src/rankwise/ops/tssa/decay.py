@@ -1,5 +1,7 @@
 """Half-lives of decayed statistics, and the running sums they define."""
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -35,10 +37,10 @@ def half_lives(
         [2.0, 4.0, 8.0, 16.0]
     """
     falling = heads - infinite
-    if heads < 1 or falling < 0 or infinite < 0 or not 0 < shortest <= longest:
+    if heads < 1 or falling < 0 or infinite < 0 or not 0 < shortest <= longest < math.inf:
         raise InputError(
             "`half_lives`",
-            wanted="heads ≥ 1, 0 ≤ infinite ≤ heads and 0 < shortest ≤ longest",
+            wanted="heads ≥ 1, 0 ≤ infinite ≤ heads and 0 < shortest ≤ longest < ∞",
             got=f"heads={heads}, shortest={shortest}, longest={longest}, infinite={infinite}",
             fix="Give the ladder from its shortest to its longest half-life, in tokens.",
         )

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from rankwise.errors import InputError
 from rankwise.ops.tssa.checks import check_call
 from rankwise.ops.tssa.implementations import kernels
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
@@ -118,10 +120,18 @@ def solve(problem: Problem, impl: str) -> Solution:
 
     Returns:
         Its solution.
+
+    Raises:
+        InputError: if forward-mode derivatives are asked for, which operators of torch.library drop.
     """
     w, temperature, offset, mask, start, rate, bounds, packed = problem
     inputs = (w, temperature, offset, *(start or ()))
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    given = [x for x in inputs if x is not None]
+    hidden = False  # whether it cannot be seen that a gradient is wanted
+    if not torch.compiler.is_compiling():
+        hidden = torch._C._are_functorch_transforms_active()
+        _check_no_tangent(given, impl)
+    keep = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
     if start is None:
         output, membership, *_ = bidirectional(w, temperature, mask, bounds, packed, impl, keep)
         return Solution(output, membership, None)
@@ -129,6 +139,17 @@ def solve(problem: Problem, impl: str) -> Solution:
         w, temperature, offset, mask, *start, rate, bounds, packed, impl, keep
     )
     return Solution(output, membership, Sums(*end))
+
+
+def _check_no_tangent(given: list[Tensor], impl: str) -> None:
+    if forward_ad._current_level < 0 or all(forward_ad.unpack_dual(x).tangent is None for x in given):
+        return
+    raise InputError(
+        f"forward-mode derivatives with impl={impl!r}",
+        wanted="derivatives by .backward() or torch.autograd.grad",
+        got="a tensor with a tangent",
+        fix='Pass impl="reference".',
+    )
 
 
 def _like(w: Tensor, *shape: Any) -> Tensor:

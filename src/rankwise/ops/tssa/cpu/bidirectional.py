@@ -12,9 +12,10 @@ from rankwise.ops.tssa.problem import Problem, Sums, exact
 from rankwise.ops.tssa.reference import MASS_EPS, NORM_EPS
 
 
-@np.errstate(all="ignore")  # what is not finite shows in the output
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """Output, memberships, scores and the sums over all tokens; beside them, memory O(1) in T.
+
+    Half-precision w and the output of it are there in float32 as well, and w out of order in order.
 
     Args:
         problem: a bidirectional call.
@@ -23,15 +24,15 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     Returns:
         Output in the dtype of w, the others in that of the sums.
     """
-    work = _Work(problem)
-    energy = work.energies()
-    score, membership, assigned, mass = work.assign(_inverse(energy), problem.temperature, keep)
-    output = work.outputs(membership, _factor(assigned, mass)).to(problem.w.dtype)
-    sums = Sums(*map(torch.from_numpy, (energy, assigned, mass)))
-    return output, work.tokens(membership), work.tokens(score), sums
+    with np.errstate(all="ignore"):  # what is not finite shows in the output
+        work = _Work(problem)
+        energy = work.energies()
+        score, membership, assigned, mass = work.assign(_inverse(energy), problem.temperature, keep)
+        output = work.outputs(membership, _factor(assigned, mass)).to(problem.w.dtype)
+        sums = Sums(*map(torch.from_numpy, (energy, assigned, mass)))
+        return output, work.tokens(membership), work.tokens(score), sums
 
 
-@np.errstate(all="ignore")
 def backward(
     problem: Problem, membership: Tensor, score: Tensor, sums: Sums, given: Tensor, given_membership: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -48,17 +49,18 @@ def backward(
     Returns:
         Gradients.
     """
-    work, (energy, assigned, mass) = _Work(problem), map(array, sums)
-    go, pi, s, dpi = (flat(part, work.dtype) for part in (given, membership, score, given_membership))
-    factor, inverse, each = _factor(assigned, mass), _inverse(energy), 1 / (mass[..., None] + MASS_EPS)
-    asked, moment = work.outputs_back(go, pi, factor)
-    moment = moment * each  # now of Σ Π w²
-    less = (moment * (assigned * each)).sum(-1)
-    slope, temperature, share = work.slopes((pi, s), problem.temperature, (dpi, moment, less), asked)
-    share = -(share * inverse) * inverse  # inverse² leaves float32 where channels are tiny
-    share[energy < NORM_EPS**2] = 0
-    out = work.tokens_back(go, pi, slope, factor, moment, inverse, share)
-    return out.to(problem.w.dtype), torch.from_numpy(temperature)
+    with np.errstate(all="ignore"):  # what is not finite shows in the output
+        work, (energy, assigned, mass) = _Work(problem), map(array, sums)
+        go, pi, s, dpi = (flat(part, work.dtype) for part in (given, membership, score, given_membership))
+        factor, inverse, each = _factor(assigned, mass), _inverse(energy), 1 / (mass[..., None] + MASS_EPS)
+        asked, moment = work.outputs_back(go, pi, factor)
+        moment = moment * each  # now of Σ Π w²
+        less = (moment * (assigned * each)).sum(-1)
+        slope, temperature, share = work.slopes((pi, s), problem.temperature, (dpi, moment, less), asked)
+        share = -(share * inverse) * inverse  # inverse² leaves float32 where channels are tiny
+        share[energy < NORM_EPS**2] = 0
+        out = work.tokens_back(go, pi, slope, factor, moment, inverse, share)
+        return out.to(problem.w.dtype), torch.from_numpy(temperature)
 
 
 class _Work:

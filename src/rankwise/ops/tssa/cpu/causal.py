@@ -17,6 +17,8 @@ from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """Output, memberships, scores and the last sums; beside them, memory O(1) in T.
 
+    Half-precision w and the output of it are there in float32 as well, and w out of order in order.
+
     Args:
         problem: a causal call.
         keep: whether scores are wanted; otherwise memberships lie in their place.

@@ -10,7 +10,7 @@ from rankwise.ops.tssa.cpu.compiled import compiled, inlined
 
 @no_type_check
 def _exp32(x):
-    """e^x in float32 for x ≤ 0 to 2 ulp, 0 below the smallest normal number: 2^n e^r with |r| ≤ ln 2 / 2.
+    """e^x in float32 for x ≤ 0 to 2 ulp, 0 below e^-87: 2^n e^r with |r| ≤ ln 2 / 2.
 
     Unlike `exp`, a call, it leaves a loop that can be vectorised.
     """
