@@ -1,25 +1,13 @@
 """Small models of every shape that people write attention in, and how far rounding carries an answer."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import jaxtyping
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 7, 2
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Let wrong things reach our own errors: users have no type checker, pytest has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def hidden(batch: int = BATCH, tokens: int = TOKENS, width: int = WIDTH) -> Tensor:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from capture_zoo import BATCH, TOKENS, WIDTH, Attention, Block, Stack, hidden, plain, stack_of, unchecked
+from capture_zoo import BATCH, TOKENS, WIDTH, Attention, Block, Stack, hidden, plain, stack_of
+from tests.unchecked import unchecked
 from torch import nn
 
 import rankwise as rw

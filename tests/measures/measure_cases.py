@@ -1,9 +1,5 @@
 """What the tests of the measures share: matrices to try, and how far rounding may carry an answer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import jaxtyping
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,16 +12,6 @@ settings.load_profile("untimed")
 U = torch.finfo(torch.float64).eps
 
 KINDS = ("signed", "stochastic", "causal", "low rank", "sparse")
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Let wrong shapes reach our own errors: users have no type checker, pytest has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def generator(seed: int) -> torch.Generator:

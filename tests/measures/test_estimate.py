@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.estimate_cases import FEW_KINDS, KINDS, OnlyProducts, head
-from tests.measures.measure_cases import generator, make, normal, rotation, unchecked
+from tests.measures.measure_cases import generator, make, normal, rotation
+from tests.unchecked import unchecked
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.measures.measure_cases import close, make, matrices, normal, rank_tolerance, unchecked
+from tests.measures.measure_cases import close, make, matrices, normal, rank_tolerance
+from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError

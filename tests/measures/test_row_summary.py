@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.measures.measure_cases import make, normal, unchecked
+from tests.measures.measure_cases import make, normal
+from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.measures.measure_cases import close, make, matrices, normal, sum_tolerance, unchecked
+from tests.measures.measure_cases import close, make, matrices, normal, sum_tolerance
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.measures import (

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.measures.measure_cases import normal, unchecked
+from tests.measures.measure_cases import normal
+from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unchecked import unchecked
 from torch import nn
 from torch.nn import functional as F
-from tost_cases import WIDTH, config, stirred, texts, unchecked
+from tost_cases import WIDTH, config, stirred, texts
 
 import rankwise as rw
 from rankwise.errors import InputError, ShapeError

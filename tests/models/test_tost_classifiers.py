@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from tests.unchecked import unchecked
 from torch.nn import functional as F
-from tost_cases import config, stirred, texts, unchecked
+from tost_cases import config, stirred, texts
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
 from rankwise.errors import InputError

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from tests.unchecked import unchecked
 from torch.nn import functional as F
-from tost_cases import LIMIT, VARIANTS, config, stirred, texts, unchecked
+from tost_cases import LIMIT, VARIANTS, config, stirred, texts
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rankwise.errors import InputError

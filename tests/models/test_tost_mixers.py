@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tost_cases import BOTH_WAYS, CAUSAL, HEADS, LIMIT, WIDTH, mixers, unchecked
+from tests.unchecked import unchecked
+from tost_cases import BOTH_WAYS, CAUSAL, HEADS, LIMIT, WIDTH, mixers
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.models import MIXERS, TokenStatisticsAttention

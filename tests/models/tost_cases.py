@@ -1,10 +1,7 @@
 """Tiny models and mixers, with weights large enough that every part matters."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import jaxtyping
 import torch
 from torch import nn
 
@@ -63,16 +60,6 @@ def mixers(causal: bool) -> dict[str, nn.Module]:
         made["tssa-bias"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, max_positions=LIMIT)
         made["tssa-decayed"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, half_life=lives)
     return {name: stirred(mixer.double()) for name, mixer in made.items()}
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Let wrong shapes reach our own errors: users have no type checker, pytest has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 CAUSAL, BOTH_WAYS = sorted(mixers(True)), sorted(mixers(False))

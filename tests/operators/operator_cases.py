@@ -1,9 +1,7 @@
 """Operators of every kind, and how far rounding may carry an answer."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import jaxtyping
 import torch
 from hypothesis import strategies as st
 from linear_time_cases import LINEAR_TIME
@@ -13,16 +11,6 @@ import rankwise as rw
 from rankwise.operators import MixingOperator, PartMixing
 
 Make = Callable[[int, int, int, int, int], MixingOperator]
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Let wrong shapes reach our own errors: users have no type checker, pytest has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def normal(*shape: int) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.operators import DiagonalMixing, sampled_channels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mixing_laws import check_gradients, check_indexing, check_matrix, check_products, normal, products
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators import (

@@ -13,7 +13,7 @@ from mixing_laws import (
     normal,
     products,
 )
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators.diagonal import DiagonalMixing

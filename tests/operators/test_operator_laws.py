@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import KINDS, normal, sizes, tolerance, unchecked
+from operator_cases import KINDS, normal, sizes, tolerance
+from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.errors import ShapeError

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import largest_tensor
-from operator_cases import MASKS, normal, sizes, softmax_of, tolerance, unchecked
+from operator_cases import MASKS, normal, sizes, softmax_of, tolerance
+from tests.unchecked import unchecked
 from torch.nn import functional as F
 
 import rankwise as rw

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from operator_cases import normal, unchecked
+from operator_cases import normal
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators import DenseMixing, PartMixing, SoftmaxMixing

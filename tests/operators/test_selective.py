@@ -16,7 +16,7 @@ from mixing_laws import (
     products,
     uniform,
 )
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators.scan import selective_scan

@@ -18,7 +18,7 @@ from mixing_laws import (
     products,
     uniform,
 )
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators.semiseparable import SemiseparableMixing

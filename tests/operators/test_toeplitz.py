@@ -16,7 +16,7 @@ from mixing_laws import (
     normal,
     odd_sizes,
 )
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators.toeplitz import ToeplitzMixing

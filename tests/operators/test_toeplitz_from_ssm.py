@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mixing_laws import normal, uniform
-from operator_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators import ToeplitzMixing

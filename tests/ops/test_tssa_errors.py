@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tssa_cases import unchecked
+from tests.unchecked import unchecked
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, half_lives, tssa

@@ -1,24 +1,11 @@
 """Calls of `tssa` drawn from a seed, and what every implementation must agree on."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import jaxtyping
 import torch
 from torch import Tensor
 
 from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Let wrong shapes reach our own errors: users have no type checker, pytest has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @dataclass

@@ -132,6 +132,21 @@ def real_tokens(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return real
 
 
+def options_of(config: Any, name: str, **more: Any) -> dict[str, Any]:
+    """What a mixer is built with: what a config says of all mixers, then of this one.
+
+    Args:
+        config: a `rankwise.models.ToSTConfig`.
+        name: of the mixer; ``config.mixer_options[name]`` has the last word.
+        more: what else the config says that this mixer takes.
+
+    Returns:
+        Keyword arguments.
+    """
+    given = {"causal": config.causal, "bias": config.use_bias, "dropout": config.dropout}
+    return {**given, **more, **config.mixer_options.get(name, {})}
+
+
 def head_width(subject: str, hidden_size: int, num_heads: int, head_dim: int | None) -> int:
     """The width of a head: as asked, or the model width over the heads.
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.models.mixers.base import MixerState, head_width, make_dropout
+from rankwise.models.mixers.base import MixerState, head_width, make_dropout, options_of
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, rows_after
 from rankwise.operators import LinearAttentionMixing
 from rankwise.operators.base import at_least_float32
@@ -65,14 +65,8 @@ class LinearAttention(OperatorMixer):
     @classmethod
     def from_config(cls, config: Any) -> "LinearAttention":
         """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["linear"]`` has the last word."""
-        given = {
-            "head_dim": config.head_dim,
-            "causal": config.causal,
-            "bias": config.use_bias,
-            "dropout": config.dropout,
-        }
-        options = config.mixer_options.get("linear", {})
-        return cls(config.hidden_size, config.num_attention_heads, **{**given, **options})
+        options = options_of(config, "linear", head_dim=config.head_dim)
+        return cls(config.hidden_size, config.num_attention_heads, **options)
 
     def state_size(self, tokens: int) -> int:
         """Two sums over the tokens: the same for any ``tokens``."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState, make_dropout
+from rankwise.models.mixers.base import MixerState, make_dropout, options_of
 from rankwise.models.mixers.convolution import ShortConvolution
 from rankwise.models.mixers.mamba2 import start_of_steps
 from rankwise.models.mixers.scanned import (
@@ -89,8 +89,7 @@ class Mamba(OperatorMixer):
     @classmethod
     def from_config(cls, config: Any) -> "Mamba":
         """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["mamba"]`` has the last word."""
-        given = {"causal": config.causal, "bias": config.use_bias, "dropout": config.dropout}
-        return cls(config.hidden_size, **{**given, **config.mixer_options.get("mamba", {})})
+        return cls(config.hidden_size, **options_of(config, "mamba"))
 
     def reset_parameters(self) -> None:
         """Rates 1 … N and steps in [0.001, 0.1], as released; the other projections have their own."""

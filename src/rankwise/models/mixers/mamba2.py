@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState, head_width, make_dropout
+from rankwise.models.mixers.base import MixerState, head_width, make_dropout, options_of
 from rankwise.models.mixers.convolution import ShortConvolution
 from rankwise.models.mixers.scanned import (
     Mixing,
@@ -88,14 +88,8 @@ class Mamba2(OperatorMixer):
     @classmethod
     def from_config(cls, config: Any) -> "Mamba2":
         """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["mamba2"]`` has the last word."""
-        given = {
-            "head_dim": config.head_dim,
-            "causal": config.causal,
-            "bias": config.use_bias,
-            "dropout": config.dropout,
-        }
-        options = config.mixer_options.get("mamba2", {})
-        return cls(config.hidden_size, config.num_attention_heads, **{**given, **options})
+        options = options_of(config, "mamba2", head_dim=config.head_dim)
+        return cls(config.hidden_size, config.num_attention_heads, **options)
 
     def reset_parameters(self) -> None:
         """Rates in [1, 16] and steps in [0.001, 0.1], as released; the projections have their own."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState, make_dropout
+from rankwise.models.mixers.base import MixerState, make_dropout, options_of
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, only_causal
 from rankwise.operators import DenseMixing, ToeplitzMixing
 from rankwise.operators.base import at_least_float32
@@ -72,8 +72,7 @@ class S4D(OperatorMixer):
     @classmethod
     def from_config(cls, config: Any) -> "S4D":
         """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["s4d"]`` has the last word."""
-        given = {"causal": config.causal, "bias": config.use_bias, "dropout": config.dropout}
-        return cls(config.hidden_size, **{**given, **config.mixer_options.get("s4d", {})})
+        return cls(config.hidden_size, **options_of(config, "s4d"))
 
     def reset_parameters(self) -> None:
         """a_n = −1/2 + iπn, steps in [0.001, 0.1], c Gaussian; the projections have their own."""

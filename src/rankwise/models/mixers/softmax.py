@@ -7,7 +7,15 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, head_width, make_dropout, token_mask
+from rankwise.models.mixers.base import (
+    Mixer,
+    MixerOutput,
+    MixerState,
+    head_width,
+    make_dropout,
+    options_of,
+    token_mask,
+)
 from rankwise.operators import SoftmaxMixing
 
 
@@ -58,14 +66,8 @@ class SoftmaxAttention(Mixer):
     @classmethod
     def from_config(cls, config: Any) -> "SoftmaxAttention":
         """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["softmax"]`` has the last word."""
-        given = {
-            "head_dim": config.head_dim,
-            "causal": config.causal,
-            "bias": config.use_bias,
-            "dropout": config.dropout,
-        }
-        options = config.mixer_options.get("softmax", {})
-        return cls(config.hidden_size, config.num_attention_heads, **{**given, **options})
+        options = options_of(config, "softmax", head_dim=config.head_dim)
+        return cls(config.hidden_size, config.num_attention_heads, **options)
 
     def forward(
         self,

@@ -9,7 +9,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from rankwise.errors import InputError, did_you_mean
-from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, head_width, make_dropout, token_mask
+from rankwise.models.mixers.base import (
+    Mixer,
+    MixerOutput,
+    MixerState,
+    head_width,
+    make_dropout,
+    options_of,
+    token_mask,
+)
 from rankwise.operators import DiagonalMixing
 from rankwise.ops import TSSAOutput, TSSAState, tssa
 from rankwise.ops.tssa.checks import MEMBERSHIPS
@@ -86,17 +94,15 @@ class TokenStatisticsAttention(Mixer):
     @classmethod
     def from_config(cls, config: Any) -> "TokenStatisticsAttention":
         """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["tssa"]`` has the last word."""
-        given = {
-            "head_dim": config.head_dim,
-            "causal": config.causal,
-            "bias": config.use_bias,
-            "max_positions": config.max_position_embeddings if config.position_bias else 0,
-            "membership": config.membership,
-            "half_life": config.half_life,
-            "dropout": config.dropout,
-        }
-        options = config.mixer_options.get("tssa", {})
-        return cls(config.hidden_size, config.num_attention_heads, **{**given, **options})
+        options = options_of(
+            config,
+            "tssa",
+            head_dim=config.head_dim,
+            max_positions=config.max_position_embeddings if config.position_bias else 0,
+            membership=config.membership,
+            half_life=config.half_life,
+        )
+        return cls(config.hidden_size, config.num_attention_heads, **options)
 
     def reset_parameters(self) -> None:
         """Temperatures of 1 and biases of 0, as released; the projections have their own."""
