@@ -49,8 +49,9 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(case):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Sequences cut for three threads into pieces of a chunk and a half."""
+    """Sequences cut for three threads into pieces of a chunk or two, though there are sequences for all."""
     monkeypatch.setattr(arrays, "PIECE", 96)
+    monkeypatch.setattr(arrays, "CACHED", 1)
     monkeypatch.setattr(threads, "SMALL", 0)
     arrays._even_runs.cache_clear()
     before = torch.get_num_threads()

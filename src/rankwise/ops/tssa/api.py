@@ -136,7 +136,9 @@ def _in_order(
         offset = offsets(bias.to(dtype), width, mask, bounds, count, (w.shape[0], w.shape[1]), problem.packed)
     start = Sums(state.energy.to(dtype), state.assigned.to(dtype), state.mass.to(dtype))
     rate = None if half_life is None else rates(half_life, w.device)
-    return problem._replace(offset=offset, start=start, rate=rate), lengths(mask, bounds, state.seen)
+    rows = mask is None and not problem.packed
+    seen = state.seen + w.shape[1] if rows else lengths(mask, bounds, state.seen)
+    return problem._replace(offset=offset, start=start, rate=rate), seen
 
 
 def _solve(problem: Problem, impl: str) -> Solution:

@@ -21,7 +21,7 @@ def segments(batch: int, tokens: int, cu_seqlens: Tensor | None, device: torch.d
     """
     if cu_seqlens is not None:
         return cu_seqlens.to(device=device, dtype=torch.int64)
-    return torch.arange(batch + 1, device=device) * tokens
+    return torch.arange(0, batch * tokens + 1, tokens, device=device)
 
 
 def lengths(

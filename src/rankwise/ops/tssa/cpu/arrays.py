@@ -2,6 +2,7 @@
 
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from rankwise.ops.tssa.problem import Problem
 
 PIECE = 256
 """Tokens of a piece at least: below that, handing out work costs more than doing it."""
+CACHED = 1 << 17
+"""Numbers of a piece that a thread takes up more than once: half a megabyte, which its cache still holds."""
+MOST = 64
+"""Pieces a thread at most, so that what is kept of every piece does not grow with the text."""
 
 
 def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
@@ -61,8 +66,12 @@ def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.empty(shape, str(dtype)[6:]))
 
 
-def powers(rate: Tensor | None, heads: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """λ^0 … λ^CHUNK of every head in the dtype of the sums, and λ in float64.
+def powers(
+    rate: Tensor | None, heads: int, dtype: torch.dtype
+) -> tuple[np.ndarray, np.ndarray, Literal[True] | None]:
+    """λ^0 … λ^CHUNK of every head in the dtype of the sums, and λ in float64; None where λ = 1.
+
+    Loops are compiled by the type of each argument, so None makes loops of their own, which shrink nothing.
 
     A last row holds what λ lost when it was rounded: in 64 products with a rounded λ that would add up.
 
@@ -72,14 +81,14 @@ def powers(rate: Tensor | None, heads: int, dtype: torch.dtype) -> tuple[np.ndar
         dtype: of the sums.
 
     Returns:
-        (CHUNK + 2, H) and (H,).
+        (CHUNK + 2, H), (H,) and whether sums decay, None for no.
     """
     if rate is None:
-        return _ones(heads, dtype)
+        return *_ones(heads, dtype), None
     own = rate.detach().double()
     table = own ** torch.arange(CHUNK + 1, dtype=torch.float64)[:, None]
     lost = own - own.to(dtype).double()
-    return array(torch.cat([table, lost[None]]), dtype), array(own)
+    return array(torch.cat([table, lost[None]]), dtype), array(own), True
 
 
 @cache
@@ -90,36 +99,75 @@ def _ones(heads: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     return table, np.ones(heads)
 
 
-def pieces(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Runs of tokens that threads can take: where each begins and ends, and its sequence.
+class Pieces(NamedTuple):
+    """Runs of tokens that threads can take.
+
+    Attributes:
+        first: first tokens, (P,).
+        last: last tokens, not included.
+        owner: their sequences.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    owner: np.ndarray
+
+
+def pieces(problem: Problem) -> tuple[Pieces, int]:
+    """Pieces to be done at once: as many as keep all threads busy to the end.
 
     Args:
         problem: the call.
 
     Returns:
-        First tokens, last tokens (not included), sequences; and how many threads.
+        Pieces, and how many threads.
     """
+    workers, total = threads(problem.w.numel()), _total(problem)
+    size = max(PIECE, -(-total // (4 * workers))) if workers > 1 else total
+    return _cut(problem, size, size), workers
+
+
+def relay(problem: Problem) -> tuple[Pieces, int]:
+    """Pieces that wait for one another, small enough for a cache; a short sequence is one piece.
+
+    Short are those no longer than the share of a thread.
+
+    Args:
+        problem: the call.
+
+    Returns:
+        Pieces, and how many threads.
+    """
+    workers, total = threads(problem.w.numel()), _total(problem)
+    size = max(CACHED // problem.w[0, 0].numel(), total // (MOST * workers), 1)
+    return _cut(problem, -(-size // CHUNK) * CHUNK, -(-total // workers)), workers
+
+
+def _total(problem: Problem) -> int:
+    return problem.w.shape[0] * problem.w.shape[1]
+
+
+def _cut(problem: Problem, size: int, whole: int) -> Pieces:
     batch, tokens = problem.w.shape[:2]
-    workers = threads(problem.w.numel())
     if problem.packed:
-        return *_runs(tuple(problem.bounds.tolist()), workers), workers
-    return *_even_runs(batch, tokens, workers), workers
+        return _runs(tuple(problem.bounds.tolist()), size, whole)
+    return _even_runs(batch, tokens, size, whole)
 
 
 @lru_cache(256)
-def _even_runs(batch: int, tokens: int, workers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return _runs(tuple(range(0, batch * tokens + 1, tokens)), workers)
+def _even_runs(batch: int, tokens: int, size: int, whole: int) -> Pieces:
+    return _runs(tuple(range(0, batch * tokens + 1, tokens)), size, whole)
 
 
-def _runs(ends: tuple[int, ...], workers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    size = max(PIECE, -(-ends[-1] // (4 * workers)) if workers > 1 else ends[-1])
+def _runs(ends: tuple[int, ...], size: int, whole: int) -> Pieces:
+    """Sequences of more tokens than ``whole``, in pieces of ``size``."""
     runs = [
-        (low, min(low + size, stop), n)
+        (low, min(low + step, stop), n)
         for n, (start, stop) in enumerate(pairwise(ends))
-        for low in range(start, stop, size)
+        for step in [size if stop - start > whole else stop - start]
+        for low in range(start, stop, step or 1)
     ]
-    first, last, owner = np.array(runs, dtype=np.int64).reshape(-1, 3).T.copy()
-    return first, last, owner
+    return Pieces(*np.array(runs, dtype=np.int64).reshape(-1, 3).T.copy())
 
 
 @lru_cache(256)

@@ -69,8 +69,8 @@ class _Work:
     def __init__(self, problem: Problem) -> None:
         self.shape, self.dtype = problem.w.shape, exact(problem.w.dtype)
         self.x, self.mask = flat(problem.w, self.dtype), flat(problem.mask, torch.bool)
-        *self.runs, self.workers = pieces(problem)
-        self.tasks, self.sequences = len(self.runs[0]), len(problem.bounds) - 1
+        self.runs, self.workers = pieces(problem)
+        self.tasks, self.sequences = len(self.runs.first), len(problem.bounds) - 1
 
     def energies(self) -> np.ndarray:
         """Σ_t w² of every sequence."""
@@ -138,7 +138,7 @@ class _Work:
     def _gather(self, total: np.ndarray) -> np.ndarray:
         """Sums over the pieces of every sequence."""
         out = np.zeros((self.sequences, *total.shape[1:]), self.x.dtype)
-        loops.gather(total, self.runs[2], out)
+        loops.gather(total, self.runs.owner, out)
         return out
 
 

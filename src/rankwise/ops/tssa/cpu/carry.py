@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from rankwise.ops.tssa.cpu.arrays import array, flat, powers
-from rankwise.ops.tssa.cpu.causal_loops import begins
+from rankwise.ops.tssa.cpu.arrays import Pieces, array, flat, powers
+from rankwise.ops.tssa.cpu.causal_back_loops import begins
 from rankwise.ops.tssa.problem import Problem, exact
 
 
@@ -27,41 +27,21 @@ class Carry:
 
     Args:
         problem: the call.
-        runs: first token, last (not included) and sequence of every piece.
+        runs: the pieces.
 
     Attributes:
-        tokens: mask, powers of λ and λ, as the loops take them.
+        tokens: mask, powers of λ, λ, and whether sums decay, as the loops take them.
         several: whether a sequence has more than one piece.
     """
 
-    def __init__(self, problem: Problem, runs: list[np.ndarray]) -> None:
-        self.runs, self.owner = runs, runs[2]
+    def __init__(self, problem: Problem, runs: Pieces) -> None:
+        self.runs, self.owner = runs, runs.owner
         mask = flat(problem.mask, torch.bool)
         self.tokens = mask, *powers(problem.rate, problem.w.shape[2], exact(problem.w.dtype))
         edges = np.ones(len(self.owner) + 1, bool)
         edges[1:-1] = self.owner[1:] != self.owner[:-1]
         self.several = not edges.all()
         self._first, self._last = np.flatnonzero(edges[:-1]), np.flatnonzero(edges[1:])
-
-    def begins(self, total: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """The sums before every piece, (P, H, K), in the dtype of the first.
-
-        Args:
-            total: what each piece adds, (P, H, K); not read where no sequence has several.
-            start: sums before every sequence, (N, H, K).
-        """
-        return self.through(total, start)[0] if self.several else start[self.owner]
-
-    def ends(self, after: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """The sums behind every sequence: those behind its last piece, or, without a token, those before it.
-
-        Args:
-            after: sums behind every piece, (P, …).
-            start: sums before every sequence, (N, …).
-        """
-        out = start.copy()
-        out[self.owner[self._last]] = after[self._last]
-        return out
 
     def back(self, before: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What is asked behind every piece, (P, …), and of the sums before every sequence, (N, …).
@@ -96,7 +76,7 @@ class Carry:
             start: sums on the side where the way begins, (N, H, K).
             backward: from the last piece to the first.
         """
-        mask, _, rate = self.tokens
+        mask, _, rate, _ = self.tokens
         begin, end = np.empty(total.shape, start.dtype), start.copy()
         begins(total, start, mask, rate, *self.runs, begin, end, backward)
         return begin, end

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import causal_back_loops as loops
-from rankwise.ops.tssa.cpu.arrays import array, chunks, flat, new, pieces
+from rankwise.ops.tssa.cpu.arrays import Pieces, array, chunks, flat, new, pieces
 from rankwise.ops.tssa.cpu.carry import Carry, first_sums
 from rankwise.ops.tssa.cpu.heads import temperatures
 from rankwise.ops.tssa.cpu.threads import spread
@@ -39,9 +39,9 @@ def backward(
     w, start, dtype = problem.w, first_sums(problem), exact(problem.w.dtype)
     x, go, pi, dpi = (flat(part, dtype) for part in (w, given, membership, given_membership))
     last = [array(part, dtype) for part in given_end]
-    *runs, workers = pieces(problem)
+    runs, workers = pieces(problem)
     at, to, owner, low, high = chunks(tuple(map(tuple, np.stack(runs, 1).tolist())))
-    by_chunk, by_piece, tasks = Carry(problem, [at, to, owner]), Carry(problem, runs), len(low)
+    by_chunk, by_piece, tasks = Carry(problem, Pieces(at, to, owner)), Carry(problem, runs), len(low)
     tokens, heads, width = (*by_piece.tokens, at, to), w.shape[2], w.shape[3]
 
     def room(pieces: int, *last: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def backward(
 
     def after(given: np.ndarray) -> np.ndarray:
         """What is asked behind every piece, as far as it is known before the pieces behind it are done."""
-        return np.zeros((tasks, *given.shape[1:]), x.dtype) if by_piece.several else given[runs[2]]
+        return np.zeros((tasks, *given.shape[1:]), x.dtype) if by_piece.several else given[runs.owner]
 
     out, asked = new(w.shape, dtype), np.empty_like(pi)
     before, before_mass = room(tasks, width), np.empty((tasks, heads))

@@ -12,14 +12,42 @@ from typing import no_type_check
 import numpy as np
 
 from rankwise.ops.tssa.cpu.bidirectional_loops import project_row
-from rankwise.ops.tssa.cpu.causal_loops import add_row, fold, kept
+from rankwise.ops.tssa.cpu.causal_loops import add_row, factors, fold, kept, older
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
 
 
 @compiled
 @no_type_check
-def chunk_totals(w, membership, mask, power, rate, at, to, energy, assigned, mass, first, last):
+def begins(total, start, mask, rate, first, last, owner, begin, end, backward):
+    """The sums before every piece, from those before its sequence and what pieces add; and the last.
+
+    Backward, the pieces come in reverse order, and "before" is behind. ``begin`` may be ``total``.
+    """
+    carry = np.zeros(total.shape[1:])
+    count = len(total)
+    for j in range(count):
+        i = count - 1 - j if backward else j
+        ahead = i - 1 if backward else i + 1
+        behind = i + 1 if backward else i - 1
+        if j == 0 or owner[i] != owner[behind]:
+            carry[:] = start[owner[i]]
+        age = last[i] - first[i]
+        if mask.size > 0:
+            age = mask[first[i] : last[i]].sum()
+        for h in range(len(carry)):
+            shrink = rate[h] ** age
+            for k in range(carry.shape[1]):
+                old = carry[h, k]
+                carry[h, k] = old * shrink + total[i, h, k]
+                begin[i, h, k] = old
+        if j == count - 1 or owner[i] != owner[ahead]:
+            end[owner[i]] = carry
+
+
+@compiled
+@no_type_check
+def chunk_totals(w, membership, mask, power, rate, decays, at, to, energy, assigned, mass, first, last):
     """Σ w², Σ Π w² and Σ Π of every chunk, as they stand behind it."""
     heads, width = w.shape[1], w.shape[2]
     local, more = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
@@ -32,9 +60,9 @@ def chunk_totals(w, membership, mask, power, rate, at, to, energy, assigned, mas
             if mask.size > 0 and not mask[t]:
                 continue
             for h in range(heads):
-                pi, decay, lost = membership[t, h], power[1, h], power[CHUNK + 1, h]
-                add_row(w[t, h], one, local[h], decay, lost)
-                add_row(w[t, h], pi, more[h], decay, lost)
+                pi, by = membership[t, h], factors(power, decays, 0, h)
+                add_row(w[t, h], one, local[h], by)
+                add_row(w[t, h], pi, more[h], by)
                 mass[c, h] = mass[c, h] * rate[h] + pi
         energy[c] = local
         assigned[c] = more
@@ -42,12 +70,12 @@ def chunk_totals(w, membership, mask, power, rate, at, to, energy, assigned, mas
 
 @inlined
 @no_type_check
-def sums_row(row, weight, base, p, local, decay, lost, out):
+def sums_row(row, weight, base, local, factors, out):
     """Add one token's weight · w² to a chunk's sums and note them."""
     for k in range(len(row)):
-        added = kept(local[k], decay, lost) + weight * (row[k] * row[k])
+        added = kept(local[k], factors) + weight * (row[k] * row[k])
         local[k] = added
-        out[k] = base[k] * p + added
+        out[k] = older(base[k], factors) + added
 
 
 @inlined
@@ -72,23 +100,23 @@ def share_row(row, given, to, share, pi, m):
 
 @inlined
 @no_type_check
-def through_row(row, to, share, later, p, local, decay, lost, pi):
+def through_row(row, to, share, later, local, factors, pi):
     """One token's gradient through a, which it and all later ones read; gives that of Π."""
     two = row.dtype.type(2)
     through = row.dtype.type(0)
     for k in range(len(row)):
-        g = later[k] * p + local[k] + share[k]
+        g = older(later[k], factors) + local[k] + share[k]
         through += g * (row[k] * row[k])
         to[k] += two * pi * row[k] * g
-        local[k] = kept(local[k] + share[k], decay, lost)
+        local[k] = kept(local[k] + share[k], factors)
     return through
 
 
 @compiled
 @no_type_check
 def output_sweep_back(
-    w, given, membership, mask, power, rate, at, to, low, high, begin, begin_mass, eps, until, until_mass,
-    out, asked, before, before_mass, first, last,
+    w, given, membership, mask, power, rate, decays, at, to, low, high, begin, begin_mass, eps, until,
+    until_mass, out, asked, before, before_mass, first, last,
 ):  # fmt: skip
     """Gradients of w and of Π through the output; before[i] gets what piece i asks of the sums before it."""
     heads, width = w.shape[1], w.shape[2]
@@ -113,10 +141,10 @@ def output_sweep_back(
                     continue
                 age += 1
                 for h in range(heads):
-                    pi, decay, lost = membership[t, h], power[1, h], power[CHUNK + 1, h]
+                    pi, by = membership[t, h], factors(power, decays, age, h)
                     n[h] = n[h] * rate[h] + pi
                     own = share[t - at[c], h]
-                    sums_row(w[t, h], pi, begin[c, h], power[age, h], running[h], decay, lost, own)
+                    sums_row(w[t, h], pi, begin[c, h], running[h], by, own)
                     direct, less = share_row(w[t, h], given[t, h], out[t, h], own, pi, real(n[h] + eps))
                     asked[t, h] = -direct
                     fewer[t - at[c], h] = less
@@ -125,10 +153,9 @@ def output_sweep_back(
                 if mask.size > 0 and not mask[t]:
                     continue
                 for h in range(heads):
-                    pi, decay, lost = membership[t, h], power[1, h], power[CHUNK + 1, h]
+                    pi, by = membership[t, h], factors(power, decays, age, h)
                     through = through_row(
-                        w[t, h], out[t, h], share[t - at[c], h], later[h], power[age, h], local[h], decay,
-                        lost, pi,
+                        w[t, h], out[t, h], share[t - at[c], h], later[h], local[h], by, pi
                     )  # fmt: skip
                     more[h] = more[h] - fewer[t - at[c], h]
                     asked[t, h] += through + real(more[h])
@@ -141,22 +168,22 @@ def output_sweep_back(
 
 @inlined
 @no_type_check
-def score_share_row(row, base, p, local, decay, lost, asked, tiny, sums):
+def score_share_row(row, base, local, factors, asked, tiny, sums):
     """Adds what one token asks of the c before the chunk, through s = Σ w²/max(c, eps)."""
     one = row.dtype.type(1)
     for k in range(len(row)):
         y = row[k] * row[k]
-        added = kept(local[k], decay, lost) + y
+        added = kept(local[k], factors) + y
         local[k] = added
-        c = base[k] * p + added
+        c = older(base[k], factors) + added
         r = one / max(c, tiny)
-        sums[k] -= p * (asked * y * r * r) if c >= tiny else row.dtype.type(0)
+        sums[k] -= older(asked * y * r * r, factors) if c >= tiny else row.dtype.type(0)
 
 
 @compiled
 @no_type_check
 def slopes(
-    w, membership, score, temperature, given, mask, power, rate, at, to, low, high, begin, eps,
+    w, membership, score, temperature, given, mask, power, rate, decays, at, to, low, high, begin, eps,
     until, until_mass, asked, slope, of_temperature, before, first, last,
 ):  # fmt: skip
     """Gradients of the scores and, by piece, of the temperature, from what is asked of Π.
@@ -205,11 +232,8 @@ def slopes(
                     continue
                 age += 1
                 for h in range(heads):
-                    decay, lost = power[1, h], power[CHUNK + 1, h]
-                    score_share_row(
-                        w[t, h], begin[c, h], power[age, h], running[h], decay, lost, slope[t, h], tiny,
-                        local[h],
-                    )  # fmt: skip
+                    by = factors(power, decays, age, h)
+                    score_share_row(w[t, h], begin[c, h], running[h], by, slope[t, h], tiny, local[h])
             for h in range(heads):
                 before[i, h] += rate[h] ** passed * local[h]
             passed += own
@@ -217,15 +241,15 @@ def slopes(
 
 @inlined
 @no_type_check
-def score_row_back(row, to, sums, later, p, local, decay, lost, asked, tiny):
+def score_row_back(row, to, sums, later, local, factors, asked, tiny):
     """One token's share through its score."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]
         r = one / max(c, tiny)
         share = -asked * (row[k] * row[k] * r) * r if c >= tiny else zero
-        to[k] += two * row[k] * (asked * r + (later[k] * p + local[k] + share))
-        local[k] = kept(local[k] + share, decay, lost)
+        to[k] += two * row[k] * (asked * r + (older(later[k], factors) + local[k] + share))
+        local[k] = kept(local[k] + share, factors)
 
 
 @inlined
@@ -239,7 +263,7 @@ def add_assigned_row(row, to, assigned, weight):
 @compiled
 @no_type_check
 def score_sweep_back(
-    w, slope, membership, mask, power, rate, at, to, low, high, begin, eps, until, until_assigned,
+    w, slope, membership, mask, power, rate, decays, at, to, low, high, begin, eps, until, until_assigned,
     out, before, first, last,
 ):  # fmt: skip
     """Adds the gradient of w through the scores; before[i] gets what piece i asks of the c before it.
@@ -269,18 +293,16 @@ def score_sweep_back(
                     continue
                 age += 1
                 for h in range(heads):
-                    decay, lost = power[1, h], power[CHUNK + 1, h]
-                    own = sums[t - at[c], h]
-                    sums_row(w[t, h], one, begin[c, h], power[age, h], running[h], decay, lost, own)
+                    own, by = sums[t - at[c], h], factors(power, decays, age, h)
+                    sums_row(w[t, h], one, begin[c, h], running[h], by, own)
             age = 0
             for t in range(to[c] - 1, at[c] - 1, -1):
                 if mask.size > 0 and not mask[t]:
                     continue
                 for h in range(heads):
-                    score_row_back(
-                        w[t, h], out[t, h], sums[t - at[c], h], later[h], power[age, h], local[h],
-                        power[1, h], power[CHUNK + 1, h], slope[t, h], tiny,
-                    )  # fmt: skip
+                    by = factors(power, decays, age, h)
+                    own = sums[t - at[c], h]
+                    score_row_back(w[t, h], out[t, h], own, later[h], local[h], by, slope[t, h], tiny)
                     if len(until_assigned) > 0:
                         weight = two * membership[t, h] * power[age, h]
                         add_assigned_row(w[t, h], out[t, h], assigned[h], weight)

@@ -46,30 +46,48 @@ def spread(run: Callable[[int, int], object], tasks: int, workers: int) -> None:
         tasks: how many there are; each writes its own part of the result.
         workers: how many threads at most.
     """
-    workers = min(workers, tasks)
-    if workers <= 1:
+    if min(workers, tasks) <= 1:
         run(0, tasks)
         return
     size = -(-tasks // (4 * workers))
     todo = deque((low, min(low + size, tasks)) for low in range(0, tasks, size))
-    failures: list[BaseException] = []
 
-    def work(_: object = None) -> None:
-        while not failures:
+    def work(stopped: Callable[[], bool]) -> None:
+        while not stopped():
             try:
                 low, high = todo.popleft()
             except IndexError:  # another took the last
                 return
-            try:
-                run(low, high)
-            except BaseException as failure:  # an interrupt too: a callback cannot pass it on
-                failures.append(failure)
+            run(low, high)
 
-    parallel = None if _forked else _torch_threads()
-    if parallel is not None:
-        parallel(_CALLBACK(work), None, workers, 0)
+    together(work, min(workers, tasks))
+
+
+def together(work: Callable[[Callable[[], bool]], object], workers: int) -> None:
+    """Call ``work(stopped)`` on several threads at once, the caller's among them; it may run on fewer.
+
+    Args:
+        work: ends early where ``stopped()``: another has failed, and its failure will be raised.
+        workers: how many threads at most.
+    """
+    failures: list[BaseException] = []
+
+    def stopped() -> bool:
+        return bool(failures)
+
+    def once(_: object = None) -> None:
+        try:
+            work(stopped)
+        except BaseException as failure:  # an interrupt too: a callback cannot pass it on
+            failures.append(failure)
+
+    parallel = None if _forked or workers <= 1 else _torch_threads()
+    if workers <= 1:
+        work(stopped)
+    elif parallel is not None:
+        parallel(_CALLBACK(once), None, workers, 0)
     else:
-        _own_threads(work, workers)
+        _own_threads(once, workers)
     if failures:
         raise failures[0]
 

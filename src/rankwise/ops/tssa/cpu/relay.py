@@ -1,0 +1,90 @@
+"""Sums handed from each piece of a sequence to the next, between threads that run compiled loops.
+
+A board holds 1 + P numbers: how many pieces have been taken, then how far each piece is. Pieces are taken in
+order, so that whoever waits waits for one that has been taken: it comes, whatever the number of threads.
+"""
+
+from typing import Any, no_type_check
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from rankwise.ops.tssa.cpu.compiled import inlined
+
+PATIENCE = 1 << 14
+"""Looks at the board, about ten microseconds, before a loop gives up and lets its thread sleep."""
+
+
+def board(pieces: int) -> np.ndarray:
+    """Nothing taken, nothing done.
+
+    Args:
+        pieces: P.
+
+    Returns:
+        (1 + P,).
+    """
+    return np.zeros(1 + pieces, np.int64)
+
+
+def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
+
+
+@intrinsic
+def _load(typing: Any, array: Any, index: Any) -> Any:
+    """Read a number; what its writer wrote before can be read after."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.load_atomic(_place(context, builder, signature.args[0], *given), "acquire", 8)
+
+    return array.dtype(array, types.intp), generate
+
+
+@intrinsic
+def _store(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write a number, behind all that was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = _place(context, builder, signature.args[0], *given[:2])
+        builder.store_atomic(given[2], place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), generate
+
+
+@intrinsic
+def _next(typing: Any, array: Any, index: Any) -> Any:
+    """Add one and give what was there."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = _place(context, builder, signature.args[0], *given)
+        one = context.get_constant(types.int64, 1)
+        return builder.atomic_rmw("add", place, one, "acq_rel")
+
+    return array.dtype(array, types.intp), generate
+
+
+@inlined
+@no_type_check
+def take(board):
+    """The next piece, one that nobody else gets; P or more when there is none."""
+    return _next(board, 0)
+
+
+@inlined
+@no_type_check
+def post(board, piece, stage):
+    """Say how far a piece is."""
+    _store(board, 1 + piece, stage)
+
+
+@inlined
+@no_type_check
+def posted(board, piece, stage):
+    """Whether a piece is that far; waits a little for it."""
+    for _ in range(PATIENCE):  # noqa: SIM110 - a compiled loop knows no any()
+        if _load(board, 1 + piece) >= stage:
+            return True
+    return False

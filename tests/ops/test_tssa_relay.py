@@ -1,0 +1,155 @@
+"""Causal TSSA's pieces on several threads: who waits, who is told, and what becomes of failures."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tssa_cases import Case
+
+from rankwise.ops.tssa.cpu import arrays, causal, threads
+from rankwise.ops.tssa.cpu import causal_loops as loops
+from rankwise.ops.tssa.cpu.relay import board, post, posted, take
+
+CASE = Case(shape=(1, 700, 3, 5), causal=True, masked=True, decayed=True, stated=True)
+
+
+@pytest.fixture(autouse=True)
+def two_threads_and_pieces_of_a_chunk(monkeypatch):
+    monkeypatch.setattr(arrays, "CACHED", 1)
+    monkeypatch.setattr(threads, "SMALL", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_piece_is_taken_once():
+    places, taken = board(5), []
+
+    def work() -> None:
+        while (piece := take(places)) < 500:
+            taken.append(piece)
+
+    crew = [threading.Thread(target=work) for _ in range(4)]
+    for one in crew:
+        one.start()
+    for one in crew:
+        one.join()
+    assert sorted(taken) == list(range(500))
+
+
+def test_a_stage_is_reached_when_it_is_posted_and_not_before():
+    places = board(2)
+    assert not posted(places, 1, 1)
+    post(places, 1, 1)
+    assert posted(places, 1, 1)
+    assert not posted(places, 1, 2)
+    assert not posted(places, 0, 1)
+    post(places, 1, 2)
+    assert posted(places, 1, 1)
+
+
+class Recorded:
+    """The arguments of the compiled loop, as one call makes them."""
+
+    def __init__(self, monkeypatch, case: Case) -> None:
+        self.loop, self.given = loops.forward, None
+        monkeypatch.setattr(loops, "forward", self)
+        case.run("cpu")
+        monkeypatch.undo()
+
+    def __call__(self, *given) -> bool:
+        if self.given is None:
+            self.given = [part.copy() if isinstance(part, np.ndarray) else part for part in given]
+        return self.loop(*given)
+
+    def fresh(self) -> list:
+        return [part.copy() if isinstance(part, np.ndarray) else part for part in self.given]
+
+
+def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
+    """Two hands take turns in the hardest order: a piece is begun before the one it goes on from."""
+    recorded = Recorded(monkeypatch, CASE)
+    wanted, got = recorded.fresh(), recorded.fresh()
+    assert len(wanted[7]) > 4  # pieces
+    wanted[-1][:] = -1
+    assert loops.forward(*wanted)
+
+    got[-2][0] = 2  # the first two are taken, each by a hand
+    hands = [[*got[:-1], np.array([piece, 0])] for piece in (1, 0)]
+    assert not loops.forward(*hands[0])
+    assert hands[0][-1].tolist() == [1, loops.WEIGHED]  # it has done what it could
+    for _ in range(100):
+        done = [loops.forward(*hand) for hand in reversed(hands)]
+        if all(done):
+            break
+    assert all(done)
+    for mine, theirs in zip(got[12:-2], wanted[12:-2], strict=True):  # sums, memberships, output
+        assert np.array_equal(mine, theirs, equal_nan=True)
+
+
+def test_runs_do_not_differ():
+    first = CASE.run("cpu")
+    for _ in range(20):
+        again = CASE.run("cpu")
+        assert torch.equal(again.output, first.output)
+        assert all(torch.equal(a, b) for a, b in zip(again.state, first.state, strict=True))
+
+
+def test_an_interrupt_of_one_thread_ends_the_others(monkeypatch):
+    """It holds a piece, so the others would wait for that for ever."""
+    holder, naps = [], []
+
+    def take_and_never_do(*given) -> bool:
+        if holder:
+            return loop(*given)
+        holder.append(threading.get_ident())
+        take(given[-2])
+        return False
+
+    def nap(seconds: float) -> None:
+        if threading.get_ident() in holder:
+            raise KeyboardInterrupt
+        naps.append(seconds)
+        if len(naps) > 1000:
+            raise TimeoutError
+
+    loop = loops.forward
+    monkeypatch.setattr(loops, "forward", take_and_never_do)
+    monkeypatch.setattr(causal, "sleep", nap)
+    with pytest.raises(KeyboardInterrupt):
+        CASE.run("cpu")
+    assert len(naps) < 1000
+
+
+@pytest.fixture
+def cuts(monkeypatch) -> list[arrays.Pieces]:
+    """The pieces of every call."""
+    found, cut = [], causal.relay
+
+    def noted(problem):
+        found.append(cut(problem)[0])
+        return found[-1], 2
+
+    monkeypatch.setattr(causal, "relay", noted)
+    return found
+
+
+def test_what_is_kept_of_pieces_does_not_grow_with_the_text(cuts):
+    for tokens in (4_096, 16_384, 65_536):
+        Case(shape=(1, tokens, 1, 1), causal=True).run("cpu")
+    most = 2 * arrays.MOST
+    assert [most // 2 <= len(pieces.first) <= most + 1 for pieces in cuts] == [True] * 3
+
+
+def test_a_long_sequence_among_short_ones_is_cut_and_short_ones_are_not(cuts):
+    Case(shape=(1, 700, 3, 5), causal=True, cuts=(0, 1, 1, 3, 33, 700)).run("cpu")
+    assert np.bincount(cuts[0].owner).tolist() == [1, 0, 1, 1, 11]
+    assert cuts[0].first.tolist() == [0, *cuts[0].last[:-1]]
+    assert cuts[0].last[-1] == 700
+
+
+def test_sequences_for_all_threads_stay_whole(cuts):
+    Case(shape=(2, 700, 3, 5), causal=True).run("cpu")
+    assert cuts[0].last.tolist() == [700, 1400]
