@@ -25,6 +25,17 @@ STATE = TSSAState.zeros(2, 3, 5)
         ({"cu_seqlens": torch.tensor([0, 4])}, "one packed row.*got 2 rows"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3])}, r"rising from 0 to 4, got \[0, 3\]"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising from 0 to 4"),
+        ({"state": STATE._replace(seen=torch.zeros(2))}, r"state\.seen: wanted integers, got torch\.float32"),
+        (
+            {"state": STATE._replace(mass=torch.zeros(2, 3).long())},
+            r"state\.mass: wanted floating-point numbers, got torch\.int64",
+        ),
+        (
+            {"state": STATE._replace(mass=torch.zeros(2, 3, dtype=torch.cfloat))},
+            r"state\.mass: wanted floating-point numbers, got torch\.complex64",
+        ),
+        ({"temperature": TAU + 0j}, r"temperature: wanted real numbers, got torch\.complex64"),
+        ({"half_life": TAU + 0j}, r"half_life: wanted real numbers, got torch\.complex64"),
         ({"w": torch.ones(2, 0, 3, 5)}, "at least one of each"),
         ({"w": W[0]}, r"w: wanted \(B, T, H, K\), got \(4, 3, 5\)"),
         ({"w": W.long()}, r"w: wanted a floating-point tensor, got torch\.int64"),

@@ -207,8 +207,20 @@ def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
     """One for each head; what is infinite becomes None, since JSON knows no infinity."""
     if half_life is None:
         return None
-    lives = [half_life] * heads if isinstance(half_life, int | float) else list(half_life)
+    lives = [half_life] * heads if isinstance(half_life, int | float) else half_life
+    given = isinstance(lives, Sequence) and not isinstance(lives, str)
+    if not given or not all(life is None or isinstance(life, int | float) for life in lives):
+        _refuse_half_life(heads, repr(half_life))
     return [None if life is None or math.isinf(life) else float(life) for life in lives]
+
+
+def _refuse_half_life(heads: int, got: str) -> NoReturn:
+    raise InputError(
+        "ToSTConfig `half_life`",
+        wanted=f"a number of tokens above 0, or one for each of {heads} heads",
+        got=got,
+        fix="A ladder such as [4, 16, 64, 256] gives each head a time scale of its own.",
+    )
 
 
 def _refuse_name(field: str, wanted: str, got: str, known: Iterable[str]) -> NoReturn:
@@ -262,12 +274,7 @@ def _check_sizes(config: ToSTConfig) -> None:
 
 def _check_half_life(config: ToSTConfig, lives: list[float | None]) -> None:
     if len(lives) != config.num_attention_heads or not all(life is None or life > 0 for life in lives):
-        raise InputError(
-            "ToSTConfig `half_life`",
-            wanted=f"a number of tokens above 0, or one for each of {config.num_attention_heads} heads",
-            got=f"{lives}",
-            fix="A ladder such as [4, 16, 64, 256] gives each head a time scale of its own.",
-        )
+        _refuse_half_life(config.num_attention_heads, f"{lives}")
     if not config.causal:
         raise InputError(
             "ToSTConfig `half_life`",

@@ -124,17 +124,18 @@ def _in_order(
 ) -> tuple[Problem, Tensor]:
     """What a causal call knows besides: the sums before it, the decay, the bias at each position."""
     w, mask, bounds = problem.w, problem.mask, problem.bounds
-    sequences, heads, width = len(bounds) - 1, w.shape[2], w.shape[3]
+    sequences, heads, width = bounds.shape[0] - 1, w.shape[2], w.shape[3]
     dtype = exact(w.dtype)
     if state is None:
         state, count = TSSAState.zeros(sequences, heads, width, dtype, w.device), None
+        start = Sums(*state[:3])
     else:
         check_state(state, w, sequences)
         count = state.seen
+        start = Sums(*(part.to(dtype) for part in state[:3]))
     offset = None
     if bias is not None:
         offset = offsets(bias.to(dtype), width, mask, bounds, count, (w.shape[0], w.shape[1]), problem.packed)
-    start = Sums(state.energy.to(dtype), state.assigned.to(dtype), state.mass.to(dtype))
     rate = None if half_life is None else rates(half_life, w.device)
     rows = mask is None and not problem.packed
     seen = state.seen + w.shape[1] if rows else lengths(mask, bounds, state.seen)

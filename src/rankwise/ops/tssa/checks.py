@@ -45,6 +45,8 @@ def check_tensors(
     for name, value in others.items():
         if value is not None:
             _tensor(name, value)
+            if value.is_complex():
+                _shape(name, "real numbers", str(value.dtype), f"Pass {name}.real.")
         if value is not None and name != "half_life":  # that is moved
             check_device(name, value, w)
     if w.ndim != 4:
@@ -148,7 +150,7 @@ def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
 
     Raises:
         InputError: if it is no `TSSAState`, on another device, or has seen fewer than no tokens.
-        ShapeError: if one of its parts has another shape.
+        ShapeError: if one of its parts has another shape or kind of number.
     """
     if not isinstance(state, TSSAState):
         got = type(state).__name__
@@ -162,6 +164,9 @@ def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
             _shape(
                 f"state.{name}", f"{shape}", f"{tuple(part.shape)}", "Use the state of the same sequences."
             )
+        if part.is_complex() or part.is_floating_point() != (name != "seen"):
+            kind = "integers" if name == "seen" else "floating-point numbers"
+            _shape(f"state.{name}", kind, str(part.dtype), "Use the state as a call gave it.")
     if torch.compiler.is_compiling() or state.seen.device.type != "cpu":
         return  # to read a number back, a GPU would have to finish first
     least = int(state.seen.min())
@@ -218,12 +223,11 @@ def check_call(w: Tensor, bounds: Tensor, packed: bool, **parts: Tensor | None) 
             _shape(name, f"{axes} axes", f"{tuple(part.shape)}", fix)
     if packed:
         check_ends(bounds.tolist(), w.shape[0] * w.shape[1])
-    elif len(bounds) != w.shape[0] + 1:
+    elif bounds.shape[0] != w.shape[0] + 1:
         _shape("bounds", f"({w.shape[0] + 1},), one more than rows", f"{tuple(bounds.shape)}", fix)
-    sizes = dict(zip("BTHK", w.shape, strict=True), N=len(bounds) - 1)
+    sizes = dict(zip("BTHK", w.shape, strict=True), N=bounds.shape[0] - 1)
     for name, given in parts.items():
-        wanted = tuple(sizes[axis] for axis in AXES[name])
-        if given is not None and given.shape != wanted:
+        if given is not None and given.shape != (wanted := tuple(sizes[axis] for axis in AXES[name])):
             _shape(name, f"{wanted}", f"{tuple(given.shape)}", fix)
 
 

@@ -33,7 +33,7 @@ def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
     plain = x.detach()
     if dtype is not None and plain.dtype != dtype:
         plain = plain.to(dtype)
-    return plain.contiguous().numpy()
+    return np.ascontiguousarray(plain.numpy())
 
 
 def flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
@@ -48,7 +48,7 @@ def flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
     """
     if x is None:
         return np.zeros(0, bool) if dtype == torch.bool else np.zeros((0, 0), str(dtype)[6:])
-    return array(x.flatten(0, 1), dtype)
+    return array(x, dtype).reshape(-1, *x.shape[2:])
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -139,7 +139,7 @@ def relay(problem: Problem) -> tuple[Pieces, int]:
         Pieces, and how many threads.
     """
     workers, total = threads(problem.w.numel()), _total(problem)
-    size = max(CACHED // problem.w[0, 0].numel(), total // (MOST * workers), 1)
+    size = max(CACHED * total // problem.w.numel(), total // (MOST * workers), 1)
     return _cut(problem, -(-size // CHUNK) * CHUNK, -(-total // workers)), workers
 
 

@@ -1,7 +1,8 @@
 """The compiled loops of causal TSSA: one way through the tokens, by threads that hand sums to each other.
 
 Arrays: w (M, H, K) with M the tokens of all sequences; mask (M,) or empty; power (CHUNK + 2, H) from
-`arrays.powers`; rate (H,) λ in float64. A piece is the tokens first[i] ≤ t < last[i] of sequence owner[i].
+`arrays.powers`; rate (H,) λ in float64; decays None where λ = 1. A piece is the tokens first[i] ≤ t < last[i]
+of sequence owner[i].
 Sums run in chunks: total at the chunk's start times a power of λ, plus what the chunk added.
 """
 
@@ -156,12 +157,12 @@ def output(w, membership, mask, power, rate, decays, at, to, eps, total, mass, o
 
 @compiled
 @no_type_check
-def load(first, relayed, own, before, sums):
+def load(first, behind, own, before, sums):
     """The sums behind the piece ``before``; where there is none, those before the sequence."""
     if before < 0:
         sums[:] = first[own]
     else:
-        sums[:] = relayed[before]
+        sums[:] = behind[before]
 
 
 @compiled
