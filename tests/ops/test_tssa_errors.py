@@ -25,7 +25,11 @@ STATE = TSSAState.zeros(2, 3, 5)
         ({"cu_seqlens": torch.tensor([0, 4])}, "one packed row.*got 2 rows"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3])}, r"rising from 0 to 4, got \[0, 3\]"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising from 0 to 4"),
-        ({"state": STATE._replace(seen=torch.zeros(2))}, r"state\.seen: wanted integers, got torch\.float32"),
+        (
+            {"state": STATE._replace(seen=torch.zeros(2))},
+            r"state\.seen: wanted int64 or int32, got torch\.float32",
+        ),
+        ({"state": STATE._replace(seen=STATE.seen.bool())}, r"state\.seen: wanted int64 .* got torch\.bool"),
         (
             {"state": STATE._replace(mass=torch.zeros(2, 3).long())},
             r"state\.mass: wanted floating-point numbers, got torch\.int64",

@@ -1,16 +1,19 @@
 """Causal TSSA's pieces on several threads: who waits, who is told, and what becomes of failures."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from tssa_cases import Case
 
+from rankwise.ops import TSSAState, tssa
 from rankwise.ops.tssa.cpu import arrays, causal, threads
 from rankwise.ops.tssa.cpu import causal_loops as loops
 from rankwise.ops.tssa.cpu.relay import board, post, posted, take
 
+SUMS, BEHIND, OUTPUT = 12, 15, -3  # where these stand among what the compiled loop takes
 CASE = Case(shape=(1, 700, 3, 5), causal=True, masked=True, decayed=True, stated=True)
 
 
@@ -50,30 +53,27 @@ def test_a_stage_is_reached_when_it_is_posted_and_not_before():
     assert posted(places, 1, 1)
 
 
-class Recorded:
-    """The arguments of the compiled loop, as one call makes them."""
+def recorded(monkeypatch, case: Case) -> Callable[[], list]:
+    """Makes the arguments that a call on two threads hands to its compiled loop, new each time."""
+    found = []
 
-    def __init__(self, monkeypatch, case: Case) -> None:
-        self.loop, self.given = loops.forward, None
-        monkeypatch.setattr(loops, "forward", self)
+    def noted(*given) -> bool:
+        found.append([part.copy() if isinstance(part, np.ndarray) else part for part in given])
+        return loop(*given)
+
+    loop = loops.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "forward", noted)
+        patch.setattr(causal, "together", lambda work, workers: work(lambda: False))
         case.run("cpu")
-        monkeypatch.undo()
-
-    def __call__(self, *given) -> bool:
-        if self.given is None:
-            self.given = [part.copy() if isinstance(part, np.ndarray) else part for part in given]
-        return self.loop(*given)
-
-    def fresh(self) -> list:
-        return [part.copy() if isinstance(part, np.ndarray) else part for part in self.given]
+    return lambda: [part.copy() if isinstance(part, np.ndarray) else part for part in found[0]]
 
 
 def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
-    """Two hands take turns in the hardest order: a piece is begun before the one it goes on from."""
-    recorded = Recorded(monkeypatch, CASE)
-    wanted, got = recorded.fresh(), recorded.fresh()
+    """Two hands take turns; each piece is begun before the one it goes on from."""
+    fresh = recorded(monkeypatch, CASE)
+    wanted, got = fresh(), fresh()
     assert len(wanted[7]) > 4  # pieces
-    wanted[-1][:] = -1
     assert loops.forward(*wanted)
 
     got[-2][0] = 2  # the first two are taken, each by a hand
@@ -85,8 +85,27 @@ def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
         if all(done):
             break
     assert all(done)
-    for mine, theirs in zip(got[12:-2], wanted[12:-2], strict=True):  # sums, memberships, output
+    for mine, theirs in zip(got[SUMS:-2], wanted[SUMS:-2], strict=True):  # sums, memberships, output
         assert np.array_equal(mine, theirs, equal_nan=True)
+
+
+def test_a_piece_that_waits_twice_goes_on_where_it_was(monkeypatch):
+    """The one before it gets as far as its scores, then to its end; only tokens behind are compared."""
+    fresh = recorded(monkeypatch, CASE)
+    wanted, got = fresh(), fresh()
+    assert loops.forward(*wanted)
+    places, spot = got[-2:]
+    places[0], spot[:] = 2, (1, 0)
+    got[BEHIND][0] = wanted[BEHIND][0]
+    post(places, 0, loops.WEIGHED)
+    assert not loops.forward(*got)
+    assert spot.tolist() == [1, loops.ASSIGNED]
+    for part in (BEHIND + 1, BEHIND + 2):
+        got[part][0] = wanted[part][0]
+    post(places, 0, loops.ASSIGNED)
+    assert loops.forward(*got)
+    assert np.array_equal(got[OUTPUT][arrays.CHUNK :], wanted[OUTPUT][arrays.CHUNK :])
+    assert all(np.array_equal(got[part], wanted[part]) for part in range(SUMS, BEHIND))
 
 
 def test_runs_do_not_differ():
@@ -150,6 +169,26 @@ def test_a_long_sequence_among_short_ones_is_cut_and_short_ones_are_not(cuts):
     assert cuts[0].last[-1] == 700
 
 
-def test_sequences_for_all_threads_stay_whole(cuts):
+def test_rows_that_can_be_shared_out_evenly_stay_whole(cuts):
     Case(shape=(2, 700, 3, 5), causal=True).run("cpu")
     assert cuts[0].last.tolist() == [700, 1400]
+    Case(shape=(3, 700, 3, 5), causal=True).run("cpu")
+    assert np.bincount(cuts[1].owner).tolist() == [11, 11, 11]
+    torch.set_num_threads(1)
+    Case(shape=(3, 700, 3, 5), causal=True).run("cpu")
+    assert cuts[2].last.tolist() == [700, 1400, 2100]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_are_counted_in_int64(dtype):
+    state = TSSAState.zeros(1, 2, 3)._replace(seen=torch.tensor([100], dtype=dtype))
+    seen = tssa(torch.ones(1, 100, 2, 3), torch.ones(2), causal=True, state=state).state.seen
+    assert seen.dtype == torch.int64
+    assert seen.tolist() == [200]
+
+
+def test_an_interrupt_before_a_callback_begins_is_not_lost(monkeypatch):
+    """Ctypes prints what is raised as it enters a callback and goes on."""
+    monkeypatch.setattr(threads, "_torch_threads", lambda: lambda work, data, workers, flags: None)
+    with pytest.raises(KeyboardInterrupt):
+        threads.together(lambda stopped: None, 2)

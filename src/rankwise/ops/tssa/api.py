@@ -138,7 +138,7 @@ def _in_order(
         offset = offsets(bias.to(dtype), width, mask, bounds, count, (w.shape[0], w.shape[1]), problem.packed)
     rate = None if half_life is None else rates(half_life, w.device)
     rows = mask is None and not problem.packed
-    seen = state.seen + w.shape[1] if rows else lengths(mask, bounds, state.seen)
+    seen = state.seen.long() + w.shape[1] if rows else lengths(mask, bounds, state.seen)
     return problem._replace(offset=offset, start=start, rate=rate), seen
 
 

@@ -10,6 +10,7 @@ from rankwise.errors import InputError, ShapeError, did_you_mean
 from rankwise.ops.tssa.state import TSSAState
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
 MEMBERSHIPS = ("softmax", "uniform")
 AXES = {
     "temperature": "H",
@@ -164,8 +165,8 @@ def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
             _shape(
                 f"state.{name}", f"{shape}", f"{tuple(part.shape)}", "Use the state of the same sequences."
             )
-        if part.is_complex() or part.is_floating_point() != (name != "seen"):
-            kind = "integers" if name == "seen" else "floating-point numbers"
+        if part.dtype not in (INTEGERS if name == "seen" else FLOATS):
+            kind = "int64 or int32" if name == "seen" else "floating-point numbers"
             _shape(f"state.{name}", kind, str(part.dtype), "Use the state as a call gave it.")
     if torch.compiler.is_compiling() or state.seen.device.type != "cpu":
         return  # to read a number back, a GPU would have to finish first
@@ -185,7 +186,7 @@ def check_packing(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
     _tensor("cu_seqlens", cu_seqlens)
     if batch != 1:
         _shape("w with cu_seqlens", "one packed row, (1, T, H, K)", f"{batch} rows", PACKING)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in INTEGERS:
         got = f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}"
         _shape("cu_seqlens", "(sequences + 1,) integers", got, PACKING)
     if not torch.compiler.is_compiling():

@@ -69,7 +69,7 @@ def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def powers(
     rate: Tensor | None, heads: int, dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray, Literal[True] | None]:
-    """λ^0 … λ^CHUNK of every head in the dtype of the sums, and λ in float64; None where λ = 1.
+    """λ^0 … λ^CHUNK of every head in the dtype of the sums, and λ in float64; and None without half-lives.
 
     Loops are compiled by the type of each argument, so None makes loops of their own, which shrink nothing.
 
@@ -81,7 +81,7 @@ def powers(
         dtype: of the sums.
 
     Returns:
-        (CHUNK + 2, H), (H,) and whether sums decay, None for no.
+        (CHUNK + 2, H), (H,), and True or None: whether there are half-lives.
     """
     if rate is None:
         return *_ones(heads, dtype), None
@@ -128,9 +128,9 @@ def pieces(problem: Problem) -> tuple[Pieces, int]:
 
 
 def relay(problem: Problem) -> tuple[Pieces, int]:
-    """Pieces that wait for one another, small enough for a cache; a short sequence is one piece.
+    """Pieces that go on from one another, small enough for a cache; what can be shared out whole stays whole.
 
-    Short are those no longer than the share of a thread.
+    That is rows that give every thread as many, and sequences of less than a quarter of a thread's share.
 
     Args:
         problem: the call.
@@ -140,7 +140,8 @@ def relay(problem: Problem) -> tuple[Pieces, int]:
     """
     workers, total = threads(problem.w.numel()), _total(problem)
     size = max(CACHED * total // problem.w.numel(), total // (MOST * workers), 1)
-    return _cut(problem, -(-size // CHUNK) * CHUNK, -(-total // workers)), workers
+    even = workers == 1 or not (problem.packed or problem.w.shape[0] % workers)
+    return _cut(problem, -(-size // CHUNK) * CHUNK, total if even else total // (4 * workers)), workers
 
 
 def _total(problem: Problem) -> int:

@@ -41,7 +41,7 @@ class Carry:
         edges = np.ones(len(self.owner) + 1, bool)
         edges[1:-1] = self.owner[1:] != self.owner[:-1]
         self.several = not edges.all()
-        self._first, self._last = np.flatnonzero(edges[:-1]), np.flatnonzero(edges[1:])
+        self._first = np.flatnonzero(edges[:-1])
 
     def back(self, before: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What is asked behind every piece, (P, …), and of the sums before every sequence, (N, …).

@@ -22,7 +22,7 @@ NAP = 50e-6
 
 
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """Output, memberships, scores and the last sums; beside them, memory O(1) in T.
+    """Output, memberships, scores and the last sums; beside them, two sums for every piece, O(1) in T.
 
     Half-precision w and the output of it are there in float32 as well, and w out of order in order.
 

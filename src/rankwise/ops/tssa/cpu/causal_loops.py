@@ -1,9 +1,9 @@
 """The compiled loops of causal TSSA: one way through the tokens, by threads that hand sums to each other.
 
 Arrays: w (M, H, K) with M the tokens of all sequences; mask (M,) or empty; power (CHUNK + 2, H) from
-`arrays.powers`; rate (H,) λ in float64; decays None where λ = 1. A piece is the tokens first[i] ≤ t < last[i]
-of sequence owner[i].
-Sums run in chunks: total at the chunk's start times a power of λ, plus what the chunk added.
+`arrays.powers`; rate (H,) λ in float64; decays None without half-lives. A piece is the tokens
+first[i] ≤ t < last[i] of sequence owner[i]. Sums run in chunks: total at the chunk's start times a power of
+λ, plus what the chunk added.
 """
 
 from typing import no_type_check
@@ -18,15 +18,15 @@ from rankwise.ops.tssa.cpu.relay import post, posted, take
 @inlined
 @no_type_check
 def factors(power, decays, age, h):
-    """What sums of a head shrink by: λ, what it lost when it was rounded, and λ^age."""
+    """What sums of a head shrink by: None for nothing, otherwise λ, what it lost when rounded, and λ^age."""
     return decays, power[1, h], power[CHUNK + 1, h], power[age, h]
 
 
 @no_type_check
 def _kept(x, factors):
     """X λ."""
-    decays, rate, lost, _ = factors
-    return x if decays is None else x * rate + x * lost
+    decays, rounded, lost, _ = factors
+    return x if decays is None else x * rounded + x * lost
 
 
 kept = inlined(_kept, {"contract"})  # nothing reordered: x (λ + lost) would be x λ again
@@ -88,7 +88,7 @@ def fold(total, base, local, rate, age):
 def weigh(w, membership, weighted, mask, power, rate, decays, at, to, sums, mass, i):
     """sums[i] = Σ Π w² and mass[i] = Σ Π, or, not ``weighted``, sums[i] = Σ w², of the tokens at ≤ t < to."""
     heads, width = w.shape[1], w.shape[2]
-    base, local = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
+    local, unread = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
     pi = w.dtype.type(1)
     sums[i] = 0
     if weighted:
@@ -104,7 +104,7 @@ def weigh(w, membership, weighted, mask, power, rate, decays, at, to, sums, mass
                     pi = membership[t, h]
                     mass[i, h, 0] = mass[i, h, 0] * rate[h] + pi
                 add_row(w[t, h], pi, local[h], factors(power, decays, age, h))
-        fold(sums[i], base, local, rate, age)
+        fold(sums[i], unread, local, rate, age)
 
 
 @compiled

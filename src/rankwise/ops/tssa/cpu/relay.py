@@ -12,8 +12,8 @@ from numba.extending import intrinsic
 
 from rankwise.ops.tssa.cpu.compiled import inlined
 
-PATIENCE = 1 << 14
-"""Looks at the board, about ten microseconds, before a loop gives up and lets its thread sleep."""
+PATIENCE = 1 << 16
+"""Looks at the board, some ten microseconds, before a loop gives up and lets its thread sleep."""
 
 
 def board(pieces: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -71,12 +71,14 @@ def together(work: Callable[[Callable[[], bool]], object], workers: int) -> None
         workers: how many threads at most.
     """
     failures: list[BaseException] = []
+    entered: set[int] = set()
 
     def stopped() -> bool:
         return bool(failures)
 
     def once(_: object = None) -> None:
         try:
+            entered.add(get_ident())
             work(stopped)
         except BaseException as failure:  # an interrupt too: a callback cannot pass it on
             failures.append(failure)
@@ -86,6 +88,8 @@ def together(work: Callable[[Callable[[], bool]], object], workers: int) -> None
         work(stopped)
     elif parallel is not None:
         parallel(_CALLBACK(once), None, workers, 0)
+        if get_ident() not in entered:  # an interrupt as the callback began, which ctypes only prints
+            raise KeyboardInterrupt
     else:
         _own_threads(once, workers)
     if failures:
