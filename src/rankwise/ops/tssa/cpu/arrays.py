@@ -2,6 +2,7 @@
 
 from functools import cache, lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK
+from rankwise.ops.tssa.cpu.streaming import LINE
 from rankwise.ops.tssa.cpu.threads import threads
 from rankwise.ops.tssa.problem import Problem
 
@@ -54,7 +56,8 @@ def flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
 def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor not yet written, in memory from numpy: it asks the system for large pages, torch does not.
 
-    The first touch of 25 MB in small pages can take longer than all of TSSA on them.
+    The first touch of 25 MB in small pages can take longer than all of TSSA on them. It begins with a cache
+    line, which numpy does not see to.
 
     Args:
         shape: of the tensor.
@@ -63,7 +66,10 @@ def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Returns:
         A tensor.
     """
-    return torch.from_numpy(np.empty(shape, str(dtype)[6:]))
+    size, each = prod(shape), dtype.itemsize
+    room = np.empty(size + LINE // each, str(dtype)[6:])
+    skipped = -room.ctypes.data % LINE // each
+    return torch.from_numpy(room[skipped : skipped + size].reshape(shape))
 
 
 def powers(

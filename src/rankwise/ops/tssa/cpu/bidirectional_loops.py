@@ -10,6 +10,7 @@ import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows, softmax_rows_back
+from rankwise.ops.tssa.cpu.streaming import settle, stream, streams
 
 
 @inlined
@@ -104,13 +105,18 @@ def scale_row(row, out, factor, vector):
 @no_type_check
 def outputs(w, membership, factor, mask, first, last, owner, out, low, high):
     """Out = -Π w factor, factor = 1/(1 + m) of the token's sequence."""
+    past, cell = streams(out), np.empty(w.shape[1:], w.dtype)
     for i in range(low, high):
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
                 out[t] = 0
                 continue
+            row = cell if past else out[t]
             for h in range(w.shape[1]):
-                scale_row(w[t, h], out[t, h], membership[t, h], factor[owner[i], h])
+                scale_row(w[t, h], row[h], membership[t, h], factor[owner[i], h])
+            if past:
+                stream(cell, out, t)
+    settle()
 
 
 @inlined
@@ -196,14 +202,19 @@ def tokens_back(
     w, given, membership, asked, factor, moment, inverse, energy, mask, first, last, owner, out, low, high
 ):
     """Gradient of w: 2w (moment Π + asked · inverse + energy) - Π g factor."""
+    past, cell = streams(out), np.empty(w.shape[1:], w.dtype)
     for i in range(low, high):
         n = owner[i]
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
                 out[t] = 0
                 continue
+            row = cell if past else out[t]
             for h in range(w.shape[1]):
                 token_row_back(
-                    w[t, h], given[t, h], out[t, h], factor[n, h], membership[t, h], asked[t, h],
+                    w[t, h], given[t, h], row[h], factor[n, h], membership[t, h], asked[t, h],
                     moment[n, h], inverse[n, h], energy[n, h],
                 )  # fmt: skip
+            if past:
+                stream(cell, out, t)
+    settle()

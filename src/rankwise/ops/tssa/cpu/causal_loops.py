@@ -13,6 +13,7 @@ import numpy as np
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
 from rankwise.ops.tssa.cpu.relay import post, posted, take
+from rankwise.ops.tssa.cpu.streaming import settle, stream, streams
 
 
 @inlined
@@ -138,6 +139,7 @@ def output(w, membership, mask, power, rate, decays, at, to, eps, total, mass, o
     real = w.dtype.type
     heads, width = w.shape[1], w.shape[2]
     base, local = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
+    past, cell = streams(out), np.empty((heads, width), w.dtype)
     base[:] = total
     for chunk in range(at, to, CHUNK):
         age = 0
@@ -146,13 +148,17 @@ def output(w, membership, mask, power, rate, decays, at, to, eps, total, mass, o
                 out[t] = 0
                 continue
             age += 1
+            row = cell if past else out[t]
             for h in range(heads):
                 pi = membership[t, h]
                 mass[h, 0] = mass[h, 0] * rate[h] + pi
                 m = real(mass[h, 0] + eps)
                 by = factors(power, decays, age, h)
-                output_row(w[t, h], out[t, h], base[h], local[h], by, pi, m)
+                output_row(w[t, h], row[h], base[h], local[h], by, pi, m)
+            if past:
+                stream(cell, out, t)
         fold(total, base, local, rate, age)
+    settle()
 
 
 @compiled
