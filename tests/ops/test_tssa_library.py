@@ -49,12 +49,15 @@ def test_gradcheck(impl, masked, kind):
 @pytest.mark.parametrize("keep", [False, True], ids=["plain", "gradient"])
 @causalities
 def test_operators_are_registered_as_they_behave(is_causal, keep, masked, dtype):
-    case = Case((2, 5, 2, 3), causal=is_causal, masked=masked, decayed=masked, stated=is_causal, dtype=dtype)
+    """Without a mask: rows from nothing on; with one: packed sequences that go on from others, decaying."""
+    cuts = (0, 3, 10) if masked else None
+    stated = is_causal and masked
+    case = Case((1, 10, 2, 3), is_causal, masked, decayed=stated, stated=stated, cuts=cuts, dtype=dtype)
     w, temperature = case.w.requires_grad_(keep), case.temperature.requires_grad_(keep)
-    mask, last = case.options["mask"], (torch.tensor([0, 5, 10]), False, "cpu", keep)
+    mask, last = case.options["mask"], (torch.tensor(cuts) if masked else None, "cpu", keep)
     if is_causal:
-        sums = [part.requires_grad_(keep) for part in case.options["state"][:3]]
-        offset = torch.randn(2, 5, 2, requires_grad=keep) if masked else None
+        sums = [part.requires_grad_(keep) for part in case.options["state"][:3]] if stated else [None] * 3
+        offset = torch.randn(1, 10, 2, requires_grad=keep) if masked else None
         rate = rates(case.options["half_life"], w.device) if masked else None
         torch.library.opcheck(causal, (w, temperature, offset, mask, *sums, rate, *last))
     else:
@@ -147,7 +150,7 @@ def direct_calls():
     given = {"given": torch.ones(1, 10, 2, 3), "given_membership": per_token}
     ends = {f"given_{name}": part for name, part in sums.items()}
     known = {"membership": per_token, "score": per_token}
-    call = {"w": torch.ones(1, 10, 2, 3), "temperature": torch.ones(2), "packed": True, "impl": "cpu"}
+    call = {"w": torch.ones(1, 10, 2, 3), "temperature": torch.ones(2), "impl": "cpu"}
     call |= {"mask": torch.ones(1, 10, dtype=torch.bool), "bounds": torch.tensor([0, 6, 10])}
     rate = {"rate": torch.ones(2, dtype=torch.float64)}
     return {
@@ -165,14 +168,25 @@ def test_an_operator_called_directly_trusts_no_shape(name):
     for wrong in ([0, 6, 9], [1, 6, 10], [0, 11, 10], [0, 60, 70], [[0, 10]], []):
         with pytest.raises(ShapeError, match=r"^(cu_seqlens|bounds): "):
             operator(**(right | {"bounds": torch.tensor(wrong, dtype=torch.int64)}))
-    with pytest.raises(ShapeError, match=r"bounds: wanted \(2,\)"):
-        operator(**(right | {"packed": False}))
+    if "energy" in right:  # of two sequences, where one row is one
+        with pytest.raises(ShapeError, match=r"energy: wanted \(1, 2, 3\)"):
+            operator(**(right | {"bounds": None}))
     with pytest.raises(ShapeError, match="w: wanted 4 axes"):
         operator(**(right | {"w": torch.ones(10, 2, 3)}))
-    parts = right.keys() - {"w", "bounds", "packed", "impl", "keep"}
+    parts = right.keys() - {"w", "bounds", "impl", "keep"}
     for part in sorted(parts):
         with pytest.raises(ShapeError, match=rf"^{part}: wanted"):
             operator(**(right | {part: right[part][..., :1]}))
+
+
+@pytest.mark.parametrize("name", ["causal", "causal_backward"])
+def test_a_causal_operator_takes_no_sums_for_zeros_but_not_some(name):
+    operator, right = direct_calls()[name]
+    sums = {part: torch.zeros_like(right[part]) for part in ("energy", "assigned", "mass")}
+    zeros, none = operator(**(right | sums)), operator(**(right | dict.fromkeys(sums)))
+    assert all(torch.equal(x, y) for x, y in zip(zeros, none, strict=True))
+    with pytest.raises(InputError, match="None for some"):
+        operator(**(right | sums | {"mass": None}))
 
 
 class Float64Elsewhere(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from rankwise.ops.tssa import library, reference
 from rankwise.ops.tssa.checks import check_options, check_packing, check_state, check_tensors
 from rankwise.ops.tssa.decay import rates
 from rankwise.ops.tssa.dispatch import choose
-from rankwise.ops.tssa.layout import lengths, offsets, segments
+from rankwise.ops.tssa.layout import lengths, offsets
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
 from rankwise.ops.tssa.state import TSSAState
 
@@ -107,9 +108,9 @@ def tssa(
     if cu_seqlens is not None:
         check_packing(cu_seqlens, w.shape[0], w.shape[1])
     chosen = choose(impl, w.device)
-    bounds = segments(w.shape[0], w.shape[1], cu_seqlens, w.device)
+    bounds = None if cu_seqlens is None else cu_seqlens.to(w.device, torch.int64)
     tau = None if membership == "uniform" or temperature is None else temperature.to(exact(w.dtype))
-    problem = Problem(w, tau, None, mask, None, None, bounds, cu_seqlens is not None)
+    problem = Problem(w, tau, None, mask, None, None, bounds, causal)
     if not causal:
         solution = _solve(problem, chosen)
         return TSSAOutput(solution.output, solution.membership, None)
@@ -123,22 +124,14 @@ def _in_order(
     problem: Problem, bias: Tensor | None, state: TSSAState | None, half_life: Tensor | None
 ) -> tuple[Problem, Tensor]:
     """What a causal call knows besides: the sums before it, the decay, the bias at each position."""
-    w, mask, bounds = problem.w, problem.mask, problem.bounds
-    sequences, heads, width = bounds.shape[0] - 1, w.shape[2], w.shape[3]
-    dtype = exact(w.dtype)
-    if state is None:
-        state, count = TSSAState.zeros(sequences, heads, width, dtype, w.device), None
-        start = Sums(*state[:3])
-    else:
-        check_state(state, w, sequences)
-        count = state.seen
-        start = Sums(*(part.to(dtype) for part in state[:3]))
+    w, dtype, start, seen = problem.w, exact(problem.w.dtype), None, lengths(problem)
+    if state is not None:
+        check_state(state, w, problem.sequences)
+        start, seen = Sums(*(part.to(dtype) for part in state[:3])), seen + state.seen
     offset = None
     if bias is not None:
-        offset = offsets(bias.to(dtype), width, mask, bounds, count, (w.shape[0], w.shape[1]), problem.packed)
+        offset = offsets(bias.to(dtype), problem, None if state is None else state.seen)
     rate = None if half_life is None else rates(half_life, w.device)
-    rows = mask is None and not problem.packed
-    seen = state.seen.long() + w.shape[1] if rows else lengths(mask, bounds, state.seen)
     return problem._replace(offset=offset, start=start, rate=rate), seen
 
 

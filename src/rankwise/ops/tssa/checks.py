@@ -204,15 +204,14 @@ def check_ends(ends: list[int], tokens: int) -> None:
         _shape("cu_seqlens", f"rising from 0 to {tokens}", got, PACKING)
 
 
-def check_call(w: Tensor, bounds: Tensor, packed: bool, **parts: Tensor | None) -> None:
+def check_call(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
     """What an operator is given, before kernels that check no bounds follow it.
 
     Graphs of torch.compile and direct calls of the operators come past no other check of the numbers.
 
     Args:
         w: (B, T, H, K).
-        bounds: where each sequence begins and the last one ends.
-        packed: whether one row holds all sequences; otherwise bounds are not read, only counted.
+        bounds: where each of the sequences packed in one row begins and the last one ends; None for rows.
         parts: the other tensors, named as in `AXES`.
 
     Raises:
@@ -220,13 +219,11 @@ def check_call(w: Tensor, bounds: Tensor, packed: bool, **parts: Tensor | None) 
     """
     fix = "Call rankwise.ops.tssa, which makes what the operators take."
     for name, part, axes in (("w", w, 4), ("bounds", bounds, 1)):
-        if part.ndim != axes:
+        if part is not None and part.ndim != axes:
             _shape(name, f"{axes} axes", f"{tuple(part.shape)}", fix)
-    if packed:
+    if bounds is not None:
         check_ends(bounds.tolist(), w.shape[0] * w.shape[1])
-    elif bounds.shape[0] != w.shape[0] + 1:
-        _shape("bounds", f"({w.shape[0] + 1},), one more than rows", f"{tuple(bounds.shape)}", fix)
-    sizes = dict(zip("BTHK", w.shape, strict=True), N=bounds.shape[0] - 1)
+    sizes = dict(zip("BTHK", w.shape, strict=True), N=w.shape[0] if bounds is None else len(bounds) - 1)
     for name, given in parts.items():
         if given is not None and given.shape != (wanted := tuple(sizes[axis] for axis in AXES[name])):
             _shape(name, f"{wanted}", f"{tuple(given.shape)}", fix)

@@ -1,96 +1,76 @@
 """Rows, packed sequences and padding as one thing: segments of a flat list of tokens."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rankwise.ops.tssa.checks import check_positions
+from rankwise.ops.tssa.problem import Problem
 
 
-def segments(batch: int, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Int[Tensor, " N1"]:
+def segments(problem: Problem) -> Int[Tensor, " N1"]:
     """Where each sequence begins in the flat list of tokens, and where the last one ends.
 
     Args:
-        batch: rows.
-        tokens: tokens of a row.
-        cu_seqlens: boundaries within one packed row, or None where each row is a sequence.
-        device: where the boundaries should lie.
+        problem: the call.
 
     Returns:
         Boundaries, one more than there are sequences, int64.
     """
-    if cu_seqlens is not None:
-        return cu_seqlens.to(device=device, dtype=torch.int64)
-    return torch.arange(0, batch * tokens + 1, tokens, device=device)
+    if problem.bounds is not None:
+        return problem.bounds
+    batch, tokens = problem.w.shape[:2]
+    return torch.arange(0, batch * tokens + 1, tokens, device=problem.w.device)
 
 
-def lengths(
-    mask: Bool[Tensor, "B T"] | None, bounds: Int[Tensor, " N1"], count: Int[Tensor, " N"]
-) -> Int[Tensor, " N"]:
-    """Real tokens of each sequence, those before included.
+def lengths(problem: Problem) -> Int[Tensor, " N"]:
+    """Real tokens of each sequence.
 
     Args:
-        mask: real tokens, or None for all.
-        bounds: from `segments`.
-        count: tokens seen before.
+        problem: the call.
 
     Returns:
-        The new numbers.
+        Their numbers, int64.
     """
+    mask, bounds, (batch, tokens) = problem.mask, problem.bounds, problem.w.shape[:2]
+    if bounds is None:
+        return torch.full((batch,), tokens, device=problem.w.device) if mask is None else mask.sum(1)
     if mask is None:
-        return count + bounds.diff()
-    upto = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
-    return count + upto[bounds].diff()
+        return bounds.diff()
+    return torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))[bounds].diff()
 
 
-def positions(
-    mask: Bool[Tensor, "B T"] | None,
-    bounds: Int[Tensor, " N1"],
-    count: Int[Tensor, " N"],
-    shape: tuple[int, int],
-) -> Int[Tensor, "B T"]:
+def positions(problem: Problem, count: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
     """The position of every token among the real tokens of its sequence, from 0.
 
     Padding takes no position, so a padded row reads the bias as the row alone would; the number given to a
     padded token means nothing (its result is zero) and lies within the row.
 
     Args:
-        mask: real tokens, or None for all.
-        bounds: from `segments`.
-        count: tokens seen before.
-        shape: (B, T).
+        problem: the call.
+        count: tokens seen before, or None for none.
 
     Returns:
         Positions.
     """
-    total = shape[0] * shape[1]
-    index = torch.arange(total, device=bounds.device)
+    shape, mask, bounds = problem.w.shape[:2], problem.mask, segments(problem)
+    index = torch.arange(shape.numel(), device=bounds.device)
     sequence = torch.searchsorted(bounds, index, right=True) - 1
     ones = torch.ones_like(index) if mask is None else mask.flatten().long()
     upto = torch.nn.functional.pad(ones.cumsum(0), (1, 0))
-    within = upto[1:] - upto[bounds[sequence]] - 1
-    return (within.clamp(min=0) + count[sequence]).view(shape)
+    within = (upto[1:] - upto[bounds[sequence]] - 1).clamp(min=0)
+    return (within if count is None else within + count[sequence]).view(shape)
 
 
 def offsets(
-    bias: Float[Tensor, "H P"],
-    width: int,
-    mask: Bool[Tensor, "B T"] | None,
-    bounds: Int[Tensor, " N1"],
-    count: Int[Tensor, " N"] | None,
-    shape: tuple[int, int],
-    packed: bool,
+    bias: Float[Tensor, "H P"], problem: Problem, count: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
     """What the learned bias adds to the score of every token: K · bias[h, position].
 
     Args:
-        bias: learned, by head and position.
-        width: K; the bias is added before the sum over channels.
-        mask: real tokens.
-        bounds: from `segments`.
+        bias: learned, by head and position; it is added before the sum over the K channels.
+        problem: the call.
         count: tokens seen before, or None for none.
-        shape: (B, T).
-        packed: whether the row holds several sequences.
 
     Returns:
         Offsets.
@@ -99,12 +79,12 @@ def offsets(
         ShapeError: if the bias ends before a real token. Under torch.compile, which looks at no number,
             indexing fails instead.
     """
-    batch, tokens = shape
-    if mask is None and count is None and not packed:
+    batch, tokens, _, width = problem.w.shape
+    mask = problem.mask
+    if mask is None and count is None and not problem.packed:
         check_positions(bias.shape[1], tokens - 1)
         return (width * bias[:, :tokens].t()).expand(batch, tokens, -1)
-    before = torch.zeros_like(bounds[1:]) if count is None else count
-    position = positions(mask, bounds, before, shape)
+    position = positions(problem, count)
     if mask is not None:
         position = position.masked_fill(~mask, 0)
     if not torch.compiler.is_compiling():

@@ -17,14 +17,13 @@ def bidirectional(
     w: Tensor,
     temperature: Tensor | None,
     mask: Tensor | None,
-    bounds: Tensor,
-    packed: bool,
+    bounds: Tensor | None,
     impl: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, memberships; and for the gradient sums and, if they are to be kept, scores."""
-    check_call(w, bounds, packed, temperature=temperature, mask=mask)
-    problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
+    check_call(w, bounds, temperature=temperature, mask=mask)
+    problem = Problem(w, temperature, None, mask, None, None, bounds, causal=False)
     output, membership, score, sums = kernels(impl, causal=False).forward(problem, keep)
     return output, membership, score if keep else membership.new_empty(0), *sums
 
@@ -36,20 +35,19 @@ def bidirectional_backward(
     w: Tensor,
     temperature: Tensor | None,
     mask: Tensor | None,
-    bounds: Tensor,
+    bounds: Tensor | None,
     membership: Tensor,
     score: Tensor,
     energy: Tensor,
     assigned: Tensor,
     mass: Tensor,
-    packed: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of w and of the temperature."""
     own = {"temperature": temperature, "mask": mask, "membership": membership, "score": score}
     own |= {"given": given, "given_membership": given_membership}
-    check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
-    problem = Problem(w, temperature, None, mask, None, None, bounds, packed)
+    check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
+    problem = Problem(w, temperature, None, mask, None, None, bounds, causal=False)
     sums = Sums(energy, assigned, mass)
     back = kernels(impl, causal=False).backward
     return back(problem, membership, score, sums, given, given_membership)
@@ -61,20 +59,19 @@ def causal(
     temperature: Tensor | None,
     offset: Tensor | None,
     mask: Tensor | None,
-    energy: Tensor,
-    assigned: Tensor,
-    mass: Tensor,
+    energy: Tensor | None,
+    assigned: Tensor | None,
+    mass: Tensor | None,
     rate: Tensor | None,
-    bounds: Tensor,
-    packed: bool,
+    bounds: Tensor | None,
     impl: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, memberships, scores if they are to be kept for the gradient, the sums behind the last token."""
     own = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
-    check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
-    start = Sums(energy, assigned, mass)
-    problem = Problem(w, temperature, offset, mask, start, rate, bounds, packed)
+    check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
+    start = _sums(energy, assigned, mass)
+    problem = Problem(w, temperature, offset, mask, start, rate, bounds, causal=True)
     output, membership, score, end = kernels(impl, causal=True).forward(problem, keep)
     return output, membership, score if keep else membership.new_empty(0), *end
 
@@ -89,23 +86,22 @@ def causal_backward(
     w: Tensor,
     temperature: Tensor | None,
     mask: Tensor | None,
-    energy: Tensor,
-    assigned: Tensor,
-    mass: Tensor,
+    energy: Tensor | None,
+    assigned: Tensor | None,
+    mass: Tensor | None,
     rate: Tensor | None,
-    bounds: Tensor,
+    bounds: Tensor | None,
     membership: Tensor,
     score: Tensor,
-    packed: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of w, temperature, offset and the first sums."""
     own = {"temperature": temperature, "mask": mask, "rate": rate, "membership": membership, "score": score}
     own |= {"given": given, "given_membership": given_membership}
     own |= {"given_energy": given_energy, "given_assigned": given_assigned, "given_mass": given_mass}
-    check_call(w, bounds, packed, **own, energy=energy, assigned=assigned, mass=mass)
-    start, end = Sums(energy, assigned, mass), Sums(given_energy, given_assigned, given_mass)
-    problem = Problem(w, temperature, None, mask, start, rate, bounds, packed)
+    check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
+    start, end = _sums(energy, assigned, mass), Sums(given_energy, given_assigned, given_mass)
+    problem = Problem(w, temperature, None, mask, start, rate, bounds, causal=True)
     back = kernels(impl, causal=True).backward
     dw, dtemperature, doffset, first = back(problem, membership, score, given, given_membership, end)
     return dw, dtemperature, doffset, *first
@@ -124,7 +120,7 @@ def solve(problem: Problem, impl: str) -> Solution:
     Raises:
         InputError: if forward-mode derivatives are asked for, which operators of torch.library drop.
     """
-    w, temperature, offset, mask, start, rate, bounds, packed = problem
+    w, temperature, offset, mask, start, rate, bounds, is_causal = problem
     inputs = (w, temperature, offset, *(start or ()))
     given = [x for x in inputs if x is not None]
     hidden = False  # whether it cannot be seen that a gradient is wanted
@@ -132,11 +128,11 @@ def solve(problem: Problem, impl: str) -> Solution:
         hidden = torch._C._are_functorch_transforms_active()
         _check_no_tangent(given, impl)
     keep = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
-    if start is None:
-        output, membership, *_ = bidirectional(w, temperature, mask, bounds, packed, impl, keep)
+    if not is_causal:
+        output, membership, *_ = bidirectional(w, temperature, mask, bounds, impl, keep)
         return Solution(output, membership, None)
     output, membership, _, *end = causal(
-        w, temperature, offset, mask, *start, rate, bounds, packed, impl, keep
+        w, temperature, offset, mask, *(start or (None,) * 3), rate, bounds, impl, keep
     )
     return Solution(output, membership, Sums(*end))
 
@@ -152,24 +148,34 @@ def _check_no_tangent(given: list[Tensor], impl: str) -> None:
     )
 
 
+def _sums(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
+    """The sums before the first token: all of them, or none, which is zeros."""
+    if energy is None and assigned is None and mass is None:
+        return None
+    if energy is None or assigned is None or mass is None:
+        wanted, fix = "the sums of one state", "Pass all three, or None for all."
+        raise InputError("energy, assigned, mass", wanted=wanted, got="None for some", fix=fix)
+    return Sums(energy, assigned, mass)
+
+
 def _like(w: Tensor, *shape: Any) -> Tensor:
     # sizes are symbols while a graph is traced
     return w.new_empty(shape, dtype=exact(w.dtype))
 
 
 @bidirectional.register_fake
-def _(w, temperature, mask, bounds, packed, impl, keep):  # type: ignore[no-untyped-def]
+def _(w, temperature, mask, bounds, impl, keep):  # type: ignore[no-untyped-def]
     return _shapes(w, bounds, keep)
 
 
 @causal.register_fake
-def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, packed, impl, keep):  # type: ignore[no-untyped-def]
+def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, impl, keep):  # type: ignore[no-untyped-def]
     return _shapes(w, bounds, keep)
 
 
-def _shapes(w: Tensor, bounds: Tensor, keep: bool) -> tuple[Tensor, ...]:
+def _shapes(w: Tensor, bounds: Tensor | None, keep: bool) -> tuple[Tensor, ...]:
     batch, tokens, heads, width = w.shape
-    sequences = bounds.shape[0] - 1
+    sequences = batch if bounds is None else bounds.shape[0] - 1
     per_token, per_channel = (batch, tokens, heads), (sequences, heads, width)
     sums = (_like(w, *per_channel), _like(w, *per_channel), _like(w, sequences, heads))
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -182,7 +188,7 @@ def _(given, given_membership, w, temperature, *rest):  # type: ignore[no-untype
 
 
 @causal_backward.register_fake
-def _(given, given_membership, ge, ga, gm, w, temperature, mask, energy, assigned, mass, *rest):  # type: ignore[no-untyped-def]
+def _(given, given_membership, energy, assigned, mass, w, *rest):  # type: ignore[no-untyped-def]
     sums = (
         torch.empty_like(part, memory_format=torch.contiguous_format) for part in (energy, assigned, mass)
     )
@@ -191,19 +197,19 @@ def _(given, given_membership, ge, ga, gm, w, temperature, mask, energy, assigne
 
 
 def _keep_bidirectional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    w, temperature, mask, bounds, ctx.packed, ctx.impl, _ = inputs
+    w, temperature, mask, bounds, ctx.impl, _ = inputs
     ctx.save_for_backward(w, temperature, mask, bounds, *output[1:])
 
 
 def _bidirectional_backward(ctx: Any, given: Tensor, given_membership: Tensor, *_: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # under checkpointing they can be asked for once
-    dw, slope = bidirectional_backward(given, given_membership, *saved, packed=ctx.packed, impl=ctx.impl)
-    return dw, None if saved[1] is None else slope, *[None] * 5
+    dw, slope = bidirectional_backward(given, given_membership, *saved, impl=ctx.impl)
+    return dw, None if saved[1] is None else slope, *[None] * 4
 
 
 def _keep_causal(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    w, temperature, offset, mask, energy, assigned, mass, rate, bounds, ctx.packed, ctx.impl, _ = inputs
-    ctx.offset = offset is not None
+    w, temperature, offset, mask, energy, assigned, mass, rate, bounds, ctx.impl, _ = inputs
+    ctx.offset, ctx.started = offset is not None, energy is not None
     ctx.save_for_backward(w, temperature, mask, energy, assigned, mass, rate, bounds, *output[1:3])
 
 
@@ -211,11 +217,10 @@ def _causal_backward(
     ctx: Any, given: Tensor, given_membership: Tensor, _: Tensor, *given_end: Tensor
 ) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    dw, slope, offset, *first = causal_backward(
-        given, given_membership, *given_end, *saved, packed=ctx.packed, impl=ctx.impl
-    )
+    dw, slope, offset, *first = causal_backward(given, given_membership, *given_end, *saved, impl=ctx.impl)
     slopes = (None if saved[1] is None else slope, offset if ctx.offset else None)
-    return dw, *slopes, None, *first, *[None] * 5
+    starts = first if ctx.started else [None] * 3
+    return dw, *slopes, None, *starts, *[None] * 4
 
 
 bidirectional.register_autograd(_bidirectional_backward, setup_context=_keep_bidirectional)

@@ -28,10 +28,11 @@ class Problem(NamedTuple):
         temperature: (H,), or None for uniform memberships.
         offset: what the bias adds to the score, (B, T, H), or None.
         mask: real tokens, (B, T), or None for all.
-        start: sums before the first token; None where the call is bidirectional.
+        start: sums before the first token of a causal call; None for zeros, and where it is bidirectional.
         rate: λ, (H,) in float64, or None for λ = 1.
-        bounds: where each of the N sequences begins in the B·T tokens, and where the last ends, (N + 1,).
-        packed: whether one row holds all sequences; otherwise each row is one.
+        bounds: where each of the N sequences packed in one row begins, and where the last ends, (N + 1,);
+            None where each row is a sequence.
+        causal: which of the two operations.
     """
 
     w: Tensor
@@ -40,8 +41,26 @@ class Problem(NamedTuple):
     mask: Tensor | None
     start: Sums | None
     rate: Tensor | None
-    bounds: Tensor
-    packed: bool
+    bounds: Tensor | None
+    causal: bool
+
+    @property
+    def packed(self) -> bool:
+        """Whether one row holds all sequences; otherwise each row is one."""
+        return self.bounds is not None
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
+
+    def first(self) -> Sums:
+        """The sums before the first token."""
+        if self.start is not None:
+            return self.start
+        heads, width = self.w.shape[2:]
+        energy = self.w.new_zeros((self.sequences, heads, width), dtype=exact(self.w.dtype))
+        return Sums(energy, energy, energy.new_zeros((self.sequences, heads)))
 
 
 class Solution(NamedTuple):

@@ -87,14 +87,14 @@ def solve(problem: Problem) -> Solution:
         Its solution.
     """
     with torch.autocast(problem.w.device.type, enabled=False):
-        if not problem.packed:
+        if problem.bounds is None:
             return _solve(problem)
         ends = problem.bounds.tolist()
         check_ends(ends, problem.w.shape[1])  # a compiled call comes here unchecked
         parts = [_solve(_sequence(problem, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
     output = torch.cat([part.output for part in parts], 1)
     membership = torch.cat([part.membership for part in parts], 1)
-    if problem.start is None:
+    if not problem.causal:
         return Solution(output, membership, None)
     sums = [part.end for part in parts if part.end is not None]
     energy, assigned, mass = (torch.cat([end[i] for end in sums]) for i in range(3))
@@ -107,12 +107,12 @@ def _sequence(problem: Problem, n: int, low: int, high: int) -> Problem:
 
     start = None if problem.start is None else Sums(*(part[n : n + 1] for part in problem.start))
     cut = problem._replace(offset=tokens(problem.offset), mask=tokens(problem.mask), start=start)
-    return cut._replace(w=problem.w[:, low:high])
+    return cut._replace(w=problem.w[:, low:high], bounds=None)
 
 
 def _solve(problem: Problem) -> Solution:
-    w, temperature, offset, mask, start, rate = problem[:6]
-    wide = w.to(exact(w.dtype))
+    w, temperature, offset, mask, _, rate = problem[:6]
+    wide, start = w.to(exact(w.dtype)), problem.first() if problem.causal else None
     if w.shape[1] == 0:
         return Solution(w, wide[..., 0], start)
     if start is None:

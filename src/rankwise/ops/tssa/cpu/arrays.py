@@ -156,7 +156,7 @@ def _total(problem: Problem) -> int:
 
 def _cut(problem: Problem, size: int, whole: int) -> Pieces:
     batch, tokens = problem.w.shape[:2]
-    if problem.packed:
+    if problem.bounds is not None:
         return _runs(tuple(problem.bounds.tolist()), size, whole)
     return _even_runs(batch, tokens, size, whole)
 

@@ -70,7 +70,7 @@ class _Work:
         self.shape, self.dtype = problem.w.shape, exact(problem.w.dtype)
         self.x, self.mask = flat(problem.w, self.dtype), flat(problem.mask, torch.bool)
         self.runs, self.workers = pieces(problem)
-        self.tasks, self.sequences = len(self.runs.first), len(problem.bounds) - 1
+        self.tasks, self.sequences = len(self.runs.first), problem.sequences
 
     def energies(self) -> np.ndarray:
         """Σ_t w² of every sequence."""

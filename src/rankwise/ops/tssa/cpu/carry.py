@@ -15,11 +15,12 @@ def first_sums(problem: Problem) -> list[np.ndarray]:
         problem: the call.
 
     Returns:
-        Energy and assigned (N, H, K), mass (N, H).
+        Energy and assigned (N, H, K), mass (N, H): new arrays.
     """
+    dtype, shape = exact(problem.w.dtype), (problem.sequences, *problem.w.shape[2:])
     if problem.start is None:
-        raise TypeError("a causal call has sums to start from")
-    return [array(part, exact(problem.w.dtype)) for part in problem.start]
+        return [np.zeros(size, str(dtype)[6:]) for size in (shape, shape, shape[:2])]
+    return [array(part, dtype).copy() for part in problem.start]
 
 
 class Carry:

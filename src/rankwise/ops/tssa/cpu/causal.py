@@ -37,7 +37,7 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     runs, workers = relay(problem)
     x = flat(w, dtype)
     score, pi = score_room(x, keep)
-    energy, assigned, mass = (part.copy() for part in first_sums(problem))
+    energy, assigned, mass = first_sums(problem)
     output, places, count = new(w.shape, dtype), board(len(runs.first)), len(runs.first)
     behind = [np.empty((count, heads, width)) for width in (w.shape[3], w.shape[3], 1)]
     read = (x, flat(problem.offset, dtype), temperatures(problem.temperature, dtype))

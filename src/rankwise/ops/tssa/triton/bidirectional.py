@@ -58,7 +58,8 @@ def backward(
     chunks.launch(scale_back_kernel, given, membership, factor, direct, total)
     moment = _gather(chunks, total) / mass
     less = (moment * sums.assigned / mass).sum(-1)
-    less = less.repeat_interleave(problem.bounds.diff(), 0)[None] if problem.packed else less[:, None]
+    bounds = problem.bounds
+    less = less[:, None] if bounds is None else less.repeat_interleave(bounds.diff(), 0)[None]
     asked = _project(chunks, moment) - direct + given_membership - less
     slope, temperature = scores_back(asked, membership, score, problem.temperature)
     energy = -(_over_tokens(chunks, slope)[0] * inverse) * inverse  # inverse² leaves float32

@@ -21,7 +21,7 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     Returns:
         Output in the dtype of w, the others in that of the sums.
     """
-    chunks, start = Chunks(problem), _start(problem)
+    chunks, start = Chunks(problem), problem.first()
     base, energy = _scan(chunks, None, start.energy)
     score = chunks.tokens()
     chunks.launch(score_kernel, base, score, ENERGY_EPS)
@@ -55,7 +55,7 @@ def backward(
     Returns:
         Gradients.
     """
-    chunks, start = Chunks(problem), _start(problem)
+    chunks, start = Chunks(problem), problem.first()
     given, age = given.contiguous(), chunks.ages()
     base, mass_base, _, _ = _assigned(chunks, membership, start)
     total, total_mass = chunks.per_chunk()
@@ -95,9 +95,3 @@ def _assigned(chunks: Chunks, membership: Tensor, start: Sums) -> tuple[Tensor, 
     base, end = chunks.carry(total, age, start.assigned)
     mass_base, mass = chunks.carry(total_mass[..., None], age, start.mass[..., None])
     return base, mass_base, end, mass[..., 0]
-
-
-def _start(problem: Problem) -> Sums:
-    if problem.start is None:
-        raise TypeError("a causal call has sums to start from")
-    return problem.start

@@ -32,7 +32,7 @@ class Chunks:
         most = 64 if problem.rate is None else 32  # a triangle of powers of λ costs BT² a chunk
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if problem.mask is None else problem.mask.contiguous()
-        if problem.packed:
+        if problem.bounds is not None:
             bounds = problem.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
