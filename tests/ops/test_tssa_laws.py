@@ -155,14 +155,17 @@ def test_a_padded_row_equals_the_row_alone(impl, causal, filling):
 
 @impls
 @causalities
-def test_packed_sequences_do_not_see_one_another(impl, causal):
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_packed_sequences_do_not_see_one_another(impl, causal, masked):
     cuts = (0, 3, 3, 70, 90)
-    case = Case(shape=(1, 90, 2, 3), causal=causal, stated=causal, biased=causal, cuts=cuts)
+    case = Case((1, 90, 2, 3), causal, masked, stated=causal, biased=causal, cuts=cuts)
     packed = case.run(impl)
     for n, (low, high) in enumerate(pairwise(cuts)):
         if low == high:
             continue
         options = case.options | {"cu_seqlens": None}
+        if masked:
+            options["mask"] = case.options["mask"][:, low:high]
         if causal:
             options["state"] = TSSAState(*(part[n : n + 1] for part in case.options["state"]))
         alone = tssa(case.w[:, low:high], case.temperature, impl=impl, **options)

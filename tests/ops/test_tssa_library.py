@@ -168,6 +168,9 @@ def test_an_operator_called_directly_trusts_no_shape(name):
     for wrong in ([0, 6, 9], [1, 6, 10], [0, 11, 10], [0, 60, 70], [[0, 10]], []):
         with pytest.raises(ShapeError, match=r"^(cu_seqlens|bounds): "):
             operator(**(right | {"bounds": torch.tensor(wrong, dtype=torch.int64)}))
+    for wrong in ({"bounds": torch.tensor([0.0, 6.0, 10.0])}, {"w": torch.ones(2, 5, 2, 3)}):
+        with pytest.raises(ShapeError, match="bounds: wanted integers, for sequences packed in one row"):
+            operator(**(right | wrong))
     if "energy" in right:  # of two sequences, where one row is one
         with pytest.raises(ShapeError, match=r"energy: wanted \(1, 2, 3\)"):
             operator(**(right | {"bounds": None}))

@@ -6,6 +6,7 @@ import torch
 from numba import njit
 
 from rankwise.ops import tssa
+from rankwise.ops.tssa.cpu import bidirectional_loops, causal_loops
 from rankwise.ops.tssa.cpu.arrays import new
 from rankwise.ops.tssa.cpu.streaming import LARGE, LINE, settle, stream, streams
 
@@ -45,6 +46,22 @@ def test_only_large_results_whose_rows_fill_lines_go_past_the_cache():
     assert _streams(room((LONG // 2, HEADS, WIDTH), torch.float64))
     assert not _streams(room((LONG * 20, 3, 5)))  # rows of 60 bytes
     assert not _streams(room((LONG + 1, HEADS, WIDTH)).reshape(-1)[4:-252].reshape(LONG, HEADS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [causal_loops.output, bidirectional_loops.outputs, bidirectional_loops.tokens_back],
+    ids=["causal", "bidirectional", "gradient"],
+)
+def test_loops_store_past_the_cache_and_then_settle(loop):
+    """No result tells: a plain store holds the same numbers, and threads that are joined see them all."""
+    w = torch.ones(1, 3, HEADS, WIDTH, requires_grad=True)
+    for causal in (False, True):
+        tssa(w, torch.ones(HEADS), causal).output.sum().backward()
+    afresh = njit(loop.signatures[0], nogil=True)(loop.py_func)  # one from the cache does not show its code
+    (code,) = afresh.inspect_llvm().values()
+    assert "!nontemporal" in code
+    assert "fence seq_cst" in code
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

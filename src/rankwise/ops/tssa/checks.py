@@ -215,14 +215,17 @@ def check_call(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None
         parts: the other tensors, named as in `AXES`.
 
     Raises:
-        ShapeError: if a tensor has another shape, or the bounds do not rise from 0 to B·T.
+        ShapeError: if a tensor has another shape, or the bounds do not rise from 0 to T in one row.
     """
     fix = "Call rankwise.ops.tssa, which makes what the operators take."
     for name, part, axes in (("w", w, 4), ("bounds", bounds, 1)):
         if part is not None and part.ndim != axes:
             _shape(name, f"{axes} axes", f"{tuple(part.shape)}", fix)
     if bounds is not None:
-        check_ends(bounds.tolist(), w.shape[0] * w.shape[1])
+        if w.shape[0] != 1 or bounds.dtype not in INTEGERS:
+            got = f"{bounds.dtype} and {w.shape[0]} rows"
+            _shape("bounds", "integers, for sequences packed in one row", got, fix)
+        check_ends(bounds.tolist(), w.shape[1])
     sizes = dict(zip("BTHK", w.shape, strict=True), N=w.shape[0] if bounds is None else len(bounds) - 1)
     for name, given in parts.items():
         if given is not None and given.shape != (wanted := tuple(sizes[axis] for axis in AXES[name])):

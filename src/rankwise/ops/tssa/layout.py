@@ -1,4 +1,4 @@
-"""Rows, packed sequences and padding as one thing: segments of a flat list of tokens."""
+"""How many real tokens each row or packed sequence has, and where each token stands among them."""
 
 import torch
 from jaxtyping import Float, Int
@@ -6,21 +6,6 @@ from torch import Tensor
 
 from rankwise.ops.tssa.checks import check_positions
 from rankwise.ops.tssa.problem import Problem
-
-
-def segments(problem: Problem) -> Int[Tensor, " N1"]:
-    """Where each sequence begins in the flat list of tokens, and where the last one ends.
-
-    Args:
-        problem: the call.
-
-    Returns:
-        Boundaries, one more than there are sequences, int64.
-    """
-    if problem.bounds is not None:
-        return problem.bounds
-    batch, tokens = problem.w.shape[:2]
-    return torch.arange(0, batch * tokens + 1, tokens, device=problem.w.device)
 
 
 def lengths(problem: Problem) -> Int[Tensor, " N"]:
@@ -53,8 +38,10 @@ def positions(problem: Problem, count: Int[Tensor, " N"] | None) -> Int[Tensor, 
     Returns:
         Positions.
     """
-    shape, mask, bounds = problem.w.shape[:2], problem.mask, segments(problem)
-    index = torch.arange(shape.numel(), device=bounds.device)
+    shape, mask, bounds = problem.w.shape[:2], problem.mask, problem.bounds
+    index = torch.arange(shape.numel(), device=problem.w.device)
+    if bounds is None:
+        bounds = torch.arange(0, len(index) + 1, shape[1], device=index.device)
     sequence = torch.searchsorted(bounds, index, right=True) - 1
     ones = torch.ones_like(index) if mask is None else mask.flatten().long()
     upto = torch.nn.functional.pad(ones.cumsum(0), (1, 0))
@@ -81,7 +68,7 @@ def offsets(
     """
     batch, tokens, _, width = problem.w.shape
     mask = problem.mask
-    if mask is None and count is None and not problem.packed:
+    if mask is None and count is None and problem.bounds is None:
         check_positions(bias.shape[1], tokens - 1)
         return (width * bias[:, :tokens].t()).expand(batch, tokens, -1)
     position = positions(problem, count)

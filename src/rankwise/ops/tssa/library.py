@@ -188,9 +188,10 @@ def _(given, given_membership, w, temperature, *rest):  # type: ignore[no-untype
 
 
 @causal_backward.register_fake
-def _(given, given_membership, energy, assigned, mass, w, *rest):  # type: ignore[no-untyped-def]
+def _(given, given_membership, given_energy, given_assigned, given_mass, w, *rest):  # type: ignore[no-untyped-def]
     sums = (
-        torch.empty_like(part, memory_format=torch.contiguous_format) for part in (energy, assigned, mass)
+        torch.empty_like(part, memory_format=torch.contiguous_format)
+        for part in (given_energy, given_assigned, given_mass)
     )
     per_token = _like(w, *w.shape[:3])
     return torch.empty_like(w, memory_format=torch.contiguous_format), _like(w, w.shape[2]), per_token, *sums

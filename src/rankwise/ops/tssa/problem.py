@@ -45,11 +45,6 @@ class Problem(NamedTuple):
     causal: bool
 
     @property
-    def packed(self) -> bool:
-        """Whether one row holds all sequences; otherwise each row is one."""
-        return self.bounds is not None
-
-    @property
     def sequences(self) -> int:
         """N."""
         return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
@@ -60,7 +55,7 @@ class Problem(NamedTuple):
             return self.start
         heads, width = self.w.shape[2:]
         energy = self.w.new_zeros((self.sequences, heads, width), dtype=exact(self.w.dtype))
-        return Sums(energy, energy, energy.new_zeros((self.sequences, heads)))
+        return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
 
 
 class Solution(NamedTuple):

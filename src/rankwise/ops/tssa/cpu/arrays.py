@@ -133,7 +133,7 @@ def pieces(problem: Problem) -> tuple[Pieces, int]:
     return _cut(problem, size, size), workers
 
 
-def relay(problem: Problem) -> tuple[Pieces, int]:
+def relay_pieces(problem: Problem) -> tuple[Pieces, int]:
     """Pieces that go on from one another, small enough for a cache; what can be shared out whole stays whole.
 
     That is rows that give every thread as many, and sequences of less than a quarter of a thread's share.
@@ -146,7 +146,7 @@ def relay(problem: Problem) -> tuple[Pieces, int]:
     """
     workers, total = threads(problem.w.numel()), _total(problem)
     size = max(CACHED * total // problem.w.numel(), total // (MOST * workers), 1)
-    even = workers == 1 or not (problem.packed or problem.w.shape[0] % workers)
+    even = workers == 1 or (problem.bounds is None and problem.w.shape[0] % workers == 0)
     return _cut(problem, -(-size // CHUNK) * CHUNK, total if even else total // (4 * workers)), workers
 
 

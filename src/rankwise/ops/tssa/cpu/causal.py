@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import causal_loops as loops
-from rankwise.ops.tssa.cpu.arrays import flat, new, powers, relay
+from rankwise.ops.tssa.cpu.arrays import flat, new, powers, relay_pieces
 from rankwise.ops.tssa.cpu.carry import first_sums
 from rankwise.ops.tssa.cpu.causal_back import backward as backward
 from rankwise.ops.tssa.cpu.heads import score_room, temperatures
@@ -34,7 +34,7 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
         Output in the dtype of w, the others in that of the sums.
     """
     w, dtype, heads = problem.w, exact(problem.w.dtype), problem.w.shape[2]
-    runs, workers = relay(problem)
+    runs, workers = relay_pieces(problem)
     x = flat(w, dtype)
     score, pi = score_room(x, keep)
     energy, assigned, mass = first_sums(problem)
