@@ -145,13 +145,13 @@ def test_an_interrupt_of_one_thread_ends_the_others(monkeypatch):
 @pytest.fixture
 def cuts(monkeypatch) -> list[arrays.Pieces]:
     """The pieces of every call."""
-    found, cut = [], causal.relay
+    found, cut = [], causal.relay_pieces
 
     def noted(problem):
         found.append(cut(problem)[0])
         return found[-1], 2
 
-    monkeypatch.setattr(causal, "relay", noted)
+    monkeypatch.setattr(causal, "relay_pieces", noted)
     return found
 
 
