@@ -35,6 +35,22 @@ def compiled(function: Loop, allowed: set[str] = ALLOWED) -> Loop:
     return njit(nogil=True, cache=True, fastmath=allowed, error_model="numpy")(function)
 
 
+def place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """Where a number of an array lies, for what numba has no words for and LLVM does.
+
+    Args:
+        context: of the compilation, as numba hands it to an intrinsic.
+        builder: likewise.
+        kind: the array's type.
+        array: the array.
+        index: into its numbers in the order of memory.
+
+    Returns:
+        A pointer.
+    """
+    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
+
+
 def inlined(function: Loop, allowed: set[str] = ALLOWED) -> Loop:
     """Compile what a loop does with one row, as a part of every loop that calls it.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from rankwise.ops.tssa.cpu.compiled import inlined
+from rankwise.ops.tssa.cpu.compiled import inlined, place
 
 PATIENCE = 1 << 16
 """Looks at the board, some ten microseconds, before a loop gives up and lets its thread sleep."""
@@ -28,16 +28,12 @@ def board(pieces: int) -> np.ndarray:
     return np.zeros(1 + pieces, np.int64)
 
 
-def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
-
-
 @intrinsic
 def _load(typing: Any, array: Any, index: Any) -> Any:
     """Read a number; what its writer wrote before can be read after."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.load_atomic(_place(context, builder, signature.args[0], *given), "acquire", 8)
+        return builder.load_atomic(place(context, builder, signature.args[0], *given), "acquire", 8)
 
     return array.dtype(array, types.intp), generate
 
@@ -47,8 +43,8 @@ def _store(typing: Any, array: Any, index: Any, value: Any) -> Any:
     """Write a number, behind all that was written before."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        place = _place(context, builder, signature.args[0], *given[:2])
-        builder.store_atomic(given[2], place, "release", 8)
+        at = place(context, builder, signature.args[0], *given[:2])
+        builder.store_atomic(given[2], at, "release", 8)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, array.dtype), generate
@@ -59,9 +55,9 @@ def _next(typing: Any, array: Any, index: Any) -> Any:
     """Add one and give what was there."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        place = _place(context, builder, signature.args[0], *given)
+        at = place(context, builder, signature.args[0], *given)
         one = context.get_constant(types.int64, 1)
-        return builder.atomic_rmw("add", place, one, "acq_rel")
+        return builder.atomic_rmw("add", at, one, "acq_rel")
 
     return array.dtype(array, types.intp), generate
 

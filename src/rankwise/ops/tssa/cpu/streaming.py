@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rankwise.ops.tssa.cpu.compiled import inlined
+from rankwise.ops.tssa.cpu.compiled import inlined, place
 
 LINE = 64
 """Bytes of a cache line. A store past the cache that covers a part of one is slower than any other."""
@@ -24,8 +24,8 @@ def _store_line(typing: Any, to: Any, index: Any, source: Any, start: Any) -> An
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         def line(kind: Any, array: Any, at: Any) -> Any:
-            place = builder.gep(context.make_array(kind)(context, builder, array).data, [at])
-            return builder.bitcast(place, ir.VectorType(ir.IntType(8), LINE).as_pointer())
+            number = place(context, builder, kind, array, at)
+            return builder.bitcast(number, ir.VectorType(ir.IntType(8), LINE).as_pointer())
 
         numbers = builder.load(line(signature.args[2], *given[2:]), align=source.dtype.bitwidth // 8)
         store = builder.store(numbers, line(signature.args[0], *given[:2]), align=LINE)
