@@ -1,25 +1,36 @@
-"""Causal TSSA's pieces on several threads: who waits, who is told, and what becomes of failures."""
+"""Pieces of a call on several threads: who waits, who is told, and what becomes of failures."""
 
 import threading
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from tssa_cases import Case
+from tssa_cases import Case, outputs_and_gradients
 
 from rankwise.ops import TSSAState, tssa
-from rankwise.ops.tssa.cpu import arrays, causal, threads
+from rankwise.ops.tssa.cpu import (
+    arrays,
+    bidirectional_back_loops,
+    bidirectional_loops,
+    causal,
+    relay,
+    threads,
+)
 from rankwise.ops.tssa.cpu import causal_loops as loops
 from rankwise.ops.tssa.cpu.relay import board, post, posted, take
 
 SUMS, BEHIND, OUTPUT = 12, 15, -3  # where these stand among what the compiled loop takes
 CASE = Case(shape=(1, 700, 3, 5), causal=True, masked=True, decayed=True, stated=True)
+BOTH_WAYS = Case(shape=(1, 700, 3, 5), masked=True)
+SOME_SHORT = Case(shape=(1, 700, 3, 5), cuts=(0, 330, 330, 331, 333, 700))
 
 
 @pytest.fixture(autouse=True)
 def two_threads_and_pieces_of_a_chunk(monkeypatch):
     monkeypatch.setattr(arrays, "CACHED", 1)
+    monkeypatch.setattr(arrays, "PIECE", 1)
     monkeypatch.setattr(threads, "SMALL", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -53,7 +64,7 @@ def test_a_stage_is_reached_when_it_is_posted_and_not_before():
     assert posted(places, 1, 1)
 
 
-def recorded(monkeypatch, case: Case) -> Callable[[], list]:
+def recorded(monkeypatch, case: Case, loops: ModuleType = loops, name: str = "forward") -> Callable[[], list]:
     """Makes the arguments that a call on two threads hands to its compiled loop, new each time."""
     found = []
 
@@ -61,11 +72,11 @@ def recorded(monkeypatch, case: Case) -> Callable[[], list]:
         found.append([part.copy() if isinstance(part, np.ndarray) else part for part in given])
         return loop(*given)
 
-    loop = loops.forward
+    loop = getattr(loops, name)
     with monkeypatch.context() as patch:
-        patch.setattr(loops, "forward", noted)
-        patch.setattr(causal, "together", lambda work, workers: work(lambda: False))
-        case.run("cpu")
+        patch.setattr(loops, name, noted)
+        patch.setattr(relay, "together", lambda work, workers: work(lambda: False))
+        outputs_and_gradients(case, "cpu") if name == "backward" else case.run("cpu")
     return lambda: [part.copy() if isinstance(part, np.ndarray) else part for part in found[0]]
 
 
@@ -108,15 +119,61 @@ def test_a_piece_that_waits_twice_goes_on_where_it_was(monkeypatch):
     assert all(np.array_equal(got[part], wanted[part]) for part in range(SUMS, BEHIND))
 
 
-def test_runs_do_not_differ():
-    first = CASE.run("cpu")
+OWNER = {"forward": 5, "backward": 9}  # where it stands
+TURNS = pytest.mark.parametrize(
+    ("loops", "name"),
+    [(bidirectional_loops, "forward"), (bidirectional_back_loops, "backward")],
+    ids=["forward", "backward"],
+)
+
+
+@TURNS
+@pytest.mark.parametrize("case", [BOTH_WAYS, SOME_SHORT], ids=["masked", "packed"])
+def test_whoever_needs_the_sums_of_a_late_piece_waits(monkeypatch, loops, name, case):
+    """One hand holds the first piece of a sequence, then the other does."""
+    fresh = recorded(monkeypatch, case, loops, name)
+    loop, wanted, got = getattr(loops, name), fresh(), fresh()
+    assert loop(*wanted)
+    pieces = len(wanted[-2]) - 1
+    assert pieces > 4
+
+    got[-2][0] = 1
+    late, early = ([*got[:-1], np.array([held])] for held in (0, -1))
+    assert not loop(*early)
+    assert early[-1][0] == pieces  # the second turn of the first piece
+    assert not loop(*late)
+    assert late[-1][0] == 2 * pieces
+    assert loop(*early)
+    assert loop(*late)
+    for mine, theirs in zip(got[:-2], wanted[:-2], strict=True):
+        assert np.array_equal(mine, theirs, equal_nan=True)
+
+
+@TURNS
+def test_a_sequence_in_one_piece_waits_for_nobody(monkeypatch, loops, name):
+    fresh = recorded(monkeypatch, SOME_SHORT, loops, name)
+    loop, wanted, got = getattr(loops, name), fresh(), fresh()
+    assert loop(*wanted)
+    owner = wanted[OWNER[name]]
+    (piece,) = np.flatnonzero(owner == 2)
+    got[-2][0] = 3 * len(owner)  # nothing is left to take
+    assert loop(*got[:-1], np.array([piece]))
+    token = slice(330, 331)
+    assert np.array_equal(got[OUTPUT][token], wanted[OUTPUT][token])
+
+
+@pytest.mark.parametrize("case", [CASE, BOTH_WAYS, SOME_SHORT], ids=["causal", "masked", "packed"])
+def test_runs_do_not_differ(case):
+    first = outputs_and_gradients(case, "cpu")
     for _ in range(20):
-        again = CASE.run("cpu")
-        assert torch.equal(again.output, first.output)
-        assert all(torch.equal(a, b) for a, b in zip(again.state, first.state, strict=True))
+        again = outputs_and_gradients(case, "cpu")
+        assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-def test_an_interrupt_of_one_thread_ends_the_others(monkeypatch):
+@pytest.mark.parametrize(
+    ("loops", "case"), [(loops, CASE), (bidirectional_loops, BOTH_WAYS)], ids=["causal", "bidirectional"]
+)
+def test_an_interrupt_of_one_thread_ends_the_others(monkeypatch, loops, case):
     """It holds a piece, so the others would wait for that for ever."""
     holder, naps = [], []
 
@@ -136,9 +193,9 @@ def test_an_interrupt_of_one_thread_ends_the_others(monkeypatch):
 
     loop = loops.forward
     monkeypatch.setattr(loops, "forward", take_and_never_do)
-    monkeypatch.setattr(causal, "sleep", nap)
+    monkeypatch.setattr(relay, "sleep", nap)
     with pytest.raises(KeyboardInterrupt):
-        CASE.run("cpu")
+        case.run("cpu")
     assert len(naps) < 1000
 
 

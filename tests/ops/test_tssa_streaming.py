@@ -6,7 +6,7 @@ import torch
 from numba import njit
 
 from rankwise.ops import tssa
-from rankwise.ops.tssa.cpu import bidirectional_loops, causal_loops
+from rankwise.ops.tssa.cpu import bidirectional_back_loops, bidirectional_loops, causal_loops
 from rankwise.ops.tssa.cpu.arrays import new
 from rankwise.ops.tssa.cpu.streaming import LARGE, LINE, settle, stream, streams
 
@@ -50,7 +50,7 @@ def test_only_large_results_whose_rows_fill_lines_go_past_the_cache():
 
 @pytest.mark.parametrize(
     "loop",
-    [causal_loops.output, bidirectional_loops.outputs, bidirectional_loops.tokens_back],
+    [causal_loops.output, bidirectional_loops.outputs, bidirectional_back_loops.tokens_back],
     ids=["causal", "bidirectional", "gradient"],
 )
 def test_loops_store_past_the_cache_and_then_settle(loop):

@@ -1,7 +1,7 @@
-"""The compiled loops of bidirectional TSSA.
+"""The compiled loops of bidirectional TSSA: three ways through the tokens, by threads that wait for all sums.
 
-Arrays: w (M, H, K) with M the tokens of all sequences; a task is a piece, the tokens first[i] ≤ t < last[i]
-of sequence owner[i]. What is summed over tokens is summed by piece, in chunks, in float64.
+Arrays: w (M, H, K) with M the tokens of all sequences; piece i is the tokens first[i] ≤ t < last[i] of
+sequence owner[i]. What is summed over tokens is summed by piece, in chunks, in float64.
 """
 
 from typing import no_type_check
@@ -9,8 +9,10 @@ from typing import no_type_check
 import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
-from rankwise.ops.tssa.cpu.head_loops import softmax_rows, softmax_rows_back
+from rankwise.ops.tssa.cpu.head_loops import softmax_rows
+from rankwise.ops.tssa.cpu.relay import post
 from rankwise.ops.tssa.cpu.streaming import settle, stream, streams
+from rankwise.ops.tssa.cpu.turns import all_posted, next_turn
 
 
 @inlined
@@ -23,33 +25,54 @@ def add_energy_row(row, weight, sums):
 
 @compiled
 @no_type_check
-def energies(w, mask, first, last, total, low, high):
-    """total[i] = Σ_t w[t,h,k]² over piece i."""
-    local = np.zeros(w.shape[1:], w.dtype)
-    one = w.dtype.type(1)
-    for i in range(low, high):
-        total[i] = 0
-        for chunk in range(first[i], last[i], CHUNK):
-            local[:] = 0
-            for t in range(chunk, min(chunk + CHUNK, last[i])):
-                if mask.size > 0 and not mask[t]:
-                    continue
-                for h in range(len(local)):
-                    add_energy_row(w[t, h], one, local[h])
-            total[i] += local
+def energies(w, mask, first, last, i, totals):
+    """totals[i] = Σ_t w² over piece i."""
+    rows, total = w.reshape(len(w), -1), totals[i].reshape(-1)  # heads do not matter
+    one, local = w.dtype.type(1), np.empty(len(total), w.dtype)
+    total[:] = 0
+    for chunk in range(first[i], last[i], CHUNK):
+        local[:] = 0
+        for t in range(chunk, min(chunk + CHUNK, last[i])):
+            if mask.size == 0 or mask[t]:
+                add_energy_row(rows[t], one, local)
+        total += local
 
 
 @compiled
 @no_type_check
-def gather(total, owner, out):
-    """out[n] = the totals of the pieces of sequence n, added up in float64; untouched where it has none."""
-    carry = np.zeros(total.shape[1:])
-    for i in range(len(total)):
-        if i > 0 and owner[i] == owner[i - 1]:
-            carry += total[i]
-        else:
-            carry[:] = total[i]
-        out[owner[i]] = carry
+def gather(totals, low, high, out):
+    """Σ totals[i] over the pieces of a sequence, in float64."""
+    carry = np.zeros(out.shape)
+    for i in range(low, high):
+        carry += totals[i]
+    out[:] = carry
+
+
+@compiled
+@no_type_check
+def keep(sums, own, out):
+    """out[own] = sums."""
+    out[own] = sums
+
+
+@compiled
+@no_type_check
+def invert(energy, eps, out):
+    """1/max(Σ w², eps); what is NaN stays so."""
+    one, tiny = energy.dtype.type(1), energy.dtype.type(eps)
+    for h in range(len(energy)):
+        for k in range(energy.shape[1]):
+            out[h, k] = one / (tiny if energy[h, k] < tiny else energy[h, k])
+
+
+@compiled
+@no_type_check
+def damp(assigned, mass, eps, out):
+    """1/(1 + m), m = Σ Π w²/(Σ Π + eps)."""
+    one, tiny = assigned.dtype.type(1), assigned.dtype.type(eps)
+    for h in range(len(assigned)):
+        for k in range(assigned.shape[1]):
+            out[h, k] = one / (one + assigned[h, k] / (mass[h, 0] + tiny))
 
 
 @inlined
@@ -64,33 +87,31 @@ def project_row(row, vector):
 
 @compiled
 @no_type_check
-def assign(w, inverse, temperature, mask, first, last, owner, score, membership, total, mass, low, high):
-    """Scores and memberships; total[i] = Σ_t Π w² and mass[i] = Σ_t Π over piece i, while w is in the cache.
+def assign(w, inverse, temperature, mask, first, last, i, score, membership, totals, masses):
+    """Scores and memberships; totals[i] = Σ_t Π w² and masses[i] = Σ_t Π over piece i, still in the cache.
 
     ``membership`` may be ``score``.
     """
-    heads, width = w.shape[1], w.shape[2]
-    local = np.zeros((heads, width), w.dtype)
-    for i in range(low, high):
-        total[i] = 0
-        mass[i] = 0
-        for chunk in range(first[i], last[i], CHUNK):
-            stop = min(chunk + CHUNK, last[i])
-            local[:] = 0
-            for t in range(chunk, stop):
-                if mask.size > 0 and not mask[t]:
-                    score[t] = 0
-                    continue
-                for h in range(heads):
-                    score[t, h] = project_row(w[t, h], inverse[owner[i], h])
-            softmax_rows(score, temperature, mask, membership, chunk, stop)
-            for t in range(chunk, stop):
-                if mask.size > 0 and not mask[t]:
-                    continue
-                for h in range(heads):
-                    mass[i, h] += membership[t, h]
-                    add_energy_row(w[t, h], membership[t, h], local[h])
-            total[i] += local
+    total, mass, local = totals[i], masses[i], np.empty(w.shape[1:], w.dtype)
+    total[:] = 0
+    mass[:] = 0
+    for chunk in range(first[i], last[i], CHUNK):
+        stop = min(chunk + CHUNK, last[i])
+        local[:] = 0
+        for t in range(chunk, stop):
+            if mask.size > 0 and not mask[t]:
+                score[t] = 0
+                continue
+            for h in range(len(local)):
+                score[t, h] = project_row(w[t, h], inverse[h])
+        softmax_rows(score, temperature, mask, membership, chunk, stop)
+        for t in range(chunk, stop):
+            if mask.size > 0 and not mask[t]:
+                continue
+            for h in range(len(local)):
+                mass[h, 0] += membership[t, h]
+                add_energy_row(w[t, h], membership[t, h], local[h])
+        total += local
 
 
 @inlined
@@ -103,118 +124,71 @@ def scale_row(row, out, factor, vector):
 
 @compiled
 @no_type_check
-def outputs(w, membership, factor, mask, first, last, owner, out, low, high):
-    """Out = -Π w factor, factor = 1/(1 + m) of the token's sequence."""
+def outputs(w, membership, factor, mask, first, last, i, out):
+    """Out = -Π w factor, factor = 1/(1 + m), of piece i."""
     past, cell = streams(out), np.empty(w.shape[1:], w.dtype)
-    for i in range(low, high):
-        for t in range(first[i], last[i]):
-            if mask.size > 0 and not mask[t]:
-                out[t] = 0
-                continue
-            row = cell if past else out[t]
-            for h in range(w.shape[1]):
-                scale_row(w[t, h], row[h], membership[t, h], factor[owner[i], h])
-            if past:
-                stream(cell, out, t)
+    for t in range(first[i], last[i]):
+        if mask.size > 0 and not mask[t]:
+            out[t] = 0
+            continue
+        row = cell if past else out[t]
+        for h in range(len(cell)):
+            scale_row(w[t, h], row[h], membership[t, h], factor[h])
+        if past:
+            stream(cell, out, t)
     settle()
 
 
-@inlined
-@no_type_check
-def output_row_back(row, given, factor, pi, sums):
-    """Σ_k g w factor; adds Π g w factor² to the sums."""
-    out = row.dtype.type(0)
-    for k in range(len(row)):
-        x = given[k] * row[k] * factor[k]
-        out += x
-        sums[k] += pi * (x * factor[k])
-    return out
+SQUARED, ASSIGNED = 1, 2
+"""Turns a piece has had: its w² are added up; so are its Π w² and Π."""
 
 
 @compiled
 @no_type_check
-def outputs_back(w, given, membership, factor, mask, first, last, owner, direct, total, low, high):
-    """direct[t,h] = Σ_k g w factor; total[i] = Σ_t Π g w factor² over piece i, the gradient of m."""
-    heads, width = w.shape[1], w.shape[2]
-    local = np.zeros((heads, width), w.dtype)
-    for i in range(low, high):
-        total[i] = 0
-        for chunk in range(first[i], last[i], CHUNK):
-            local[:] = 0
-            for t in range(chunk, min(chunk + CHUNK, last[i])):
-                if mask.size > 0 and not mask[t]:
-                    direct[t] = 0
-                    continue
-                for h in range(heads):
-                    direct[t, h] = output_row_back(
-                        w[t, h], given[t, h], factor[owner[i], h], membership[t, h], local[h]
-                    )
-            total[i] += local
-
-
-@compiled
-@no_type_check
-def slopes(
-    w, membership, score, temperature, given, moment, less, mask, first, last, owner,
-    asked, slope, of_temperature, total, low, high,
+def forward(
+    w, temperature, mask, first, last, owner, energy_eps, mass_eps, totals, more, masses,
+    energy, assigned, mass, score, membership, out, board, spot,
 ):  # fmt: skip
-    """Gradients of the scores and, by piece, of the temperature, from what the output asks of Π.
+    """Memberships and outputs of all pieces: True; False where one has waited a while for its relatives.
 
-    asked[t,h] becomes Σ_k moment w² - asked + given - less; total[i] = Σ_t slope w² over piece i.
+    Call again then: ``spot`` holds what was taken, -1 for nothing. ``totals``, ``more`` (P, H, K) and
+    ``masses`` (P, H, 1) are room for what pieces add up; ``energy``, ``assigned`` (N, H, K) and ``mass``
+    (N, H, 1), zeros before, become the sums of every sequence.
     """
     heads, width = w.shape[1], w.shape[2]
-    local = np.zeros((heads, width), w.dtype)
-    for i in range(low, high):
-        total[i] = 0
-        of_temperature[i] = 0
-        n = owner[i]
-        for chunk in range(first[i], last[i], CHUNK):
-            stop = min(chunk + CHUNK, last[i])
-            local[:] = 0
-            for t in range(chunk, stop):
-                if mask.size > 0 and not mask[t]:
-                    continue
-                for h in range(heads):
-                    through = project_row(w[t, h], moment[n, h])
-                    asked[t, h] = through - asked[t, h] + given[t, h] - less[n, h]
-            softmax_rows_back(membership, asked, score, temperature, slope, of_temperature[i], chunk, stop)
-            for t in range(chunk, stop):
-                if mask.size > 0 and not mask[t]:
-                    continue
-                for h in range(heads):
-                    add_energy_row(w[t, h], slope[t, h], local[h])
-            total[i] += local
+    sums, n = np.empty((heads, width), w.dtype), np.empty((heads, 1), w.dtype)
+    inverse, factor = np.empty((heads, width), w.dtype), np.empty((heads, width), w.dtype)
+    inverse_of = factor_of = -1  # sequences
+    while True:
+        turn, i, low, high = next_turn(board, owner, spot)
+        if turn < 0:
+            return True
+        own, alone = owner[i], high - low == 1
 
-
-@inlined
-@no_type_check
-def token_row_back(row, given, out, factor, pi, asked, moment, inverse, energy):
-    """One token's gradient from those of its sequence's sums."""
-    two = row.dtype.type(2)
-    for k in range(len(row)):
-        g = moment[k] * pi + asked * inverse[k] + energy[k]
-        out[k] = two * row[k] * g - pi * given[k] * factor[k]
-
-
-@compiled
-@no_type_check
-def tokens_back(
-    w, given, membership, asked, factor, moment, inverse, energy, mask, first, last, owner, out, low, high
-):
-    """Gradient of w: 2w (moment Π + asked · inverse + energy) - Π g factor."""
-    past, cell = streams(out), np.empty(w.shape[1:], w.dtype)
-    for i in range(low, high):
-        n = owner[i]
-        for t in range(first[i], last[i]):
-            if mask.size > 0 and not mask[t]:
-                out[t] = 0
-                continue
-            row = cell if past else out[t]
-            for h in range(w.shape[1]):
-                token_row_back(
-                    w[t, h], given[t, h], row[h], factor[n, h], membership[t, h], asked[t, h],
-                    moment[n, h], inverse[n, h], energy[n, h],
-                )  # fmt: skip
-            if past:
-                stream(cell, out, t)
-    settle()
+        if turn == 0:
+            energies(w, mask, first, last, i, totals)
+            post(board, i, SQUARED)
+        if turn == SQUARED or alone:
+            if inverse_of != own:
+                if not all_posted(board, low, high, SQUARED):
+                    return False
+                gather(totals, low, high, sums)
+                invert(sums, energy_eps, inverse)
+                inverse_of = own
+                if i == low:
+                    keep(sums, own, energy)
+            assign(w, inverse, temperature, mask, first, last, i, score, membership, more, masses)
+            post(board, i, ASSIGNED)
+        if turn == ASSIGNED or alone:
+            if factor_of != own:
+                if not all_posted(board, low, high, ASSIGNED):
+                    return False
+                gather(more, low, high, sums)
+                gather(masses, low, high, n)
+                damp(sums, n, mass_eps, factor)
+                factor_of = own
+                if i == low:
+                    keep(sums, own, assigned)
+                    keep(n, own, mass)
+            outputs(w, membership, factor, mask, first, last, i, out)
+        spot[0] = -1

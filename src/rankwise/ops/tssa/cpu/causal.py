@@ -1,8 +1,5 @@
 """Causal TSSA on a CPU, in one way through the tokens."""
 
-from collections.abc import Callable
-from time import sleep
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,13 +9,9 @@ from rankwise.ops.tssa.cpu.arrays import flat, new, powers, relay_pieces
 from rankwise.ops.tssa.cpu.carry import first_sums
 from rankwise.ops.tssa.cpu.causal_back import backward as backward
 from rankwise.ops.tssa.cpu.heads import score_room, temperatures
-from rankwise.ops.tssa.cpu.relay import board
-from rankwise.ops.tssa.cpu.threads import together
+from rankwise.ops.tssa.cpu.relay import board, relay
 from rankwise.ops.tssa.problem import Problem, Sums, exact
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
-
-NAP = 50e-6
-"""Seconds a thread sleeps when the piece before its own is still not far enough."""
 
 
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
@@ -45,12 +38,7 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     sums = (ENERGY_EPS, MASS_EPS, energy, assigned, mass[..., None], *behind)
     every = (*read, *tokens, *sums, score, pi, flat(output, dtype), places)
 
-    def work(stopped: Callable[[], bool]) -> None:
-        spot = np.array([-1, 0])
-        while not loops.forward(*every, spot) and not stopped():
-            sleep(NAP)
-
-    together(work, min(workers, count))
+    relay(loops.forward, every, [-1, 0], min(workers, count))
     membership, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (pi, score))
     end = Sums(*(torch.from_numpy(part) for part in (energy, assigned, mass)))
     return output.to(w.dtype), membership, scores, end

@@ -1,9 +1,11 @@
-"""Sums handed from each piece of a sequence to the next, between threads that run compiled loops.
+"""Sums handed from piece to piece of a sequence, between threads that run one compiled loop.
 
-A board holds 1 + P numbers: how many pieces have been taken, then how far each piece is. Pieces are taken in
-order, so that whoever waits waits for one that has been taken: it comes, whatever the number of threads.
+A board holds 1 + P numbers: how much has been taken, then how far each piece is. Pieces are taken in order,
+so that whoever waits waits for one that has been taken: it comes, whatever the number of threads.
 """
 
+from collections.abc import Callable
+from time import sleep
 from typing import Any, no_type_check
 
 import numpy as np
@@ -11,7 +13,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from rankwise.ops.tssa.cpu.compiled import inlined, place
+from rankwise.ops.tssa.cpu.threads import together
 
+NAP = 50e-6
+"""Seconds a thread sleeps when what it waits for is still not there."""
 PATIENCE = 1 << 16
 """Looks at the board, some ten microseconds, before a loop gives up and lets its thread sleep."""
 
@@ -26,6 +31,24 @@ def board(pieces: int) -> np.ndarray:
         (1 + P,).
     """
     return np.zeros(1 + pieces, np.int64)
+
+
+def relay(loop: Callable[..., bool], every: tuple[Any, ...], spot: list[int], workers: int) -> None:
+    """Run a compiled loop on several threads until each has found nothing left to take.
+
+    Args:
+        loop: True then; False where it has waited a while, to be called again.
+        every: what all threads hand it, the board last.
+        spot: where a thread begins; it hands its own behind them and the loop remembers in it where it was.
+        workers: how many threads at most.
+    """
+
+    def work(stopped: Callable[[], bool]) -> None:
+        own = np.array(spot)
+        while not loop(*every, own) and not stopped():
+            sleep(NAP)
+
+    together(work, workers)
 
 
 @intrinsic
