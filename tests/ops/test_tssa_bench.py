@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from rankwise.cli import bench
 from rankwise.errors import InputError
 from rankwise.ops.tssa.bench import clock, run
-from rankwise.ops.tssa.bench.clock import peak_bytes, race
+from rankwise.ops.tssa.bench.clock import race
 from rankwise.ops.tssa.bench.contenders import EAGER, OURS, REFERENCE, SDPA, contenders, inputs
+from rankwise.ops.tssa.bench.memory import can_keep, kept, peak_bytes, status_kib
 from rankwise.ops.tssa.bench.run import crossover
 
 CPU = torch.device("cpu")
@@ -71,6 +72,18 @@ def test_a_short_call_is_repeated_until_it_can_be_read():
 def test_peak_memory_is_of_the_call():
     found = peak_bytes(lambda: torch.ones(32 << 20, dtype=torch.uint8).sum(), CPU)
     assert found is None or found > 30 << 20
+
+
+@pytest.mark.skipif(not can_keep(), reason="glibc only")
+def test_freed_memory_stays_while_it_is_kept_and_then_goes():
+    with kept():
+        pass  # nothing is left of the tests before
+    before = status_kib("VmRSS")
+    with kept():
+        tensors = [torch.ones(25 << 20, dtype=torch.uint8) for _ in range(8)]
+        del tensors
+        assert status_kib("VmRSS") > before + (190 << 10)
+    assert status_kib("VmRSS") < before + (50 << 10)
 
 
 def app():

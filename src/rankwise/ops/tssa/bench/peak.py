@@ -1,12 +1,12 @@
-"""Peak memory of one contender, for `clock.fresh_peak`: python -m rankwise.ops.tssa.bench.peak JSON."""
+"""Peak memory of one contender, for `memory.fresh_peak`: python -m rankwise.ops.tssa.bench.peak JSON."""
 
 import json
 import sys
 
 import torch
 
-from rankwise.ops.tssa.bench.clock import peak_bytes
 from rankwise.ops.tssa.bench.contenders import contenders, inputs
+from rankwise.ops.tssa.bench.memory import peak_bytes
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rankwise.ops.tssa.api import tssa
-from rankwise.ops.tssa.bench.clock import fresh_peak, race
+from rankwise.ops.tssa.bench.clock import race
 from rankwise.ops.tssa.bench.contenders import (
     CLONE,
     COPY,
@@ -25,6 +25,7 @@ from rankwise.ops.tssa.bench.contenders import (
     inputs,
     missing,
 )
+from rankwise.ops.tssa.bench.memory import can_keep, fresh_peak
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 QUICK = (256, 1024, 4096)
@@ -62,6 +63,7 @@ def machine(device: str, dtype: torch.dtype) -> Row:
         "threads": torch.get_num_threads(),
         "load": [round(x, 2) for x in load],
         "device": name,
+        "memory_kept": can_keep(),
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "python": platform.python_version(),
