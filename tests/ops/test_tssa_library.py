@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tssa_cases import Case, errors, outputs
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, half_lives, tssa
+from rankwise.ops.tssa import library
 from rankwise.ops.tssa.decay import rates, running_sum
 from rankwise.ops.tssa.library import bidirectional, bidirectional_backward, causal, causal_backward
 
@@ -103,6 +105,9 @@ for causal, decayed, masked, stated in [(0, 0, 0, 0), (0, 0, 1, 0), (1, 0, 0, 0)
         results.append([*found, *torch.autograd.grad(found[0].square().sum(), inputs)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        for a, b in zip(fast(*args), layer(*args), strict=True):
+            torch.testing.assert_close(a, b)
     print("equal")
 """
 
@@ -112,6 +117,63 @@ def test_it_compiles_into_one_graph():
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["equal"] * 5
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, given=(), options=None):
+        seen.append(function)
+        return function(*given, **(options or {}))
+
+
+seen: list = []
+
+
+def looked_at(w: torch.Tensor, is_causal: bool) -> None:
+    with Looking():
+        tssa(w, torch.ones(3), is_causal)
+
+
+def traced(w: torch.Tensor, is_causal: bool) -> None:
+    graph = torch.jit.trace(lambda x: tssa(x, torch.ones(3), is_causal).output, w).graph
+    seen.extend(node.kind() for node in graph.nodes())
+
+
+def profiled(w: torch.Tensor, is_causal: bool) -> None:
+    with torch.profiler.profile() as profile:
+        tssa(w, torch.ones(3), is_causal)
+    seen.extend(event.key for event in profile.key_averages())
+
+
+def with_a_gradient(w: torch.Tensor, is_causal: bool) -> None:
+    seen.append(type(tssa(w.requires_grad_(), torch.ones(3), is_causal).output.grad_fn))
+
+
+@causalities
+@pytest.mark.parametrize("watched", [looked_at, traced, profiled, with_a_gradient])
+def test_whoever_wants_to_see_an_operator_does(watched, is_causal):
+    seen.clear()
+    watched(torch.randn(1, 4, 3, 5), is_causal)
+    assert any(f"tssa_{'causal' if is_causal else 'bidirectional'}" in str(thing) for thing in seen)
+
+
+@causalities
+def test_a_tensor_without_numbers_reaches_no_kernel(is_causal):
+    fake = FakeTensorMode().from_tensor
+    found = tssa(fake(torch.randn(1, 4, 3, 5)), fake(torch.ones(3)), is_causal)
+    assert isinstance(found.output, FakeTensor)
+    assert found.output.shape == (1, 4, 3, 5)
+
+
+@causalities
+def test_a_kernel_is_called_without_an_operator_where_nobody_looks(monkeypatch, is_causal):
+    monkeypatch.setattr(library, "bidirectional", None)
+    monkeypatch.setattr(library, "causal", None)
+    w, parameter = torch.randn(1, 4, 3, 5), torch.nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        found = tssa(w, parameter, is_causal)
+    torch.testing.assert_close(found.output, tssa(w, torch.ones(3), is_causal, impl="reference").output)
+    with pytest.raises(TypeError):
+        tssa(w, parameter, is_causal)
 
 
 COMPILED_WRONG = """

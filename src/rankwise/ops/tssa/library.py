@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rankwise.errors import InputError
 from rankwise.ops.tssa.checks import check_call
@@ -12,8 +14,7 @@ from rankwise.ops.tssa.implementations import kernels
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
 
 
-@torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
-def bidirectional(
+def _bidirectional(
     w: Tensor,
     temperature: Tensor | None,
     mask: Tensor | None,
@@ -26,6 +27,9 @@ def bidirectional(
     problem = Problem(w, temperature, None, mask, None, None, bounds, causal=False)
     output, membership, score, sums = kernels(impl, causal=False).forward(problem, keep)
     return output, membership, score if keep else membership.new_empty(0), *sums
+
+
+bidirectional = torch.library.custom_op("rankwise::tssa_bidirectional", _bidirectional, mutates_args=())
 
 
 @torch.library.custom_op("rankwise::tssa_bidirectional_backward", mutates_args=())
@@ -53,8 +57,7 @@ def bidirectional_backward(
     return back(problem, membership, score, sums, given, given_membership)
 
 
-@torch.library.custom_op("rankwise::tssa_causal", mutates_args=())
-def causal(
+def _causal(
     w: Tensor,
     temperature: Tensor | None,
     offset: Tensor | None,
@@ -74,6 +77,9 @@ def causal(
     problem = Problem(w, temperature, offset, mask, start, rate, bounds, causal=True)
     output, membership, score, end = kernels(impl, causal=True).forward(problem, keep)
     return output, membership, score if keep else membership.new_empty(0), *end
+
+
+causal = torch.library.custom_op("rankwise::tssa_causal", _causal, mutates_args=())
 
 
 @torch.library.custom_op("rankwise::tssa_causal_backward", mutates_args=())
@@ -128,13 +134,29 @@ def solve(problem: Problem, impl: str) -> Solution:
         hidden = torch._C._are_functorch_transforms_active()
         _check_no_tangent(given, impl)
     keep = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
+    direct = not (keep or hidden) and _nobody_watches([*given, mask, rate, bounds])
     if not is_causal:
-        output, membership, *_ = bidirectional(w, temperature, mask, bounds, impl, keep)
+        both_ways = _bidirectional if direct else bidirectional
+        output, membership, *_ = both_ways(w, temperature, mask, bounds, impl, keep)
         return Solution(output, membership, None)
-    output, membership, _, *end = causal(
-        w, temperature, offset, mask, *(start or (None,) * 3), rate, bounds, impl, keep
+    one_way = _causal if direct else causal
+    energy, assigned, mass = start or (None, None, None)
+    output, membership, _, *end = one_way(
+        w, temperature, offset, mask, energy, assigned, mass, rate, bounds, impl, keep
     )
     return Solution(output, membership, Sums(*end))
+
+
+def _nobody_watches(given: list[Tensor | None]) -> bool:
+    """Whether no mode, tracer, profiler or kind of tensor wants to see an operator.
+
+    Then the kernel is called without one: that takes half the time of a call on one token.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
+        return False
+    return all(x is None or type(x) in (Tensor, Parameter) for x in given)
 
 
 def _check_no_tangent(given: list[Tensor], impl: str) -> None:
