@@ -38,9 +38,9 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     read = (x, temperatures(problem.temperature, dtype), flat(problem.mask, torch.bool), *runs, *EPS)
     every = (*read, *room, *sums, score, membership, flat(output, dtype), board(count))
     relay(bidirectional_loops.forward, every, [-1], min(workers, count))
-    pi, scores = (torch.from_numpy(part).view(w.shape[:3]) for part in (membership, score))
-    energy, assigned, mass = map(torch.from_numpy, sums)
-    return output.to(w.dtype), pi, scores, Sums(energy, assigned, mass[..., 0])
+    pi, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (membership, score))
+    end = Sums(*map(torch.from_numpy, (*sums[:2], sums[2][..., 0])))
+    return output.to(w.dtype), pi, scores, end
 
 
 def backward(

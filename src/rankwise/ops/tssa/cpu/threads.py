@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-SMALL = 1 << 18
+SMALL = 1 << 19
 """Below this many numbers a second thread costs more than it saves."""
 
 _lock = Lock()
