@@ -162,6 +162,17 @@ def test_a_sequence_in_one_piece_waits_for_nobody(monkeypatch, loops, name):
     assert np.array_equal(got[OUTPUT][token], wanted[OUTPUT][token])
 
 
+@TURNS
+def test_a_sequence_in_one_piece_has_its_turns_once(monkeypatch, loops, name):
+    got = recorded(monkeypatch, Case(shape=(40, 7, 3, 5)), loops, name)()
+    pieces = len(got[OWNER[name]])
+    assert pieces == 40
+    got[-2][0] = pieces  # the first turns are taken
+    got[OUTPUT][:] = -7
+    assert getattr(loops, name)(*got[:-1], np.array([-1]))
+    assert (got[OUTPUT] == -7).all()
+
+
 @pytest.mark.parametrize("case", [CASE, BOTH_WAYS, SOME_SHORT], ids=["causal", "masked", "packed"])
 def test_runs_do_not_differ(case):
     first = outputs_and_gradients(case, "cpu")
