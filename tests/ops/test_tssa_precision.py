@@ -31,10 +31,12 @@ def test_outputs_and_gradients(causal, scale, dtype):
     within(found, reference, truth)
 
 
+@pytest.mark.parametrize("scale", [1e-11, 1e-14])
 @causalities
-def test_a_channel_of_tiny_numbers(causal):
+def test_a_channel_of_tiny_numbers(causal, scale):
+    """Of 1e-11: Σ w² is 1e-20, whose square float32 takes for 0. Of 1e-14: it is held at 1e-24."""
     case = Case((2, 70, 3, 8), causal=causal, dtype=torch.float32)
-    case.w[..., 1] *= 1e-11  # Σ w² is 1e-20, whose square float32 takes for 0
+    case.w[..., 1] *= scale
     truth = outputs_and_gradients(double(case), "reference")
     found = outputs_and_gradients(case, "cpu")
     assert all(torch.isfinite(x).all() for x in found.values())
