@@ -73,6 +73,7 @@ def test_shapes_that_do_not_fit(change, match):
         ({"half_life": [1, 2, 3]}, r"half_life: wanted a tensor, got list\. Pass torch\.as_tensor"),
         ({"temperature": None}, r"temperature: wanted a tensor .* got None\. .*membership='uniform'"),
         ({"w": W.tolist()}, "w: wanted a tensor, got list"),
+        ({"w": W.to_sparse()}, r"w: wanted a dense tensor, got torch\.sparse_coo\. .*to_dense"),
         ({"w": ROW, "cu_seqlens": [0, 4]}, "cu_seqlens: wanted a tensor, got list"),
         (
             {"state": tuple(STATE)},

@@ -116,7 +116,8 @@ def test_every_head_width(width, causal):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_threads_change_nothing_but_the_order_of_sums(causal):
-    case = Case(shape=(1, 2500, 5, 24), causal=causal, decayed=causal)  # above the size that is spread
+    case = Case(shape=(1, 5000, 5, 24), causal=causal, decayed=causal)
+    assert case.w.numel() >= threads.SMALL
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -169,19 +170,22 @@ def test_kernels_write_every_number_they_return(causal, monkeypatch):
     assert max(errors(got, wanted).values()) == 0
 
 
-def test_a_forked_process_has_threads_of_its_own():
-    case = Case(shape=(1, 2500, 5, 24), causal=True)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_a_forked_process_has_threads_of_its_own(causal):
+    case = Case(shape=(1, 5000, 5, 24), causal=causal)
+    assert case.w.numel() >= threads.SMALL
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         wanted = case.run("cpu").output
         context = torch.multiprocessing.get_context("fork")
-        queue = context.SimpleQueue()
+        queue = context.Queue()
         child = context.Process(target=lambda: queue.put(case.run("cpu").output.numpy()))
         child.start()
-        got = queue.get()
+        got = queue.get(timeout=120)
         child.join(20)
     finally:
+        child.kill()
         torch.set_num_threads(torch_threads)
     assert child.exitcode == 0
     assert torch.equal(torch.from_numpy(got), wanted)
@@ -190,10 +194,12 @@ def test_a_forked_process_has_threads_of_its_own():
 FORKED = """
 import os, signal, torch
 from rankwise.ops import tssa
+from rankwise.ops.tssa.cpu import threads
 
 torch.set_num_threads(2)
 torch.randn(2000, 2000).exp()  # torch's threads begin, and have no part in what the child does
-w, temperature = torch.ones(1, 2500, 5, 24), torch.ones(5)
+w, temperature = torch.ones(1, 5000, 5, 24), torch.ones(5)
+assert w.numel() >= threads.SMALL
 child = os.fork()
 if child == 0:
     signal.alarm(120)

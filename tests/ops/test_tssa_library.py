@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -162,6 +163,50 @@ def test_a_tensor_without_numbers_reaches_no_kernel(is_causal):
     found = tssa(fake(torch.randn(1, 4, 3, 5)), fake(torch.ones(3)), is_causal)
     assert isinstance(found.output, FakeTensor)
     assert found.output.shape == (1, 4, 3, 5)
+
+
+@causalities
+def test_tensors_of_the_device_that_holds_no_numbers(is_causal):
+    found = tssa(torch.ones(1, 4, 3, 5, device="meta"), torch.ones(3, device="meta"), is_causal)
+    assert found.output.shape == (1, 4, 3, 5)
+    assert found.membership.is_meta
+
+
+@causalities
+@pytest.mark.parametrize("lazy", [torch._neg_view, lambda x: torch.complex(x, -x).conj().imag])
+def test_numbers_that_are_still_to_be_negated(lazy, is_causal):
+    w, temperature = torch.randn(1, 4, 3, 5), torch.full((3,), -2.0)
+    late, late_temperature = lazy(w), torch._neg_view(temperature)
+    assert late.is_neg()
+    for given in ((late, temperature), (w, late_temperature), (late.requires_grad_(), late_temperature)):
+        found = tssa(*given, is_causal).output
+        wanted = tssa(*(x.detach().resolve_neg() for x in given), is_causal).output
+        torch.testing.assert_close(found, wanted)
+
+
+@causalities
+def test_zeros_that_are_still_to_be_made(is_causal):
+    zeros = torch._efficientzerotensor((1, 4, 3, 5))
+    assert not tssa(zeros, torch.ones(3), is_causal).output.any()
+
+
+@causalities
+def test_vmap_without_a_gradient(is_causal):
+    w = torch.randn(2, 1, 4, 3, 5)
+    with torch.no_grad():
+        found = torch.func.vmap(lambda x: tssa(x, torch.ones(3), is_causal).output)(w)
+    torch.testing.assert_close(found[:, 0], tssa(w[:, 0], torch.ones(3), is_causal).output)
+
+
+@causalities
+def test_infinities_that_cancel_give_no_warning(is_causal):
+    w, temperature = torch.randn(1, 40, 3, 5, requires_grad=True), torch.ones(3, requires_grad=True)
+    given = torch.zeros(1, 40, 3)
+    given[0, 5, 0], given[0, 30, 0] = torch.inf, -torch.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        back = torch.autograd.grad(tssa(w, temperature, is_causal).membership, (w, temperature), given)
+    assert back[1].isnan().any()
 
 
 @causalities

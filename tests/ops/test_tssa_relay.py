@@ -22,6 +22,7 @@ from rankwise.ops.tssa.cpu import causal_loops as loops
 from rankwise.ops.tssa.cpu.relay import board, post, posted, take
 
 SUMS, BEHIND, OUTPUT = 12, 15, -3  # where these stand among what the compiled loop takes
+UNWRITTEN = -7.0
 CASE = Case(shape=(1, 700, 3, 5), causal=True, masked=True, decayed=True, stated=True)
 BOTH_WAYS = Case(shape=(1, 700, 3, 5), masked=True)
 SOME_SHORT = Case(shape=(1, 700, 3, 5), cuts=(0, 330, 330, 331, 333, 700))
@@ -77,6 +78,7 @@ def recorded(monkeypatch, case: Case, loops: ModuleType = loops, name: str = "fo
         patch.setattr(loops, name, noted)
         patch.setattr(relay, "together", lambda work, workers: work(lambda: False))
         outputs_and_gradients(case, "cpu") if name == "backward" else case.run("cpu")
+    found[0][OUTPUT][:] = UNWRITTEN
     return lambda: [part.copy() if isinstance(part, np.ndarray) else part for part in found[0]]
 
 
@@ -86,6 +88,7 @@ def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
     wanted, got = fresh(), fresh()
     assert len(wanted[7]) > 4  # pieces
     assert loops.forward(*wanted)
+    assert not (wanted[OUTPUT] == UNWRITTEN).any()
 
     got[-2][0] = 2  # the first two are taken, each by a hand
     hands = [[*got[:-1], np.array([piece, 0])] for piece in (1, 0)]
@@ -134,6 +137,7 @@ def test_whoever_needs_the_sums_of_a_late_piece_waits(monkeypatch, loops, name, 
     fresh = recorded(monkeypatch, case, loops, name)
     loop, wanted, got = getattr(loops, name), fresh(), fresh()
     assert loop(*wanted)
+    assert not (wanted[OUTPUT] == UNWRITTEN).any()
     pieces = len(wanted[-2]) - 1
     assert pieces > 4
 
@@ -160,6 +164,7 @@ def test_a_sequence_in_one_piece_waits_for_nobody(monkeypatch, loops, name):
     assert loop(*got[:-1], np.array([piece]))
     token = slice(330, 331)
     assert np.array_equal(got[OUTPUT][token], wanted[OUTPUT][token])
+    assert not (got[OUTPUT][token] == UNWRITTEN).any()
 
 
 @TURNS
@@ -168,9 +173,8 @@ def test_a_sequence_in_one_piece_has_its_turns_once(monkeypatch, loops, name):
     pieces = len(got[OWNER[name]])
     assert pieces == 40
     got[-2][0] = pieces  # the first turns are taken
-    got[OUTPUT][:] = -7
     assert getattr(loops, name)(*got[:-1], np.array([-1]))
-    assert (got[OUTPUT] == -7).all()
+    assert (got[OUTPUT] == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("case", [CASE, BOTH_WAYS, SOME_SHORT], ids=["causal", "masked", "packed"])

@@ -251,6 +251,9 @@ def _tensor(subject: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         fix = f"Pass torch.as_tensor({subject})."
         raise InputError(subject, wanted="a tensor", got=type(value).__name__, fix=fix)
+    if value.layout != torch.strided:
+        fix = f"Pass {subject}.to_dense()."
+        raise InputError(subject, wanted="a dense tensor", got=str(value.layout), fix=fix)
 
 
 def _shape(subject: str, wanted: str, got: str, fix: str) -> NoReturn:

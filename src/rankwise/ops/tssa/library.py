@@ -150,13 +150,15 @@ def solve(problem: Problem, impl: str) -> Solution:
 def _nobody_watches(given: list[Tensor | None]) -> bool:
     """Whether no mode, tracer, profiler or kind of tensor wants to see an operator.
 
-    Then the kernel is called without one: that takes half the time of a call on one token.
+    Then the kernel is called without one: that takes half the time of a call on one token. Numbers that are
+    still to be negated or made zeros are so by the dispatcher only.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
         return False
-    return all(x is None or type(x) in (Tensor, Parameter) for x in given)
+    there = [x for x in given if x is not None]
+    return all(type(x) in (Tensor, Parameter) and not (x.is_neg() or x._is_zerotensor()) for x in there)
 
 
 def _check_no_tangent(given: list[Tensor], impl: str) -> None:

@@ -13,37 +13,33 @@ import torch
 
 TRIM, MMAP = -1, -3
 """What glibc's mallopt calls the bytes above which free memory goes back, and above which it comes anew."""
-ALL = 2**31 - 1
+MOST = (2**31 - 1, 32 << 20)
+"""What it is asked for, and what older releases grant at most of the second."""
 ADAPTED = (64 << 20, 32 << 20)
 """Where glibc itself arrives at most in a process that frees large arrays."""
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Let the C library keep all memory that is freed, where it `can_keep`.
+def kept() -> Iterator[int]:
+    """Let the C library keep memory that is freed: of tensors up to as many bytes as come, 0 where it cannot.
 
     By default glibc returns large pieces to the system at moments of its own choice and fetches them again
     page by page. At 25 MB that takes up to ten times as long as TSSA, and hits whoever is running. Here
     nobody pays for it, which helps most those who make many temporary tensors. Behind it free memory goes
-    back.
+    back, and glibc's limits are those it adapts to by itself, whatever they were before.
     """
     library = _glibc()
     if library is None:
-        yield
+        yield 0
         return
-    library.mallopt(TRIM, ALL)
-    library.mallopt(MMAP, ALL)
+    most = next((size for size in MOST if library.mallopt(MMAP, size)), 0)
+    library.mallopt(TRIM, MOST[0])
     try:
-        yield
+        yield most
     finally:
         for name, size in zip((TRIM, MMAP), ADAPTED, strict=True):
             library.mallopt(name, size)
         library.malloc_trim(0)
-
-
-def can_keep() -> bool:
-    """Whether the C library is one that can be told."""
-    return _glibc() is not None
 
 
 def _glibc() -> Any:

@@ -25,7 +25,7 @@ from rankwise.ops.tssa.bench.contenders import (
     inputs,
     missing,
 )
-from rankwise.ops.tssa.bench.memory import can_keep, fresh_peak
+from rankwise.ops.tssa.bench.memory import fresh_peak, kept
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 QUICK = (256, 1024, 4096)
@@ -56,6 +56,8 @@ def machine(device: str, dtype: torch.dtype) -> Row:
     except OSError:
         pass
     load = os.getloadavg() if hasattr(os, "getloadavg") else ()
+    with kept() as most:
+        pass
     name = torch.cuda.get_device_name() if device == "cuda" else device
     return {
         "cpu": cpu,
@@ -63,7 +65,7 @@ def machine(device: str, dtype: torch.dtype) -> Row:
         "threads": torch.get_num_threads(),
         "load": [round(x, 2) for x in load],
         "device": name,
-        "memory_kept": can_keep(),
+        "tensors_kept_up_to_bytes": most,
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -17,7 +17,8 @@ EPS = (NORM_EPS**2, MASS_EPS)
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """Output, memberships, scores and the sums over all tokens; beside them, memory O(1) in T.
 
-    Half-precision w and the output of it are there in float32 as well, and w out of order in order.
+    That is two float64 sums for every piece, of which each sequence has one at least. Half-precision w and
+    the output of it are there in float32 as well, and w out of order in order.
 
     Args:
         problem: a bidirectional call.
@@ -74,4 +75,4 @@ def backward(
         *read, *tokens, *room, np.empty_like(slope), slope, of_temperature, flat(out, dtype), board(count),
     )  # fmt: skip
     relay(bidirectional_back_loops.backward, every, [-1], min(workers, count))
-    return out.to(w.dtype), torch.from_numpy(of_temperature.sum(0)).to(dtype)
+    return out.to(w.dtype), torch.from_numpy(of_temperature).sum(0).to(dtype)

@@ -92,5 +92,5 @@ def backward(
     spread(lambda first, end: loops.score_sweep_back(*three, first, end), tasks, workers)
     first_energy = by_piece.firsts(before, last[0])
     sums = Sums(*(torch.from_numpy(part) for part in (first_energy, first_assigned, first_mass[..., 0])))
-    tau = torch.from_numpy(of_temperature.sum(0)).to(dtype)
+    tau = torch.from_numpy(of_temperature).sum(0).to(dtype)
     return out.to(w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums
