@@ -13,8 +13,9 @@ import torch
 
 TRIM, MMAP = -1, -3
 """What glibc's mallopt calls the bytes above which free memory goes back, and above which it comes anew."""
+NEVER = -1
 MOST = (2**31 - 1, 32 << 20)
-"""What it is asked for, and what older releases grant at most of the second."""
+"""What the second is set to, or what older releases grant at most."""
 ADAPTED = (64 << 20, 32 << 20)
 """Where glibc itself arrives at most in a process that frees large arrays."""
 
@@ -33,7 +34,7 @@ def kept() -> Iterator[int]:
         yield 0
         return
     most = next((size for size in MOST if library.mallopt(MMAP, size)), 0)
-    library.mallopt(TRIM, MOST[0])
+    library.mallopt(TRIM, NEVER)
     try:
         yield most
     finally:
