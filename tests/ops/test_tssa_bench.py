@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def test_a_race_gives_every_run_its_rounds():
     assert all(taken >= clock.ENOUGH for taken in medians.values())
 
 
+def test_memory_is_kept_during_a_race_unless_it_is_not_to_be(monkeypatch):
+    entered = []
+    monkeypatch.setattr(clock, "kept", lambda: entered.append(True) or nullcontext())
+    race({"a": lambda: None}, CPU, repeats=1, keep=False)
+    assert not entered
+    race({"a": lambda: None}, CPU, repeats=1)
+    assert entered
+
+
 def test_a_short_call_is_repeated_until_it_can_be_read():
     calls = itertools.count()
     seconds = race({"a": lambda: next(calls)}, CPU, repeats=1)["a"]
@@ -102,9 +112,11 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path):
     report = json.loads(out.read_text())
     assert [row["tokens"] for row in report["rows"]] == [16, 64] * 4
     assert all(row["right"] and row["error"][OURS] < 1e-5 for row in report["rows"])
+    assert all(set(row["milliseconds_refetching"]) == {OURS, EAGER} for row in report["rows"])
     assert {step["state_bytes"][OURS] for step in report["decoding"]} == {4 * (2 * 12 * 64 + 12) + 8}
     assert "crossover" in plot.read_text() or set(report["crossovers"].values()) == {None}
     assert "rankwise" in done.output
+    assert done.output.count("memory not kept: eager") == len(report["rows"])
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["output", "gradient"])

@@ -93,7 +93,7 @@ def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
     got[-2][0] = 2  # the first two are taken, each by a hand
     hands = [[*got[:-1], np.array([piece, 0])] for piece in (1, 0)]
     assert not loops.forward(*hands[0])
-    assert hands[0][-1].tolist() == [1, loops.WEIGHED]  # it has done what it could
+    assert hands[0][-1].tolist() == [1, loops.SQUARED]  # it has done what it could
     for _ in range(100):
         done = [loops.forward(*hand) for hand in reversed(hands)]
         if all(done):
@@ -111,7 +111,7 @@ def test_a_piece_that_waits_twice_goes_on_where_it_was(monkeypatch):
     places, spot = got[-2:]
     places[0], spot[:] = 2, (1, 0)
     got[BEHIND][0] = wanted[BEHIND][0]
-    post(places, 0, loops.WEIGHED)
+    post(places, 0, loops.SQUARED)
     assert not loops.forward(*got)
     assert spot.tolist() == [1, loops.ASSIGNED]
     for part in (BEHIND + 1, BEHIND + 2):

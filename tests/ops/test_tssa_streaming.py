@@ -7,8 +7,9 @@ from numba import njit
 
 from rankwise.ops import tssa
 from rankwise.ops.tssa.cpu import bidirectional_back_loops, bidirectional_loops, causal_loops
-from rankwise.ops.tssa.cpu.arrays import new
-from rankwise.ops.tssa.cpu.streaming import LARGE, LINE, settle, stream, streams
+from rankwise.ops.tssa.cpu.arrays import new, powers
+from rankwise.ops.tssa.cpu.lanes import LINE
+from rankwise.ops.tssa.cpu.streaming import LARGE, streams
 
 HEADS, WIDTH = 4, 64
 LONG = LARGE // (4 * HEADS * WIDTH) + 3  # tokens of a float32 result that is just large enough
@@ -17,13 +18,6 @@ LONG = LARGE // (4 * HEADS * WIDTH) + 3  # tokens of a float32 result that is ju
 @njit
 def _streams(out):
     return streams(out)
-
-
-@njit
-def _copy(source, out):
-    for t in range(len(out)):
-        stream(source[t], out, t)
-    settle()
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> np.ndarray:
@@ -44,34 +38,36 @@ def test_only_large_results_whose_rows_fill_lines_go_past_the_cache():
     assert _streams(room((LONG, HEADS, WIDTH)))
     assert not _streams(room((LONG - 4, HEADS, WIDTH)))
     assert _streams(room((LONG // 2, HEADS, WIDTH), torch.float64))
-    assert not _streams(room((LONG * 20, 3, 5)))  # rows of 60 bytes
+    assert not _streams(room((LONG * 20, 16, 15)))  # a head's 60 bytes, though a token's are whole lines
     assert not _streams(room((LONG + 1, HEADS, WIDTH)).reshape(-1)[4:-252].reshape(LONG, HEADS, WIDTH))
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [causal_loops.output, bidirectional_loops.outputs, bidirectional_back_loops.tokens_back],
-    ids=["causal", "bidirectional", "gradient"],
-)
-def test_loops_store_past_the_cache_and_then_settle(loop):
+ROWS, TOKENS, SUMS = (np.ones(shape, np.float32) for shape in ((3, HEADS, WIDTH), (3, HEADS), (HEADS, WIDTH)))
+MASK, PIECE = np.zeros(0, bool), (np.array([0]), np.array([3]), 0)
+LOOPS = {
+    "causal": (
+        causal_loops.output,
+        (ROWS, TOKENS, MASK, *powers(None, HEADS, torch.float32), 0, 3, 1e-8),
+        (np.zeros((HEADS, WIDTH)), np.zeros((HEADS, 1))),
+    ),
+    "bidirectional": (bidirectional_loops.outputs, (ROWS, TOKENS, SUMS, MASK, *PIECE), ()),
+    "gradient": (
+        bidirectional_back_loops.tokens_back,
+        (ROWS, ROWS, TOKENS, TOKENS, SUMS, SUMS, SUMS, SUMS, MASK, *PIECE),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_store_past_the_cache_and_then_settle(name):
     """No result tells: a plain store holds the same numbers, and threads that are joined see them all."""
-    w = torch.ones(1, 3, HEADS, WIDTH, requires_grad=True)
-    for causal in (False, True):
-        tssa(w, torch.ones(HEADS), causal).output.sum().backward()
-    afresh = njit(loop.signatures[0], nogil=True)(loop.py_func)  # one from the cache does not show its code
+    loop, read, sums = LOOPS[name]
+    afresh = njit(nogil=True)(loop.py_func)  # one from numba's cache does not show its code
+    afresh(*read, *sums, np.empty_like(ROWS))
     (code,) = afresh.inspect_llvm().values()
     assert "!nontemporal" in code
     assert "fence seq_cst" in code
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rows_arrive_whole(dtype):
-    source = np.random.default_rng(0).standard_normal((5, 3, 16)).astype(dtype)
-    out = room((7, 3, 16), torch.from_numpy(source).dtype)
-    out[:] = 0
-    _copy(source, out[:5])
-    np.testing.assert_array_equal(out[:5], source)
-    assert not out[5:].any()
 
 
 @pytest.mark.parametrize("causal", [False, True])

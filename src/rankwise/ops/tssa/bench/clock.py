@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -35,26 +36,30 @@ def once(run: Callable[[], object], device: torch.device, calls: int = 1) -> flo
 
 
 def race(
-    runs: dict[str, Callable[[], object]], device: torch.device, repeats: int, budget: float = 60.0
+    runs: dict[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    budget: float = 60.0,
+    keep: bool = True,
 ) -> dict[str, float]:
     """Median seconds of every run, in rounds: each round runs all, beginning with another one.
 
-    Memory is `kept` meanwhile, and each run has one call before the one that is timed: nobody pays for what
-    the one before has left behind. A run that took longer than its share of the budget takes part in fewer
-    rounds.
+    Each run has one call before the one that is timed: nobody pays for what the one before has left behind.
+    A run that took longer than its share of the budget takes part in fewer rounds.
 
     Args:
         runs: by name.
         device: where they run.
         repeats: rounds.
         budget: seconds for one run in all its rounds.
+        keep: whether memory is `kept` meanwhile; otherwise each run pays for what the C library fetches anew.
 
     Returns:
         Medians by name.
     """
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with kept():
+    with kept() if keep else nullcontext():
         for name in names:
             once(runs[name], device)  # compiled
         calls = {name: math.ceil(ENOUGH / max(once(run, device), 1e-6)) for name, run in runs.items()}

@@ -42,6 +42,8 @@ def line(row: dict[str, Any]) -> str:
     text = f"{title(row):37} T={row['tokens']:<6} {ours:9.2f} ms = {row['times_copy'][OURS]:5.1f} copies, "
     text += f"{row['times_limit']:5.1f} limits; "
     text += ", ".join(others)
+    if refetching := row.get("milliseconds_refetching"):
+        text += f"; memory not kept: eager {refetching[EAGER] / refetching[OURS]:.1f}x"
     text += f"; error {row['error'][OURS]:.1e} (eager {row['error'][EAGER]:.1e})"
     text += "" if row["right"] else " WRONG"
     if row.get("peak_bytes") and row["peak_bytes"][OURS] is not None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import bidirectional_back_loops, bidirectional_loops
-from rankwise.ops.tssa.cpu.arrays import array, flat, new, pieces
+from rankwise.ops.tssa.cpu.arrays import array, flat, in_dtype, new, pieces
 from rankwise.ops.tssa.cpu.heads import score_room, temperatures
 from rankwise.ops.tssa.cpu.relay import board, relay
 from rankwise.ops.tssa.problem import Problem, Sums, exact
@@ -41,7 +41,7 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     relay(bidirectional_loops.forward, every, [-1], min(workers, count))
     pi, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (membership, score))
     end = Sums(*map(torch.from_numpy, (*sums[:2], sums[2][..., 0])))
-    return output.to(w.dtype), pi, scores, end
+    return in_dtype(output, w.dtype), pi, scores, end
 
 
 def backward(

@@ -4,17 +4,19 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.bidirectional_loops import add_energy_row, damp, gather, invert, project_row
+from rankwise.ops.tssa.cpu.bidirectional_loops import damp, gather, invert
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
+from rankwise.ops.tssa.cpu.lanes import address, lanes, load, store
 from rankwise.ops.tssa.cpu.relay import post
-from rankwise.ops.tssa.cpu.streaming import settle, stream, streams
+from rankwise.ops.tssa.cpu.rows import add_row, lasting, project_row
+from rankwise.ops.tssa.cpu.streaming import settle, streams
 from rankwise.ops.tssa.cpu.turns import all_posted, next_turn
 
 
 @compiled
 @no_type_check
-def load(all_sums, own, out):
+def recall(all_sums, own, out):
     """Out = all_sums[own]."""
     out[:] = all_sums[own]
 
@@ -71,7 +73,9 @@ def slopes(
 
     asked[t,h] becomes Σ_k moment w² - asked + given - less; totals[i] = Σ_t slope w² over piece i.
     """
-    total, local = totals[i], np.empty(w.shape[1:], w.dtype)
+    heads, width = w.shape[1], w.shape[2]
+    total, local = totals[i], np.empty((heads, width), w.dtype)
+    tokens, vector, added, row = address(w), address(moment), address(local), heads * width
     total[:] = 0
     of_temperature[i] = 0
     for chunk in range(first[i], last[i], CHUNK):
@@ -80,15 +84,16 @@ def slopes(
         for t in range(chunk, stop):
             if mask.size > 0 and not mask[t]:
                 continue
-            for h in range(len(local)):
-                through = project_row(w[t, h], moment[h])
+            for h in range(heads):
+                through = project_row(tokens, t * row + h * width, width, vector, h * width)
                 asked[t, h] = through - asked[t, h] + given[t, h] - less[h]
         softmax_rows_back(membership, asked, score, temperature, slope, of_temperature[i], chunk, stop)
         for t in range(chunk, stop):
             if mask.size > 0 and not mask[t]:
                 continue
-            for h in range(len(local)):
-                add_energy_row(w[t, h], slope[t, h], local[h])
+            for h in range(heads):
+                each = slope[t, h]
+                add_row(tokens, t * row + h * width, width, each, added, h * width, lasting(each))
         total += local
 
 
@@ -107,31 +112,46 @@ share = compiled(_share, {"contract"})  # nothing reordered: inverse² leaves fl
 
 @inlined
 @no_type_check
-def token_row_back(row, given, out, factor, pi, asked, moment, inverse, energy):
+def _token_line_back(w, given, i, factor, moment, inverse, energy, j, left, pi, asked, out, past):
+    g = load(moment, j, left) * pi + asked * load(inverse, j, left) + load(energy, j, left)
+    x, y = load(w, i, left), load(given, i, left)
+    store(out, i, left, past, 2 * x * g - pi * y * load(factor, j, left))
+
+
+@inlined
+@no_type_check
+def token_row_back(w, given, i, width, factor, moment, inverse, energy, j, pi, asked, out, past):
     """One token's gradient from those of its sequence's sums."""
-    two = row.dtype.type(2)
-    for k in range(len(row)):
-        g = moment[k] * pi + asked * inverse[k] + energy[k]
-        out[k] = two * row[k] * g - pi * given[k] * factor[k]
+    k = 0
+    while k + lanes(w) <= width:
+        _token_line_back(
+            w, given, i + k, factor, moment, inverse, energy, j + k, None, pi, asked, out, past
+        )  # fmt: skip
+        k += lanes(w)
+    if k < width:
+        _token_line_back(
+            w, given, i + k, factor, moment, inverse, energy, j + k, width - k, pi, asked, out, None
+        )  # fmt: skip
 
 
 @compiled
 @no_type_check
 def tokens_back(w, given, membership, asked, factor, moment, inverse, energy, mask, first, last, i, out):
     """Gradient of w in piece i: 2w (moment Π + asked · inverse + energy) - Π g factor."""
-    past, cell = streams(out), np.empty(w.shape[1:], w.dtype)
+    heads, width = w.shape[1], w.shape[2]
+    tokens, asks, result = address(w), address(given), address(out)
+    sums = address(factor), address(moment), address(inverse), address(energy)
+    past, row = streams(out), heads * width
     for t in range(first[i], last[i]):
         if mask.size > 0 and not mask[t]:
             out[t] = 0
             continue
-        row = cell if past else out[t]
-        for h in range(len(cell)):
-            token_row_back(
-                w[t, h], given[t, h], row[h], factor[h], membership[t, h], asked[t, h], moment[h],
-                inverse[h], energy[h],
-            )  # fmt: skip
-        if past:
-            stream(cell, out, t)
+        for h in range(heads):
+            j, pi, slope = h * width, membership[t, h], asked[t, h]
+            if past:
+                token_row_back(tokens, asks, t * row + j, width, *sums, j, pi, slope, result, True)
+            else:
+                token_row_back(tokens, asks, t * row + j, width, *sums, j, pi, slope, result, None)
     settle()
 
 
@@ -165,9 +185,9 @@ def backward(
         own, alone = owner[i], high - low == 1
 
         if known != own:
-            load(all_energy, own, energy)
-            load(all_assigned, own, assigned)
-            load(all_mass, own, mass)
+            recall(all_energy, own, energy)
+            recall(all_assigned, own, assigned)
+            recall(all_mass, own, mass)
             invert(energy, energy_eps, inverse)
             damp(assigned, mass, mass_eps, factor)
             known = own

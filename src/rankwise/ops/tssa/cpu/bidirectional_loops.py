@@ -10,31 +10,26 @@ import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
+from rankwise.ops.tssa.cpu.lanes import address, lanes, load, store
 from rankwise.ops.tssa.cpu.relay import post
-from rankwise.ops.tssa.cpu.streaming import settle, stream, streams
+from rankwise.ops.tssa.cpu.rows import GROUP, add_row, add_rows, lasting, project_row
+from rankwise.ops.tssa.cpu.streaming import settle, streams
 from rankwise.ops.tssa.cpu.turns import all_posted, next_turn
-
-
-@inlined
-@no_type_check
-def add_energy_row(row, weight, sums):
-    """Add one token's weight · w²."""
-    for k in range(len(row)):
-        sums[k] += weight * (row[k] * row[k])
 
 
 @compiled
 @no_type_check
 def energies(w, mask, first, last, i, totals):
     """totals[i] = Σ_t w² over piece i."""
-    rows, total = w.reshape(len(w), -1), totals[i].reshape(-1)  # heads do not matter
-    one, local = w.dtype.type(1), np.empty(len(total), w.dtype)
+    total = totals[i].reshape(-1)  # heads do not matter
+    one, row, local = w.dtype.type(1), len(total), np.empty(len(total), w.dtype)
+    tokens, added = address(w), address(local)
     total[:] = 0
     for chunk in range(first[i], last[i], CHUNK):
         local[:] = 0
         for t in range(chunk, min(chunk + CHUNK, last[i])):
             if mask.size == 0 or mask[t]:
-                add_energy_row(rows[t], one, local)
+                add_row(tokens, t * row, row, one, added, 0, lasting(one))
         total += local
 
 
@@ -75,67 +70,79 @@ def damp(assigned, mass, eps, out):
             out[h, k] = one / (one + assigned[h, k] / (mass[h, 0] + tiny))
 
 
-@inlined
-@no_type_check
-def project_row(row, vector):
-    """Σ_k vector_k w_k²."""
-    out = row.dtype.type(0)
-    for k in range(len(row)):
-        out += row[k] * row[k] * vector[k]
-    return out
-
-
 @compiled
 @no_type_check
 def assign(w, inverse, temperature, mask, first, last, i, score, membership, totals, masses):
-    """Scores and memberships; totals[i] = Σ_t Π w² and masses[i] = Σ_t Π over piece i, still in the cache.
+    """Scores and memberships; totals[i] = Σ_t Π w² and masses[i] = Σ_t Π over piece i.
 
     ``membership`` may be ``score``.
     """
-    total, mass, local = totals[i], masses[i], np.empty(w.shape[1:], w.dtype)
+    heads, width = w.shape[1], w.shape[2]
+    total, mass, local = totals[i], masses[i], np.empty((heads, width), w.dtype)
+    tokens, vector, added, row = address(w), address(inverse), address(local), heads * width
     total[:] = 0
     mass[:] = 0
     for chunk in range(first[i], last[i], CHUNK):
-        stop = min(chunk + CHUNK, last[i])
+        end = min(chunk + CHUNK, last[i])
         local[:] = 0
-        for t in range(chunk, stop):
-            if mask.size > 0 and not mask[t]:
-                score[t] = 0
-                continue
-            for h in range(len(local)):
-                score[t, h] = project_row(w[t, h], inverse[h])
-        softmax_rows(score, temperature, mask, membership, chunk, stop)
-        for t in range(chunk, stop):
-            if mask.size > 0 and not mask[t]:
-                continue
-            for h in range(len(local)):
-                mass[h, 0] += membership[t, h]
-                add_energy_row(w[t, h], membership[t, h], local[h])
+        for group in range(chunk, end, GROUP):
+            stop, real = min(group + GROUP, end), 0
+            for t in range(group, stop):
+                if mask.size > 0 and not mask[t]:
+                    score[t] = 0
+                    continue
+                real += 1
+                for h in range(heads):
+                    score[t, h] = project_row(tokens, t * row + h * width, width, vector, h * width)
+            softmax_rows(score, temperature, mask, membership, group, stop)
+            for t in range(group, stop):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    pi = membership[t, h]
+                    mass[h, 0] += pi
+                    if real < GROUP:
+                        add_row(tokens, t * row + h * width, width, pi, added, h * width, lasting(pi))
+            if real == GROUP:
+                for h in range(heads):
+                    add_rows(
+                        tokens, group * row + h * width, row, width, membership[group, h],
+                        membership[group + 1, h], membership[group + 2, h], membership[group + 3, h],
+                        added, h * width, lasting(membership[group, h]),
+                    )  # fmt: skip
         total += local
 
 
 @inlined
 @no_type_check
-def scale_row(row, out, factor, vector):
-    """-factor · vector · w."""
-    for k in range(len(row)):
-        out[k] = -factor * row[k] * vector[k]
+def scale_row(w, i, width, factor, vector, j, out, past):
+    """Factor · w · vector."""
+    k = 0
+    while k + lanes(w) <= width:
+        store(out, i + k, None, past, factor * load(w, i + k, None) * load(vector, j + k, None))
+        k += lanes(w)
+    if k < width:
+        left = width - k
+        store(out, i + k, left, None, factor * load(w, i + k, left) * load(vector, j + k, left))
 
 
 @compiled
 @no_type_check
 def outputs(w, membership, factor, mask, first, last, i, out):
     """Out = -Π w factor, factor = 1/(1 + m), of piece i."""
-    past, cell = streams(out), np.empty(w.shape[1:], w.dtype)
+    heads, width = w.shape[1], w.shape[2]
+    tokens, vector, result, row = address(w), address(factor), address(out), heads * width
+    past = streams(out)
     for t in range(first[i], last[i]):
         if mask.size > 0 and not mask[t]:
             out[t] = 0
             continue
-        row = cell if past else out[t]
-        for h in range(len(cell)):
-            scale_row(w[t, h], row[h], membership[t, h], factor[h])
-        if past:
-            stream(cell, out, t)
+        for h in range(heads):
+            pi = membership[t, h]
+            if past:
+                scale_row(tokens, t * row + h * width, width, -pi, vector, h * width, result, True)
+            else:
+                scale_row(tokens, t * row + h * width, width, -pi, vector, h * width, result, None)
     settle()
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import causal_loops as loops
-from rankwise.ops.tssa.cpu.arrays import flat, new, powers, relay_pieces
+from rankwise.ops.tssa.cpu.arrays import flat, in_dtype, new, powers, relay_pieces
 from rankwise.ops.tssa.cpu.carry import first_sums
 from rankwise.ops.tssa.cpu.causal_back import backward as backward
 from rankwise.ops.tssa.cpu.heads import score_room, temperatures
@@ -41,4 +41,4 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     relay(loops.forward, every, [-1, 0], min(workers, count))
     membership, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (pi, score))
     end = Sums(*(torch.from_numpy(part) for part in (energy, assigned, mass)))
-    return output.to(w.dtype), membership, scores, end
+    return in_dtype(output, w.dtype), membership, scores, end

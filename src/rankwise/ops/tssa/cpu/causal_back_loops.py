@@ -11,10 +11,11 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.bidirectional_loops import project_row
-from rankwise.ops.tssa.cpu.causal_loops import add_row, factors, fold, kept, older
+from rankwise.ops.tssa.cpu.causal_loops import fold
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
+from rankwise.ops.tssa.cpu.lanes import address
+from rankwise.ops.tssa.cpu.rows import add_row, factors, kept, older, project_row
 
 
 @compiled
@@ -51,7 +52,8 @@ def chunk_totals(w, membership, mask, power, rate, decays, at, to, energy, assig
     """Σ w², Σ Π w² and Σ Π of every chunk, as they stand behind it."""
     heads, width = w.shape[1], w.shape[2]
     local, more = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
-    one = w.dtype.type(1)
+    tokens, energies, assigns = address(w), address(local), address(more)
+    one, row = w.dtype.type(1), heads * width
     for c in range(first, last):
         local[:] = 0
         more[:] = 0
@@ -60,9 +62,9 @@ def chunk_totals(w, membership, mask, power, rate, decays, at, to, energy, assig
             if mask.size > 0 and not mask[t]:
                 continue
             for h in range(heads):
-                pi, by = membership[t, h], factors(power, decays, 0, h)
-                add_row(w[t, h], one, local[h], by)
-                add_row(w[t, h], pi, more[h], by)
+                j, pi, by = h * width, membership[t, h], factors(power, decays, 0, h)
+                add_row(tokens, t * row + j, width, one, energies, j, by)
+                add_row(tokens, t * row + j, width, pi, assigns, j, by)
                 mass[c, h] = mass[c, h] * rate[h] + pi
         energy[c] = local
         assigned[c] = more
@@ -196,6 +198,7 @@ def slopes(
     tiny = real(eps)
     running = np.zeros((heads, width), w.dtype)
     local = np.zeros((heads, width), w.dtype)
+    tokens, asks = address(w), address(until)
     for i in range(first, last):
         of_temperature[i] = 0
         count = to[high[i] - 1] - at[low[i]]
@@ -215,7 +218,8 @@ def slopes(
                     asked[t, h] += given[t, h]
                     if len(before) > 0:
                         weight = real(rate[h] ** (count - passed - own) * power[own - age, h])
-                        more = project_row(w[t, h], until[i, h]) + real(until_mass[i, h])
+                        at_w, at_until = (t * heads + h) * width, (i * heads + h) * width
+                        more = project_row(tokens, at_w, width, asks, at_until) + real(until_mass[i, h])
                         asked[t, h] += weight * more
             softmax_rows_back(
                 membership, asked, score, temperature, slope, of_temperature[i], at[c], to[c]

@@ -12,64 +12,54 @@ import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
+from rankwise.ops.tssa.cpu.lanes import address, at_least, lanes, load, store, total, zeros
 from rankwise.ops.tssa.cpu.relay import post, posted, take
-from rankwise.ops.tssa.cpu.streaming import settle, stream, streams
+from rankwise.ops.tssa.cpu.rows import GROUP, add, add_row, add_rows, factors, kept, older
+from rankwise.ops.tssa.cpu.streaming import settle, streams
 
 
 @inlined
 @no_type_check
-def factors(power, decays, age, h):
-    """What sums of a head shrink by: None for nothing, otherwise λ, what it lost when rounded, and λ^age."""
-    return decays, power[1, h], power[CHUNK + 1, h], power[age, h]
-
-
-@no_type_check
-def _kept(x, factors):
-    """X λ."""
-    decays, rounded, lost, _ = factors
-    return x if decays is None else x * rounded + x * lost
-
-
-kept = inlined(_kept, {"contract"})  # nothing reordered: x (λ + lost) would be x λ again
+def _score_line(w, i, base, local, j, left, factors, tiny):
+    x = load(w, i, left)
+    y = x * x
+    added = kept(load(local, j, left), factors) + y
+    store(local, j, left, None, added)
+    return y / at_least(older(load(base, j, left), factors) + added, tiny)
 
 
 @inlined
 @no_type_check
-def older(x, factors):
-    """X λ^age."""
-    return x if factors[0] is None else x * factors[3]
-
-
-@inlined
-@no_type_check
-def score_row(row, base, local, factors, tiny):
+def score_row(w, i, width, base, local, j, factors, tiny):
     """One token's Σ_k w²/max(c, eps), after adding it to the chunk's sums."""
-    score = row.dtype.type(0)
-    for k in range(len(row)):
-        y = row[k] * row[k]
-        added = kept(local[k], factors) + y
-        local[k] = added
-        score += y / max(older(base[k], factors) + added, tiny)
-    return score
+    score, k = zeros(w), 0
+    while k + lanes(w) <= width:
+        score = score + _score_line(w, i + k, base, local, j + k, None, factors, tiny)
+        k += lanes(w)
+    if k < width:
+        score = score + _score_line(w, i + k, base, local, j + k, width - k, factors, tiny)
+    return total(score)
 
 
 @inlined
 @no_type_check
-def output_row(row, out, base, local, factors, pi, m):
+def _output_line(w, i, base, local, j, left, factors, pi, m, out, past):
+    x = load(w, i, left)
+    added = add(x, pi, load(local, j, left), factors)
+    store(local, j, left, None, added)
+    store(out, i, left, past, -pi * m * x / (older(load(base, j, left), factors) + added + m))
+
+
+@inlined
+@no_type_check
+def output_row(w, i, width, base, local, j, factors, pi, m, out, past):
     """One token's output, after adding it to the chunk's sums."""
-    g = -pi * m
-    for k in range(len(row)):
-        added = kept(local[k], factors) + pi * (row[k] * row[k])
-        local[k] = added
-        out[k] = g * row[k] / (m + (older(base[k], factors) + added))
-
-
-@inlined
-@no_type_check
-def add_row(row, weight, sums, factors):
-    """Add one token's weight · w² to sums that decay."""
-    for k in range(len(row)):
-        sums[k] = kept(sums[k], factors) + weight * (row[k] * row[k])
+    k = 0
+    while k + lanes(w) <= width:
+        _output_line(w, i + k, base, local, j + k, None, factors, pi, m, out, past)
+        k += lanes(w)
+    if k < width:
+        _output_line(w, i + k, base, local, j + k, width - k, factors, pi, m, out, None)
 
 
 @inlined
@@ -86,14 +76,14 @@ def fold(total, base, local, rate, age):
 
 @compiled
 @no_type_check
-def weigh(w, membership, weighted, mask, power, rate, decays, at, to, sums, mass, i):
-    """sums[i] = Σ Π w² and mass[i] = Σ Π, or, not ``weighted``, sums[i] = Σ w², of the tokens at ≤ t < to."""
+def energies(w, mask, power, rate, decays, at, to, sums, i):
+    """sums[i] = Σ w² of the tokens at ≤ t < to."""
     heads, width = w.shape[1], w.shape[2]
     local, unread = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
-    pi = w.dtype.type(1)
+    tokens, added, row, one = address(w), address(local), heads * width, w.dtype.type(1)
+    if decays is None:
+        heads, width = 1, row  # heads do not matter
     sums[i] = 0
-    if weighted:
-        mass[i] = 0
     for chunk in range(at, to, CHUNK):
         age = 0
         for t in range(chunk, min(chunk + CHUNK, to)):
@@ -101,35 +91,68 @@ def weigh(w, membership, weighted, mask, power, rate, decays, at, to, sums, mass
                 continue
             age += 1
             for h in range(heads):
-                if weighted:
-                    pi = membership[t, h]
-                    mass[i, h, 0] = mass[i, h, 0] * rate[h] + pi
-                add_row(w[t, h], pi, local[h], factors(power, decays, age, h))
+                j = h * width
+                add_row(tokens, t * row + j, width, one, added, j, factors(power, decays, age, h))
         fold(sums[i], unread, local, rate, age)
 
 
 @compiled
 @no_type_check
-def assign(w, offset, temperature, mask, power, rate, decays, at, to, eps, total, score, membership):
-    """Go on with c, scores Σ_k w_t²/max(c_t, eps) + offset, and memberships, which may lie over scores."""
+def assign(
+    w, offset, temperature, mask, power, rate, decays, at, to, eps, total, score, membership,
+    weighs, weighed, mass, i,
+):  # fmt: skip
+    """Go on with c, scores Σ_k w_t²/max(c_t, eps) + offset, and memberships, which may lie over scores.
+
+    Unless ``weighs`` is None, weighed[i] = Σ Π w² and mass[i] = Σ Π of the tokens at ≤ t < to.
+    """
     tiny = w.dtype.type(eps)
     heads, width = w.shape[1], w.shape[2]
     base, local = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
+    more, unread = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
+    tokens, before, added, assigned = address(w), address(base), address(local), address(more)
+    row = heads * width
     base[:] = total
+    if weighs is not None:
+        weighed[i] = 0
+        mass[i] = 0
     for chunk in range(at, to, CHUNK):
-        stop, age = min(chunk + CHUNK, to), 0
-        for t in range(chunk, stop):
-            if mask.size > 0 and not mask[t]:
-                score[t] = 0
+        end, age = min(chunk + CHUNK, to), 0
+        for group in range(chunk, end, GROUP):
+            stop, real = min(group + GROUP, end), 0
+            for t in range(group, stop):
+                if mask.size > 0 and not mask[t]:
+                    score[t] = 0
+                    continue
+                real += 1
+                for h in range(heads):
+                    j, by = h * width, factors(power, decays, age + real, h)
+                    score[t, h] = score_row(tokens, t * row + j, width, before, added, j, by, tiny)
+                    if offset.size > 0:
+                        score[t, h] += offset[t, h]
+            age += real
+            softmax_rows(score, temperature, mask, membership, group, stop)
+            if weighs is None:
                 continue
-            age += 1
-            for h in range(heads):
-                by = factors(power, decays, age, h)
-                score[t, h] = score_row(w[t, h], base[h], local[h], by, tiny)
-                if offset.size > 0:
-                    score[t, h] += offset[t, h]
+            for t in range(group, stop):
+                if mask.size > 0 and not mask[t]:
+                    continue
+                for h in range(heads):
+                    pi = membership[t, h]
+                    mass[i, h, 0] = mass[i, h, 0] * rate[h] + pi
+                    if real < GROUP:
+                        j, by = h * width, factors(power, decays, age, h)
+                        add_row(tokens, t * row + j, width, pi, assigned, j, by)
+            if real == GROUP:
+                for h in range(heads):
+                    j, by = h * width, factors(power, decays, age, h)
+                    add_rows(
+                        tokens, group * row + j, row, width, membership[group, h], membership[group + 1, h],
+                        membership[group + 2, h], membership[group + 3, h], assigned, j, by,
+                    )  # fmt: skip
         fold(total, base, local, rate, age)
-        softmax_rows(score, temperature, mask, membership, chunk, stop)
+        if weighs is not None:
+            fold(weighed[i], unread, more, rate, age)
 
 
 @compiled
@@ -139,7 +162,8 @@ def output(w, membership, mask, power, rate, decays, at, to, eps, total, mass, o
     real = w.dtype.type
     heads, width = w.shape[1], w.shape[2]
     base, local = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
-    past, cell = streams(out), np.empty((heads, width), w.dtype)
+    tokens, before, added, result = address(w), address(base), address(local), address(out)
+    past, row = streams(out), heads * width
     base[:] = total
     for chunk in range(at, to, CHUNK):
         age = 0
@@ -148,22 +172,21 @@ def output(w, membership, mask, power, rate, decays, at, to, eps, total, mass, o
                 out[t] = 0
                 continue
             age += 1
-            row = cell if past else out[t]
             for h in range(heads):
-                pi = membership[t, h]
+                j, pi, by = h * width, membership[t, h], factors(power, decays, age, h)
                 mass[h, 0] = mass[h, 0] * rate[h] + pi
                 m = real(mass[h, 0] + eps)
-                by = factors(power, decays, age, h)
-                output_row(w[t, h], row[h], base[h], local[h], by, pi, m)
-            if past:
-                stream(cell, out, t)
+                if past:
+                    output_row(tokens, t * row + j, width, before, added, j, by, pi, m, result, True)
+                else:
+                    output_row(tokens, t * row + j, width, before, added, j, by, pi, m, result, None)
         fold(total, base, local, rate, age)
     settle()
 
 
 @compiled
 @no_type_check
-def load(first, behind, own, before, sums):
+def load_sums(first, behind, own, before, sums):
     """The sums behind the piece ``before``; where there is none, those before the sequence."""
     if before < 0:
         sums[:] = first[own]
@@ -191,15 +214,16 @@ def finish(
     for c in range(at, to, CHUNK):
         end = min(c + CHUNK, to)
         assign(
-            w, offset, temperature, mask, power, rate, decays, c, end, energy_eps, total, score, membership
-        )
+            w, offset, temperature, mask, power, rate, decays, c, end, energy_eps, total, score, membership,
+            None, energy, mass, own,
+        )  # fmt: skip
         output(w, membership, mask, power, rate, decays, c, end, mass_eps, more, n, out)
     energy[own] = total
     assigned[own] = more
     mass[own] = n
 
 
-WEIGHED, ASSIGNED = 1, 2
+SQUARED, ASSIGNED = 1, 2
 """How far a piece is: its w² are added up; so are its Π w² and Π."""
 
 
@@ -232,32 +256,31 @@ def forward(
         if followed and mask.size > 0:
             age = mask[at:to].sum()
 
-        if followed and spot[1] < WEIGHED:
-            weigh(w, membership, False, mask, power, rate, decays, at, to, behind, behind_mass, i)
-            spot[1] = WEIGHED
+        if followed and spot[1] < SQUARED:
+            energies(w, mask, power, rate, decays, at, to, behind, i)
+            spot[1] = SQUARED
         if followed and spot[1] < ASSIGNED:
-            if before >= 0 and not posted(board, before, WEIGHED):
+            if before >= 0 and not posted(board, before, SQUARED):
                 break
-            load(energy, behind, own, before, total)
+            load_sums(energy, behind, own, before, total)
             pass_on(total, behind, i, rate, age)
-            post(board, i, WEIGHED)
+            post(board, i, SQUARED)
             assign(
                 w, offset, temperature, mask, power, rate, decays, at, to, energy_eps, total, score,
-                membership,
+                membership, True, behind_assigned, behind_mass, i,
             )  # fmt: skip
-            weigh(w, membership, True, mask, power, rate, decays, at, to, behind_assigned, behind_mass, i)
             spot[1] = ASSIGNED
         if before >= 0 and not posted(board, before, ASSIGNED):
             break
-        load(assigned, behind_assigned, own, before, more)
-        load(mass, behind_mass, own, before, n)
+        load_sums(assigned, behind_assigned, own, before, more)
+        load_sums(mass, behind_mass, own, before, n)
         if followed:
             pass_on(more, behind_assigned, i, rate, age)
             pass_on(n, behind_mass, i, rate, age)
             post(board, i, ASSIGNED)
             output(w, membership, mask, power, rate, decays, at, to, mass_eps, more, n, out)
         else:
-            load(energy, behind, own, before, total)
+            load_sums(energy, behind, own, before, total)
             finish(
                 w, offset, temperature, mask, power, rate, decays, at, to, own, energy_eps, mass_eps,
                 total, more, n, energy, assigned, mass, score, membership, out,

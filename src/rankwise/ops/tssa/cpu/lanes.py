@@ -1,0 +1,190 @@
+"""A line of channels as one value: loops load it, compute with it and store it.
+
+LLVM vectorises loops over numbers by itself, but proves at run time, for every row of 64 channels, that no
+two arrays overlap, and gives up where there are more than a few. With lines nothing is left to prove.
+
+Rows are handed over as addresses, as an array handed to an inlined loop counts references to itself there.
+"""
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
+
+LINE = 64
+"""Bytes of a line, of a cache line too."""
+
+
+class Lanes(types.Type):
+    """A line of float32 or of float64: as numbers in + - * / with lines and numbers, lane by lane."""
+
+    def __init__(self, number: types.Float) -> None:
+        self.number, self.count = number, 8 * LINE // number.bitwidth
+        self.suffix = f"v{self.count}f{number.bitwidth}"  # as LLVM names operations
+        self.value = ir.VectorType(ir.FloatType() if number.bitwidth == 32 else ir.DoubleType(), self.count)
+        super().__init__(name=f"Lanes({number})")
+
+
+@register_model(Lanes)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Lanes) -> None:
+        super().__init__(manager, kind, kind.value)
+
+
+def _line(context: Any, builder: Any, kind: Lanes, given: Any, value: Any) -> Any:
+    """A line as it is; a number in every lane."""
+    if isinstance(given, Lanes):
+        return value
+    return _filled(builder, kind.value, context.cast(builder, value, given, kind.number))
+
+
+def _filled(builder: Any, vector: Any, number: Any) -> Any:
+    index = ir.IntType(32)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(index, 0))
+    zeros = ir.Constant(ir.VectorType(index, vector.count), None)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _lane_by_lane(function: Any, name: str) -> None:
+    """Teach numba an operator."""
+
+    @infer_global(function)
+    class _Typed(AbstractTemplate):
+        key = function
+
+        def generic(self, given: Any, named: Any) -> Any:
+            kinds = {one for one in given if isinstance(one, Lanes)}
+            known = len(given) == 2 and all(isinstance(one, Lanes | types.Number) for one in given)
+            return signature(*kinds, *given) if known and len(kinds) == 1 else None
+
+    def lower(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        both = [
+            _line(context, builder, typed.return_type, *one) for one in zip(typed.args, given, strict=True)
+        ]
+        return getattr(builder, name)(*both)
+
+    for left, right in ((Lanes, Lanes), (Lanes, types.Number), (types.Number, Lanes)):
+        lower_builtin(function, left, right)(lower)
+
+
+_lane_by_lane(operator.add, "fadd")
+_lane_by_lane(operator.sub, "fsub")
+_lane_by_lane(operator.mul, "fmul")
+_lane_by_lane(operator.truediv, "fdiv")
+
+
+@intrinsic
+def at_least(typing: Any, line: Any, number: Any) -> Any:
+    """The larger of each lane and a number; NaN stays."""
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        low = _line(context, builder, line, number, given[1])
+        return builder.select(builder.fcmp_ordered("<", given[0], low), low, given[0])
+
+    return line(line, number), generate
+
+
+@intrinsic
+def total(typing: Any, line: Any) -> Any:
+    """The sum of a line, in any order."""
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        number = line.value.element
+        add = _function(builder, f"llvm.vector.reduce.fadd.{line.suffix}", number, number, line.value)
+        return builder.call(add, [ir.Constant(number, 0.0), given[0]], fastmath=("reassoc",))
+
+    return line.number(line), generate
+
+
+def _function(builder: Any, name: str, result: Any, *given: Any) -> Any:
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, given), name)
+
+
+@intrinsic
+def address(typing: Any, array: Any) -> Any:
+    """Where the numbers of an array lie, for as long as it is there."""
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        return context.make_array(array)(context, builder, given[0]).data
+
+    return types.CPointer(array.dtype)(array), generate
+
+
+@intrinsic
+def lanes(typing: Any, at: Any) -> Any:
+    """How many numbers a line holds there."""
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        return context.get_constant(types.intp, Lanes(at.dtype).count)
+
+    return types.intp(at), generate
+
+
+@intrinsic
+def zeros(typing: Any, at: Any) -> Any:
+    """A line of zeros of the numbers there."""
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        return ir.Constant(Lanes(at.dtype).value, None)
+
+    return Lanes(at.dtype)(at), generate
+
+
+def _place(builder: Any, kind: Lanes, at: Any, index: Any) -> Any:
+    return builder.bitcast(builder.gep(at, [index]), kind.value.as_pointer())
+
+
+def _present(builder: Any, kind: Lanes, left: Any) -> Any:
+    """Which lanes are among the first ``left``."""
+    index = ir.VectorType(ir.IntType(32), kind.count)
+    many = _filled(builder, index, builder.trunc(left, ir.IntType(32)))
+    return builder.icmp_signed("<", ir.Constant(index, list(range(kind.count))), many)
+
+
+@intrinsic
+def load(typing: Any, at: Any, index: Any, left: Any) -> Any:
+    """The line beginning with at[index]; only its first ``left`` numbers, then zeros, unless that is None."""
+    kind = Lanes(at.dtype)
+    align = at.dtype.bitwidth // 8
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        place = _place(builder, kind, *given[:2])
+        if left is types.none:
+            return builder.load(place, align=align)
+        mask = _present(builder, kind, given[2])
+        of = (place.type, ir.IntType(32), mask.type, kind.value)
+        some = _function(builder, f"llvm.masked.load.{kind.suffix}.p0", kind.value, *of)
+        none = ir.Constant(kind.value, None)
+        return builder.call(some, [place, ir.Constant(ir.IntType(32), align), mask, none])
+
+    return kind(at, types.intp, left), generate
+
+
+@intrinsic
+def store(typing: Any, at: Any, index: Any, left: Any, past: Any, line: Any) -> Any:
+    """at[index:] = line; only its first ``left`` numbers unless that is None; past the cache unless None.
+
+    Past the cache it must be a whole line that begins where a cache line does.
+    """
+    align = at.dtype.bitwidth // 8
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        place = _place(builder, line, *given[:2])
+        if left is not types.none:
+            mask = _present(builder, line, given[2])
+            of = (line.value, place.type, ir.IntType(32), mask.type)
+            some = _function(builder, f"llvm.masked.store.{line.suffix}.p0", ir.VoidType(), *of)
+            builder.call(some, [given[4], place, ir.Constant(ir.IntType(32), align), mask])
+        elif past is types.none:
+            builder.store(given[4], place, align=align)
+        else:
+            done = builder.store(given[4], place, align=LINE)
+            done.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(at, types.intp, left, past, line), generate
