@@ -14,7 +14,8 @@ from rankwise.ops.tssa.implementations import kernels
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
 
 
-def _bidirectional(
+@torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
+def bidirectional(
     w: Tensor,
     temperature: Tensor | None,
     mask: Tensor | None,
@@ -27,9 +28,6 @@ def _bidirectional(
     problem = Problem(w, temperature, None, mask, None, None, bounds, causal=False)
     output, membership, score, sums = kernels(impl, causal=False).forward(problem, keep)
     return output, membership, score if keep else membership.new_empty(0), *sums
-
-
-bidirectional = torch.library.custom_op("rankwise::tssa_bidirectional", _bidirectional, mutates_args=())
 
 
 @torch.library.custom_op("rankwise::tssa_bidirectional_backward", mutates_args=())
@@ -57,7 +55,8 @@ def bidirectional_backward(
     return back(problem, membership, score, sums, given, given_membership)
 
 
-def _causal(
+@torch.library.custom_op("rankwise::tssa_causal", mutates_args=())
+def causal(
     w: Tensor,
     temperature: Tensor | None,
     offset: Tensor | None,
@@ -77,9 +76,6 @@ def _causal(
     problem = Problem(w, temperature, offset, mask, start, rate, bounds, causal=True)
     output, membership, score, end = kernels(impl, causal=True).forward(problem, keep)
     return output, membership, score if keep else membership.new_empty(0), *end
-
-
-causal = torch.library.custom_op("rankwise::tssa_causal", _causal, mutates_args=())
 
 
 @torch.library.custom_op("rankwise::tssa_causal_backward", mutates_args=())
@@ -134,14 +130,14 @@ def solve(problem: Problem, impl: str) -> Solution:
         hidden = torch._C._are_functorch_transforms_active()
         _check_no_tangent(given, impl)
     keep = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
-    direct = not (keep or hidden) and _nobody_watches([*given, mask, rate, bounds])
+    if not (keep or hidden) and _nobody_watches([*given, mask, rate, bounds]):
+        output, membership, _, last = kernels(impl, is_causal).forward(problem, keep)
+        return Solution(output, membership, last if is_causal else None)
     if not is_causal:
-        both_ways = _bidirectional if direct else bidirectional
-        output, membership, *_ = both_ways(w, temperature, mask, bounds, impl, keep)
+        output, membership, *_ = bidirectional(w, temperature, mask, bounds, impl, keep)
         return Solution(output, membership, None)
-    one_way = _causal if direct else causal
     energy, assigned, mass = start or (None, None, None)
-    output, membership, _, *end = one_way(
+    output, membership, _, *end = causal(
         w, temperature, offset, mask, energy, assigned, mass, rate, bounds, impl, keep
     )
     return Solution(output, membership, Sums(*end))

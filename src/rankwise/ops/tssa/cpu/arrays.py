@@ -81,7 +81,7 @@ def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     size, each = prod(shape), dtype.itemsize
     room = np.empty(size + LINE // each, str(dtype)[6:])
-    skipped = -room.ctypes.data % LINE // each
+    skipped = -room.__array_interface__["data"][0] % LINE // each
     return torch.from_numpy(room[skipped : skipped + size].reshape(shape))
 
 

@@ -87,7 +87,11 @@ def together(work: Callable[[Callable[[], bool]], object], workers: int) -> None
     if workers <= 1:
         work(stopped)
     elif parallel is not None:
-        parallel(_CALLBACK(once), None, workers, 0)
+        _jobs[id(once)] = once
+        try:
+            parallel(_enter, id(once), workers, 0)
+        finally:
+            del _jobs[id(once)]
         if get_ident() not in entered:  # an interrupt as the callback began, which ctypes only prints
             raise KeyboardInterrupt
     else:
@@ -105,6 +109,13 @@ def _own_threads(work: Callable[[], None], workers: int) -> None:
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_jobs: dict[int, Callable[[], None]] = {}
+
+
+@_CALLBACK
+def _enter(job: int) -> None:
+    """What every thread calls; a callback made for each call took a twentieth of a bidirectional one."""
+    _jobs[job]()
 
 
 @cache
