@@ -5,7 +5,7 @@ import pytest
 from numba import njit
 from numba.core.errors import TypingError
 
-from rankwise.ops.tssa.cpu.lanes import LINE, address, at_least, lanes, load, store, total, zeros
+from rankwise.ops.tssa.cpu.lanes import LINE, address, at_least, fetch, lanes, load, store, total, zeros
 from rankwise.ops.tssa.cpu.streaming import settle
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -108,6 +108,17 @@ def test_lines_past_the_cache_arrive_whole(dtype):
 
 def test_a_line_is_sixty_four_bytes():
     assert (_line_of(np.zeros(1, np.float32)), _line_of(np.zeros(1))) == (16, 8)
+
+
+def test_asking_for_a_line_outside_an_array_is_harmless():
+    @njit
+    def ask(x):
+        for far in (0, len(x), 1 << 40, -(1 << 40)):
+            fetch(address(x), far)
+
+    ask(np.zeros(16))
+    (code,) = ask.inspect_llvm().values()
+    assert "llvm.prefetch" in code
 
 
 def test_lines_of_two_kinds_do_not_mix():

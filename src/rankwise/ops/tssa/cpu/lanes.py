@@ -188,3 +188,18 @@ def store(typing: Any, at: Any, index: Any, left: Any, past: Any, line: Any) -> 
         return context.get_dummy_value()
 
     return types.void(at, types.intp, left, past, line), generate
+
+
+@intrinsic
+def fetch(typing: Any, at: Any, index: Any) -> Any:
+    """Ask for the line around at[index] without waiting for it; it may lie outside the array."""
+
+    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
+        number = ir.IntType(32)
+        place = builder.bitcast(builder.gep(given[0], [given[1]]), ir.IntType(8).as_pointer())
+        ask = _function(builder, "llvm.prefetch.p0", ir.VoidType(), place.type, number, number, number)
+        read, farther, data = (ir.Constant(number, x) for x in (0, 2, 1))
+        builder.call(ask, [place, read, farther, data])
+        return context.get_dummy_value()
+
+    return types.void(at, types.intp), generate

@@ -7,7 +7,7 @@ tokens are still in the fastest cache, so that sums are loaded and stored once f
 from typing import no_type_check
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, inlined
-from rankwise.ops.tssa.cpu.lanes import lanes, load, store, total, zeros
+from rankwise.ops.tssa.cpu.lanes import fetch, lanes, load, store, total, zeros
 
 GROUP = 4
 
@@ -81,9 +81,14 @@ def _add_lines(w, i, step, first, second, third, fourth, sums, j, left, factors)
 @inlined
 @no_type_check
 def add_rows(w, i, step, width, first, second, third, fourth, sums, j, factors):
-    """The same for a group of tokens, ``step`` numbers apart, each with its weight."""
+    """The same for a group of tokens, ``step`` numbers apart, each with its weight.
+
+    They lie in the cache, so memory would stand still: half of the next group is asked for meanwhile.
+    """
     k = 0
     while k + lanes(w) <= width:
+        for token in range(GROUP // 2):
+            fetch(w, i + k + (GROUP + token) * step)
         _add_lines(w, i + k, step, first, second, third, fourth, sums, j + k, None, factors)
         k += lanes(w)
     if k < width:
