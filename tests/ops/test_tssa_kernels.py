@@ -88,6 +88,7 @@ def test_a_failure_on_another_thread_reaches_the_caller_on_either_pool(monkeypat
         monkeypatch.setattr(threads, "_forked", forked)
         with pytest.raises(IndexError, match="within the work"):
             threads.spread(fail, 8, 2)
+        assert not threads._jobs  # they would keep all arrays of the call
 
 
 @pytest.mark.parametrize("forked", [False, True], ids=["torch's threads", "our own"])

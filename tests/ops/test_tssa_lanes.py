@@ -121,6 +121,11 @@ def test_asking_for_a_line_outside_an_array_is_harmless():
     assert "llvm.prefetch" in code
 
 
+def test_an_array_out_of_order_has_no_address():
+    with pytest.raises(TypingError, match="in order"):
+        _line_of(np.zeros((4, 4)).T[:2])
+
+
 def test_lines_of_two_kinds_do_not_mix():
     """Float32 and float64 lines have other numbers of lanes."""
 

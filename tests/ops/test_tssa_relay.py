@@ -264,3 +264,4 @@ def test_an_interrupt_before_a_callback_begins_is_not_lost(monkeypatch):
     monkeypatch.setattr(threads, "_torch_threads", lambda: lambda work, data, workers, flags: None)
     with pytest.raises(KeyboardInterrupt):
         threads.together(lambda stopped: None, 2)
+    assert not threads._jobs

@@ -11,9 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.imputils import lower_builtin
+from numba.core.errors import TypingError
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 LINE = 64
 """Bytes of a line, of a cache line too."""
@@ -49,8 +49,11 @@ def _filled(builder: Any, vector: Any, number: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
 
+_KINDS = (types.Integer, types.Float)
+
+
 def _lane_by_lane(function: Any, name: str) -> None:
-    """Teach numba an operator."""
+    """Teach numba an operator as part of the function that uses it: an overload has fastmath of its own."""
 
     @infer_global(function)
     class _Typed(AbstractTemplate):
@@ -58,7 +61,7 @@ def _lane_by_lane(function: Any, name: str) -> None:
 
         def generic(self, given: Any, named: Any) -> Any:
             kinds = {one for one in given if isinstance(one, Lanes)}
-            known = len(given) == 2 and all(isinstance(one, Lanes | types.Number) for one in given)
+            known = len(given) == 2 and all(isinstance(one, (Lanes, *_KINDS)) for one in given)
             return signature(*kinds, *given) if known and len(kinds) == 1 else None
 
     def lower(context: Any, builder: Any, typed: Any, given: Any) -> Any:
@@ -67,8 +70,10 @@ def _lane_by_lane(function: Any, name: str) -> None:
         ]
         return getattr(builder, name)(*both)
 
-    for left, right in ((Lanes, Lanes), (Lanes, types.Number), (types.Number, Lanes)):
-        lower_builtin(function, left, right)(lower)
+    lower_builtin(function, Lanes, Lanes)(lower)
+    for kind in _KINDS:
+        lower_builtin(function, Lanes, kind)(lower)
+        lower_builtin(function, kind, Lanes)(lower)
 
 
 _lane_by_lane(operator.add, "fadd")
@@ -108,6 +113,8 @@ def _function(builder: Any, name: str, result: Any, *given: Any) -> Any:
 @intrinsic
 def address(typing: Any, array: Any) -> Any:
     """Where the numbers of an array lie, for as long as it is there."""
+    if array.layout != "C":
+        raise TypingError(f"an address is of an array in order, not of {array}")
 
     def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
         return context.make_array(array)(context, builder, given[0]).data

@@ -1,4 +1,4 @@
-"""Stores past the cache, for results so large that they would push out what is still to be read.
+"""When to store past the cache: for results so large that they would push out what is still to be read.
 
 A plain store first reads the line that it will overwrite: of all that a causal forward pass moves that is a
 third, of a bidirectional one a fifth.

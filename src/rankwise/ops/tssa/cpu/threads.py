@@ -143,6 +143,7 @@ def _forget() -> None:
     """A forked process has none of its parent's threads, and OpenMP would wait for them for ever."""
     global _pool, _lock, _forked
     _pool, _lock, _forked = None, Lock(), True
+    _jobs.clear()
 
 
 if hasattr(os, "register_at_fork"):
