@@ -21,9 +21,11 @@ from rankwise.ops.tssa.cpu import (
 from rankwise.ops.tssa.cpu import causal_loops as loops
 from rankwise.ops.tssa.cpu.relay import board, post, posted, take
 
-SUMS, BEHIND, OUTPUT = 12, 15, -3  # where these stand among what the compiled loop takes
+MANY, SUMS, BEHIND, OUTPUT = 12, 13, 16, -3  # where these stand among what the compiled loop takes
 UNWRITTEN = -7.0
 CASE = Case(shape=(1, 700, 3, 5), causal=True, masked=True, decayed=True, stated=True)
+LINES = Case(shape=(1, 700, 3, 20), causal=True, dtype=torch.float32)
+DECAYED_LINES = Case(shape=(1, 700, 3, 20), causal=True, decayed=True, dtype=torch.float32)
 BOTH_WAYS = Case(shape=(1, 700, 3, 5), masked=True)
 SOME_SHORT = Case(shape=(1, 700, 3, 5), cuts=(0, 330, 330, 331, 333, 700))
 
@@ -82,10 +84,13 @@ def recorded(monkeypatch, case: Case, loops: ModuleType = loops, name: str = "fo
     return lambda: [part.copy() if isinstance(part, np.ndarray) else part for part in found[0]]
 
 
-def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
+@pytest.mark.parametrize("many", [False, True], ids=["two", "many"])
+@pytest.mark.parametrize("case", [CASE, LINES, DECAYED_LINES], ids=["rows", "lines", "decayed lines"])
+def test_threads_in_any_order_give_the_same_numbers(monkeypatch, many, case):
     """Two hands take turns; each piece is begun before the one it goes on from."""
-    fresh = recorded(monkeypatch, CASE)
+    fresh = recorded(monkeypatch, case)
     wanted, got = fresh(), fresh()
+    wanted[MANY] = got[MANY] = many
     assert len(wanted[7]) > 4  # pieces
     assert loops.forward(*wanted)
     assert not (wanted[OUTPUT] == UNWRITTEN).any()
@@ -103,10 +108,12 @@ def test_two_threads_in_any_order_give_the_same_numbers(monkeypatch):
         assert np.array_equal(mine, theirs, equal_nan=True)
 
 
-def test_a_piece_that_waits_twice_goes_on_where_it_was(monkeypatch):
+@pytest.mark.parametrize("many", [False, True], ids=["two", "many"])
+def test_a_piece_that_waits_twice_goes_on_where_it_was(monkeypatch, many):
     """The one before it gets as far as its scores, then to its end; only tokens behind are compared."""
     fresh = recorded(monkeypatch, CASE)
     wanted, got = fresh(), fresh()
+    wanted[MANY] = got[MANY] = many
     assert loops.forward(*wanted)
     places, spot = got[-2:]
     places[0], spot[:] = 2, (1, 0)

@@ -16,8 +16,8 @@ from rankwise.ops.tssa.problem import Problem
 
 PIECE = 256
 """Tokens of a piece at least: below that, handing out work costs more than doing it."""
-CACHED = 1 << 17
-"""Numbers of a piece that a thread takes up more than once: half a megabyte, which its cache still holds."""
+CACHED = 1 << 16
+"""Numbers of a piece that a thread takes up twice: a quarter of a megabyte, which its cache still holds."""
 MOST = 64
 """Pieces a thread at most, so that what is kept of every piece does not grow with the text."""
 

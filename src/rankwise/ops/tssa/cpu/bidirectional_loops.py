@@ -29,7 +29,7 @@ def energies(w, mask, first, last, i, totals):
         local[:] = 0
         for t in range(chunk, min(chunk + CHUNK, last[i])):
             if mask.size == 0 or mask[t]:
-                add_row(tokens, t * row, row, one, added, 0, lasting(one))
+                add_row(tokens, t * row, row, None, added, 0, lasting(one))
         total += local
 
 

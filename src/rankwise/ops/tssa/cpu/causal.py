@@ -35,7 +35,7 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     behind = [np.empty((count, heads, width)) for width in (w.shape[3], w.shape[3], 1)]
     read = (x, flat(problem.offset, dtype), temperatures(problem.temperature, dtype))
     tokens = (flat(problem.mask, torch.bool), *powers(problem.rate, heads, dtype), *runs)
-    sums = (ENERGY_EPS, MASS_EPS, energy, assigned, mass[..., None], *behind)
+    sums = (ENERGY_EPS, MASS_EPS, workers > 2, energy, assigned, mass[..., None], *behind)
     every = (*read, *tokens, *sums, score, pi, flat(output, dtype), places)
 
     relay(loops.forward, every, [-1, 0], min(workers, count))

@@ -53,7 +53,7 @@ def chunk_totals(w, membership, mask, power, rate, decays, at, to, energy, assig
     heads, width = w.shape[1], w.shape[2]
     local, more = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
     tokens, energies, assigns = address(w), address(local), address(more)
-    one, row = w.dtype.type(1), heads * width
+    row = heads * width
     for c in range(first, last):
         local[:] = 0
         more[:] = 0
@@ -63,7 +63,7 @@ def chunk_totals(w, membership, mask, power, rate, decays, at, to, energy, assig
                 continue
             for h in range(heads):
                 j, pi, by = h * width, membership[t, h], factors(power, decays, 0, h)
-                add_row(tokens, t * row + j, width, one, energies, j, by)
+                add_row(tokens, t * row + j, width, None, energies, j, by)
                 add_row(tokens, t * row + j, width, pi, assigns, j, by)
                 mass[c, h] = mass[c, h] * rate[h] + pi
         energy[c] = local

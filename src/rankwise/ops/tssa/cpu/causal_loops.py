@@ -13,8 +13,8 @@ import numpy as np
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
 from rankwise.ops.tssa.cpu.lanes import address, at_least, lanes, load, store, total, zeros
-from rankwise.ops.tssa.cpu.relay import post, posted, take
-from rankwise.ops.tssa.cpu.rows import GROUP, add, add_row, add_rows, factors, kept, older
+from rankwise.ops.tssa.cpu.relay import post, posted, take, there
+from rankwise.ops.tssa.cpu.rows import GROUP, add, add_row, add_rows, factors, older
 from rankwise.ops.tssa.cpu.streaming import settle, streams
 
 
@@ -22,10 +22,9 @@ from rankwise.ops.tssa.cpu.streaming import settle, streams
 @no_type_check
 def _score_line(w, i, base, local, j, left, factors, tiny):
     x = load(w, i, left)
-    y = x * x
-    added = kept(load(local, j, left), factors) + y
+    added = add(x, None, load(local, j, left), factors)
     store(local, j, left, None, added)
-    return y / at_least(older(load(base, j, left), factors) + added, tiny)
+    return x * x / at_least(older(load(base, j, left), factors) + added, tiny)
 
 
 @inlined
@@ -74,16 +73,28 @@ def fold(total, base, local, rate, age):
             local[h, k] = 0
 
 
+@inlined
+@no_type_check
+def fold_on(before, since, total, base, local, rate, age):
+    """The same with ``total`` from the start of a piece on; what lay ``before`` that was ``since`` ago."""
+    for h in range(len(total)):
+        shrink, distant = rate[h] ** age, rate[h] ** since
+        for k in range(total.shape[1]):
+            total[h, k] = total[h, k] * shrink + local[h, k]
+            base[h, k] = before[h, k] * distant + total[h, k]
+            local[h, k] = 0
+
+
 @compiled
 @no_type_check
-def energies(w, mask, power, rate, decays, at, to, sums, i):
-    """sums[i] = Σ w² of the tokens at ≤ t < to."""
+def energies(w, mask, power, rate, decays, at, to, squared):
+    """Squared = Σ w² of the tokens at ≤ t < to."""
     heads, width = w.shape[1], w.shape[2]
     local, unread = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
-    tokens, added, row, one = address(w), address(local), heads * width, w.dtype.type(1)
+    tokens, added, row = address(w), address(local), heads * width
     if decays is None:
         heads, width = 1, row  # heads do not matter
-    sums[i] = 0
+    squared[:] = 0
     for chunk in range(at, to, CHUNK):
         age = 0
         for t in range(chunk, min(chunk + CHUNK, to)):
@@ -92,30 +103,32 @@ def energies(w, mask, power, rate, decays, at, to, sums, i):
             age += 1
             for h in range(heads):
                 j = h * width
-                add_row(tokens, t * row + j, width, one, added, j, factors(power, decays, age, h))
-        fold(sums[i], unread, local, rate, age)
+                add_row(tokens, t * row + j, width, None, added, j, factors(power, decays, age, h))
+        fold(squared, unread, local, rate, age)
 
 
 @compiled
 @no_type_check
 def assign(
-    w, offset, temperature, mask, power, rate, decays, at, to, eps, total, score, membership,
-    weighs, weighed, mass, i,
+    w, offset, temperature, mask, power, rate, decays, at, to, eps, before, squared, score, membership,
+    weighs, weighed, mass,
 ):  # fmt: skip
-    """Go on with c, scores Σ_k w_t²/max(c_t, eps) + offset, and memberships, which may lie over scores.
+    """Scores Σ_k w_t²/max(c_t, eps) + offset, and memberships, which may lie over scores.
 
-    Unless ``weighs`` is None, weighed[i] = Σ Π w² and mass[i] = Σ Π of the tokens at ≤ t < to.
+    c goes on from ``before``. squared = Σ w² of the tokens at ≤ t < to; if ``weighs`` weighed = Σ Π w² and
+    mass = Σ Π likewise. Gives how many of the tokens are real.
     """
     tiny = w.dtype.type(eps)
     heads, width = w.shape[1], w.shape[2]
     base, local = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
     more, unread = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
-    tokens, before, added, assigned = address(w), address(base), address(local), address(more)
-    row = heads * width
-    base[:] = total
-    if weighs is not None:
-        weighed[i] = 0
-        mass[i] = 0
+    tokens, earlier, added, assigned = address(w), address(base), address(local), address(more)
+    row, since = heads * width, 0
+    base[:] = before
+    squared[:] = 0
+    if weighs:
+        weighed[:] = 0
+        mass[:] = 0
     for chunk in range(at, to, CHUNK):
         end, age = min(chunk + CHUNK, to), 0
         for group in range(chunk, end, GROUP):
@@ -127,19 +140,19 @@ def assign(
                 real += 1
                 for h in range(heads):
                     j, by = h * width, factors(power, decays, age + real, h)
-                    score[t, h] = score_row(tokens, t * row + j, width, before, added, j, by, tiny)
+                    score[t, h] = score_row(tokens, t * row + j, width, earlier, added, j, by, tiny)
                     if offset.size > 0:
                         score[t, h] += offset[t, h]
             age += real
             softmax_rows(score, temperature, mask, membership, group, stop)
-            if weighs is None:
+            if not weighs:
                 continue
             for t in range(group, stop):
                 if mask.size > 0 and not mask[t]:
                     continue
                 for h in range(heads):
                     pi = membership[t, h]
-                    mass[i, h, 0] = mass[i, h, 0] * rate[h] + pi
+                    mass[h, 0] = mass[h, 0] * rate[h] + pi
                     if real < GROUP:
                         j, by = h * width, factors(power, decays, age, h)
                         add_row(tokens, t * row + j, width, pi, assigned, j, by)
@@ -150,9 +163,11 @@ def assign(
                         tokens, group * row + j, row, width, membership[group, h], membership[group + 1, h],
                         membership[group + 2, h], membership[group + 3, h], assigned, j, by,
                     )  # fmt: skip
-        fold(total, base, local, rate, age)
-        if weighs is not None:
-            fold(weighed[i], unread, more, rate, age)
+        since += age
+        fold_on(before, since, squared, base, local, rate, age)
+        if weighs:
+            fold(weighed, unread, more, rate, age)
+    return since
 
 
 @compiled
@@ -196,12 +211,19 @@ def load_sums(first, behind, own, before, sums):
 
 @compiled
 @no_type_check
-def pass_on(before, sums, i, rate, age):
-    """sums[i], what piece i adds, becomes the sums behind it."""
+def keep(sums, i, behind):
+    """behind[i] = sums."""
+    behind[i] = sums
+
+
+@compiled
+@no_type_check
+def pass_on(before, own, rate, age, behind):
+    """The sums behind a piece of ``age`` tokens that has its ``own``."""
     for h in range(len(before)):
         shrink = rate[h] ** age
         for k in range(before.shape[1]):
-            sums[i, h, k] += before[h, k] * shrink
+            behind[h, k] = before[h, k] * shrink + own[h, k]
 
 
 @compiled
@@ -211,12 +233,14 @@ def finish(
     total, more, n, energy, assigned, mass, score, membership, out,
 ):  # fmt: skip
     """Memberships, outputs and the sums behind the last piece of a sequence, for which nobody waits."""
+    squared = np.empty(total.shape)
     for c in range(at, to, CHUNK):
         end = min(c + CHUNK, to)
-        assign(
-            w, offset, temperature, mask, power, rate, decays, c, end, energy_eps, total, score, membership,
-            None, energy, mass, own,
+        age = assign(
+            w, offset, temperature, mask, power, rate, decays, c, end, energy_eps, total, squared, score,
+            membership, False, squared, n,
         )  # fmt: skip
+        pass_on(total, squared, rate, age, total)
         output(w, membership, mask, power, rate, decays, c, end, mass_eps, more, n, out)
     energy[own] = total
     assigned[own] = more
@@ -224,23 +248,28 @@ def finish(
 
 
 SQUARED, ASSIGNED = 1, 2
-"""How far a piece is: its w² are added up; so are its Π w² and Π."""
+"""How far a piece is: the sums of w² behind it are known; so are those of Π w² and Π."""
 
 
 @compiled
 @no_type_check
 def forward(
-    w, offset, temperature, mask, power, rate, decays, first, last, owner, energy_eps, mass_eps,
+    w, offset, temperature, mask, power, rate, decays, first, last, owner, energy_eps, mass_eps, many,
     energy, assigned, mass, behind, behind_assigned, behind_mass, score, membership, out, board, spot,
 ):  # fmt: skip
     """Memberships and outputs of all pieces: True; False where one has waited a while for the one before it.
 
     Call again then: ``spot`` holds the piece, -1 for none, and how far it is. ``energy``, ``assigned``
-    (N, H, K) and ``mass`` (N, H, 1) are the sums before every sequence and become those behind it. A piece
-    that another follows adds up its w² before it scores them, which brings them into the cache, and its Π w²
-    before its outputs, so that the other can go on meanwhile from the sums ``behind`` it, (P, H, ·).
+    (N, H, K) and ``mass`` (N, H, 1) are the sums before every sequence and become those behind it; ``behind``
+    (P, H, ·) are those behind a piece that another follows.
+
+    Two threads go on from each other: one scores its tokens while the other writes the outputs of those
+    before. A thread that finds no sums to go on from adds up its w² meanwhile, which brings them into the
+    cache and lets the other go on as soon as they come. Where there are ``many``, waiting for whole passes of
+    one another would keep two of them busy: all add up their w² first, and Π w² with their scores.
     """
     total, more, n = np.empty(w.shape[1:]), np.empty(w.shape[1:]), np.empty((w.shape[1], 1))
+    again = np.empty(w.shape[1:])
     done = False
     while not done:
         if spot[0] < 0:
@@ -256,34 +285,44 @@ def forward(
         if followed and mask.size > 0:
             age = mask[at:to].sum()
 
-        if followed and spot[1] < SQUARED:
-            energies(w, mask, power, rate, decays, at, to, behind, i)
+        if followed and spot[1] == 0 and (many or (before >= 0 and not there(board, before, SQUARED))):
+            energies(w, mask, power, rate, decays, at, to, behind[i])
             spot[1] = SQUARED
         if followed and spot[1] < ASSIGNED:
             if before >= 0 and not posted(board, before, SQUARED):
                 break
             load_sums(energy, behind, own, before, total)
-            pass_on(total, behind, i, rate, age)
-            post(board, i, SQUARED)
+            early = spot[1] == SQUARED
+            if early:
+                pass_on(total, behind[i], rate, age, behind[i])
+                post(board, i, SQUARED)
             assign(
-                w, offset, temperature, mask, power, rate, decays, at, to, energy_eps, total, score,
-                membership, True, behind_assigned, behind_mass, i,
+                w, offset, temperature, mask, power, rate, decays, at, to, energy_eps, total,
+                again if early else behind[i], score, membership, many, behind_assigned[i], behind_mass[i],
             )  # fmt: skip
+            if not early:
+                pass_on(total, behind[i], rate, age, behind[i])
+                post(board, i, SQUARED)
             spot[1] = ASSIGNED
         if before >= 0 and not posted(board, before, ASSIGNED):
             break
         load_sums(assigned, behind_assigned, own, before, more)
         load_sums(mass, behind_mass, own, before, n)
-        if followed:
-            pass_on(more, behind_assigned, i, rate, age)
-            pass_on(n, behind_mass, i, rate, age)
-            post(board, i, ASSIGNED)
-            output(w, membership, mask, power, rate, decays, at, to, mass_eps, more, n, out)
-        else:
+        if not followed:
             load_sums(energy, behind, own, before, total)
             finish(
                 w, offset, temperature, mask, power, rate, decays, at, to, own, energy_eps, mass_eps,
                 total, more, n, energy, assigned, mass, score, membership, out,
             )  # fmt: skip
+        elif many:
+            pass_on(more, behind_assigned[i], rate, age, behind_assigned[i])
+            pass_on(n, behind_mass[i], rate, age, behind_mass[i])
+            post(board, i, ASSIGNED)
+            output(w, membership, mask, power, rate, decays, at, to, mass_eps, more, n, out)
+        else:
+            output(w, membership, mask, power, rate, decays, at, to, mass_eps, more, n, out)
+            keep(more, i, behind_assigned)
+            keep(n, i, behind_mass)
+            post(board, i, ASSIGNED)
         spot[0] = -1
     return done

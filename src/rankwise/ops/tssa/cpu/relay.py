@@ -17,7 +17,7 @@ from rankwise.ops.tssa.cpu.threads import together
 
 NAP = 50e-6
 """Seconds a thread sleeps when what it waits for is still not there."""
-PATIENCE = 1 << 16
+PATIENCE = 1 << 18
 """Looks at the board, some ten microseconds, before a loop gives up and lets its thread sleep."""
 
 
@@ -101,9 +101,16 @@ def post(board, piece, stage):
 
 @inlined
 @no_type_check
+def there(board, piece, stage):
+    """Whether a piece is that far."""
+    return _load(board, 1 + piece) >= stage
+
+
+@inlined
+@no_type_check
 def posted(board, piece, stage):
-    """Whether a piece is that far; waits a little for it."""
+    """The same, after waiting a little for it."""
     for _ in range(PATIENCE):  # noqa: SIM110 - a compiled loop knows no any()
-        if _load(board, 1 + piece) >= stage:
+        if there(board, piece, stage):
             return True
     return False

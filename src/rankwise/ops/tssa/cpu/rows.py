@@ -36,6 +36,15 @@ def _kept(x, factors):
 kept = inlined(_kept, {"contract"})  # nothing reordered: x (λ + lost) would be x λ again
 
 
+@no_type_check
+def _apart(x, y):
+    """X + y."""
+    return x + y
+
+
+apart = inlined(_apart, set())  # no product fused into it: sums of w² are the same bits in whatever loop
+
+
 @inlined
 @no_type_check
 def older(x, factors):
@@ -46,8 +55,9 @@ def older(x, factors):
 @inlined
 @no_type_check
 def add(x, weight, sums, factors):
-    """Sums that decay, and weight · x²."""
-    return kept(sums, factors) + weight * (x * x)
+    """Sums that decay, and weight · x²; a weight of None is one."""
+    before = kept(sums, factors)
+    return apart(before, x * x) if weight is None else before + weight * (x * x)
 
 
 @inlined
