@@ -11,7 +11,7 @@ from rankwise.ops.tssa.checks import check_options, check_packing, check_state, 
 from rankwise.ops.tssa.decay import rates
 from rankwise.ops.tssa.dispatch import choose
 from rankwise.ops.tssa.layout import lengths, offsets
-from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
+from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact, in_dtype
 from rankwise.ops.tssa.state import TSSAState
 
 
@@ -109,7 +109,7 @@ def tssa(
         check_packing(cu_seqlens, w.shape[0], w.shape[1])
     chosen = choose(impl, w.device)
     bounds = None if cu_seqlens is None else cu_seqlens.to(w.device, torch.int64)
-    tau = None if membership == "uniform" or temperature is None else temperature.to(exact(w.dtype))
+    tau = None if membership == "uniform" or temperature is None else in_dtype(temperature, exact(w.dtype))
     problem = Problem(w, tau, None, mask, None, None, bounds, causal)
     if not causal:
         solution = _solve(problem, chosen)
@@ -127,7 +127,7 @@ def _in_order(
     w, dtype, start, seen = problem.w, exact(problem.w.dtype), None, lengths(problem)
     if state is not None:
         check_state(state, w, problem.sequences)
-        start, seen = Sums(*(part.to(dtype) for part in state[:3])), seen + state.seen
+        start, seen = Sums(*(in_dtype(part, dtype) for part in state[:3])), seen + state.seen
     offset = None
     if bias is not None:
         offset = offsets(bias.to(dtype), problem, None if state is None else state.seen)

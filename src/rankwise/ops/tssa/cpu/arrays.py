@@ -12,7 +12,7 @@ from torch import Tensor
 from rankwise.ops.tssa.cpu.compiled import CHUNK
 from rankwise.ops.tssa.cpu.lanes import LINE
 from rankwise.ops.tssa.cpu.threads import threads
-from rankwise.ops.tssa.problem import Problem
+from rankwise.ops.tssa.problem import Problem, in_dtype
 
 PIECE = 256
 """Tokens of a piece at least: below that, handing out work costs more than doing it."""
@@ -33,9 +33,7 @@ def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
         An array, contiguous.
     """
     plain = x.detach()
-    if dtype is not None and plain.dtype != dtype:
-        plain = plain.to(dtype)
-    return np.ascontiguousarray(plain.numpy())
+    return np.ascontiguousarray((plain if dtype is None else in_dtype(plain, dtype)).numpy())
 
 
 def flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
@@ -51,19 +49,6 @@ def flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
     if x is None:
         return np.zeros(0, bool) if dtype == torch.bool else np.zeros((0, 0), str(dtype)[6:])
     return array(x, dtype).reshape(-1, *x.shape[2:])
-
-
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of that dtype: itself where it can be, as asking torch takes 40 µs in a cold cache.
-
-    Args:
-        x: any tensor.
-        dtype: wanted.
-
-    Returns:
-        A tensor.
-    """
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

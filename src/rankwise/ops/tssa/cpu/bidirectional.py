@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import bidirectional_back_loops, bidirectional_loops
-from rankwise.ops.tssa.cpu.arrays import array, flat, in_dtype, new, pieces
+from rankwise.ops.tssa.cpu.arrays import array, flat, new, pieces
 from rankwise.ops.tssa.cpu.heads import score_room, temperatures
 from rankwise.ops.tssa.cpu.relay import board, relay
-from rankwise.ops.tssa.problem import Problem, Sums, exact
+from rankwise.ops.tssa.problem import Problem, Sums, exact, in_dtype
 from rankwise.ops.tssa.reference import MASS_EPS, NORM_EPS
 
 EPS = (NORM_EPS**2, MASS_EPS)
@@ -38,9 +38,11 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     sums = [np.zeros((problem.sequences, heads, each), x.dtype) for each in (width, width, 1)]
     read = (x, temperatures(problem.temperature, dtype), flat(problem.mask, torch.bool), *runs, *EPS)
     every = (*read, *room, *sums, score, membership, flat(output, dtype), board(count))
-    relay(bidirectional_loops.forward, every, [-1], min(workers, count))
+    # now, as behind the loops torch's code is in no cache any more
     pi, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (membership, score))
     end = Sums(*map(torch.from_numpy, (*sums[:2], sums[2][..., 0])))
+
+    relay(bidirectional_loops.forward, every, [-1], min(workers, count))
     return in_dtype(output, w.dtype), pi, scores, end
 
 
@@ -75,4 +77,4 @@ def backward(
         *read, *tokens, *room, np.empty_like(slope), slope, of_temperature, flat(out, dtype), board(count),
     )  # fmt: skip
     relay(bidirectional_back_loops.backward, every, [-1], min(workers, count))
-    return out.to(w.dtype), torch.from_numpy(of_temperature).sum(0).to(dtype)
+    return in_dtype(out, w.dtype), torch.from_numpy(of_temperature).sum(0).to(dtype)

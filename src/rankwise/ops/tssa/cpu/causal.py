@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.tssa.cpu import causal_loops as loops
-from rankwise.ops.tssa.cpu.arrays import flat, in_dtype, new, powers, relay_pieces
+from rankwise.ops.tssa.cpu.arrays import flat, new, powers, relay_pieces
 from rankwise.ops.tssa.cpu.carry import first_sums
 from rankwise.ops.tssa.cpu.causal_back import backward as backward
 from rankwise.ops.tssa.cpu.heads import score_room, temperatures
 from rankwise.ops.tssa.cpu.relay import board, relay
-from rankwise.ops.tssa.problem import Problem, Sums, exact
+from rankwise.ops.tssa.problem import Problem, Sums, exact, in_dtype
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
 
 
@@ -37,8 +37,9 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     tokens = (flat(problem.mask, torch.bool), *powers(problem.rate, heads, dtype), *runs)
     sums = (ENERGY_EPS, MASS_EPS, workers > 2, energy, assigned, mass[..., None], *behind)
     every = (*read, *tokens, *sums, score, pi, flat(output, dtype), places)
-
-    relay(loops.forward, every, [-1, 0], min(workers, count))
+    # now, as behind the loops torch's code is in no cache any more
     membership, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (pi, score))
     end = Sums(*(torch.from_numpy(part) for part in (energy, assigned, mass)))
+
+    relay(loops.forward, every, [-1, 0], min(workers, count))
     return in_dtype(output, w.dtype), membership, scores, end
