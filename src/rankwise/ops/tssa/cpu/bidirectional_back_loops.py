@@ -7,7 +7,7 @@ import numpy as np
 from rankwise.ops.tssa.cpu.bidirectional_loops import damp, gather, invert
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
-from rankwise.ops.tssa.cpu.lanes import address, lanes, load, store
+from rankwise.ops.tssa.cpu.lanes import address, lanes, load, narrower, store, zeros
 from rankwise.ops.tssa.cpu.relay import post
 from rankwise.ops.tssa.cpu.rows import add_row, lasting, project_row
 from rankwise.ops.tssa.cpu.streaming import settle, streams
@@ -112,26 +112,25 @@ share = compiled(_share, {"contract"})  # nothing reordered: inverse² leaves fl
 
 @inlined
 @no_type_check
-def _token_line_back(w, given, i, factor, moment, inverse, energy, j, left, pi, asked, out, past):
-    g = load(moment, j, left) * pi + asked * load(inverse, j, left) + load(energy, j, left)
-    x, y = load(w, i, left), load(given, i, left)
-    store(out, i, left, past, 2 * x * g - pi * y * load(factor, j, left))
+def _lines_back(w, given, i, k, width, factor, moment, inverse, energy, j, pi, asked, out, past, line):
+    while k + lanes(line) <= width:
+        g = load(moment, j + k, line) * pi + asked * load(inverse, j + k, line) + load(energy, j + k, line)
+        x, y = load(w, i + k, line), load(given, i + k, line)
+        store(out, i + k, past, 2 * x * g - pi * y * load(factor, j + k, line))
+        k += lanes(line)
+    return k
 
 
 @inlined
 @no_type_check
 def token_row_back(w, given, i, width, factor, moment, inverse, energy, j, pi, asked, out, past):
     """One token's gradient from those of its sequence's sums."""
-    k = 0
-    while k + lanes(w) <= width:
-        _token_line_back(
-            w, given, i + k, factor, moment, inverse, energy, j + k, None, pi, asked, out, past
-        )  # fmt: skip
-        k += lanes(w)
+    line = zeros(w)
+    k = _lines_back(w, given, i, 0, width, factor, moment, inverse, energy, j, pi, asked, out, past, line)
     if k < width:
-        _token_line_back(
-            w, given, i + k, factor, moment, inverse, energy, j + k, width - k, pi, asked, out, None
-        )  # fmt: skip
+        part, one = narrower(line), narrower(narrower(line))
+        k = _lines_back(w, given, i, k, width, factor, moment, inverse, energy, j, pi, asked, out, None, part)
+        _lines_back(w, given, i, k, width, factor, moment, inverse, energy, j, pi, asked, out, None, one)
 
 
 @compiled

@@ -10,7 +10,7 @@ import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
-from rankwise.ops.tssa.cpu.lanes import address, lanes, load, store
+from rankwise.ops.tssa.cpu.lanes import address, lanes, load, narrower, store, zeros
 from rankwise.ops.tssa.cpu.relay import post
 from rankwise.ops.tssa.cpu.rows import GROUP, add_row, add_rows, lasting, project_row
 from rankwise.ops.tssa.cpu.streaming import settle, streams
@@ -115,15 +115,22 @@ def assign(w, inverse, temperature, mask, first, last, i, score, membership, tot
 
 @inlined
 @no_type_check
+def _scale_lines(w, i, k, width, factor, vector, j, out, past, line):
+    while k + lanes(line) <= width:
+        store(out, i + k, past, factor * load(w, i + k, line) * load(vector, j + k, line))
+        k += lanes(line)
+    return k
+
+
+@inlined
+@no_type_check
 def scale_row(w, i, width, factor, vector, j, out, past):
     """Factor · w · vector."""
-    k = 0
-    while k + lanes(w) <= width:
-        store(out, i + k, None, past, factor * load(w, i + k, None) * load(vector, j + k, None))
-        k += lanes(w)
+    line = zeros(w)
+    k = _scale_lines(w, i, 0, width, factor, vector, j, out, past, line)
     if k < width:
-        left = width - k
-        store(out, i + k, left, None, factor * load(w, i + k, left) * load(vector, j + k, left))
+        k = _scale_lines(w, i, k, width, factor, vector, j, out, None, narrower(line))
+        _scale_lines(w, i, k, width, factor, vector, j, out, None, narrower(narrower(line)))
 
 
 @compiled

@@ -12,7 +12,7 @@ import numpy as np
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
-from rankwise.ops.tssa.cpu.lanes import address, at_least, lanes, load, store, total, zeros
+from rankwise.ops.tssa.cpu.lanes import address, at_least, lanes, load, narrower, store, total, zeros
 from rankwise.ops.tssa.cpu.relay import post, posted, take, there
 from rankwise.ops.tssa.cpu.rows import GROUP, add, add_row, add_rows, factors, older
 from rankwise.ops.tssa.cpu.streaming import settle, streams
@@ -20,45 +20,53 @@ from rankwise.ops.tssa.cpu.streaming import settle, streams
 
 @inlined
 @no_type_check
-def _score_line(w, i, base, local, j, left, factors, tiny):
-    x = load(w, i, left)
-    added = add(x, None, load(local, j, left), factors)
-    store(local, j, left, None, added)
-    return x * x / at_least(older(load(base, j, left), factors) + added, tiny)
+def _score_lines(w, i, k, width, base, local, j, factors, tiny, line):
+    score = line
+    while k + lanes(line) <= width:
+        x = load(w, i + k, line)
+        added = add(x, None, load(local, j + k, line), factors)
+        store(local, j + k, None, added)
+        score = score + x * x / at_least(older(load(base, j + k, line), factors) + added, tiny)
+        k += lanes(line)
+    return k, total(score)
 
 
 @inlined
 @no_type_check
 def score_row(w, i, width, base, local, j, factors, tiny):
     """One token's Σ_k w²/max(c, eps), after adding it to the chunk's sums."""
-    score, k = zeros(w), 0
-    while k + lanes(w) <= width:
-        score = score + _score_line(w, i + k, base, local, j + k, None, factors, tiny)
-        k += lanes(w)
+    line = zeros(w)
+    k, score = _score_lines(w, i, 0, width, base, local, j, factors, tiny, line)
     if k < width:
-        score = score + _score_line(w, i + k, base, local, j + k, width - k, factors, tiny)
-    return total(score)
+        k, part = _score_lines(w, i, k, width, base, local, j, factors, tiny, narrower(line))
+        k, rest = _score_lines(w, i, k, width, base, local, j, factors, tiny, narrower(narrower(line)))
+        score += part + rest
+    return score
 
 
 @inlined
 @no_type_check
-def _output_line(w, i, base, local, j, left, factors, pi, m, out, past):
-    x = load(w, i, left)
-    added = add(x, pi, load(local, j, left), factors)
-    store(local, j, left, None, added)
-    store(out, i, left, past, -pi * m * x / (older(load(base, j, left), factors) + added + m))
+def _output_lines(w, i, k, width, base, local, j, factors, pi, m, out, past, line):
+    while k + lanes(line) <= width:
+        x = load(w, i + k, line)
+        added = add(x, pi, load(local, j + k, line), factors)
+        store(local, j + k, None, added)
+        x = -pi * m * x / (older(load(base, j + k, line), factors) + added + m)
+        store(out, i + k, past, x)
+        k += lanes(line)
+    return k
 
 
 @inlined
 @no_type_check
 def output_row(w, i, width, base, local, j, factors, pi, m, out, past):
     """One token's output, after adding it to the chunk's sums."""
-    k = 0
-    while k + lanes(w) <= width:
-        _output_line(w, i + k, base, local, j + k, None, factors, pi, m, out, past)
-        k += lanes(w)
+    line = zeros(w)
+    k = _output_lines(w, i, 0, width, base, local, j, factors, pi, m, out, past, line)
     if k < width:
-        _output_line(w, i + k, base, local, j + k, width - k, factors, pi, m, out, None)
+        part, one = narrower(line), narrower(narrower(line))
+        k = _output_lines(w, i, k, width, base, local, j, factors, pi, m, out, None, part)
+        _output_lines(w, i, k, width, base, local, j, factors, pi, m, out, None, one)
 
 
 @inlined

@@ -20,13 +20,13 @@ LINE = 64
 
 
 class Lanes(types.Type):
-    """A line of float32 or of float64: as numbers in + - * / with lines and numbers, lane by lane."""
+    """A line of float32 or of float64, or a part of one: as numbers in + - * / with lines and numbers."""
 
-    def __init__(self, number: types.Float) -> None:
-        self.number, self.count = number, 8 * LINE // number.bitwidth
+    def __init__(self, number: types.Float, count: int | None = None) -> None:
+        self.number, self.count = number, count or 8 * LINE // number.bitwidth
         self.suffix = f"v{self.count}f{number.bitwidth}"  # as LLVM names operations
         self.value = ir.VectorType(ir.FloatType() if number.bitwidth == 32 else ir.DoubleType(), self.count)
-        super().__init__(name=f"Lanes({number})")
+        super().__init__(name=f"Lanes({number}, {self.count})")
 
 
 @register_model(Lanes)
@@ -123,78 +123,65 @@ def address(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
-def lanes(typing: Any, at: Any) -> Any:
-    """How many numbers a line holds there."""
-
-    def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
-        return context.get_constant(types.intp, Lanes(at.dtype).count)
-
-    return types.intp(at), generate
+def zeros(typing: Any, at: Any) -> Any:
+    """A line of zeros of the numbers there."""
+    return _zeros(Lanes(at.dtype), at)
 
 
 @intrinsic
-def zeros(typing: Any, at: Any) -> Any:
-    """A line of zeros of the numbers there."""
+def narrower(typing: Any, line: Any) -> Any:
+    """Zeros, a quarter as many, one at least: rows of any width are lines, then quarters, then numbers.
+
+    Not parts of lines under a mask: to store one takes some processors ten times as long as a whole line.
+    """
+    return _zeros(Lanes(line.number, max(1, line.count // 4)), line)
+
+
+def _zeros(kind: Lanes, given: Any) -> Any:
+    return kind(given), lambda context, builder, typed, values: ir.Constant(kind.value, None)
+
+
+@intrinsic
+def lanes(typing: Any, line: Any) -> Any:
+    """How many numbers a line holds."""
 
     def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
-        return ir.Constant(Lanes(at.dtype).value, None)
+        return context.get_constant(types.intp, line.count)
 
-    return Lanes(at.dtype)(at), generate
+    return types.intp(line), generate
 
 
 def _place(builder: Any, kind: Lanes, at: Any, index: Any) -> Any:
     return builder.bitcast(builder.gep(at, [index]), kind.value.as_pointer())
 
 
-def _present(builder: Any, kind: Lanes, left: Any) -> Any:
-    """Which lanes are among the first ``left``."""
-    index = ir.VectorType(ir.IntType(32), kind.count)
-    many = _filled(builder, index, builder.trunc(left, ir.IntType(32)))
-    return builder.icmp_signed("<", ir.Constant(index, list(range(kind.count))), many)
-
-
 @intrinsic
-def load(typing: Any, at: Any, index: Any, left: Any) -> Any:
-    """The line beginning with at[index]; only its first ``left`` numbers, then zeros, unless that is None."""
-    kind = Lanes(at.dtype)
-    align = at.dtype.bitwidth // 8
+def load(typing: Any, at: Any, index: Any, like: Any) -> Any:
+    """The line beginning with at[index], as many numbers as in another."""
 
     def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
-        place = _place(builder, kind, *given[:2])
-        if left is types.none:
-            return builder.load(place, align=align)
-        mask = _present(builder, kind, given[2])
-        of = (place.type, ir.IntType(32), mask.type, kind.value)
-        some = _function(builder, f"llvm.masked.load.{kind.suffix}.p0", kind.value, *of)
-        none = ir.Constant(kind.value, None)
-        return builder.call(some, [place, ir.Constant(ir.IntType(32), align), mask, none])
+        return builder.load(_place(builder, like, *given[:2]), align=at.dtype.bitwidth // 8)
 
-    return kind(at, types.intp, left), generate
+    return like(at, types.intp, like), generate
 
 
 @intrinsic
-def store(typing: Any, at: Any, index: Any, left: Any, past: Any, line: Any) -> Any:
-    """at[index:] = line; only its first ``left`` numbers unless that is None; past the cache unless None.
+def store(typing: Any, at: Any, index: Any, past: Any, line: Any) -> Any:
+    """at[index:] = line; past the cache unless ``past`` is None.
 
     Past the cache it must be a whole line that begins where a cache line does.
     """
-    align = at.dtype.bitwidth // 8
 
     def generate(context: Any, builder: Any, typed: Any, given: Any) -> Any:
         place = _place(builder, line, *given[:2])
-        if left is not types.none:
-            mask = _present(builder, line, given[2])
-            of = (line.value, place.type, ir.IntType(32), mask.type)
-            some = _function(builder, f"llvm.masked.store.{line.suffix}.p0", ir.VoidType(), *of)
-            builder.call(some, [given[4], place, ir.Constant(ir.IntType(32), align), mask])
-        elif past is types.none:
-            builder.store(given[4], place, align=align)
+        if past is types.none:
+            builder.store(given[3], place, align=at.dtype.bitwidth // 8)
         else:
-            done = builder.store(given[4], place, align=LINE)
+            done = builder.store(given[3], place, align=LINE)
             done.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
-    return types.void(at, types.intp, left, past, line), generate
+    return types.void(at, types.intp, past, line), generate
 
 
 @intrinsic

@@ -7,7 +7,7 @@ tokens are still in the fastest cache, so that sums are loaded and stored once f
 from typing import no_type_check
 
 from rankwise.ops.tssa.cpu.compiled import CHUNK, inlined
-from rankwise.ops.tssa.cpu.lanes import fetch, lanes, load, store, total, zeros
+from rankwise.ops.tssa.cpu.lanes import fetch, lanes, load, narrower, store, total, zeros
 
 GROUP = 4
 
@@ -62,30 +62,38 @@ def add(x, weight, sums, factors):
 
 @inlined
 @no_type_check
-def _add_line(w, i, weight, sums, j, left, factors):
-    store(sums, j, left, None, add(load(w, i, left), weight, load(sums, j, left), factors))
+def _add_lines(w, i, k, width, weight, sums, j, factors, line):
+    while k + lanes(line) <= width:
+        before = load(sums, j + k, line)
+        store(sums, j + k, None, add(load(w, i + k, line), weight, before, factors))
+        k += lanes(line)
+    return k
 
 
 @inlined
 @no_type_check
 def add_row(w, i, width, weight, sums, j, factors):
     """Add one token's weight · w² to sums that decay."""
-    k = 0
-    while k + lanes(w) <= width:
-        _add_line(w, i + k, weight, sums, j + k, None, factors)
-        k += lanes(w)
+    line = zeros(w)
+    k = _add_lines(w, i, 0, width, weight, sums, j, factors, line)
     if k < width:
-        _add_line(w, i + k, weight, sums, j + k, width - k, factors)
+        k = _add_lines(w, i, k, width, weight, sums, j, factors, narrower(line))
+        _add_lines(w, i, k, width, weight, sums, j, factors, narrower(narrower(line)))
 
 
 @inlined
 @no_type_check
-def _add_lines(w, i, step, first, second, third, fourth, sums, j, left, factors):
-    added = add(load(w, i, left), first, load(sums, j, left), factors)
-    added = add(load(w, i + step, left), second, added, factors)
-    added = add(load(w, i + 2 * step, left), third, added, factors)
-    added = add(load(w, i + 3 * step, left), fourth, added, factors)
-    store(sums, j, left, None, added)
+def _add_group(w, i, step, k, width, first, second, third, fourth, sums, j, factors, line):
+    while k + lanes(line) <= width:
+        for token in range(GROUP // 2):
+            fetch(w, i + k + (GROUP + token) * step)
+        added = add(load(w, i + k, line), first, load(sums, j + k, line), factors)
+        added = add(load(w, i + k + step, line), second, added, factors)
+        added = add(load(w, i + k + 2 * step, line), third, added, factors)
+        added = add(load(w, i + k + 3 * step, line), fourth, added, factors)
+        store(sums, j + k, None, added)
+        k += lanes(line)
+    return k
 
 
 @inlined
@@ -95,31 +103,33 @@ def add_rows(w, i, step, width, first, second, third, fourth, sums, j, factors):
 
     They lie in the cache, so memory would stand still: half of the next group is asked for meanwhile.
     """
-    k = 0
-    while k + lanes(w) <= width:
-        for token in range(GROUP // 2):
-            fetch(w, i + k + (GROUP + token) * step)
-        _add_lines(w, i + k, step, first, second, third, fourth, sums, j + k, None, factors)
-        k += lanes(w)
+    line = zeros(w)
+    k = _add_group(w, i, step, 0, width, first, second, third, fourth, sums, j, factors, line)
     if k < width:
-        _add_lines(w, i + k, step, first, second, third, fourth, sums, j + k, width - k, factors)
+        part, one = narrower(line), narrower(narrower(line))
+        k = _add_group(w, i, step, k, width, first, second, third, fourth, sums, j, factors, part)
+        _add_group(w, i, step, k, width, first, second, third, fourth, sums, j, factors, one)
 
 
 @inlined
 @no_type_check
-def _project_line(w, i, vector, j, left):
-    x = load(w, i, left)
-    return x * x * load(vector, j, left)
+def _project_lines(w, i, k, width, vector, j, line):
+    out = line
+    while k + lanes(line) <= width:
+        x = load(w, i + k, line)
+        out = out + x * x * load(vector, j + k, line)
+        k += lanes(line)
+    return k, total(out)
 
 
 @inlined
 @no_type_check
 def project_row(w, i, width, vector, j):
     """Σ_k vector_k w_k²."""
-    out, k = zeros(w), 0
-    while k + lanes(w) <= width:
-        out = out + _project_line(w, i + k, vector, j + k, None)
-        k += lanes(w)
+    line = zeros(w)
+    k, out = _project_lines(w, i, 0, width, vector, j, line)
     if k < width:
-        out = out + _project_line(w, i + k, vector, j + k, width - k)
-    return total(out)
+        k, part = _project_lines(w, i, k, width, vector, j, narrower(line))
+        k, rest = _project_lines(w, i, k, width, vector, j, narrower(narrower(line)))
+        out += part + rest
+    return out
