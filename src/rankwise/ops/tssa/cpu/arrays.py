@@ -118,7 +118,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(problem: Problem) -> tuple[Pieces, int]:
-    """Pieces to be done at once: as many as keep all threads busy to the end.
+    """Pieces to be done at once: as many as keep all threads busy to the end, also where one is slower.
 
     Args:
         problem: the call.
@@ -127,7 +127,7 @@ def pieces(problem: Problem) -> tuple[Pieces, int]:
         Pieces, and how many threads.
     """
     workers, total = threads(problem.w.numel()), _total(problem)
-    size = max(PIECE, -(-total // (4 * workers))) if workers > 1 else total
+    size = max(PIECE, -(-total // (16 * workers))) if workers > 1 else total
     return _cut(problem, size, size), workers
 
 
