@@ -9,7 +9,7 @@ from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
 from rankwise.ops.tssa.cpu.lanes import address, lanes, load, narrower, store, zeros
 from rankwise.ops.tssa.cpu.relay import post
-from rankwise.ops.tssa.cpu.rows import add_row, lasting, project_row
+from rankwise.ops.tssa.cpu.rows import add_row, lasting, project_row, stream
 from rankwise.ops.tssa.cpu.streaming import settle, streams
 from rankwise.ops.tssa.cpu.turns import all_posted, next_turn
 
@@ -115,7 +115,7 @@ share = compiled(_share, {"contract"})  # nothing reordered: inverse² leaves fl
 def _lines_back(w, given, i, k, width, factor, moment, inverse, energy, j, pi, asked, out, past, line):
     while k + lanes(line) <= width:
         g = load(moment, j + k, line) * pi + asked * load(inverse, j + k, line) + load(energy, j + k, line)
-        x, y = load(w, i + k, line), load(given, i + k, line)
+        x, y = stream(w, i + k, line), stream(given, i + k, line)
         store(out, i + k, past, 2 * x * g - pi * y * load(factor, j + k, line))
         k += lanes(line)
     return k

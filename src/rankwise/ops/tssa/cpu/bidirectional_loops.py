@@ -12,7 +12,7 @@ from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
 from rankwise.ops.tssa.cpu.lanes import address, lanes, load, narrower, store, zeros
 from rankwise.ops.tssa.cpu.relay import post
-from rankwise.ops.tssa.cpu.rows import GROUP, add_row, add_rows, lasting, project_row
+from rankwise.ops.tssa.cpu.rows import GROUP, add_row, add_rows, lasting, project_row, stream
 from rankwise.ops.tssa.cpu.streaming import settle, streams
 from rankwise.ops.tssa.cpu.turns import all_posted, next_turn
 
@@ -117,7 +117,7 @@ def assign(w, inverse, temperature, mask, first, last, i, score, membership, tot
 @no_type_check
 def _scale_lines(w, i, k, width, factor, vector, j, out, past, line):
     while k + lanes(line) <= width:
-        store(out, i + k, past, factor * load(w, i + k, line) * load(vector, j + k, line))
+        store(out, i + k, past, factor * stream(w, i + k, line) * load(vector, j + k, line))
         k += lanes(line)
     return k
 

@@ -14,7 +14,7 @@ from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows
 from rankwise.ops.tssa.cpu.lanes import address, at_least, lanes, load, narrower, store, total, zeros
 from rankwise.ops.tssa.cpu.relay import post, posted, take, there
-from rankwise.ops.tssa.cpu.rows import GROUP, add, add_row, add_rows, factors, older
+from rankwise.ops.tssa.cpu.rows import GROUP, add, add_row, add_rows, factors, older, stream
 from rankwise.ops.tssa.cpu.streaming import settle, streams
 
 
@@ -23,7 +23,7 @@ from rankwise.ops.tssa.cpu.streaming import settle, streams
 def _score_lines(w, i, k, width, base, local, j, factors, tiny, line):
     score = line
     while k + lanes(line) <= width:
-        x = load(w, i + k, line)
+        x = stream(w, i + k, line)
         added = add(x, None, load(local, j + k, line), factors)
         store(local, j + k, None, added)
         score = score + x * x / at_least(older(load(base, j + k, line), factors) + added, tiny)

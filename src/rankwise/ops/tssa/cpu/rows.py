@@ -10,6 +10,8 @@ from rankwise.ops.tssa.cpu.compiled import CHUNK, inlined
 from rankwise.ops.tssa.cpu.lanes import fetch, lanes, load, narrower, store, total, zeros
 
 GROUP = 4
+AHEAD = 48
+"""Lines from the one at hand to the one asked for, 3 KB: processors look ahead too, but not past a page."""
 
 
 @inlined
@@ -62,10 +64,18 @@ def add(x, weight, sums, factors):
 
 @inlined
 @no_type_check
+def stream(w, i, line):
+    """The line at w[i], of tokens that come from memory one after the other."""
+    fetch(w, i + AHEAD * lanes(line))
+    return load(w, i, line)
+
+
+@inlined
+@no_type_check
 def _add_lines(w, i, k, width, weight, sums, j, factors, line):
     while k + lanes(line) <= width:
         before = load(sums, j + k, line)
-        store(sums, j + k, None, add(load(w, i + k, line), weight, before, factors))
+        store(sums, j + k, None, add(stream(w, i + k, line), weight, before, factors))
         k += lanes(line)
     return k
 
@@ -116,7 +126,7 @@ def add_rows(w, i, step, width, first, second, third, fourth, sums, j, factors):
 def _project_lines(w, i, k, width, vector, j, line):
     out = line
     while k + lanes(line) <= width:
-        x = load(w, i + k, line)
+        x = stream(w, i + k, line)
         out = out + x * x * load(vector, j + k, line)
         k += lanes(line)
     return k, total(out)
