@@ -19,7 +19,7 @@ from rankwise.ops.tssa.cpu import (
     threads,
 )
 from rankwise.ops.tssa.cpu import causal_loops as loops
-from rankwise.ops.tssa.cpu.relay import board, post, posted, take
+from rankwise.ops.tssa.cpu.relay import board, post, posted, take, there
 
 MANY, SUMS, BEHIND, OUTPUT = 12, 13, 16, -3  # where these stand among what the compiled loop takes
 UNWRITTEN = -7.0
@@ -56,15 +56,16 @@ def test_a_piece_is_taken_once():
     assert sorted(taken) == list(range(500))
 
 
-def test_a_stage_is_reached_when_it_is_posted_and_not_before():
+@pytest.mark.parametrize("reached", [posted, there], ids=["waits", "looks"])
+def test_a_stage_is_reached_when_it_is_posted_and_not_before(reached):
     places = board(2)
-    assert not posted(places, 1, 1)
+    assert not reached(places, 1, 1)
     post(places, 1, 1)
-    assert posted(places, 1, 1)
-    assert not posted(places, 1, 2)
-    assert not posted(places, 0, 1)
+    assert reached(places, 1, 1)
+    assert not reached(places, 1, 2)
+    assert not reached(places, 0, 1)
     post(places, 1, 2)
-    assert posted(places, 1, 1)
+    assert reached(places, 1, 1)
 
 
 def recorded(monkeypatch, case: Case, loops: ModuleType = loops, name: str = "forward") -> Callable[[], list]:

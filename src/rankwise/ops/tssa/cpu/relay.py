@@ -18,7 +18,7 @@ from rankwise.ops.tssa.cpu.threads import together
 NAP = 50e-6
 """Seconds a thread sleeps when what it waits for is still not there."""
 PATIENCE = 1 << 18
-"""Looks at the board, some ten microseconds, before a loop gives up and lets its thread sleep."""
+"""Looks at the board, some sixty microseconds, before a loop gives up and lets its thread sleep."""
 
 
 def board(pieces: int) -> np.ndarray:
