@@ -47,16 +47,16 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(case):
     assert max(errors(got, wanted).values()) < ROUNDING
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Sequences cut for three threads into pieces of a chunk or two, though there are sequences for all."""
+@pytest.fixture(params=[2, 3], ids=["two threads", "three threads"])
+def small_pieces(monkeypatch, request):
+    """Sequences cut into pieces of two or three chunks, for two threads and for more; gives how many."""
     monkeypatch.setattr(arrays, "PIECE", 96)
-    monkeypatch.setattr(arrays, "CACHED", 1)
+    monkeypatch.setattr(arrays, "CACHED", 160 * 3 * 5)
     monkeypatch.setattr(threads, "SMALL", 0)
     arrays._even_runs.cache_clear()
     before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
+    torch.set_num_threads(request.param)
+    yield request.param
     torch.set_num_threads(before)
     arrays._even_runs.cache_clear()
 
@@ -66,7 +66,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize("decayed", [False, True], ids=["plain", "decayed"])
 @pytest.mark.parametrize("stated", [False, True], ids=["fresh", "stated"])
 def test_pieces_of_a_sequence_meet_as_if_they_were_one(small_pieces, stated, decayed, masked, cuts):
-    shape = (2 if cuts is None else 1, 700, 3, 5)
+    shape = (5 - small_pieces if cuts is None else 1, 700, 3, 5)  # rows that do not go evenly into threads
     case = Case(
         shape=shape, causal=True, masked=masked, decayed=decayed, stated=stated, biased=stated, cuts=cuts
     )
@@ -104,7 +104,7 @@ def test_torch_lends_its_threads():
     assert threads._torch_threads() is not None
 
 
-WIDTHS = [1, 5, 48, 60, 128, 256]
+WIDTHS = [1, 5, 23, 48, 60, 63, 128, 256]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -26,6 +26,7 @@ UNWRITTEN = -7.0
 CASE = Case(shape=(1, 700, 3, 5), causal=True, masked=True, decayed=True, stated=True)
 LINES = Case(shape=(1, 700, 3, 20), causal=True, dtype=torch.float32)
 DECAYED_LINES = Case(shape=(1, 700, 3, 20), causal=True, decayed=True, dtype=torch.float32)
+MASKED_LINES = Case(shape=(1, 700, 3, 23), causal=True, masked=True, decayed=True, dtype=torch.float32)
 BOTH_WAYS = Case(shape=(1, 700, 3, 5), masked=True)
 SOME_SHORT = Case(shape=(1, 700, 3, 5), cuts=(0, 330, 330, 331, 333, 700))
 
@@ -107,6 +108,26 @@ def test_threads_in_any_order_give_the_same_numbers(monkeypatch, many, case):
     assert all(done)
     for mine, theirs in zip(got[SUMS:-2], wanted[SUMS:-2], strict=True):  # sums, memberships, output
         assert np.array_equal(mine, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_more_than_two_threads_are_many(monkeypatch, workers):
+    torch.set_num_threads(workers)
+    assert recorded(monkeypatch, CASE)()[MANY] == (workers > 2)
+
+
+@pytest.mark.parametrize("case", [CASE, LINES, DECAYED_LINES, MASKED_LINES], ids=lambda case: str(case.shape))
+def test_squares_are_the_same_bits_ahead_of_scores_and_with_them(monkeypatch, case):
+    """In several chunks: which way a piece goes depends on who is first."""
+    given = recorded(monkeypatch, case)()
+    (w, offset, temperature, mask, *decay), eps, score, membership = given[:7], given[10], *given[-5:-3]
+    before, ahead, along, unused = (np.full(w.shape[1:], each) for each in (1.0, 0.0, 0.0, 0.0))
+    loops.energies(w, mask, *decay, 0, 500, ahead)
+    read = (w, offset, temperature, mask, *decay, 0, 500, eps)
+    real = loops.assign(*read, before, along, score, membership, False, unused, unused[:, :1].copy())
+    assert real == (mask[:500].sum() if mask.size else 500)
+    assert np.array_equal(ahead, along)
+    assert (ahead > 0).all()
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["two", "many"])

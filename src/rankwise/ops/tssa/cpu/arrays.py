@@ -17,9 +17,9 @@ from rankwise.ops.tssa.problem import Problem, in_dtype
 PIECE = 256
 """Tokens of a piece at least: below that, handing out work costs more than doing it."""
 CACHED = 1 << 16
-"""Numbers of a piece that a thread takes up twice: a quarter of a megabyte, which its cache still holds."""
+"""Numbers of a piece that a thread takes up more than once: 256 KiB of float32, which its cache holds."""
 MOST = 64
-"""Pieces a thread at most, so that what is kept of every piece does not grow with the text."""
+"""Pieces a thread at most: what is kept of them does not grow with the text; pieces do, from there on."""
 
 
 def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
@@ -118,7 +118,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(problem: Problem) -> tuple[Pieces, int]:
-    """Pieces to be done at once: as many as keep all threads busy to the end, also where one is slower.
+    """Pieces to be done at once: as many as keep all threads busy to the end.
 
     Args:
         problem: the call.

@@ -9,7 +9,7 @@ from rankwise.ops.tssa.cpu.arrays import Pieces, array, chunks, flat, new, piece
 from rankwise.ops.tssa.cpu.carry import Carry, first_sums
 from rankwise.ops.tssa.cpu.heads import temperatures
 from rankwise.ops.tssa.cpu.threads import spread
-from rankwise.ops.tssa.problem import Problem, Sums, exact
+from rankwise.ops.tssa.problem import Problem, Sums, exact, in_dtype
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
 
 
@@ -93,4 +93,4 @@ def backward(
     first_energy = by_piece.firsts(before, last[0])
     sums = Sums(*(torch.from_numpy(part) for part in (first_energy, first_assigned, first_mass[..., 0])))
     tau = torch.from_numpy(of_temperature).sum(0).to(dtype)
-    return out.to(w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums
+    return in_dtype(out, w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums

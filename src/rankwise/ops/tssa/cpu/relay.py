@@ -18,7 +18,7 @@ from rankwise.ops.tssa.cpu.threads import together
 NAP = 50e-6
 """Seconds a thread sleeps when what it waits for is still not there."""
 PATIENCE = 1 << 18
-"""Looks at the board, some sixty microseconds, before a loop gives up and lets its thread sleep."""
+"""Looks at the board, some fifty microseconds, as a piece takes, before a loop lets its thread sleep."""
 
 
 def board(pieces: int) -> np.ndarray:
@@ -109,7 +109,7 @@ def there(board, piece, stage):
 @inlined
 @no_type_check
 def posted(board, piece, stage):
-    """The same, after waiting a little for it."""
+    """The same; waits a little where it is not."""
     for _ in range(PATIENCE):  # noqa: SIM110 - a compiled loop knows no any()
         if there(board, piece, stage):
             return True

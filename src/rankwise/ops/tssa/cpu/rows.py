@@ -11,7 +11,7 @@ from rankwise.ops.tssa.cpu.lanes import fetch, lanes, load, narrower, store, tot
 
 GROUP = 4
 AHEAD = 48
-"""Lines from the one at hand to the one asked for, 3 KB: processors look ahead too, but not past a page."""
+"""Lines to the one asked for, 3 KB (parts of lines: less): processors look ahead, but not past a page."""
 
 
 @inlined
@@ -44,7 +44,7 @@ def _apart(x, y):
     return x + y
 
 
-apart = inlined(_apart, set())  # no product fused into it: sums of w² are the same bits in whatever loop
+apart = inlined(_apart, set())  # no product fused into it, or sums of w² differ in bits from loop to loop
 
 
 @inlined
@@ -65,7 +65,7 @@ def add(x, weight, sums, factors):
 @inlined
 @no_type_check
 def stream(w, i, line):
-    """The line at w[i], of tokens that come from memory one after the other."""
+    """The line at w[i], of tokens that mostly come from memory one after the other."""
     if lanes(line) > 1:  # to ask for every number would take longer than to wait
         fetch(w, i + AHEAD * lanes(line))
     return load(w, i, line)
