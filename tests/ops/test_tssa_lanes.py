@@ -17,6 +17,7 @@ from rankwise.ops.tssa.cpu.lanes import (
     total,
     zeros,
 )
+from rankwise.ops.tssa.cpu.rows import add_row, lasting, project_row
 from rankwise.ops.tssa.cpu.streaming import settle
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -96,6 +97,28 @@ def test_a_row_of_any_width_is_what_numpy_finds_and_nothing_beside_it_is_written
 @pytest.mark.parametrize("count", [0, 1, 7, 16, 31, 64])
 def test_a_sum_takes_every_number_once(count, dtype):
     assert _sum(np.arange(count, dtype=dtype)) == count * (count - 1) / 2
+
+
+@njit(error_model="numpy")
+def _rows(x, vector, sums, width):
+    w, one = address(x), x[0] * 0 + 1
+    add_row(w, 0, width, None, address(sums), 0, lasting(one))
+    return project_row(w, 0, width, address(vector), 0)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [*range(1, 24), 63])
+def test_what_lies_behind_a_row_is_neither_taken_up_nor_written(dtype, width):
+    x, vector = (np.full(100, np.nan, dtype) for _ in range(2))
+    x[:width], vector[:width] = numbers(width, dtype), numbers(width, dtype, 1)
+    sums = np.full(100, GUARD, dtype)
+    sums[:width] = 0
+    found = _rows(x, vector, sums, width)
+    # at most 63 terms of at most 8, each rounded three times on the way
+    rounding = 63 * 8 * (width + 3) * np.finfo(dtype).eps
+    assert abs(found - (x[:width] ** 2).astype(float) @ vector[:width].astype(float)) <= rounding
+    np.testing.assert_allclose(sums[:width], x[:width] ** 2, rtol=2 * np.finfo(dtype).eps)
+    assert (sums[width:] == GUARD).all()
 
 
 @DTYPES
