@@ -17,6 +17,7 @@ from rankwise.audit.records import (
     Provenance,
     Record,
 )
+from rankwise.audit.same_finding import missing_from
 
 SCHEMA_VERSION = 1
 """Raised whenever a field of a comparison changes its meaning."""
@@ -67,11 +68,12 @@ def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
     """List what changed from one audit to another, the largest change first.
 
     Heads are matched by stack, site, layer, head and whether they read another sequence; token states by
-    stack and layer. A change is measured against the range that its measure can have there: 1 for shares and
-    distances, 2 for a cosine, min(T, S) for a rank (min(T, D) for that of states), log S for the entropy, and
-    the larger of the two values for what has no upper bound (σ_max, ‖Y‖, μ). The range is used rather than
-    the spread over sequences because it is always known, and because a head that hardly varies from text to
-    text would otherwise turn its rounding errors into the largest change of all.
+    stack and layer; findings by code, severity and place, those of a whole layer by the layer and those of
+    twins by their group. A change is measured against the range that its measure can have there: 1 for
+    shares and distances, 2 for a cosine, min(T, S) for a rank (min(T, D) for that of states), log S for the
+    entropy, and the larger of the two values for what has no upper bound (σ_max, ‖Y‖, μ). The range is used
+    rather than the spread over sequences because it is always known, and because a head that hardly varies
+    from text to text would otherwise turn its rounding errors into the largest change of all.
 
     Cost: linear in the number of records, plus the sorting.
 
@@ -102,8 +104,8 @@ def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
         layers=len(layers.both),
         warnings=list(_warnings(before, after, heads.both, layers.both)),
         changes=sorted(changes, key=_by_size),
-        new=_missing_from(before.findings, after.findings),
-        gone=_missing_from(after.findings, before.findings),
+        new=missing_from(before, after),
+        gone=missing_from(after, before),
         only_before=[*map(_place, heads.first_only), *map(_place, layers.first_only)],
         only_after=[*map(_place, heads.second_only), *map(_place, layers.second_only)],
     )
@@ -200,12 +202,6 @@ def _by_size(change: Change) -> tuple[float, str, int, str, int, str]:
     where = change.where
     layer, head = (-1 if number is None else number for number in (where.layer, where.head))
     return -change.size, where.stack, layer, where.site, head, change.measure
-
-
-def _missing_from(known: Sequence[Finding], findings: Sequence[Finding]) -> list[Finding]:
-    """Findings without one of the same code and severity at the same place in ``known``."""
-    places = {(finding.code, finding.severity, finding.where) for finding in known}
-    return [finding for finding in findings if (finding.code, finding.severity, finding.where) not in places]
 
 
 def _warnings(

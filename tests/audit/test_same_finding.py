@@ -1,0 +1,146 @@
+"""`compare` lists a finding as gone or new only where what it says has come or gone."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from rankwise.audit import HeadRecord, LayerRecord, Provenance, Unseen, compare
+from rankwise.audit.findings import find
+from rankwise.audit.records import AuditRecord
+
+USUAL: dict[str, Any] = {
+    "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full",
+    "sequences": 2, "tokens": 32, "sources": 32, "numerical_rank": 20, "effective_rank": 12,
+    "stable_rank": 3, "sigma_max": 1.4, "row_entropy": 2, "sink_mass": 0.1, "peak_mass": 0.2,
+    "row_distance": 0.7, "identity_distance": 0.8, "null_rank": 20.4,
+}  # fmt: skip
+
+
+def heads(*changes: dict[str, Any], **all_of_them: Any) -> list[HeadRecord]:
+    """Heads 0, 1, … of a layer that nothing else is to be said about."""
+    return [HeadRecord(**(USUAL | {"head": at} | all_of_them | one)) for at, one in enumerate(changes)]
+
+
+def audit(
+    *groups: list[HeadRecord], layers: list[LayerRecord] | None = None, unseen: list[Unseen] | None = None
+) -> AuditRecord:
+    measured, states, missed = [head for group in groups for head in group], layers or [], unseen or []
+    return AuditRecord(
+        provenance=Provenance(model="m", delta=0.01),
+        heads=measured,
+        layers=states,
+        findings=find(measured, states, missed),
+        unseen=missed,
+    )
+
+
+def came_and_went(before: AuditRecord, after: AuditRecord) -> tuple[list[str], list[str]]:
+    """``gone`` and ``new`` of a comparison, as code and place; the reverse mirrors them."""
+    there, back = compare(before, after), compare(after, before)
+    assert (there.gone, there.new) == (back.new, back.gone)
+    return tuple([f"{one.code} {one.where}" for one in found] for found in (there.gone, there.new))
+
+
+@pytest.mark.parametrize("rank", [3, 30], ids=["BELOW_NULL", "ABOVE_NULL"])
+def test_a_layer_beyond_its_null_is_the_same_whichever_head_is_farthest(rank: int) -> None:
+    before = audit(heads({"numerical_rank": rank}, {"numerical_rank": rank + 0.5}))
+    after = audit(heads({"numerical_rank": rank + 0.5}, {"numerical_rank": rank}))
+    assert before.findings[0].where != after.findings[0].where
+    assert came_and_went(before, after) == ([], [])
+
+
+def test_a_layer_with_nan_is_the_same_whichever_head_has_it() -> None:
+    before, after = audit(heads({"nonfinite": 1}, {})), audit(heads({}, {"nonfinite": 1}))
+    assert came_and_went(before, after) == ([], [])
+
+
+def test_self_and_cross_attention_of_a_layer_are_told_apart() -> None:
+    low = {"numerical_rank": 3}
+    own, other = heads(low, site="h.0.self"), heads(low, site="h.0.cross", cross=True)
+    usual_own, usual_other = heads({}, site="h.0.self"), heads({}, site="h.0.cross", cross=True)
+    gone, new = came_and_went(audit(own, usual_other), audit(usual_own, other))
+    assert (gone, new) == (["BELOW_NULL h layer 0 head 0"],) * 2
+    assert came_and_went(audit(own, other), audit(own, other)) == ([], [])
+    assert len(came_and_went(audit(own, other), audit(own, usual_other))[0]) == 1
+
+
+def test_a_layer_that_moves_from_below_to_above_is_gone_and_new() -> None:
+    below, above = audit(heads({"numerical_rank": 3})), audit(heads({"numerical_rank": 30}))
+    gone, new = came_and_went(below, above)
+    assert (gone, new) == (["BELOW_NULL h layer 0 head 0"], ["ABOVE_NULL h layer 0 head 0"])
+
+
+@pytest.mark.parametrize("change", [{"peak_mass": 0.95}, {"identity_distance": 0.01}])
+def test_a_finding_of_a_head_belongs_to_that_head(change: dict[str, float]) -> None:
+    before, after = audit(heads(change, {})), audit(heads({}, change))
+    gone, new = came_and_went(before, after)
+    assert [one.split(" ", 1)[1] for one in (*gone, *new)] == ["h layer 0 head 0", "h layer 0 head 1"]
+
+
+def test_a_module_that_runs_twice_loses_one_of_two_findings() -> None:
+    sink, usual = heads({"peak_mass": 0.95}), heads({})
+    assert came_and_went(audit(sink, sink), audit(sink, usual)) == (["SINK h layer 0 head 0"], [])
+
+
+def twins(*nearest: int) -> AuditRecord:
+    """Heads that each have a twin, by its number; −1 for none."""
+    near = [{"nearest_head": other, "nearest_distance": 0.05} if other >= 0 else {} for other in nearest]
+    return audit(heads(*near))
+
+
+def test_of_three_heads_alike_it_does_not_matter_which_two_are_nearest() -> None:
+    before, after = twins(1, 2, 1), twins(2, 2, 0)
+    pairs = [{(f.where.head, f.evidence["nearest_head"]) for f in one.findings} for one in (before, after)]
+    assert pairs == [{(0, 1), (1, 2)}, {(0, 2), (1, 2)}]
+    assert came_and_went(before, after) == ([], [])
+
+
+def test_a_head_that_has_another_twin_is_gone_and_new() -> None:
+    gone, new = came_and_went(twins(1, 0, -1), twins(2, -1, 0))
+    assert (gone, new) == (["TWINS h layer 0 head 0"],) * 2
+
+
+def test_a_third_head_that_joins_two_twins_is_new() -> None:
+    assert came_and_went(twins(1, 0, -1), twins(1, 0, 1)) == ([], ["TWINS h layer 0 head 1"])
+
+
+def test_twins_of_another_layer_are_others() -> None:
+    pair = [{"nearest_head": 1, "nearest_distance": 0.05}, {"nearest_head": 0, "nearest_distance": 0.05}]
+    before, after = audit(heads(*pair)), audit(heads(*pair, layer=1, site="h.1.attn"))
+    gone, new = came_and_went(before, after)
+    assert (gone, new) == (["TWINS h layer 0 head 0"], ["TWINS h layer 1 head 0"])
+
+
+def states(*relative: float) -> list[LayerRecord]:
+    return [
+        LayerRecord(
+            stack="h", site=f"h.{at}", layer=at, sequences=2, tokens=32, width=16, norm=10, collapse=1,
+            relative_collapse=value, mean_cosine=0, effective_rank=8,
+        )
+        for at, value in enumerate(relative)
+    ]  # fmt: skip
+
+
+def test_a_collapse_that_starts_earlier_or_is_worse_is_another() -> None:
+    late, early = audit(layers=states(0.9, 0.8, 0.2)), audit(layers=states(0.9, 0.2, 0.2))
+    assert came_and_went(late, early) == (["COLLAPSE h layer 2"], ["COLLAPSE h layer 1"])
+    worse = audit(layers=states(0.9, 0.8, 0.05))
+    assert came_and_went(late, worse) == (["COLLAPSE h layer 2"], ["COLLAPSE h layer 2"])
+    assert came_and_went(late, audit(layers=states(0.9, 0.8, 0.19))) == ([], [])
+
+
+def test_modules_of_a_class_that_were_not_captured_are_one_finding() -> None:
+    def missed(*layers: int, reason: str = "called, but nothing was seen") -> AuditRecord:
+        return audit(unseen=[Unseen(name=f"h.{at}.mixer", type="Mixer", reason=reason) for at in layers])
+
+    assert came_and_went(missed(0, 1, 2), missed(1, 2)) == ([], [])
+    gone, new = came_and_went(missed(0), missed(0, reason="written in C++"))
+    assert (gone, new) == (["UNSEEN h.0.mixer"],) * 2
+    assert came_and_went(missed(0), missed()) == (["UNSEEN h.0.mixer"], [])
+
+
+def test_an_audit_holds_nothing_new_against_itself_in_any_order() -> None:
+    one = audit(heads(*[{"numerical_rank": 3 + at, "peak_mass": 0.95 - at / 100} for at in range(4)]))
+    for first, second in pairwise([one, one.model_copy(update={"findings": one.findings[::-1]}), one]):
+        assert came_and_went(first, second) == ([], [])
