@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rankwise.operators import (
     DiagonalMixing,
+    GatedDeltaMixing,
     LinearAttentionMixing,
     MixingOperator,
     ProductMixing,
@@ -59,6 +60,16 @@ def selective(shared: bool) -> Callable[..., MixingOperator]:
     return make
 
 
+def gated_delta(decay: str) -> Callable[..., MixingOperator]:
+    def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
+        key = torch.nn.functional.normalize(normal(B, H, T, K), dim=-1)  # as every such layer does
+        size = {"": None, "token": (B, H, T), "feature": (B, H, T, K)}[decay]
+        log_decay = None if size is None else -normal(*size).abs()
+        return GatedDeltaMixing(normal(B, H, T, K), key, 2 * normal(B, H, T).sigmoid(), log_decay)
+
+    return make
+
+
 def product(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
     features = LinearAttentionMixing(normal(B, H, T, K), normal(B, H, S, K))
     return ProductMixing(DiagonalMixing(normal(B, H, T)), features, ToeplitzMixing(normal(B, H, S)))
@@ -78,6 +89,9 @@ LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "toeplitz": toeplitz(False),
     "semiseparable": semiseparable(1, False),
     "semiseparable, grouped, stepped": semiseparable(3, True),
+    "gated delta, no decay": gated_delta(""),
+    "gated delta": gated_delta("token"),
+    "gated delta, by feature": gated_delta("feature"),
     "product": product,
     "sum": total,
     "selective": selective(True),

@@ -5,6 +5,7 @@ from rankwise.operators.channels import sampled_channels
 from rankwise.operators.compose import ProductMixing, SumMixing
 from rankwise.operators.dense import DenseMixing
 from rankwise.operators.diagonal import DiagonalMixing
+from rankwise.operators.gated_delta import GatedDeltaMixing
 from rankwise.operators.linear_attention import LinearAttentionMixing
 from rankwise.operators.part import PartMixing
 from rankwise.operators.selective import SelectiveMixing
@@ -15,6 +16,7 @@ from rankwise.operators.toeplitz import ToeplitzMixing
 __all__ = [
     "DenseMixing",
     "DiagonalMixing",
+    "GatedDeltaMixing",
     "LinearAttentionMixing",
     "MixingOperator",
     "PartMixing",
