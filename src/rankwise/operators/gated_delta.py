@@ -13,8 +13,8 @@ from rankwise.operators.delta_scan import delta_scan, delta_scan_transposed
 class GatedDeltaMixing(MixingOperator):
     r"""The gated delta rule: a linear memory that is corrected by what it already holds.
 
-    ``o_t = S_tᵀ q_t`` with ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0.
-    So ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0, and T = S.
+    ``o_t = S_tᵀ q_t``, ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0;
+    ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0; T = S.
 
     Any block on or below the diagonal has rank at most K. Without decay it is DeltaNet, with one decay a
     token Gated DeltaNet, with one a token and feature Kimi Delta Attention (KDA). Entries may have either
