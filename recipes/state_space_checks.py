@@ -31,7 +31,7 @@ class StateSpaceRow:
     identical: bool
     mixer_error: float
     path_error: float | None
-    """None where the layer is the scan alone."""
+    """None where the layer is the scan alone, or a norm stands before its gate."""
 
     @property
     def complete(self) -> bool:

@@ -30,6 +30,36 @@ class StateSpaceFamily:
     """Whether its state-space layers are told of padding."""
 
 
+GATED_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+KIMI = {
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 2,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
 SELECTIVE, SEMISEPARABLE, SOFTMAX = "selective", "semiseparable", "softmax"
 STATE_SPACE: dict[str, StateSpaceFamily] = {
     "Mamba": StateSpaceFamily("MambaModel", {"state_size": 4, "time_step_rank": 3}, (SELECTIVE,) * 2),
@@ -130,6 +160,10 @@ STATE_SPACE: dict[str, StateSpaceFamily] = {
         ATTENTION | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
         ("toeplitz", SOFTMAX),
     ),
+    "Qwen3-Next": StateSpaceFamily(
+        "Qwen3NextModel", ATTENTION | GATED_DELTA | EXPERTS | {"head_dim": 8}, ("gated delta", SOFTMAX)
+    ),
+    "Kimi-Linear": StateSpaceFamily("KimiLinearModel", ATTENTION | KIMI | EXPERTS, ("gated delta", SOFTMAX)),
 }
 
 

@@ -3,6 +3,7 @@
 from torch import nn
 
 from rankwise.capture.adapters.base import Adapter
+from rankwise.capture.adapters.gated_delta import GatedDeltaAdapter
 from rankwise.capture.adapters.mamba import MambaAdapter
 from rankwise.capture.adapters.mamba2 import Mamba2Adapter
 from rankwise.capture.adapters.protocol import ProtocolAdapter
@@ -15,6 +16,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     Mamba2Adapter(),
     RGLRUAdapter(),
     ShortConvAdapter(),
+    GatedDeltaAdapter(),
 )
 """Asked in this order."""
 
