@@ -19,13 +19,14 @@ from rankwise.measures.rank import (
     stable_rank,
     summarize_spectrum,
 )
-from rankwise.measures.row_summary import RowSummary, row_summary
 from rankwise.measures.rows import (
+    RowSummary,
     head_distance,
     identity_distance,
     peak_mass,
     row_distance,
     row_entropy,
+    row_summary,
     sink_mass,
 )
 from rankwise.measures.spectrum import singular_values

@@ -1,8 +1,5 @@
 """What every measure does first: check what came in, take it to float64, set aside what is not finite."""
 
-import math
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Bool, Float64, Shaped
 from torch import Tensor
@@ -17,8 +14,8 @@ Mixing = MixingOperator | Shaped[Tensor, "*batch T S"]
 _EXPONENT_BITS = 0x7FF0_0000_0000_0000
 _SMALLEST_NORMAL = torch.finfo(torch.float64).tiny
 
-Measure = Callable[[Tensor], Tensor]
-"""A function of finite float64 matrices (..., T, S)."""
+SQUARES = 2.0**450
+"""A norm between this and its inverse lost nothing to squares: those below 2⁻¹⁰²² are 2⁻¹²² of it at most."""
 
 
 def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*batch T S"]:
@@ -108,19 +105,6 @@ def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]
     return matrices.isfinite().all(-1).all(-1)
 
 
-def measured(mixing: Mixing, subject: str, measure: Measure) -> Float64[Tensor, "..."]:
-    """Apply a measure where a matrix is finite and answer NaN where it is not.
-
-    The decompositions raise or never end on NaN, so such a matrix is replaced by zero before and its
-    number by NaN after: the others of the batch do not notice.
-    """
-    matrices = as_matrices(mixing, subject)
-    finite = all_finite(matrices)
-    numbers = measure(matrices.masked_fill(~finite[..., None, None], 0))
-    after = (1,) * (numbers.ndim - finite.ndim)
-    return numbers.masked_fill(~finite.reshape(finite.shape + after), math.nan)
-
-
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
     """The power of two at or below the largest magnitude along ``axes`` (kept), 1 where all is zero.
 
@@ -130,6 +114,15 @@ def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64
     largest = values.detach().abs().amax(axes, keepdim=True)
     power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
     return torch.where(largest > 0, power.clamp(min=_SMALLEST_NORMAL), 1.0)
+
+
+def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
+    """‖·‖ along ``axes``, also of numbers whose squares leave float64."""
+    plain = torch.linalg.vector_norm(values, dim=axes)
+    if bool(((plain > 1 / SQUARES) & (plain < SQUARES)).all()):
+        return plain
+    unit = unit_scale(values, axes)
+    return torch.linalg.vector_norm(values / unit, dim=axes) * unit.squeeze(axes)
 
 
 def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:

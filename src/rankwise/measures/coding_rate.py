@@ -8,8 +8,12 @@ from torch import Tensor
 
 from rankwise.errors import RankwiseError
 from rankwise.measures._inputs import as_tokens
-from rankwise.measures.spectrum import singular_values
+from rankwise.measures.spectrum import scaled_spectrum
 from rankwise.shapes import TokenMask
+
+EPS = torch.finfo(torch.float64).eps
+RTOL = 1e-6
+"""How far rounding may move a rate, as a share of it."""
 
 
 def coding_rate(
@@ -24,7 +28,8 @@ def coding_rate(
     directions used. NaN for a sequence without a real token, or with NaN or infinity in one.
     Cost: a dense decomposition, O(T D min(T, D)).
     Numerics: singular values and log1p instead of a Cholesky factor, which loses the small directions, and at
-    last fails, once σ_1² D/(n ε²) nears 1e16.
+    last fails, once σ_1² D/(n ε²) nears 1e16. Rounding leaves 1e-16·σ_1 of a singular value of 0, so large
+    tokens without a small direction of their own have no rate in float64: refused.
     Source: Yu et al., "Learning Diverse and Discriminative Representations via the Principle of Maximal
     Coding Rate Reduction", NeurIPS 2020, Section 2. Code published with it calls ε² ``eps``.
 
@@ -35,7 +40,7 @@ def coding_rate(
 
     Raises:
         ShapeError: if tokens or mask are of the wrong shape or kind.
-        RankwiseError: if ``eps`` is not finite and positive.
+        RankwiseError: if ``eps`` is not finite and positive, or where rounding may move a rate by 1e-6 of it.
 
     Examples:
         >>> import torch
@@ -52,11 +57,34 @@ def coding_rate(
         )
     states, valid, usable = as_tokens(tokens, mask, "`coding_rate`")
     count = valid.sum(1, dtype=torch.float64).clamp(min=1)
-    scaled = singular_values(states) * ((states.shape[-1] / count).sqrt() / eps)[:, None]
-    return (_log1p_square(scaled).sum(-1) / 2).masked_fill(~usable, math.nan)
+    sigma, scale = scaled_spectrum(states, "`coding_rate`")
+    units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
+    rate = log1p_product(sigma.square(), *units).sum(-1) / 2
+    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # what a backward stable SVD may be off by
+    far, near = (
+        log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
+    )
+    _check_rounding(near, far)
+    return rate.masked_fill(~usable, math.nan)
 
 
-def _log1p_square(x: Tensor) -> Tensor:
-    """log(1 + x²) for x ≥ 0, also where x² overflows."""
-    large = x > 1e100
-    return torch.where(large, 2 * x.clamp(min=1).log(), torch.where(large, 0.0, x).square().log1p())
+def log1p_product(x: Float64[Tensor, "..."], *units: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+    """log(1 + x·Π units²) for x ≥ 0 of moderate size, also where the product overflows."""
+    unit = math.prod(units[1:], start=units[0])
+    product = x * unit * unit
+    large = product > 1e200
+    logarithm = torch.where(large, x, 1.0).log() + 2 * torch.stack([u.log() for u in units]).sum(0)
+    return torch.where(large, logarithm, torch.where(large, 0.0, product).log1p())
+
+
+def _check_rounding(low: Float64[Tensor, " B"], high: Float64[Tensor, " B"]) -> None:
+    unsure = (high - low > RTOL * high).nonzero()[:, 0].tolist()
+    if unsure:
+        at = unsure[0]
+        raise RankwiseError(
+            "`coding_rate`",
+            wanted=f"tokens whose rate rounding leaves right to {RTOL:g} of it",
+            got=f"sequence {at}, whose rate is anything from {float(low[at]):.6g} to {float(high[at]):.6g}",
+            fix="Normalise the tokens first, or give an `eps` near their size: rounding hides directions "
+            "below 1e-16 of the largest, and these lie above ε.",
+        )

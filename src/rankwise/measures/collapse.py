@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from rankwise.measures._inputs import as_tokens, ratio, unit_scale
+from rankwise.measures._inputs import as_tokens, norm, ratio, unit_scale
 from rankwise.measures.rank import effective_rank
 from rankwise.shapes import TokenMask
 
@@ -49,12 +49,9 @@ def token_collapse(
     reference = states.gather(1, first[:, None, None].expand(-1, 1, states.shape[-1]))
     shifted = (states - reference) * valid[..., None]
     mean = shifted.sum(1, keepdim=True) / valid.sum(1).clamp(min=1)[:, None, None]
-    spread = torch.linalg.vector_norm((shifted - mean) * valid[..., None], dim=SEQUENCE)
-    if normalized:
-        result = ratio(spread, torch.linalg.vector_norm(states, dim=SEQUENCE)).clamp(max=1)
-    else:
-        result = spread * scale[:, 0, 0]
-    return result.masked_fill(~usable, math.nan)
+    spread = norm((shifted - mean) * valid[..., None], SEQUENCE)
+    share = ratio(spread, norm(states, SEQUENCE)).clamp(max=1)
+    return (share if normalized else spread * scale[:, 0, 0]).masked_fill(~usable, math.nan)
 
 
 def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
@@ -77,8 +74,8 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
     """
     states, _, usable = as_tokens(tokens, mask, "`token_norm`")
     scale = unit_scale(states, SEQUENCE)
-    norm = torch.linalg.vector_norm(states / scale, dim=SEQUENCE) * scale[:, 0, 0]
-    return norm.masked_fill(~usable, math.nan)
+    size = norm(states / scale, SEQUENCE) * scale[:, 0, 0]
+    return size.masked_fill(~usable, math.nan)
 
 
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
@@ -89,6 +86,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     Range: [−1/(n − 1), 1]; 1 = all tokens point the same way, near 0 = unrelated. Lengths do not matter. NaN
     for fewer than two such tokens, or with NaN or infinity in a real one.
     Cost: O(T D): no T×T matrix is formed.
+    Numerics: the sum cancels; the error is about 1e-16 of 1, not of the cosine.
 
     Args:
         tokens: token states.

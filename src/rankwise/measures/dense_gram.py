@@ -69,24 +69,27 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
     Args:
         matrices: finite.
     """
-    wide, scale = in_range(matrices)
-    gram = lower_gram(wide)
+    scaled, scale = in_range(matrices)
+    gram = lower_gram(scaled)
     energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     eigenvalues = _eigenvalues(gram).flip(-1).clamp(min=0)
     return GramSpectrum(eigenvalues, 2 * max(matrices.shape[1:]) * EPS * energy, scale)
 
 
-def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N R C"], Float64[Tensor, " N"]]:
-    """The matrices, shorter side first, and the power of two taken out to keep their squares in range."""
+def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
+    """The matrices, and the power of two taken out to keep their squares in range."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
     scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)
+    return (matrices if bool((scale == 1).all()) else matrices / scale[:, None, None]), scale
+
+
+def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
+    """Lower half of the Gram matrix of the shorter side, columns contiguous as LAPACK wants them.
+
+    Above the diagonal is anything.
+    """
     wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    return (wide if bool((scale == 1).all()) else wide / scale[:, None, None]), scale
-
-
-def lower_gram(wide: Float64[Tensor, "N R C"]) -> Float64[Tensor, "N R R"]:
-    """Lower half of M Mᵀ, columns contiguous as LAPACK wants them; above the diagonal is anything."""
     rows = wide.shape[-2]
     upper = wide.new_empty(wide.shape[0], rows, rows)
     step = -(-rows // ROW_BLOCKS)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.measures.dense_gram import gram_spectrum
+from rankwise.measures.dense_gram import gram_spectrum, in_range
 from rankwise.measures.inertia import inertia_count
 
 DIRECT = 96
@@ -32,17 +32,17 @@ def count_at_least(matrices: Float64[Tensor, "N T S"], delta: float) -> Float64[
         if min(matrices.shape[1:]) < DIRECT:
             return _count(torch.linalg.svdvals(matrices), delta)
         if matrices.device.type != "cpu":
-            return _count(gram_or_svd(matrices, delta, rtol=None)[0], delta)
+            return _count(_sigma(matrices, delta), delta)
         count, certain = inertia_count(matrices, delta)
         unsure = (~certain).nonzero()[:, 0]
         if len(unsure):
-            count[unsure] = _count(gram_or_svd(matrices[unsure], delta, rtol=None)[0], delta)
+            count[unsure] = _count(_sigma(matrices[unsure], delta), delta)
         return count
 
 
 def gram_or_svd(
     matrices: Float64[Tensor, "N T S"], delta: float | None = None, rtol: float | None = EFFECTIVE_RTOL
-) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"]]:
+) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"], Float64[Tensor, " N"]]:
     """Singular values as right as they need be.
 
     Args:
@@ -51,10 +51,11 @@ def gram_or_svd(
         rtol: the relative error they may give the effective rank.
 
     Returns:
-        The singular values; 1 where the Gram matrix could not promise that and the SVD was taken, else 0.
+        The singular values in units of a power of two; that power; 1 where the Gram matrix could not promise
+        what was asked and the SVD was taken, else 0.
     """
     if min(matrices.shape[1:]) < DIRECT or (matrices.requires_grad and torch.is_grad_enabled()):
-        return torch.linalg.svdvals(matrices), matrices.new_zeros(len(matrices))
+        return *scaled_svd(matrices), matrices.new_zeros(len(matrices))
     with torch.no_grad():
         spectrum = gram_spectrum(matrices)
         decided = torch.ones_like(spectrum.scale, dtype=torch.bool)
@@ -62,11 +63,28 @@ def gram_or_svd(
             decided &= spectrum.decides_count(delta)
         if rtol is not None:
             decided &= spectrum.effective_rank_error() <= rtol
-        sigma = spectrum.singular_values()
+        sigma = spectrum.eigenvalues.sqrt()
         unsure = (~decided).nonzero()[:, 0]
         if len(unsure):
-            sigma[unsure] = torch.linalg.svdvals(matrices[unsure])
-        return sigma, (~decided).to(torch.float64)
+            sigma[unsure] = scaled_svd(matrices[unsure])[0]
+        return sigma, spectrum.scale, (~decided).to(torch.float64)
+
+
+def scaled_svd(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"]]:
+    """Singular values by the SVD in units of a power of two, and that power.
+
+    In units they have all their digits, where they themselves may leave float64 above or below.
+
+    Args:
+        matrices: finite.
+    """
+    scaled, scale = in_range(matrices)
+    return torch.linalg.svdvals(scaled), scale
+
+
+def _sigma(matrices: Float64[Tensor, "N T S"], delta: float) -> Float64[Tensor, "N R"]:
+    sigma, scale, _ = gram_or_svd(matrices, delta, rtol=None)
+    return sigma * scale[:, None]
 
 
 def _count(sigma: Float64[Tensor, "N R"], delta: float) -> Float64[Tensor, " N"]:

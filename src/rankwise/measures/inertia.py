@@ -36,8 +36,8 @@ def inertia_count(
     Returns:
         The counts; which of them are certain.
     """
-    wide, scale = in_range(matrices)
-    shifted = lower_gram(wide)
+    scaled, scale = in_range(matrices)
+    shifted = lower_gram(scaled)
     diagonal = shifted.diagonal(dim1=-2, dim2=-1)
     energy = diagonal.sum(-1)  # ‖M‖_F² ≥ σ_1²
     threshold = (delta / scale).square().clamp(max=4 * energy)

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ class Gram:
             yield self.operator.rows(start, min(start + step, self.rows)).to(torch.float64)
 
     def _measure(self) -> tuple[float, float]:
-        """The power of two at or below the largest entry, and ‖M‖_F² in units of its square."""
+        """A power of two near the largest entry, and ‖M‖_F² in units of its square."""
         largest, energies = 0.0, []
         for block in self._blocks():
             top = float(block.abs().max())
@@ -85,7 +86,8 @@ class Gram:
             if top > 0:
                 energies.append((top, float((block / top).square().sum())))
                 largest = max(largest, top)
-        scale = 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 else 1.0
+        # Not below the smallest normal number, whose inverse is finite.
+        scale = max(2.0 ** (math.frexp(largest)[1] - 1), sys.float_info.min) if largest > 0 else 1.0
         return scale, math.fsum(energy * (top / scale) ** 2 for top, energy in energies)
 
 

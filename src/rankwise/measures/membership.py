@@ -5,7 +5,8 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.measures._inputs import to_float64
+from rankwise.measures._inputs import ratio, to_float64, unit_scale
+from rankwise.measures.coding_rate import log1p_product
 
 
 def variational_rate(
@@ -50,5 +51,8 @@ def variational_rate(
         share = share.masked_fill(~mask[:, None].to(share.device), 0)
         w = w.masked_fill(~mask[:, None, :, None].to(w.device), 0)
     size = share.sum(-1)
-    moment = torch.einsum("bht,bhtk->bhk", share, w.square()) / torch.where(size > 0, size, 1.0)[..., None]
-    return 0.5 * size / size.sum(1, keepdim=True) * moment.log1p().sum(-1)
+    weights = share / unit_scale(share, (-1,))
+    weights = ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
+    unit = unit_scale(w, (-2,))
+    moment = torch.einsum("bht,bhtk->bhk", weights, (w / unit).square())
+    return 0.5 * size / size.sum(1, keepdim=True) * log1p_product(moment, unit.squeeze(-2)).sum(-1)

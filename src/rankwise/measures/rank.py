@@ -11,7 +11,7 @@ from rankwise.errors import RankwiseError
 from rankwise.measures._inputs import Mixing, ratio
 from rankwise.measures._parts import measured_in_parts
 from rankwise.measures.exact import count_at_least, gram_or_svd
-from rankwise.measures.spectrum import spectrum_for
+from rankwise.measures.spectrum import scaled_spectrum
 
 DELTA = 1e-2
 """Singular values below this count as zero, unless the caller says otherwise."""
@@ -63,9 +63,9 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
     """
     check_delta(delta)
     if exact:
-        return summarize_spectrum(spectrum_for(op, "`rank_summary`"), delta)
-    sigma, fallback = measured_in_parts(op, "`rank_summary`", lambda part: gram_or_svd(part, delta))
-    return summarize_spectrum(sigma, delta)._replace(fallback=fallback)
+        return _summarize(*scaled_spectrum(op, "`rank_summary`"), delta)
+    sigma, scale, fallback = measured_in_parts(op, "`rank_summary`", lambda part: gram_or_svd(part, delta))
+    return _summarize(sigma, scale, delta)._replace(fallback=fallback)
 
 
 def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA) -> RankSummary:
@@ -85,14 +85,7 @@ def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA)
         2.0
     """
     check_delta(delta)
-    return RankSummary(
-        singular_values=sigma,
-        numerical_rank=_count(sigma, delta),
-        effective_rank=_entropy_rank(sigma),
-        stable_rank=_energy_rank(sigma),
-        sigma_max=sigma[..., 0],
-        fallback=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
-    )
+    return _summarize(sigma, torch.ones_like(sigma[..., 0]), delta)
 
 
 def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
@@ -146,7 +139,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(effective_rank(torch.eye(5)).item(), 6), effective_rank(torch.zeros(5, 5)).item()
         (5.0, 0.0)
     """
-    return _entropy_rank(spectrum_for(op, "`effective_rank`"))
+    return _entropy_rank(scaled_spectrum(op, "`effective_rank`")[0])
 
 
 def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
@@ -171,8 +164,20 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))).item(), 6)
         1.5
     """
-    sigma, _ = measured_in_parts(op, "`stable_rank`", lambda part: gram_or_svd(part, rtol=None))
+    sigma, _, _ = measured_in_parts(op, "`stable_rank`", lambda part: gram_or_svd(part, rtol=None))
     return _energy_rank(sigma)
+
+
+def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
+    sigma = scaled * scale[..., None]
+    return RankSummary(
+        singular_values=sigma,
+        numerical_rank=_count(sigma, delta),
+        effective_rank=_entropy_rank(scaled),
+        stable_rank=_energy_rank(scaled),
+        sigma_max=sigma[..., 0],
+        fallback=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
+    )
 
 
 def _count(sigma: Tensor, delta: float) -> Tensor:

@@ -1,17 +1,60 @@
 """What the rows of a mixing matrix do: spread, stare at one token, agree with each other, stay at home."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.measures._inputs import Mixing, all_finite, as_matrices, measured, ratio, unit_scale
-from rankwise.operators import MixingOperator
+from rankwise.measures._inputs import Mixing, as_matrices, ratio, to_float64
+from rankwise.measures.row_sums import HeadsApart, Offset, Shares, Spread, Sums, Walk, walk
+from rankwise.operators import DenseMixing, MixingOperator
 
-MATRIX = (-2, -1)
-"""The two axes of a matrix."""
+
+class RowSummary(NamedTuple):
+    """What the rows of each matrix do. NaN where a matrix is not finite."""
+
+    row_entropy: Float64[Tensor, "*batch"]
+    sink_mass: Float64[Tensor, "*batch"]
+    peak_mass: Float64[Tensor, "*batch"]
+    row_distance: Float64[Tensor, "*batch"]
+    identity_distance: Float64[Tensor, "*batch"]
+    head_distance: Float64[Tensor, "*batch H"]
+
+
+def row_summary(op: MixingOperator | Mixing) -> RowSummary:
+    """Every measure of rows at once: `row_entropy`, `sink_mass`, `peak_mass`, the three distances.
+
+    The matrix is not formed: each is a sum over rows, and rows come in blocks.
+
+    Range: that of each measure.
+    Cost: one walk over the rows, O(H² T S) time for the distances of H heads; memory of a block of rows and
+    of S numbers for each matrix.
+
+    Args:
+        op: an operator, or a tensor (..., H, T, S).
+
+    Raises:
+        ShapeError: if ``op`` is not (..., H, T, S) with H, T, S ≥ 1.
+
+    Examples:
+        >>> import torch
+        >>> summary = row_summary(torch.eye(4).expand(2, 4, 4))
+        >>> summary.identity_distance.tolist(), summary.head_distance.tolist()
+        ([0.0, 0.0], [[0.0, 0.0], [0.0, 0.0]])
+    """
+    with torch.no_grad():
+        found = walk(_heads_of(op), Shares, Spread, Offset, HeadsApart)
+        return RowSummary(
+            _row_entropy(found),
+            _sink_mass(found, 0),
+            _peak_mass(found),
+            _row_distance(found),
+            _identity_distance(found),
+            _head_distance(found),
+        )
 
 
 def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
@@ -36,7 +79,7 @@ def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(row_entropy(uniform).exp().item(), 6), row_entropy(one_each).abs().item()
         (4.0, 0.0)
     """
-    return measured(op, "`row_entropy`", lambda m: _live_mean(torch.special.entr(_row_shares(m)).sum(-1), m))
+    return _row_entropy(_walk(op, "`row_entropy`", Shares))
 
 
 def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
@@ -59,18 +102,7 @@ def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
         >>> sink_mass(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).item()
         0.75
     """
-
-    def mass(m: Tensor) -> Tensor:
-        if not -m.shape[-1] <= column < m.shape[-1]:
-            raise ShapeError(
-                "`column` of `sink_mass`",
-                wanted=f"an index in [−{m.shape[-1]}, {m.shape[-1]})",
-                got=str(column),
-                fix="Name a column of the matrix.",
-            )
-        return _live_mean(_row_shares(m)[..., column], m)
-
-    return measured(op, "`sink_mass`", mass)
+    return _sink_mass(_walk(op, "`sink_mass`", Shares), column)
 
 
 def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
@@ -92,7 +124,7 @@ def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> peak_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
         0.75
     """
-    return measured(op, "`peak_mass`", lambda m: _live_mean(_row_shares(m).mT, m.unsqueeze(-3)).amax(-1))
+    return _peak_mass(_walk(op, "`peak_mass`", Shares))
 
 
 def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
@@ -116,14 +148,7 @@ def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> row_distance(torch.full((3, 3), 1 / 3)).item(), round(row_distance(torch.eye(4)).item() ** 2, 6)
         (0.0, 0.75)
     """
-
-    def distance(m: Tensor) -> Tensor:
-        m = m / unit_scale(m, MATRIX)
-        shifted = m - m[..., :1, :]
-        centred = shifted - shifted.mean(-2, keepdim=True)
-        return ratio(_frobenius(centred), _frobenius(m)).clamp(max=1)
-
-    return measured(op, "`row_distance`", distance)
+    return _row_distance(_walk(op, "`row_distance`", Spread))
 
 
 def identity_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
@@ -146,17 +171,7 @@ def identity_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> identity_distance(torch.eye(3)).item(), identity_distance(torch.eye(3).roll(1, 0)).item()
         (0.0, 1.0)
     """
-
-    def distance(m: Tensor) -> Tensor:
-        tokens, sources = m.shape[-2:]
-        if tokens != sources:
-            return m.new_full(m.shape[:-2], math.nan)
-        scale = unit_scale(m, MATRIX).clamp(min=1)
-        eye = torch.eye(tokens, dtype=m.dtype, device=m.device) / scale
-        whole = torch.hypot(_frobenius(m / scale), math.sqrt(tokens) / scale[..., 0, 0])
-        return _frobenius(m / scale - eye) / whole
-
-    return measured(op, "`identity_distance`", distance)
+    return _identity_distance(_walk(op, "`identity_distance`", Offset))
 
 
 def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float64[Tensor, "*batch H H"]:
@@ -166,9 +181,7 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
     Range: [0, 1] for matrices without negative entries, else up to √2; 0 = the same matrix, 1 = no shared
     token. Symmetric, with a zero diagonal. NaN in the row and column of a head that holds NaN or infinity.
     Cost: O(H² T S) time, O(H T S) memory.
-    Numerics: differences are summed directly. ‖A‖² + ‖B‖² − 2⟨A, B⟩ would be one matrix product, but its
-    rounding error of 1e-16·‖A‖² turns every distance below about 1e-8 into noise, just where heads are
-    redundant.
+    Numerics: differences are summed directly, so nearly equal heads lose no digits.
 
     Args:
         op: an operator, or a tensor (..., H, T, S).
@@ -182,33 +195,72 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
         >>> head_distance(heads).tolist()
         [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
     """
-    m = as_matrices(op, "`head_distance`")
-    if m.ndim < 3:
+    matrices = as_matrices(op, "`head_distance`")
+    if matrices.ndim < 3:
         raise ShapeError(
             "`head_distance`",
             wanted="shape (..., H, T, S)",
-            got=str(tuple(m.shape)),
+            got=str(tuple(matrices.shape)),
             fix="Stack the heads of a layer on the axis before T.",
         )
-    finite = all_finite(m)
-    flat = m.masked_fill(~finite[..., None, None], 0).flatten(-2)
-    flat = flat / unit_scale(flat, MATRIX)
-    norm = torch.linalg.vector_norm(flat, dim=-1)
-    apart = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
-    distance = ratio(apart, torch.hypot(norm[..., :, None], norm[..., None, :]))
-    return distance.masked_fill(~(finite[..., :, None] & finite[..., None, :]), math.nan)
+    return _head_distance(walk(DenseMixing(matrices), HeadsApart))
 
 
-def _row_shares(m: Tensor) -> Tensor:
-    """|m_ij|/Σ_j|m_ij|, zero for a zero row."""
-    weights = m.abs() / unit_scale(m, (-1,))
-    return ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
+def _row_entropy(found: Walk) -> Float64[Tensor, "*batch"]:
+    shares = found.of(Shares)
+    return found.known(shares.entropy / shares.live)
 
 
-def _live_mean(numbers: Tensor, m: Tensor) -> Tensor:
-    """Mean over rows that are not all zero (where ``numbers`` is 0); NaN without any."""
-    return numbers.sum(-1) / (m != 0).any(-1).sum(-1)
+def _sink_mass(found: Walk, column: int) -> Float64[Tensor, "*batch"]:
+    shares = found.of(Shares)
+    sources = shares.mass.shape[-1]
+    if not -sources <= column < sources:
+        raise ShapeError(
+            "`column` of `sink_mass`",
+            wanted=f"an index in [−{sources}, {sources})",
+            got=str(column),
+            fix="Name a column of the matrix.",
+        )
+    return found.known(shares.mass[..., column] / shares.live)
 
 
-def _frobenius(m: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(m, dim=MATRIX)
+def _peak_mass(found: Walk) -> Float64[Tensor, "*batch"]:
+    shares = found.of(Shares)
+    return found.known(shares.mass.amax(-1) / shares.live)
+
+
+def _row_distance(found: Walk) -> Float64[Tensor, "*batch"]:
+    return found.known(ratio(found.of(Spread).spread, found.size).clamp(max=1))
+
+
+def _identity_distance(found: Walk) -> Float64[Tensor, "*batch"]:
+    offset = found.of(Offset)
+    both = torch.hypot(found.size, math.sqrt(found.tokens) / found.unit[..., 0, 0])
+    return found.known(offset.offset / both)
+
+
+def _head_distance(found: Walk) -> Float64[Tensor, "*batch H H"]:
+    heads = found.of(HeadsApart)
+    size = found.size[..., None] * (found.unit[..., 0] / heads.unit)
+    distance = ratio(heads.apart + heads.apart.mT, torch.hypot(size, size.mT))
+    return distance.masked_fill(~(found.finite[..., :, None] & found.finite[..., None, :]), math.nan)
+
+
+def _walk(op: Mixing, subject: str, kind: type[Sums]) -> Walk:
+    return walk(DenseMixing(as_matrices(op, subject)), kind)
+
+
+def _heads_of(op: MixingOperator | Mixing) -> MixingOperator:
+    """The operator as it is, in float64: its matrices are not formed."""
+    shape = op.shape if isinstance(op, MixingOperator | Tensor) else None
+    if shape is None or len(shape) < 3 or 0 in shape[-3:]:
+        raise ShapeError(
+            "`row_summary`",
+            wanted="a MixingOperator or a tensor of shape (..., H, T, S) with H, T, S ≥ 1",
+            got=type(op).__name__ if shape is None else str(tuple(shape)),
+            fix="Stack the heads of a layer on the axis before T.",
+        )
+    if isinstance(op, MixingOperator):
+        operator = op.to("cpu") if op.device.type == "mps" else op  # no float64 there
+        return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
+    return DenseMixing(to_float64(op, "`row_summary`"))

@@ -1,11 +1,11 @@
 """Exact singular values."""
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from rankwise.measures._inputs import Mixing
 from rankwise.measures._parts import measured_in_parts
+from rankwise.measures.exact import scaled_svd
 
 
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
@@ -26,10 +26,18 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
         >>> singular_values(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).tolist()
         [2.0, 1.0]
     """
-    return spectrum_for(op, "`singular_values`")
+    sigma, scale = scaled_spectrum(op, "`singular_values`")
+    return sigma * scale[..., None]
 
 
-def spectrum_for(op: Mixing, subject: str) -> Float64[Tensor, "*batch N"]:
-    """`singular_values`, with errors in the name of the measure that asked."""
-    (sigma,) = measured_in_parts(op, subject, lambda matrices: (torch.linalg.svdvals(matrices),))
-    return sigma
+def scaled_spectrum(
+    op: Mixing, subject: str
+) -> tuple[Float64[Tensor, "*batch N"], Float64[Tensor, "*batch"]]:
+    """Singular values in units of a power of two, and that power: their ratios keep all digits.
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+        subject: what an error calls it.
+    """
+    sigma, scale = measured_in_parts(op, subject, scaled_svd)
+    return sigma, scale

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float64
 
 from rankwise.errors import ShapeError
-from rankwise.measures._inputs import as_tokens, ratio, unit_scale
+from rankwise.measures._inputs import as_tokens, norm, ratio, unit_scale
 from rankwise.shapes import TokenMask, Tokens
 
 
@@ -47,6 +47,6 @@ def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> 
     usable = usable & also & valid.any(-1)
     y, z = (one / unit_scale(one, (-2, -1)) for one in (y, z))
     along = ratio((y * z).sum((-2, -1)), y.square().sum((-2, -1)))
-    rest = torch.linalg.vector_norm(z - along[:, None, None] * y, dim=(-2, -1))
-    turn = ratio(rest, torch.linalg.vector_norm(z, dim=(-2, -1))).clamp(max=1)
+    rest = norm(z - along[:, None, None] * y, (-2, -1))
+    turn = ratio(rest, norm(z, (-2, -1))).clamp(max=1)
     return turn.masked_fill(~usable, math.nan)

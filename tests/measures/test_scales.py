@@ -1,0 +1,217 @@
+"""Every measure at every size of number that float64 has: right, or refused.
+
+Matrices are small whole numbers times powers of two, which float64 holds exactly from 2⁻¹⁰⁷⁴ to 2¹⁰²³.
+Numbers of one size must give what they give at size 1; numbers of many sizes are held against decimals of
+1,400 digits.
+"""
+
+import math
+from decimal import Context, Decimal, localcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.measures.measure_cases import close
+
+import rankwise.measures as rm
+from rankwise.errors import RankwiseError
+
+EXACT = Context(prec=1400, Emin=-(10**6), Emax=10**6)  # squares of sums of 1e308 and 5e-324 have 1,300 digits
+SHORT = Context(prec=40, Emin=-(10**6), Emax=10**6)
+RTOL = 1e-12  # a few hundred roundings of 1e-16 in matrices of at most 3×3
+
+SCALELESS = (
+    rm.effective_rank,
+    rm.stable_rank,
+    rm.row_entropy,
+    rm.sink_mass,
+    rm.peak_mass,
+    rm.row_distance,
+    lambda x: rm.rank_summary(x).effective_rank,
+    lambda x: rm.rank_summary(x, exact=True).stable_rank,
+    lambda x: rm.head_distance(torch.stack([x, x.flip(0), x.flip(1)])),
+    lambda x: rm.token_collapse(x[None]),
+    lambda x: rm.mean_cosine(x[None]),
+    lambda x: rm.state_effective_rank(x[None]),
+    lambda x: rm.state_turn(x[None], x.flip(0)[None]),
+    lambda x: rm.estimate_spectrum(x, probes=8, steps=4).effective_rank.value,
+    lambda x: rm.estimate_spectrum(x, probes=8, steps=4).stable_rank.value,
+)
+SCALED = (
+    lambda x: rm.singular_values(x)[0],
+    lambda x: rm.rank_summary(x).sigma_max,
+    lambda x: rm.token_norm(x[None])[0],
+    lambda x: rm.token_collapse(x[None], normalized=False)[0],
+    lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
+)
+whole_matrices = st.lists(
+    st.lists(st.integers(-9, 9), min_size=3, max_size=3), min_size=2, max_size=3
+).filter(lambda rows: any(map(any, rows)))
+exponents = st.one_of(
+    st.sampled_from([-1074, -1060, -1022, -600, -540, 500, 540, 1019]), st.integers(-1074, 1019)
+)
+
+
+@settings(max_examples=40)
+@given(rows=whole_matrices, power=exponents)
+def test_one_size_of_number_is_as_good_as_another(rows, power):
+    base = torch.tensor(rows, dtype=torch.float64)
+    x = torch.ldexp(torch.ldexp(base, torch.tensor(power // 2)), torch.tensor(power - power // 2))
+    for measure in SCALELESS:
+        close(measure(x), measure(base), rtol=RTOL, atol=RTOL)
+    for measure in SCALED:
+        wanted = SHORT.multiply(Decimal(measure(base).item()), SHORT.power(2, power))
+        # the answer is rounded to the grid of float64, 5e-324, and may leave it above
+        close(measure(x), float(wanted), rtol=RTOL, atol=5e-324)
+
+
+def matrix(signs: list[list[int]], powers: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(
+        [[math.ldexp(s, p) for s, p in zip(*pair, strict=True)] for pair in zip(signs, powers, strict=True)],
+        dtype=torch.float64,
+    )
+
+
+@st.composite
+def mixed_matrices(draw: st.DrawFn) -> torch.Tensor:
+    """Powers of each entry, each row or each column of their own."""
+    signs = draw(whole_matrices)
+    low = draw(st.integers(-1074, 1019))
+    power = st.integers(low, draw(st.integers(low, 1019)))
+    kind = draw(st.sampled_from(("entries", "rows", "columns")))
+    if kind == "entries":
+        return matrix(signs, [[draw(power) for _ in row] for row in signs])
+    if kind == "rows":
+        return matrix(signs, [[draw(power)] * 3 for _ in signs])
+    return matrix(signs, [[draw(power) for _ in range(3)]] * len(signs))
+
+
+def decimals(x: torch.Tensor) -> list[list[Decimal]]:
+    return [[Decimal(v) for v in row] for row in x.tolist()]
+
+
+def norm(rows: list[list[Decimal]]) -> Decimal:
+    return SHORT.sqrt(sum((v * v for row in rows for v in row), Decimal(0)))
+
+
+def centred(rows: list[list[Decimal]]) -> list[list[Decimal]]:
+    """Rows times their number, less their sum: no division is rounded."""
+    total = [sum(column) for column in zip(*rows, strict=True)]
+    return [[len(rows) * v - t for v, t in zip(row, total, strict=True)] for row in rows]
+
+
+def over(part: Decimal, whole: Decimal) -> float:
+    return float(SHORT.divide(part, whole)) if whole else 0.0
+
+
+def shares(row: list[Decimal]) -> list[Decimal]:
+    return [SHORT.divide(abs(v), sum(map(abs, row))) for v in row]
+
+
+@settings(max_examples=150)
+@given(x=mixed_matrices())
+def test_rows_and_tokens_of_many_sizes(x):
+    with localcontext(EXACT):
+        m = decimals(x)
+        count, size, live = len(m), norm(m), [shares(row) for row in m if any(row)]
+        entropy = [-sum(p * SHORT.ln(p) for p in row if p) for row in live]
+        mass = [sum(column) / len(live) for column in zip(*live, strict=True)]
+        apart = norm(centred(m)) / count
+        units = [[SHORT.divide(v, norm([row])) for v in row] for row in m if any(row)]
+        pairs = len(units) * (len(units) - 1)
+        alike = sum((sum(column) ** 2 for column in zip(*units, strict=True)), Decimal(-len(units)))
+        wanted = {
+            "row_entropy": sum(map(float, entropy)) / len(live),
+            "sink_mass": float(mass[0]),
+            "peak_mass": float(max(mass)),
+            "row_distance": over(apart, size),
+        }
+        if count == 3:
+            off = norm([[v - (i == j) for j, v in enumerate(row)] for i, row in enumerate(m)])
+            wanted["identity_distance"] = over(off, SHORT.sqrt(size * size + 3))
+        summary = rm.row_summary(x[None])
+        for name, number in wanted.items():
+            # an entropy and a cosine are sums that cancel: right to roundings of 1, not of themselves
+            atol = RTOL if name == "row_entropy" else 5e-324
+            close(getattr(rm, name)(x), number, rtol=RTOL, atol=atol)
+            close(getattr(summary, name)[0], number, rtol=RTOL, atol=atol)
+        close(rm.token_norm(x[None])[0], float(size), rtol=RTOL, atol=5e-324)
+        close(rm.token_collapse(x[None], normalized=False)[0], float(apart), rtol=RTOL, atol=5e-324)
+        close(rm.token_collapse(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
+        if pairs:
+            close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
+
+
+@settings(max_examples=80)
+@given(x=mixed_matrices(), y=mixed_matrices(), z=mixed_matrices())
+def test_heads_of_many_sizes(x, y, z):
+    heads = [h[:2] for h in (x, y, z)]
+    with localcontext(EXACT):
+        exact = [decimals(h) for h in heads]
+        wanted = [
+            [
+                over(
+                    norm([[v - w for v, w in zip(*pair, strict=True)] for pair in zip(a, b, strict=True)]),
+                    SHORT.sqrt(norm(a) ** 2 + norm(b) ** 2),
+                )
+                for b in exact
+            ]
+            for a in exact
+        ]
+    for got in (rm.head_distance(torch.stack(heads)), rm.row_summary(torch.stack(heads)).head_distance):
+        close(got, torch.tensor(wanted, dtype=torch.float64), rtol=RTOL, atol=5e-324)
+
+
+def test_tiny_heads_beside_a_large_one_keep_their_distance():
+    heads = torch.stack([torch.eye(2), torch.eye(2).flip(0), 1e200 * torch.ones(2, 2).double()]).double()
+    heads[:2] *= 1e-200
+    for got in (rm.head_distance(heads), rm.row_summary(heads).head_distance):
+        close(got[0, 1], 1.0, rtol=RTOL)
+
+
+def test_a_row_far_below_the_others_has_its_share():
+    x = torch.tensor([[1e200, 0, 0], [1e-200, 1e-200, 0], [0, 3e-200, 1e-200]], dtype=torch.float64)
+    close(rm.row_summary(x[None]).sink_mass[0], 0.5, rtol=RTOL)
+    close(rm.sink_mass(x), 0.5, rtol=RTOL)
+
+
+def rate(x: torch.Tensor, eps: float) -> float:
+    """½ log det(I + D/(nε²) Z Zᵀ), the determinant of at most 3×3 without a rounding that counts."""
+    with localcontext(EXACT):
+        m, factor = decimals(x), Decimal(x.shape[1]) / (len(x) * Decimal(eps) ** 2)
+        gram = [[factor * sum(p * q for p, q in zip(a, b, strict=True)) + (a is b) for b in m] for a in m]
+        if len(gram) == 2:
+            (a, b), (c, d) = gram
+            determinant = a * d - b * c
+        else:
+            (a, b, c), (d, e, f), (g, h, i) = gram
+            determinant = a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
+        return float(determinant.ln() / 2)
+
+
+@settings(max_examples=150)
+@given(x=mixed_matrices(), eps=st.sampled_from([0.5, 1e-3, 1e3]))
+def test_a_coding_rate_is_right_or_refused(x, eps):
+    try:
+        got = rm.coding_rate(x[None], eps)
+    except RankwiseError:
+        assert x.abs().max() / eps > 1e7  # nobody is refused below
+    else:
+        close(got[0], rate(x, eps), rtol=1e-6, atol=5e-324)
+
+
+def test_equal_tokens_of_size_1e20_have_no_rate_to_tell():
+    """σ_2 is 0, and rounding gives it 1e4: half of the rate found before."""
+    x = torch.full((1, 3, 3), 1e20, dtype=torch.float64) * torch.tensor([[[1.0], [0.1], [0.3]]]).double()
+    with pytest.raises(RankwiseError, match=r"`coding_rate`.*rounding"):
+        rm.coding_rate(x)
+
+
+@pytest.mark.parametrize("power", [-540, -300, 300, 520, 1000])
+def test_the_rate_of_groups_at_any_size(power):
+    """Equal tokens w of one head: m = w², exactly, so K/2·log(1 + w²)."""
+    w, share = torch.full((1, 1, 4, 3), 2.0**power, dtype=torch.float64), torch.ones(1, 1, 4).double()
+    squared = SHORT.power(4, power)
+    wanted = float(3 * SHORT.ln(1 + squared) / 2) if power > 0 else float(3 * squared / 2)
+    close(rm.variational_rate(w, share)[0, 0], wanted, rtol=RTOL, atol=5e-324)
