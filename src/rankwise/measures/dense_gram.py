@@ -29,14 +29,10 @@ class GramSpectrum(NamedTuple):
     """
 
     eigenvalues: Float64[Tensor, "N R"]
-    """Largest first, none below 0."""
+    """Largest first, none below 0; in units of scale². √λ̂ is off by at most min(√slack, slack/√λ̂)."""
     slack: Float64[Tensor, " N"]
     scale: Float64[Tensor, " N"]
     """A power of two."""
-
-    def singular_values(self) -> Float64[Tensor, "N R"]:
-        """√λ̂, off by at most min(√slack, slack/σ) in units of the scale."""
-        return self.eigenvalues.sqrt() * self.scale[:, None]
 
     def decides_count(self, delta: float) -> Bool[Tensor, " N"]:
         """Whether no eigenvalue lies so near δ² that rounding could carry it across (Weyl)."""
