@@ -1,10 +1,51 @@
-"""Files are written whole or not at all."""
+"""Files are written whole or not at all, and JSON is read only where Python can hold it."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rankwise.errors import InputError
+
+DEEPEST = 100
+"""Levels of lists and objects that JSON may have: ours has six, and deeper ones exhaust Python's stack."""
+
+
+def parse_json(text: str) -> Any:
+    """Read JSON, whatever its author meant it to do.
+
+    Args:
+        text: the JSON.
+
+    Raises:
+        ValueError: if it is no JSON, is nested deeper than 100 levels, or holds what Python cannot:
+            numbers of thousands of digits, half a surrogate pair.
+
+    Examples:
+        >>> parse_json('{"layers": [1, null]}')
+        {'layers': [1, None]}
+        >>> parse_json("[" * 1000 + "]" * 1000)
+        Traceback (most recent call last):
+        ...
+        ValueError: lists or objects nested deeper than 100 levels
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"lists or objects nested deeper than {DEEPEST} levels") from None
+    level = [content]
+    for _ in range(DEEPEST + 1):
+        lists = [one.values() if isinstance(one, dict) else one for one in level if _is_nested(one)]
+        level = [item for items in lists for item in items]
+    if lists:
+        raise ValueError(f"lists or objects nested deeper than {DEEPEST} levels")
+    json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    return content
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def write_whole(path: Path, text: str, subject: str) -> Path:

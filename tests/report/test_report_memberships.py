@@ -16,7 +16,7 @@ def maps(name: str) -> list[dict]:
 def test_a_text_is_heads_by_tokens_and_a_picture_its_heads_side_by_side() -> None:
     text, picture = maps("memberships")
     heads = samples.memberships().heads
-    assert (text["columns"], picture["columns"]) == (0, 6)
+    assert [[layer["columns"] for layer in map["layers"]] for map in (text, picture)] == [[0] * 3, [6] * 3]
     assert [layer["name"] for layer in text["layers"]] == ["layer 0", "layer 1", "layer 2"]
     first = [head for head in heads if (head.stack, head.layer) == ("text", 1)]
     grid = text["layers"][1]["z"]

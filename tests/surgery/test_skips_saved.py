@@ -135,9 +135,10 @@ def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "skips.safetensors").write_bytes(b"no tensors")
     with pytest.raises(SkipError, match=r"skips .*skips.safetensors: wanted a file that `save_skips` wrote"):
         load_skips(bert(), tmp_path)
-    (tmp_path / "skips.json").write_text("{}")
-    with pytest.raises(SkipError, match=r"skips .*skips.json: wanted a file that `save_skips` wrote"):
-        load_skips(bert(), tmp_path)
+    for content in ("{}", "[" * 100_000, '{"sites": ' + "[" * 990 + "]" * 990 + "}"):
+        (tmp_path / "skips.json").write_text(content)
+        with pytest.raises(SkipError, match=r"skips .*skips.json: wanted a file that `save_skips` wrote"):
+            load_skips(bert(), tmp_path)
     with pytest.raises(SkipError, match="got no such file"):
         load_skips(bert(), tmp_path / "nowhere")
 

@@ -220,7 +220,14 @@ def patch_grid(tokens: int, picture: tuple[int, int] | None) -> tuple[int, int] 
         return None
     height, width = picture
     rows = math.isqrt(tokens * height // width)
-    return (rows, tokens // rows) if rows and rows * rows * width == tokens * height else None
+    whole = rows > 0 and tokens % rows == 0 and rows * rows * width == tokens * height
+    return (rows, tokens // rows) if whole else None
+
+
+def _map_grid(site: SiteHeads, head: int) -> tuple[int, int] | None:
+    """Of a whole map: the first tokens of a longer sequence are no picture."""
+    tokens = len(site.maps[head]) if site.maps else 0
+    return patch_grid(tokens, site.picture) if 0 < tokens == site.longest else None
 
 
 def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
@@ -250,7 +257,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             random_rank=null.mean,
             z_score=(numbers["numerical_rank"] - null.mean) / null.std if null.std > 0 else np.nan,
             membership_map=site.maps[head] if site.maps else [],
-            membership_grid=patch_grid(len(site.maps[head]), site.picture) if site.maps else None,
+            membership_grid=_map_grid(site, head),
             nearest_head=other,
             nearest_distance=np.nan if nearest is None else float(distance[head, nearest]),
             spread={name: float(spread[head, at]) for at, name in enumerate(MEASURES) if at > 1},

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION = 1
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
@@ -15,6 +15,19 @@ def _nan_from_null(value: object) -> object:
 
 Number = Annotated[float, BeforeValidator(_nan_from_null)]
 """A float that JSON writes as null where it is not finite."""
+
+
+def _positive(value: float) -> float:
+    if value <= 0:
+        raise ValueError("Input should be above 0, or null")
+    return value
+
+
+Size = Annotated[Number, AfterValidator(_positive)]
+"""A mean number of rows or columns; NaN where no sequence had any."""
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number of things, or the number of one of them from 0; JSON knows no larger whole numbers exactly."""
 
 Severity = Literal["info", "warning", "error"]
 
@@ -36,24 +49,24 @@ class HeadRecord(Record):
     """The blocks it belongs to, such as ``encoder.block``."""
     site: str
     """The module that mixed, such as ``encoder.layer.0.attention.self``."""
-    layer: int
+    layer: Count
     """Block of the stack, from 0: it reads state ``layer`` and writes state ``layer + 1``."""
-    head: int
+    head: Count
     kind: str
     mask: Literal["full", "causal", "window", "other"]
     """Which tokens a row may see: sets the null."""
     cross: bool = False
-    sequences: int
+    sequences: Count
     """Sequences (or windows of images) that gave finite numbers."""
-    nonfinite: int = 0
+    nonfinite: Count = 0
     """Sequences whose operator held NaN or infinity; left out of every mean."""
-    estimated: int = 0
+    estimated: Count = 0
     """Sequences whose ranks were estimated without the matrix; of the others they are exact."""
-    fallbacks: int = 0
+    fallbacks: Count = 0
     """Sequences in which a singular value lay too close to δ for the fast count, and the SVD decided."""
-    tokens: Number
+    tokens: Size
     """Rows without padding, mean over sequences."""
-    sources: Number
+    sources: Size
     """Columns without padding, mean over sequences."""
     numerical_rank: Number
     """Singular values ≥ δ (absolute), in [0, min(T, S)].
@@ -101,9 +114,9 @@ class HeadRecord(Record):
     """The head's share in R_c^var, the rate of the tokens grouped by their memberships, in nats; of TSSA."""
     membership_map: list[Number] = Field(default_factory=list)
     """Π of each token of the first sequence, as many as 1,024; of TSSA, empty elsewhere."""
-    membership_grid: tuple[int, int] | None = None
+    membership_grid: tuple[Count, Count] | None = None
     """Rows and columns in which these tokens lie, where they are patches of a picture."""
-    nearest_head: int | None = None
+    nearest_head: Count | None = None
     """The head of the same site that mixes most alike."""
     nearest_distance: Number = math.nan
     """‖M − M'‖_F / √(‖M‖_F² + ‖M'‖_F²) to that head, in [0, 1]; 0 = the same."""
@@ -119,6 +132,13 @@ class HeadRecord(Record):
     Empty where they were not computed.
     """
 
+    @model_validator(mode="after")
+    def _grid_holds_the_map(self) -> "HeadRecord":
+        grid = self.membership_grid
+        if grid is not None and grid[0] * grid[1] != len(self.membership_map):
+            raise ValueError(f"membership_grid {grid} should hold {len(self.membership_map)} tokens")
+        return self
+
     @property
     def least_rank(self) -> float:
         """What the numerical rank is at least: ``rank_low``, or the rank itself where no interval is kept."""
@@ -129,16 +149,6 @@ class HeadRecord(Record):
         """What the numerical rank is at most."""
         return self.numerical_rank if math.isnan(self.rank_high) else self.rank_high
 
-    @property
-    def rank_share(self) -> float:
-        """Numerical rank over min(T, S), in [0, 1]."""
-        return self.numerical_rank / min(self.tokens, self.sources)
-
-    @property
-    def null_share(self) -> float:
-        """Null rank over min(T, S), in [0, 1]."""
-        return self.null_rank / min(self.tokens, self.sources)
-
 
 class LayerRecord(Record):
     """The token states after ``layer`` blocks of a stack (0 = what the first block reads)."""
@@ -146,11 +156,11 @@ class LayerRecord(Record):
     stack: str
     site: str
     """The block that wrote the state; for layer 0 the block that reads it."""
-    layer: int
-    sequences: int
-    nonfinite: int = 0
+    layer: Count
+    sequences: Count
+    nonfinite: Count = 0
     tokens: Number
-    width: int
+    width: Count
     norm: Number
     """‖Y‖_F."""
     collapse: Number
@@ -173,9 +183,9 @@ class Place(Record):
     """Where a finding is: a stack, and as far as it goes the layer, the site and the head."""
 
     stack: str = ""
-    layer: int | None = None
+    layer: Count | None = None
     site: str = ""
-    head: int | None = None
+    head: Count | None = None
 
     def __str__(self) -> str:
         parts = [self.stack] if self.stack else []
@@ -214,15 +224,15 @@ class Provenance(Record):
     model: str
     model_class: str = ""
     revision: str = ""
-    parameters: int = 0
+    parameters: Count = 0
     data: str = ""
-    delta: float
+    delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     model_dtype: str = ""
     measure_dtype: str = "float64"
     method: str = "exact"
     device: str = ""
-    batches: int = 0
-    sequences: int = 0
+    batches: Count = 0
+    sequences: Count = 0
     created: str = ""
     """UTC, ISO 8601."""
     command: str = ""

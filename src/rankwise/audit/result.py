@@ -1,6 +1,5 @@
 """An audit as its user holds it: records that can be saved, loaded, shown and turned into frames."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -8,7 +7,7 @@ from pydantic import ValidationError
 
 from rankwise.audit.records import SCHEMA_VERSION, AuditRecord
 from rankwise.errors import InputError, RecordError
-from rankwise.files import write_whole
+from rankwise.files import parse_json, write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +54,8 @@ class Audit(AuditRecord):
             raise RecordError(
                 f"audit {path}",
                 wanted=f"the fields of schema version {SCHEMA_VERSION}",
-                got=f"{'.'.join(map(str, first['loc']))}: {first['msg']} ({error.error_count()} in all)",
+                got=_shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+                + f" ({error.error_count()} in all)",
                 fix="The file is damaged or was changed by hand; run `rankwise audit` again.",
             ) from None
 
@@ -125,9 +125,8 @@ def _parsed(path: Path) -> dict[str, Any]:
             fix="Check the path and its permissions.",
         ) from error
     try:
-        content = json.loads(text)
-        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise RecordError(
             f"audit {path}",
             wanted="JSON",
@@ -156,6 +155,6 @@ def _check_version(path: Path, content: dict[str, Any]) -> None:
     raise RecordError(
         f"audit {path}",
         wanted=f"schema version 1 to {SCHEMA_VERSION}",
-        got=repr(version),
+        got=_shortened(repr(version)),
         fix="Upgrade rankwise to read it." if newer else "The file is damaged; run `rankwise audit` again.",
     )

@@ -1,13 +1,13 @@
 """Text files, read so that whatever is wrong with one is said in terms of the file."""
 
 import gzip
-import json
 import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from rankwise.errors import InputError, did_you_mean
+from rankwise.files import parse_json
 
 _ROWS = (".jsonl", ".jsonl.gz")
 _GZIP = b"\x1f\x8b"
@@ -83,8 +83,8 @@ def _numbered(lines: list[str]) -> Iterator[tuple[int, str]]:
 def _row(line: str, where: str, column: str) -> str:
     wanted = f'a JSON object such as {{"{column}": "Once upon a time"}}'
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise InputError(
             where, wanted=wanted, got=f"no JSON ({error})", fix="Write one object a line."
         ) from error

@@ -120,7 +120,8 @@ def _add_layer(
         shown(mean(head.sink_mass for head in heads), 2),
     ]
     if grouped:
-        rate = sum(head.coding_rate for head in heads if math.isfinite(head.coding_rate))
+        rates = [head.coding_rate for head in heads if math.isfinite(head.coding_rate)]
+        rate = sum(rates) if rates else math.nan
         numbers += [shown(mean(head.membership for head in heads), 2), shown(rate, 2)]
     table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
 

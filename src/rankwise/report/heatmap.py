@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,8 +153,8 @@ def _marks(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity])
 def _layout(panel: Panel) -> dict[str, Any]:
     columns, rows = panel.columns, panel.rows
     height = 34 if len(rows) <= 12 else 24 if len(rows) <= 24 else 16
-    layers = [row.layer for row in rows]
-    names = [str(row.layer) if layers.count(row.layer) == 1 else _long_name(row) for row in rows]
+    layers = Counter(row.layer for row in rows)
+    names = [str(row.layer) if layers[row.layer] == 1 else _long_name(row) for row in rows]
     x_step, y_step = 1 + (len(columns) - 1) // 16, 1 + (len(rows) - 1) // 24
     shared = {"showgrid": False, "zeroline": False, "fixedrange": True, "ticks": "", "automargin": True}
     return {

@@ -1,5 +1,6 @@
 """Membership maps: how far each token belongs to each head of a TSSA layer."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,23 +19,36 @@ def membership_maps(panels: Sequence[Panel], heads: Sequence[HeadRecord]) -> lis
         heads: its heads.
 
     Returns:
-        For each panel with memberships its title, the columns of a picture (0 for a text), the largest
-        membership, and its layers with their names and grids.
+        For each panel with memberships its title, the largest membership, and its layers with their names,
+        their grids and the columns of a picture (0 for a text). Layers whose heads do not have the same
+        tokens are left out.
     """
     found = []
     for panel in panels:
-        rows = [row for row in panel.rows if all(heads[index].membership_map for index in row.cells.values())]
+        rows = [row for row in panel.rows if _is_whole(row, heads)]
         if rows:
             mine = [heads[index] for row in rows for index in row.cells.values()]
+            shares = [share for head in mine for share in head.membership_map if math.isfinite(share)]
             found.append(
                 {
                     "title": panel.title,
-                    "columns": mine[0].membership_grid[1] if mine[0].membership_grid else 0,
-                    "largest": max(max(head.membership_map) for head in mine),
-                    "layers": [{"name": _name(row, panel), "z": _grid(row, heads)} for row in rows],
+                    "largest": max(shares, default=0.0),
+                    "layers": [_layer(row, panel, heads) for row in rows],
                 }
             )
     return found
+
+
+def _is_whole(row: Row, heads: Sequence[HeadRecord]) -> bool:
+    """Whether the heads have memberships, all of the same tokens."""
+    mine = [heads[index] for index in row.cells.values()]
+    shapes = {(len(head.membership_map), head.membership_grid) for head in mine}
+    return len(shapes) == 1 and bool(mine[0].membership_map)
+
+
+def _layer(row: Row, panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
+    grid = heads[next(iter(row.cells.values()))].membership_grid
+    return {"name": _name(row, panel), "columns": grid[1] if grid else 0, "z": _grid(row, heads)}
 
 
 def _name(row: Row, panel: Panel) -> str:

@@ -1,10 +1,14 @@
 """Heads put in grids: one panel for each kind of place where a stack mixes, layers down, heads across."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from rankwise.audit.records import HeadRecord, Place
+from rankwise.errors import RecordError
+
+MOST_CELLS = 2**20
+"""Of all panels; a model of 128 layers of 128 heads has 2¹⁴."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,8 @@ class Panel:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """The numbers of the heads, from the smallest to the largest there is."""
-        numbers = [number for row in self.rows for number in row.cells]
-        return tuple(range(min(numbers), max(numbers) + 1)) if numbers else ()
+        """The numbers that heads have here: not all up to the largest where channels were sampled."""
+        return tuple(sorted({number for row in self.rows for number in row.cells}))
 
     @property
     def indices(self) -> list[int]:
@@ -49,16 +52,34 @@ def make_panels(heads: Sequence[HeadRecord]) -> list[Panel]:
     Returns:
         One panel for each (stack, cross, site with its numbers masked); a row for each layer and site, and
         another one where the same heads come twice. Every head is in exactly one cell.
+
+    Raises:
+        RecordError: if there are over a million cells: no model has heads that lie so far apart.
     """
     grouped: dict[tuple[str, bool, str], dict[tuple[int, str, int], dict[int, int]]] = {}
+    met: Counter[tuple[str, bool, str, int, int]] = Counter()
     for index, head in enumerate(heads):
         rows = grouped.setdefault((head.stack, head.cross, _pattern(head.site)), {})
-        again = next(n for n in count() if head.head not in rows.get((head.layer, head.site, n), {}))
-        rows.setdefault((head.layer, head.site, again), {})[head.head] = index
-    return [
+        same = (head.stack, head.cross, head.site, head.layer, head.head)
+        rows.setdefault((head.layer, head.site, met[same]), {})[head.head] = index
+        met[same] += 1
+    panels = [
         Panel(key[0], title, key[2], key[1], tuple(Row(*name[:2], rows[name]) for name in sorted(rows)))
         for (key, rows), title in zip(grouped.items(), _titles(list(grouped)), strict=True)
     ]
+    _check_cells(panels)
+    return panels
+
+
+def _check_cells(panels: Sequence[Panel]) -> None:
+    cells = sum(len(panel.rows) * len(panel.columns) for panel in panels)
+    if cells > MOST_CELLS:
+        raise RecordError(
+            "heads of the audit",
+            wanted=f"layers by heads, in grids of {MOST_CELLS:,} cells at most",
+            got=f"{cells:,} cells, nearly all of them empty",
+            fix="The file is damaged; run `rankwise audit` again. `Audit.to_frame` lists its heads.",
+        )
 
 
 def heads_at(place: Place, heads: Sequence[HeadRecord]) -> list[int]:

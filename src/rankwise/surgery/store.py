@@ -1,7 +1,6 @@
 """λ-skips in files: the numbers in safetensors, what they belong to in JSON beside them."""
 
 import hashlib
-import json
 import os
 import re
 import warnings
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from rankwise.errors import did_you_mean
-from rankwise.files import write_whole
+from rankwise.files import parse_json, write_whole
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example
 from rankwise.surgery.skips import Skips, add_lambda_skip, remove_lambda_skip, skips_of
@@ -231,7 +230,7 @@ def _write(path: Path, numbers: dict[str, Tensor]) -> Path:
 
 def _read_facts(path: Path) -> SkipFacts:
     try:
-        return SkipFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return SkipFacts.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise _unreadable(path, error) from error
 

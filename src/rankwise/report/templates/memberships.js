@@ -2,20 +2,20 @@
 const membershipPlots = findAll(".plot.membership");
 const layerPickers = findAll(".membership-layer");
 
-function membershipWords(map, x, y, share) {
-  const width = map.columns + 1;
-  const place = map.columns ? `head ${Math.floor(x / width)}, row ${y}, column ${x % width}` : `head ${y}, token ${x}`;
+function membershipWords(columns, x, y, share) {
+  const width = columns + 1;
+  const place = columns ? `head ${Math.floor(x / width)}, row ${y}, column ${x % width}` : `head ${y}, token ${x}`;
   return `${place}<br>Π ${share}`;
 }
 
 function drawMembership(number) {
   const map = report.memberships[number];
-  const { z } = map.layers[layerPickers[number].value];
-  const hovertext = z.map((line, y) => line.map((share, x) => (share === null ? "" : membershipWords(map, x, y, share))));
+  const { columns, z } = map.layers[layerPickers[number].value];
+  const hovertext = z.map((line, y) => line.map((share, x) => (share === null ? "" : membershipWords(columns, x, y, share))));
   const steps = [[0, colour("neutral")], [0.5, colour("good-1")], [1, colour("good-2")]];
   const heat = { type: "heatmap", z, hovertext, hoverinfo: "text", zmin: 0, zmax: map.largest, colorscale: steps, showscale: false };
   const bare = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
-  const picture = map.columns > 0;
+  const picture = columns > 0;
   return draw(membershipPlots[number], [heat], {
     height: picture ? 60 + Math.min(320, Math.max(80, (900 * z.length) / z[0].length)) : 72 + 22 * z.length,
     margin: { l: picture ? 8 : 44, r: 8, t: 8, b: picture ? 8 : 44 }, showlegend: false, dragmode: false,
