@@ -160,6 +160,11 @@ STATE_SPACE: dict[str, StateSpaceFamily] = {
         ATTENTION | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
         ("toeplitz", SOFTMAX),
     ),
+    "LFM3": StateSpaceFamily(
+        "Lfm3Model",
+        ATTENTION | {"layer_types": ["conv", "full_attention"], "head_dim": 8},
+        ("toeplitz", SOFTMAX),
+    ),
     "Qwen3-Next": StateSpaceFamily(
         "Qwen3NextModel", ATTENTION | GATED_DELTA | EXPERTS | {"head_dim": 8}, ("gated delta", SOFTMAX)
     ),

@@ -46,6 +46,10 @@ class Blocks:
         frames.on_leave.insert(0, self._learned)
         frames.on_leave.append(self._left)
 
+    def may_be(self, name: str) -> bool:
+        """Whether a module of this name may be a block."""
+        return name in self._rank
+
     def add(self, mixer: MixerSite) -> None:
         """A mixer ran: keep it until its block is known, or hand it on where there can be none."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)

@@ -8,6 +8,7 @@ from torch import nn
 from rankwise.capture.calls import Call
 from rankwise.capture.frames import Frames
 from rankwise.capture.names import matches
+from rankwise.capture.sharding import check_whole
 from rankwise.capture.trace import Trace
 from rankwise.errors import CaptureError, InputError, did_you_mean
 from rankwise.operators import MixingOperator
@@ -20,7 +21,8 @@ def check_capturable(model: object) -> None:
         model: what `capture` was given.
 
     Raises:
-        CaptureError: if it is no module, or one whose operations run compiled or scripted.
+        CaptureError: if it is no module, one whose operations run compiled or scripted, or one whose layers
+            are split over processes.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -44,6 +46,7 @@ def check_capturable(model: object) -> None:
             fix='Capture inside `with torch.compiler.set_stance("force_eager"):`, which runs the same '
             "weights uncompiled.",
         )
+    check_whole(model)
 
 
 def compiled_modules(model: nn.Module) -> list[str]:

@@ -23,6 +23,7 @@ from rankwise.capture.checks import (
     training_notes,
 )
 from rankwise.capture.frames import Frame, Frames
+from rankwise.capture.sharding import SHARD, is_shard
 from rankwise.capture.sites import mixer_site
 from rankwise.capture.stock import (
     functional_call,
@@ -34,7 +35,7 @@ from rankwise.capture.stock import (
 )
 from rankwise.capture.tap import AttentionTap
 from rankwise.capture.trace import MixerSite, StateSite, Trace
-from rankwise.capture.unseen import mixer_like, unseen_modules
+from rankwise.capture.unseen import mixed_without_operator, mixer_like, unseen_modules, whose_tokens
 from rankwise.capture.weights import Mixed
 from rankwise.errors import ShapeError
 from rankwise.operators import MixingOperator
@@ -70,7 +71,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     Raises:
         CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
-            entry, if the model is compiled or scripted.
+            entry, if the model is compiled or scripted, or its layers are split over processes.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -108,6 +109,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._entered_once = False
         self._captured: set[str] = set()
         self._left_out: dict[str, str] = {}
+        self._others: dict[str, str] = {}
         self._outermost: set[str] = set()
         self._mixers = self._states = 0
 
@@ -116,7 +118,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         check_unused(self._entered_once)
         self._entered_once = True
         self._trace.notes.extend(training_notes(self._model))
-        self._tap = AttentionTap(self._fused, self._functional, self._mixed)
+        self._tap = AttentionTap(self._fused, self._functional, self._mixed, self._mixed_otherwise)
         self._frames = Frames(self._model, quiet_names(self._model))
         self._reader = Reader(self._model, self._frames, self._values)
         self._candidates = mixer_like(self._model) | self._reader.names
@@ -153,6 +155,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._captured,
             self._frames.called,
             self._left_out,
+            self._others,
         )
         if self._frames.elsewhere:
             self._note(OTHER_THREAD)
@@ -197,6 +200,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                     self._try(partial(stock_call, *given), *frame.tensors[:1])
             else:
                 self._left_out.setdefault(frame.name, reason)
+        self._others |= mixed_without_operator(frame, self._captured, self._blocks.may_be(frame.name))
 
     def _outer(self, frame: Frame) -> Frame | None:
         running = self._frames.running
@@ -207,7 +211,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             given = fused_arguments(args, kwargs)
             if given.get("dropout_p", 0.0) > 0:
                 self._note(dropout_note("fused attention"))
-            self._try(partial(fused_call, given, output, self._frames.running[-1]), output)
+            self._try(partial(fused_call, given, output, self._frames.running[-1]), output, given["query"])
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._frames.running and not self._read_otherwise():
@@ -223,6 +227,12 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._try(partial(mixed_call, mixed, self._frames.running[-1]), mixed.matrix)
         elif reason != ROUTER:  # which looks like no mixer
             self._left_out.setdefault(self._frames.running[-1].name, reason)
+
+    def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
+        if self._frames.running and not self._read_otherwise():
+            reader = whose_tokens(self._frames.running, what, lengths)
+            if reader is not None:
+                reader.others.setdefault(self._frames.running[-1].name, what)
 
     # --- from a call to a site ----------------------------------------------------------------------------
 
@@ -240,6 +250,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _try(self, call: Callable[[], Call | None], *tensors: Tensor) -> None:
         """Add what a call mixed with; a call that we cannot read must not stop the model."""
         name = self._frames.running[-1].name
+        if any(is_shard(tensor) for tensor in tensors):
+            self._left_out.setdefault(name, SHARD)
+            return
         if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
             self._left_out.setdefault(name, "it was called with no tokens or no sequences")
             return

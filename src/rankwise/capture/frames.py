@@ -43,6 +43,8 @@ class Frame:
     """Whether a module inside it was called."""
     mixed_inside: bool = False
     """Whether a mixer inside it was captured."""
+    others: dict[str, str] = field(default_factory=dict)
+    """Names of modules inside it, or its own, that mixed its tokens without attention, with what they did."""
     adapter: Any = None
     """What reads its operator when it ends, if anything does."""
     steps: dict[str, Any] = field(default_factory=dict)

@@ -9,10 +9,12 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from rankwise.capture.mixing_functions import FUNCTIONS, mixed_lengths
 from rankwise.capture.weights import Mixed, WeightsTap
 
 FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 MixedListener = Callable[[Mixed], None]
+OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionTap(TorchFunctionMode):
@@ -22,10 +24,16 @@ class AttentionTap(TorchFunctionMode):
         on_fused: called after `scaled_dot_product_attention`, with its arguments and result.
         on_functional: called after `multi_head_attention_forward`, likewise.
         on_mixed: called when a softmax written by hand meets its values.
+        on_other: called after a function that mixes without attention, with what it does and how long the
+            axes are along which it does it.
     """
 
     def __init__(
-        self, on_fused: FusedListener, on_functional: FusedListener, on_mixed: MixedListener
+        self,
+        on_fused: FusedListener,
+        on_functional: FusedListener,
+        on_mixed: MixedListener,
+        on_other: OtherListener,
     ) -> None:
         super().__init__()
         self.weights = WeightsTap()
@@ -33,7 +41,7 @@ class AttentionTap(TorchFunctionMode):
             F.scaled_dot_product_attention: on_fused,
             F.multi_head_attention_forward: on_functional,
         }
-        self._on_mixed = on_mixed
+        self._on_mixed, self._on_other = on_mixed, on_other
         self.lifted = False
         """Whether the tap is off the stack for a while."""
         self._depth = 0
@@ -59,6 +67,8 @@ class AttentionTap(TorchFunctionMode):
             mixed = self.weights.saw(func, args, kwargs, out)
             if mixed is not None:
                 self._on_mixed(mixed)
+            elif func in FUNCTIONS:
+                self._on_other(*mixed_lengths(func, args, kwargs, out))
         return out
 
     @contextmanager

@@ -1,15 +1,17 @@
 """Modules that look like mixers, so that what was not captured can be named."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from rankwise.capture.frames import Frame, first_tokens
+from rankwise.capture.mixing_functions import LINEAR
 from rankwise.capture.trace import UnseenModule
 
 MIXER_NAME = re.compile(
     r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU"
-    r"|Rglru|RNN|LSTM|GRU|FourierTransform|TokenMix|SpatialGating)"
+    r"|Rglru|RNN|LSTM|GRU|FourierTransform|TokenMix|TimeMix|Tmix|ShortConv|SpatialGating)"
 )
 WITHOUT_OPERATOR = (
     (
@@ -28,7 +30,10 @@ WITHOUT_OPERATOR = (
 """Classes of layers of which it is known that capture has no operator for them, with the reason."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model|Structure)$"
+    r"|Channel_?Mix|C[Mm]ix"
 )
+EMBEDS = re.compile(r"Embed(ding|der)?s?$")
+"""Classes that make tokens, and may look at several places of an input to do so."""
 QUERY_KEY = (
     {"q_proj", "k_proj"},
     {"query", "key"},
@@ -53,8 +58,54 @@ def mixer_like(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if name and looks_like_mixer(module)}
 
 
+def whose_tokens(frames: Sequence[Frame], what: str, lengths: set[int]) -> Frame | None:
+    """The innermost call, of no module of torch's own, whose (B, T, D) tokens a function mixed.
+
+    Args:
+        frames: the calls under way, outermost first.
+        what: what the function does.
+        lengths: of the axes along which it does it.
+    """
+    for frame in reversed(frames):
+        tokens = frame.tokens
+        if tokens is None or tokens.is_nested or type(frame.module).__module__.startswith("torch.nn."):
+            continue
+        count, width = tokens.shape[1:]
+        if count > 1 and count in lengths and not (what is LINEAR and count == width):
+            return frame
+    return None
+
+
+def mixed_without_operator(frame: Frame, captured: set[str], is_block: bool) -> dict[str, str]:
+    """The modules in a call that has ended that mixed its tokens without attention, with what they did.
+
+    They count where the call gives back a vector for each token that it read. A module in which a mixer was
+    captured does not: what else it does, such as a short convolution before a scan, belongs to that mixer.
+    Of a block, which may hold several mixers, what it calls beside the captured one counts.
+    """
+    if (
+        not frame.others
+        or (frame.mixed_inside and not is_block)
+        or EMBEDS.search(type(frame.module).__name__)
+    ):
+        return {}
+    given, gave = frame.tokens, first_tokens(frame.output)
+    if given is None or gave is None or gave.is_nested or given.shape[:2] != gave.shape[:2]:
+        return {}
+    return {
+        inner if frame.mixed_inside else frame.name: what
+        for inner, what in frame.others.items()
+        if not (frame.mixed_inside and any(_related(inner, site) for site in captured))
+    }
+
+
 def unseen_modules(
-    model: nn.Module, candidates: set[str], captured: set[str], called: set[str], known: Mapping[str, str]
+    model: nn.Module,
+    candidates: set[str],
+    captured: set[str],
+    called: set[str],
+    known: Mapping[str, str],
+    others: Mapping[str, str],
 ) -> list[UnseenModule]:
     """The mixer-like modules in and around which nothing was captured, outermost only.
 
@@ -64,8 +115,9 @@ def unseen_modules(
         captured: names of the modules in which a mixer was captured.
         called: names of the modules that were called.
         known: names of modules in which something was seen and left out, with the reason.
+        others: names of modules that mixed tokens without attention, with what they did.
     """
-    candidates = candidates | set(known)
+    candidates = candidates | set(known) | set(others)
     seen = {name for name in candidates if any(_related(name, site) for site in captured)}
     missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
     outermost: list[str] = []
@@ -74,7 +126,7 @@ def unseen_modules(
             outermost.append(name)
     modules = dict(model.named_modules())
     return [
-        UnseenModule(name, type(modules[name]).__name__, _reason(name, modules[name], called, known))
+        UnseenModule(name, type(modules[name]).__name__, _reason(name, modules[name], called, known, others))
         for name in outermost
     ]
 
@@ -88,15 +140,23 @@ def _holds(outer: str, inner: str) -> bool:
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
-def _reason(name: str, module: nn.Module, called: set[str], known: Mapping[str, str]) -> str:
+def _reason(
+    name: str, module: nn.Module, called: set[str], known: Mapping[str, str], others: Mapping[str, str]
+) -> str:
     inside = [reason for other, reason in known.items() if _holds(name, other)]
     if inside:
         return inside[0]
     if name not in called:
         return "never called in this capture"
     for pattern, reason in WITHOUT_OPERATOR:
-        if pattern.search(type(module).__name__):
+        if looks_like_mixer(module) and pattern.search(type(module).__name__):
             return f"{reason}; name it in `sites=` with a function of your own to capture it"
+    does = [what for other, what in others.items() if _holds(name, other)]
+    if does:
+        return (
+            f"{' and '.join(dict.fromkeys(does))} was seen in it, of which capture makes no operator; "
+            "name it in `sites=` with a function of your own to capture it"
+        )
     return (
         "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "
         "operation, or another kind of mixer; name it in `sites=` to capture it"

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2, as transformers computes it."""
+"""The gated short convolution of LFM2 and LFM3, as transformers computes it."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ class ShortConvAdapter(Adapter):
     """
 
     watched = ("in_proj",)
-    classes = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv"})
+    classes = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
 
     def reads(self, module: nn.Module) -> bool:
-        """Whether it is the convolution of transformers' LFM2."""
+        """Whether it is the convolution of transformers' LFM2 or LFM3."""
         return named(module, self.classes)
 
     def why_not(self, frame: Frame) -> str | None:
