@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from rankwise import models as models
     from rankwise import ops as ops
     from rankwise import surgery as surgery
+    from rankwise.plan import plan_head_dim
     from rankwise.surgery import add_lambda_skip, certify_skip, remove_lambda_skip
 
 __version__ = "0.1.0.dev0"
 _LATER = {
     "models": "rankwise.models",
     "ops": "rankwise.ops",
+    "plan_head_dim": "rankwise.plan",
     "surgery": "rankwise.surgery",
     "add_lambda_skip": "rankwise.surgery",
     "certify_skip": "rankwise.surgery",
@@ -57,6 +59,7 @@ __all__ = [
     "effective_rank",
     "estimate_spectrum",
     "numerical_rank",
+    "plan_head_dim",
     "rank_barrier",
     "remove_lambda_skip",
     "singular_values",

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, bench, compare, convert, skip
+from rankwise.cli import audit, bench, compare, convert, plan, skip
 
 app = typer.Typer(
     name="rankwise",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("audit", help=audit.HELP)(audit.command)
 app.command("compare", help=compare.HELP)(compare.command)
+app.command("plan", help=plan.HELP)(plan.command)
 app.command("skip", help=skip.HELP)(skip.command)
 app.command("convert", help=convert.HELP)(convert.command)
 app.command("bench", help=bench.HELP)(bench.command)

@@ -1,0 +1,270 @@
+"""What a head width costs: parameters, operations, cache, and the time it takes on this machine."""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rankwise.errors import ShapeError
+from rankwise.plan.records import HeadDimPlan, LayerCurve, Option
+
+LONGEST = 1024
+"""Tokens at which a layer is timed at most."""
+SECONDS = 2.0
+"""After this long no further round is timed; three rounds are, one to warm up."""
+MULTIPLE = 8
+"""Head widths that kernels like."""
+
+
+def with_prices(
+    plan: HeadDimPlan,
+    width: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    device: str = "cpu",
+    measure: bool = True,
+) -> HeadDimPlan:
+    """Add what K* buys: the setting of now and others with the planned width, priced and timed.
+
+    The planned width is the upper end of the interval of K*, rounded up to a multiple of 8 that divides D
+    where there is one. Recommended is *more heads*: D = H·K with the planned K, the same parameters,
+    and values as wide in all as before; or, where that is no narrower than now, what there is.
+
+    Args:
+        plan: the plan.
+        width: D.
+        heads: H of now; D // 64 by default, at least 1.
+        kv_heads: of now; as many as heads by default.
+        head_dim: K of now; D // heads by default.
+        device: where to time.
+        measure: whether to time at all.
+
+    Raises:
+        ShapeError: if a size is not positive, or kv_heads does not divide heads.
+    """
+    heads = max(1, width // 64) if heads is None and head_dim is None else heads
+    heads = max(1, width // (head_dim or 64)) if heads is None else heads
+    kv_heads = heads if kv_heads is None else kv_heads
+    head_dim = max(1, width // heads) if head_dim is None else head_dim
+    for name, size in (("width", width), ("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ShapeError(f"`{name}`", wanted="a whole number, at least 1", got=repr(size), fix="Mend it.")
+    if heads % kv_heads:
+        raise ShapeError(
+            "`kv_heads`",
+            wanted=f"a divisor of {heads} heads",
+            got=str(kv_heads),
+            fix="Groups are of one size.",
+        )
+    planned = planned_width(plan, width)
+    group = heads // kv_heads
+    more = max(1, width // planned)
+    more -= more % group if more >= group else 0
+    shapes = [Shape("now", heads, kv_heads, head_dim, head_dim)]
+    if planned < head_dim:
+        shapes += [
+            Shape("more heads", more, max(1, more // group), planned, planned),
+            Shape("narrow q, k, v", heads, kv_heads, planned, planned),
+            Shape("narrow q, k", heads, kv_heads, planned, head_dim),
+        ]
+    tokens = min(plan.tokens, LONGEST)
+    times = time_layers(shapes, width, tokens, plan.mask, device) if measure else {}
+    options = [priced(shape, plan, width, times.get(shape.name)) for shape in shapes]
+    best = options[1] if len(options) > 1 else options[0]
+    return plan.model_copy(
+        update={
+            "options": options,
+            "fixed_width": [
+                priced(Shape(f"{width // k} × {k}", width // k, width // k, k, k), plan, width, None)
+                for k in range(1, plan.curve[-1][0] + 1)
+                if width % k == 0 and (k & (k - 1) == 0 or k in (head_dim, planned))
+            ],
+            "latency_tokens": tokens if measure else 0,
+            "width": width,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "recommended": {
+                "hidden_size": width,
+                "num_attention_heads": best.heads,
+                "num_key_value_heads": best.kv_heads,
+                "head_dim": best.head_dim,
+            },
+            "reason": _reason(plan, planned, options),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads and widths of an attention layer."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def planned_width(plan: HeadDimPlan, width: int) -> int:
+    """The upper end of the interval of K*, rounded up to a multiple of 8, one that divides D if any does."""
+    least = plan.interval[1]
+    up = -(-least // MULTIPLE) * MULTIPLE
+    fitting = [k for k in range(up, width + 1, MULTIPLE) if width % k == 0]
+    return fitting[0] if fitting and fitting[0] <= 2 * up else up
+
+
+def priced(shape: Shape, plan: HeadDimPlan, width: int, times: "Times | None") -> Option:
+    """Parameters, operations and cache of one layer, and the rank that random weights give."""
+    H, G, K, V = shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim
+    T = plan.tokens
+    parameters = width * (H * K + G * K + G * V + H * V)
+    pairs = T * (T + 1) // 2 if plan.mask == "causal" else T * T
+    share = _share(plan.deciding, K)
+    return Option(
+        name=shape.name,
+        heads=H,
+        kv_heads=G,
+        head_dim=K,
+        value_dim=V,
+        rank_share=share,
+        rank_sum=H * share,
+        parameters=parameters,
+        flops=2 * T * parameters + 2 * pairs * H * (K + V),
+        cache_bytes=2 * G * (K + V),
+        prefill_ms=times.prefill if times else float("nan"),
+        decode_ms=times.decode if times else float("nan"),
+        padded=times.padded if times else False,
+    )
+
+
+def _share(curve: LayerCurve, head_dim: int) -> float:
+    return curve.share_at(head_dim)
+
+
+def _reason(plan: HeadDimPlan, planned: int, options: list[Option]) -> str:
+    low, high = plan.interval
+    start = (
+        f"K* = {plan.head_dim} ({low} to {high}): beyond it a unit of width adds less than "
+        f"{plan.tolerance:g} of rank/T at random weights. Rounded up to {planned}"
+    )
+    if len(options) == 1:
+        return f"{start}, which is no narrower than the heads of now: keep them."
+    now, more = options[0], options[1]
+    return (
+        f"{start}. With D = H·K that is {more.heads} heads in place of {now.heads} for "
+        f"{more.parameters / now.parameters:.2f} times the parameters, and {more.rank_sum:.1f} T in place of "
+        f"{now.rank_sum:.1f} T of rank in all heads together; each single head has less "
+        f"({more.rank_share:.2f} against {now.rank_share:.2f}). Values keep their width in all."
+    )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median milliseconds of one layer."""
+
+    prefill: float
+    decode: float
+    padded: bool
+
+
+def time_layers(shapes: list[Shape], width: int, tokens: int, mask: str, device: str) -> dict[str, Times]:
+    """Time projections and attention of each shape in turns, so that a busy machine slows all alike.
+
+    On a CPU fused attention is slow where queries and keys have another width than values; zeros that fill
+    up the narrower ones change no result, and are used where that is faster.
+
+    Args:
+        shapes: what to time.
+        width: D.
+        tokens: T of the prefill, and of the cache of the decoding step.
+        mask: "full" or "causal".
+        device: of the tensors.
+    """
+    layers = {
+        (shape.name, padded): _Layer(shape, width, tokens, mask == "causal", padded, device)
+        for shape in shapes
+        for padded in ((False, True) if shape.head_dim != shape.value_dim else (False,))
+    }
+    prefill: dict[tuple[str, bool], list[float]] = {name: [] for name in layers}
+    decode: dict[tuple[str, bool], list[float]] = {name: [] for name in layers}
+    started, rounds = time.perf_counter(), 0
+    with torch.inference_mode():
+        while rounds < 3 or (time.perf_counter() - started < SECONDS and rounds < 60):
+            for name, layer in layers.items():
+                prefill[name].append(_timed(layer.prefill, device))
+                decode[name].append(_timed(layer.decode, device))
+            rounds += 1
+    found = {}
+    for shape in shapes:
+        ways = [name for name in layers if name[0] == shape.name]
+        took = {name: (median(prefill[name][1:]), median(decode[name][1:])) for name in ways}  # less warm-up
+        best = min(ways, key=lambda name: took[name][0])
+        found[shape.name] = Times(1e3 * took[best][0], 1e3 * took[best][1], best[1])
+    return found
+
+
+def _timed(call: "object", device: str) -> float:
+    assert callable(call)
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+class _Layer:
+    """An attention layer at random weights: projections, fused attention, output projection."""
+
+    def __init__(
+        self, shape: Shape, width: int, tokens: int, causal: bool, padded: bool, device: str
+    ) -> None:
+        self.shape, self.causal, self.padded = shape, causal, padded
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*size: int) -> Tensor:
+            return (torch.randn(size, generator=generator) / size[0] ** 0.5).to(device)
+
+        self.states = drawn(tokens, width) * tokens**0.5
+        self.weights = [
+            drawn(width, shape.heads * shape.head_dim),
+            drawn(width, shape.kv_heads * shape.head_dim),
+            drawn(width, shape.kv_heads * shape.value_dim),
+        ]
+        self.out = drawn(shape.heads * shape.value_dim, width)
+        self.cache = self._split(self.states)[1:]
+
+    def prefill(self) -> Tensor:
+        return self._attend(*self._split(self.states), causal=self.causal)
+
+    def decode(self) -> Tensor:
+        query, _, _ = self._split(self.states[-1:])
+        return self._attend(query, *self.cache, causal=False)
+
+    def _split(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self.shape
+        heads = (
+            (shape.heads, shape.head_dim),
+            (shape.kv_heads, shape.head_dim),
+            (shape.kv_heads, shape.value_dim),
+        )
+        parts = [
+            (states @ weight).unflatten(-1, size).transpose(0, 1)[None]
+            for weight, size in zip(self.weights, heads, strict=True)
+        ]
+        return parts[0], parts[1], parts[2]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        scale, kept = query.shape[-1] ** -0.5, value.shape[-1]
+        if self.padded:
+            wide = max(query.shape[-1], kept)
+            query, key, value = (F.pad(part, (0, wide - part.shape[-1])) for part in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+        )
+        return out[0, ..., :kept].transpose(0, 1).flatten(1) @ self.out

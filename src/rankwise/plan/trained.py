@@ -1,0 +1,103 @@
+"""What the heads of a trained model use of their width: measured, not inferred from random weights."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rankwise.capture import MixerSite, capture
+from rankwise.measures import effective_rank
+from rankwise.operators import SoftmaxMixing
+from rankwise.plan.records import TrainedHead
+
+EPS = 1e-30
+
+
+def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 0.01) -> list[TrainedHead]:
+    """Least query/key width that each softmax head needs on these tokens, and its effective rank.
+
+    Formula: over all tokens given, the best logits of width r are Q·A_r·Kᵀ, A_r = P⁻¹·[P·R]_r·R⁻¹ with
+    P = (Σ qqᵀ)^½, R = (Σ kkᵀ)^½ and [·]_r the first r singular directions. Needed is the least r for which
+    the mean KL(M‖M_r) over rows is at most the tolerance, found by bisection. Queries and keys are taken as
+    the attention gets them, behind rotary positions.
+    Range: [1, K]. It is the need on the tokens it was fitted to: other text can need more.
+    Cost: one run of the model, and about log₂ K + 1 dense softmaxes for each head and sequence.
+
+    Args:
+        model: any module.
+        batches: dicts or tensors the model takes.
+        tolerance: nats.
+
+    Returns:
+        One record for each head of each site with softmax attention of a sequence with itself; none where
+        the model has none.
+    """
+    found: dict[tuple[str, int, str], list[MixerSite]] = {}
+    for batch in batches:
+        with torch.no_grad(), capture(model) as trace:
+            model(**batch) if isinstance(batch, dict) else model(batch)
+        for site in trace.mixers:
+            if isinstance(site.operator, SoftmaxMixing) and not site.cross:
+                found.setdefault((site.stack, site.layer, site.name), []).append(site)
+    return [
+        _head(stack, layer, head, sites, tolerance)
+        for (stack, layer, _), sites in found.items()
+        for head in range(sites[0].operator.shape[-3])
+    ]
+
+
+def _head(stack: str, layer: int, head: int, sites: list[MixerSite], tolerance: float) -> TrainedHead:
+    parts = [(one, rows) for site in sites for one, rows in _sequences(site, head)]
+    query = torch.cat([part.query[0, rows].double() for part, rows in parts])
+    key = torch.cat([part.key[0, rows].double() for part, rows in parts])
+    width = query.shape[-1]
+    root_q, inverse_q = _roots(query)
+    root_k, inverse_k = _roots(key)
+    u, s, vh = torch.linalg.svd(root_q @ root_k)
+    whole = [part.dense()[0].double()[rows] for part, rows in parts]
+
+    def loss(rank: int) -> float:
+        change = inverse_q @ (u[:, :rank] * s[:rank]) @ vh[:rank] @ inverse_k
+        total = 0.0
+        for (part, rows), before in zip(parts, whole, strict=True):
+            narrow = SoftmaxMixing(
+                part.query.double() @ change, part.key.double(), part.mask, part.is_causal, part.scale
+            )
+            after = narrow.dense()[0][rows]
+            total += float((before * ((before + EPS).log() - (after + EPS).log())).sum())
+        return total / sum(len(before) for before in whole)
+
+    low, high = 1, width
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if loss(middle) <= tolerance else (middle + 1, high)
+    ranks = [float(effective_rank(matrix)) for matrix in whole]
+    return TrainedHead(
+        stack=stack,
+        layer=layer,
+        head=head,
+        width=width,
+        needed=low,
+        effective_rank=sum(ranks) / len(ranks),
+        tokens=sum(map(len, whole)) / len(whole),
+    )
+
+
+def _sequences(site: MixerSite, head: int) -> list[tuple[SoftmaxMixing, Tensor]]:
+    """One head of each sequence, with the places of its real tokens."""
+    operator = site.operator
+    assert isinstance(operator, SoftmaxMixing)
+    one = [operator[b, head : head + 1] for b in range(operator.shape[0])]
+    return [(part, site.valid_tokens[b]) for b, part in enumerate(one) if bool(site.valid_tokens[b].any())]
+
+
+def _roots(rows: Float[Tensor, "N K"]) -> tuple[Tensor, Tensor]:
+    """C^½ and its pseudo-inverse, C = Σ rrᵀ; directions that the rows do not reach stay 0."""
+    values, vectors = torch.linalg.eigh(rows.mT @ rows)
+    values = values.clamp(min=0)
+    real = values > values.amax() * len(values) * torch.finfo(values.dtype).eps
+    roots = values.sqrt() * real
+    inverse = torch.where(real, 1 / roots.clamp(min=1e-300), 0.0)
+    return (vectors * roots) @ vectors.mT, (vectors * inverse) @ vectors.mT

@@ -1,0 +1,98 @@
+"""`rankwise plan` as its user meets it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rankwise.assets import demo_model, demo_text
+from rankwise.cli import app
+from rankwise.plan import HeadDimPlan
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 20)
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+    return call
+
+
+def test_it_says_what_it_found_and_wrote(run: Run) -> None:
+    done = run("--tokens", 64, "--width", 64, "--trials", 2, "--no-law", "--no-time", "--out", "here")
+    assert done.exit_code == 0, done.output
+    plan = HeadDimPlan.load("here")
+    assert f"K* = {plan.head_dim}" in done.output
+    assert json.dumps(plan.recommended) in " ".join(done.output.split())
+    assert "plan: here/plan.json" in done.output.replace(str(Path.cwd()) + "/", "")
+    assert Path("here/index.html").read_text().startswith("<!doctype html>")
+    again = run("--tokens", 64, "--out", "here")
+    assert "--overwrite" in str(again.exception)
+
+
+def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
+    done = run(
+        "--model", demo_model(), "--text", demo_text(), "--tokens", 48, "--sequences", 2, "--trials", 2,
+        "--no-law", "--no-time",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    plan = HeadDimPlan.load("rankwise-plan")
+    assert (plan.positions, plan.mask, plan.width, plan.options[0].head_dim) == ("rope", "causal", 128, 32)
+    assert len(plan.trained) == 16
+    assert all(1 <= head.needed <= 32 for head in plan.trained)
+    assert "What the trained heads use" in done.output
+
+
+def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> None:
+    done = run("--text", "text.txt", "--tokens", 32, "--width", 16, "--trials", 2, "--no-law", "--no-time")
+    assert done.exit_code == 0, done.output
+    plan = HeadDimPlan.load("rankwise-plan")
+    assert max(mean for _, mean, _ in plan.curve) <= 11 / 32  # 9 words, a comma and a full stop
+    assert "words of text.txt" in plan.inputs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--width", 0), "--width"),
+        (("--tokens", 1), "--tokens"),
+        (("--tolerance", 1), "tolerance"),
+        (("--mask", "causall"), "Did you mean causal"),
+        (("--text", "text.txt", "--tokens", 5000), "longer text"),
+        (("--text", "none.txt"), "none.txt"),
+        (("--model", "tiny"), "--text FILE"),
+        (("--images", "."), "--model"),
+        (("--out", "text.txt"), "a file"),
+        (("--model", "linear.py:build", "--text", "text.txt"), "attention heads"),
+        (("--model", demo_model(), "--text", "short.txt", "--tokens", 64), "longer text"),
+    ],
+)
+def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
+    Path("linear.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    Path("short.txt").write_text("short")
+    done = run(*arguments, "--trials", 2)
+    assert done.exit_code != 0
+    assert said in str(done.exception)
+
+
+def test_ctrl_c_keeps_the_curve(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankwise.plan.fit_log_law", stop)
+    done = run("--tokens", 32, "--trials", 2, "--out", "here")
+    assert done.exit_code == 130
+    plan = HeadDimPlan.load("here")
+    assert not plan.complete
+    assert plan.curve
+
+
+def test_help_shows_examples(run: Run) -> None:
+    assert "rankwise plan --tokens 2048 --width 768" in run("--help").output
