@@ -4,6 +4,8 @@ from torch import nn
 
 from rankwise.capture.adapters.base import Adapter
 from rankwise.capture.adapters.gated_delta import GatedDeltaAdapter
+from rankwise.capture.adapters.lightning import LightningAdapter
+from rankwise.capture.adapters.longformer import LongformerAdapter
 from rankwise.capture.adapters.mamba import MambaAdapter
 from rankwise.capture.adapters.mamba2 import Mamba2Adapter
 from rankwise.capture.adapters.protocol import ProtocolAdapter
@@ -17,6 +19,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     RGLRUAdapter(),
     ShortConvAdapter(),
     GatedDeltaAdapter(),
+    LightningAdapter(),
+    LongformerAdapter(),
 )
 """Asked in this order."""
 

@@ -1,0 +1,63 @@
+"""The windowed attention of Longformer and of LED's encoder, as transformers computes it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.capture.adapters.base import Adapter, Steps, named, step
+from rankwise.capture.calls import Call
+from rankwise.capture.frames import Frame
+from rankwise.operators import SoftmaxMixing
+
+
+class LongformerAdapter(Adapter):
+    """One softmax over a window and the global tokens, with a mask for all that no row sees.
+
+    Tokens with global attention have queries and keys of their own. They stand beside the others as further
+    features: a local row has zeros in the second half, a global row in the first, so that one product of
+    queries and keys gives the scores of both. Global rows also weigh values of their own, so that values
+    are given only where there are none.
+    """
+
+    watched = ("query", "key", "value", "query_global", "key_global")
+    classes = frozenset({"LongformerSelfAttention", "LEDEncoderSelfAttention"})
+
+    def reads(self, module: nn.Module) -> bool:
+        """Whether it is such an attention of transformers."""
+        return named(module, self.classes)
+
+    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+        """The softmax of a whole sequence."""
+        layer: Any = frame.module
+        query, key, value = (self._heads(layer, step(steps, name).gave) for name in self.watched[:3])
+        masked = frame.argument("is_index_masked")
+        if not frame.argument("is_global_attn"):
+            # the layer has divided the queries by √K in place
+            operator = SoftmaxMixing(query, key, _local(layer, masked), scale=1.0)
+            output = self._heads(layer, frame.output[0].detach().transpose(0, 1))
+            return Call(operator, value, output, whole=True)
+        is_global = frame.argument("is_index_global_attn")
+        chosen = torch.zeros_like(query)
+        at = torch.nonzero(is_global, as_tuple=True)
+        place = is_global.cumsum(1)[at] - 1
+        gave = step(steps, "query_global").gave.unflatten(-1, (layer.num_heads, -1))
+        chosen[at[0], :, at[1]] = gave[place, at[0]]
+        key_global = self._heads(layer, step(steps, "key_global").gave)
+        query = query.masked_fill(is_global[:, None, :, None], 0)
+        allowed = _local(layer, masked | is_global) | (is_global[:, None, None] & ~masked[:, None, :, None])
+        allowed = torch.where(is_global[:, None, :, None], ~masked[:, None, None], allowed)
+        both = torch.cat([query, chosen], -1), torch.cat([key, key_global], -1)
+        return Call(SoftmaxMixing(*both, allowed, scale=1.0), whole=True)
+
+    @staticmethod
+    def _heads(layer: Any, projected: Tensor) -> Tensor:
+        """From (T, B, D), as the layer has it, to (B, H, T, K)."""
+        return projected.unflatten(-1, (layer.num_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _local(layer: Any, hidden: Tensor) -> Tensor:
+    """The columns that each row sees in its window, (B, 1, T, T): none that is hidden; hidden rows, none."""
+    tokens = torch.arange(hidden.shape[1], device=hidden.device)
+    near = (tokens[:, None] - tokens).abs() <= layer.one_sided_attn_window_size
+    return near & ~hidden[:, None, None] & ~hidden[:, None, :, None]
