@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.measures.measure_cases import close, make, matrices, normal
 
-import rankwise.measures._parts as parts
+import rankwise.measures.inputs as parts
 from rankwise.measures import numerical_rank, rank_summary, singular_values
-from rankwise.measures._parts import measured_in_parts
 from rankwise.measures.dense_gram import _eigenvalues, gram_spectrum, in_range, lower_gram
 from rankwise.measures.inertia import _growth, _inverse_norm, inertia_count
+from rankwise.measures.inputs import measured_in_parts
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 # --- Gram matrices ---------------------------------------------------------------------------------------

@@ -4,11 +4,9 @@ Everything is computed in float64 whatever came in, over any leading axes at onc
 holds NaN or infinity answers NaN and leaves the others of its batch alone.
 """
 
-from rankwise.measures._inputs import as_matrices
-from rankwise.measures.coding_rate import coding_rate
-from rankwise.measures.collapse import mean_cosine, state_effective_rank, token_collapse, token_norm
+from rankwise.measures.coding_rate import coding_rate, variational_rate
 from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
-from rankwise.measures.membership import variational_rate
+from rankwise.measures.inputs import as_matrices
 from rankwise.measures.rank import (
     DELTA,
     RankSummary,
@@ -30,7 +28,13 @@ from rankwise.measures.rows import (
     sink_mass,
 )
 from rankwise.measures.spectrum import singular_values
-from rankwise.measures.turning import state_turn
+from rankwise.measures.token_states import (
+    mean_cosine,
+    state_effective_rank,
+    state_turn,
+    token_collapse,
+    token_norm,
+)
 
 __all__ = [
     "DELTA",

@@ -1,13 +1,14 @@
-"""How many nats a sequence of tokens takes."""
+"""How many nats a sequence of tokens takes, whole or in groups: the objective of TSSA."""
 
 import math
 
 import torch
-from jaxtyping import Float64, Shaped
+from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
-from rankwise.errors import RankwiseError
-from rankwise.measures._inputs import as_tokens
+from rankwise.errors import RankwiseError, ShapeError
+from rankwise.linalg import ratio, unit_scale
+from rankwise.measures.inputs import as_tokens, to_float64
 from rankwise.measures.spectrum import scaled_spectrum
 from rankwise.shapes import TokenMask
 
@@ -59,16 +60,65 @@ def coding_rate(
     count = valid.sum(1, dtype=torch.float64).clamp(min=1)
     sigma, scale = scaled_spectrum(states, "`coding_rate`")
     units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
-    rate = log1p_product(sigma.square(), *units).sum(-1) / 2
+    rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
     off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # what a backward stable SVD may be off by
     far, near = (
-        log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
+        _log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
     )
     _check_rounding(near, far)
     return rate.masked_fill(~usable, math.nan)
 
 
-def log1p_product(x: Float64[Tensor, "..."], *units: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+def variational_rate(
+    projection: Float[Tensor, "B H T K"],
+    membership: Float[Tensor, "B H T"],
+    mask: Bool[Tensor, "B T"] | None = None,
+) -> Float64[Tensor, "B H"]:
+    """Share of each head in the rate of the tokens grouped by their memberships, R_c^var.
+
+    Formula: ½ (n_h/n) Σ_k log(1 + m_hk), m_hk = Σ_t Π_th w_thk² / n_h, n_h = Σ_t Π_th, n = Σ_h n_h. The sum
+    over heads is R_c^var, on which a TSSA layer is derived as a gradient step.
+    Range: [0, ∞) nats; low = each group lies near few axes of its head. It grows with the scale of w.
+    NaN where a number is not finite, or no token is real.
+    Cost: O(T K) for each head.
+    Source: Wu et al., "Token Statistics Transformer", the variational form of the rate reduction objective,
+    with f = log(1 + ·) and its constants left out.
+
+    Args:
+        projection: w, the tokens in the subspace of each head.
+        membership: Π, at least 0; the heads of a token sum to 1.
+        mask: True where a token is real.
+
+    Raises:
+        ShapeError: if they do not fit together.
+
+    Examples:
+        >>> import torch
+        >>> w = torch.ones(1, 2, 5, 3)
+        >>> rate = variational_rate(w, torch.full((1, 2, 5), 0.5))
+        >>> round(rate.sum().item(), 4)  # ½ · 3 · log 2
+        1.0397
+    """
+    if projection.ndim != 4 or membership.shape != projection.shape[:3]:
+        raise ShapeError(
+            "`variational_rate`",
+            wanted="projection (B, H, T, K) and membership (B, H, T)",
+            got=f"{tuple(projection.shape)} and {tuple(membership.shape)}",
+            fix="Move the heads before the tokens.",
+        )
+    w, share = (to_float64(one, "`variational_rate`") for one in (projection, membership))
+    if mask is not None:
+        share = share.masked_fill(~mask[:, None].to(share.device), 0)
+        w = w.masked_fill(~mask[:, None, :, None].to(w.device), 0)
+    size = share.sum(-1)
+    weights = share / unit_scale(share, (-1,))
+    weights = ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
+    unit = unit_scale(w, (-2,))
+    moment = torch.einsum("bht,bhtk->bhk", weights, (w / unit).square())
+    return 0.5 * size / size.sum(1, keepdim=True) * _log1p_product(moment, unit.squeeze(-2)).sum(-1)
+
+
+def _log1p_product(x: Float64[Tensor, "..."], *units: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
     """log(1 + x·Π units²) for x ≥ 0 of moderate size, also where the product overflows."""
     unit = math.prod(units[1:], start=units[0])
     product = x * unit * unit

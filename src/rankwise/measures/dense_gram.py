@@ -8,14 +8,13 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from rankwise.measures._inputs import ratio, unit_scale
+from rankwise.linalg import MATRIX, ratio, unit_scale
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
 """Of the Gram matrix: its lower half is formed in this many blocks of rows, 9/16 of the work."""
 PLAIN = 2.0**100
 """Nothing is scaled whose largest entry lies between this and its inverse: its squares stay in range."""
-MATRIX = (-2, -1)
 
 
 class GramSpectrum(NamedTuple):

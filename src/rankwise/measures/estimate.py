@@ -11,8 +11,8 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.measures._inputs import Mixing, to_float64
 from rankwise.measures.counting import Counter
+from rankwise.measures.inputs import Mixing, to_float64
 from rankwise.measures.krylov import Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator, t_quantile
 from rankwise.measures.rank import check_delta

@@ -8,9 +8,9 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rankwise.errors import RankwiseError
-from rankwise.measures._inputs import Mixing, ratio
-from rankwise.measures._parts import measured_in_parts
+from rankwise.linalg import ratio
 from rankwise.measures.exact import count_at_least, gram_or_svd
+from rankwise.measures.inputs import Mixing, measured_in_parts
 from rankwise.measures.spectrum import scaled_spectrum
 
 DELTA = 1e-2

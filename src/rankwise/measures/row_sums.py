@@ -8,15 +8,13 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from rankwise.measures._inputs import norm, ratio, unit_scale
+from rankwise.linalg import MATRIX, norm, ratio, unit_scale
 from rankwise.operators import MixingOperator
 
 BLOCK_BYTES = {"cpu": 2**22}
 """Float64 rows held at once, whatever S: they stay in a CPU's cache."""
 DEVICE_BLOCK_BYTES = 2**28
 """The same on an accelerator, which wants many."""
-MATRIX = (-2, -1)
-"""The two axes of a matrix."""
 FAR, FAR_UNIT = 2.0**900, 2.0**64
 """A matrix is divided by the second if its largest entry is above the first, and multiplied by it if that
 is below the inverse of the first: sums and means of its entries stay among the normal numbers."""

@@ -8,7 +8,8 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.measures._inputs import Mixing, as_matrices, ratio, to_float64
+from rankwise.linalg import ratio
+from rankwise.measures.inputs import Mixing, as_matrices, to_float64
 from rankwise.measures.row_sums import HeadsApart, Offset, Shares, Spread, Sums, Walk, walk
 from rankwise.operators import DenseMixing, MixingOperator
 

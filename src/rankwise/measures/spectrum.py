@@ -3,9 +3,8 @@
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.measures._inputs import Mixing
-from rankwise.measures._parts import measured_in_parts
 from rankwise.measures.exact import scaled_svd
+from rankwise.measures.inputs import Mixing, measured_in_parts
 
 
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:

@@ -1,4 +1,10 @@
-"""What every measure does first: check what came in, take it to float64, set aside what is not finite."""
+"""What every measure does first: check what came in, take it to float64, set aside what is not finite.
+
+Matrices are measured a few at a time, so that what is formed on the way stays small.
+"""
+
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Bool, Float64, Shaped
@@ -11,11 +17,13 @@ from rankwise.shapes import TokenMask
 Mixing = MixingOperator | Shaped[Tensor, "*batch T S"]
 """Mixing matrices, as an operator or already formed."""
 
-_EXPONENT_BITS = 0x7FF0_0000_0000_0000
-_SMALLEST_NORMAL = torch.finfo(torch.float64).tiny
+PART_BYTES = {"cpu": 2**23}
+"""Float64 matrices measured at once: few enough for a CPU's cache."""
+DEVICE_PART_BYTES = 2**29
+"""The same on an accelerator, which wants many."""
 
-SQUARES = 2.0**450
-"""A norm between this and its inverse lost nothing to squares: those below 2⁻¹⁰²² are 2⁻¹²² of it at most."""
+PartMeasure = Callable[[Tensor], tuple[Tensor, ...]]
+"""A function of finite float64 matrices (N, T, S) that answers with tensors (N, ...)."""
 
 
 def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*batch T S"]:
@@ -105,26 +113,42 @@ def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]
     return matrices.isfinite().all(-1).all(-1)
 
 
-def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """The power of two at or below the largest magnitude along ``axes`` (kept), 1 where all is zero.
+def measured_in_parts(mixing: Mixing, subject: str, measure: PartMeasure) -> tuple[Tensor, ...]:
+    """Apply a measure part by part; a matrix that is not finite answers NaN and leaves the others alone.
 
-    Dividing by it keeps squares in range, and being a power of two it rounds nothing: a difference of two
-    nearly equal numbers keeps its digits.
+    Memory: one part at a time, or the heads of one sequence where those are more.
     """
-    largest = values.detach().abs().amax(axes, keepdim=True)
-    power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
-    return torch.where(largest > 0, power.clamp(min=_SMALLEST_NORMAL), 1.0)
+    answers = [_measure_part(part, measure) for part in _parts(mixing, subject)]
+    lead = mixing.shape[:-2]
+    joined = (torch.cat(numbers) for numbers in zip(*answers, strict=True))
+    return tuple(numbers.reshape(lead + numbers.shape[1:]) for numbers in joined)
 
 
-def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """‖·‖ along ``axes``, also of numbers whose squares leave float64."""
-    plain = torch.linalg.vector_norm(values, dim=axes)
-    if bool(((plain > 1 / SQUARES) & (plain < SQUARES)).all()):
-        return plain
-    unit = unit_scale(values, axes)
-    return torch.linalg.vector_norm(values / unit, dim=axes) * unit.squeeze(axes)
+def _measure_part(part: Float64[Tensor, "N T S"], measure: PartMeasure) -> list[Tensor]:
+    finite = part.amax((-2, -1)).isfinite() & part.amin((-2, -1)).isfinite()
+    if not bool(finite.all()):
+        part = part.masked_fill(~finite[:, None, None], 0)
+    numbers = measure(part)
+    return [one.masked_fill(~finite.view(-1, *[1] * (one.ndim - 1)), math.nan) for one in numbers]
 
 
-def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Divide, with 0/0 = 0."""
-    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
+def _parts(mixing: Mixing, subject: str) -> Iterator[Float64[Tensor, "N T S"]]:
+    """The matrices, at least one part even where there are none."""
+    whole = not isinstance(mixing, MixingOperator | Tensor) or len(mixing.shape) < 3 or 0 in mixing.shape
+    if whole:
+        matrices = as_matrices(mixing, subject)
+        yield from _split(matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]))
+        return
+    at_once = _at_once(mixing.shape[1:], mixing.device)
+    for start in range(0, mixing.shape[0], at_once):
+        index = slice(start, min(start + at_once, mixing.shape[0]))
+        yield from _split(as_matrices(mixing[index], subject).flatten(0, -3))
+
+
+def _split(matrices: Float64[Tensor, "N T S"]) -> tuple[Tensor, ...]:
+    return matrices.split(_at_once(matrices.shape[1:], matrices.device))
+
+
+def _at_once(shape: torch.Size, device: torch.device) -> int:
+    limit = PART_BYTES.get(device.type, DEVICE_PART_BYTES)
+    return max(1, limit // (8 * math.prod(shape)))

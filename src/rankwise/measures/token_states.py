@@ -1,4 +1,4 @@
-"""How alike the tokens of a sequence have become."""
+"""How alike the tokens of a sequence have become, and what a block does to them beyond scaling."""
 
 import math
 
@@ -6,12 +6,11 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from rankwise.measures._inputs import as_tokens, norm, ratio, unit_scale
+from rankwise.errors import ShapeError
+from rankwise.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
+from rankwise.measures.inputs import as_tokens
 from rankwise.measures.rank import effective_rank
-from rankwise.shapes import TokenMask
-
-SEQUENCE = (-2, -1)
-"""The axes of tokens and features."""
+from rankwise.shapes import TokenMask, Tokens
 
 
 def token_collapse(
@@ -43,15 +42,11 @@ def token_collapse(
         [1.0, 0.0]
     """
     states, valid, usable = as_tokens(tokens, mask, "`token_collapse`")
-    scale = unit_scale(states, SEQUENCE)
-    states = states / scale
-    first = valid.int().argmax(1)
-    reference = states.gather(1, first[:, None, None].expand(-1, 1, states.shape[-1]))
-    shifted = (states - reference) * valid[..., None]
-    mean = shifted.sum(1, keepdim=True) / valid.sum(1).clamp(min=1)[:, None, None]
-    spread = norm((shifted - mean) * valid[..., None], SEQUENCE)
-    share = ratio(spread, norm(states, SEQUENCE)).clamp(max=1)
-    return (share if normalized else spread * scale[:, 0, 0]).masked_fill(~usable, math.nan)
+    unit = unit_scale(states, MATRIX)
+    states = states / unit
+    distance = mean_distance(states, valid)
+    share = ratio(distance, norm(states, MATRIX)).clamp(max=1)
+    return (share if normalized else distance * unit[:, 0, 0]).masked_fill(~usable, math.nan)
 
 
 def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
@@ -73,9 +68,7 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
         5.0
     """
     states, _, usable = as_tokens(tokens, mask, "`token_norm`")
-    scale = unit_scale(states, SEQUENCE)
-    size = norm(states / scale, SEQUENCE) * scale[:, 0, 0]
-    return size.masked_fill(~usable, math.nan)
+    return norm(states, MATRIX).masked_fill(~usable, math.nan)
 
 
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
@@ -107,7 +100,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     units = ratio(states, norms.expand_as(states))
     count = (norms[..., 0] > 0).sum(-1)
     pairs = (count * (count - 1)).to(torch.float64)
-    total = units.sum(1).square().sum(-1) - units.square().sum(SEQUENCE)
+    total = units.sum(1).square().sum(-1) - units.square().sum(MATRIX)
     return (total / pairs).clamp(-1, 1).masked_fill(~usable | (count < 2), math.nan)
 
 
@@ -139,3 +132,45 @@ def state_effective_rank(
     """
     states, _, usable = as_tokens(tokens, mask, "`state_effective_rank`")
     return effective_rank(states).masked_fill(~usable, math.nan)
+
+
+def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+    """How far the states after a block point away from those before it.
+
+    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y before and Z after; 0 where Z is 0.
+    Range: [0, 1]; 0 = the block gives back what it reads, at another scale: it is switched off, or its skip
+    drowns it. Scale and sign of either do not matter. NaN where a state is not finite or no token is real.
+    Cost: O(T D).
+    Numerics: the remainder Z − cY itself is summed: 1 − cos² would lose all digits below 1e-8.
+
+    Args:
+        before: what the block reads.
+        after: what it gives.
+        mask: True where a token is real.
+
+    Raises:
+        ShapeError: if the two are not (B, T, D) alike, or the mask is not Bool (B, T).
+
+    Examples:
+        >>> import torch
+        >>> y = torch.randn(1, 5, 3)
+        >>> bool(state_turn(y, -2 * y) < 1e-7)
+        True
+        >>> state_turn(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 3.0]]])).item()
+        1.0
+    """
+    if before.shape != after.shape:
+        raise ShapeError(
+            "`state_turn`",
+            wanted="states of one shape before and after",
+            got=f"{tuple(before.shape)} and {tuple(after.shape)}",
+            fix="Compare states of one stack, layer by layer.",
+        )
+    y, valid, usable = as_tokens(before, mask, "`state_turn`")
+    z, _, also = as_tokens(after, mask, "`state_turn`")
+    usable = usable & also & valid.any(-1)
+    y, z = (one / unit_scale(one, MATRIX) for one in (y, z))
+    along = ratio((y * z).sum(MATRIX), y.square().sum(MATRIX))
+    rest = norm(z - along[:, None, None] * y, MATRIX)
+    turn = ratio(rest, norm(z, MATRIX)).clamp(max=1)
+    return turn.masked_fill(~usable, math.nan)

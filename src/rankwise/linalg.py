@@ -1,0 +1,59 @@
+"""Arithmetic that neither overflows nor loses what is small beside what is large."""
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+_EXPONENT_BITS = 0x7FF0_0000_0000_0000
+_SMALLEST_NORMAL = torch.finfo(torch.float64).tiny
+MATRIX = (-2, -1)
+"""The two axes of a matrix."""
+
+SQUARES = 2.0**450
+"""A norm between this and its inverse lost nothing to squares: those below 2⁻¹⁰²² are 2⁻¹²² of it at most."""
+
+
+def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
+    """The power of two at or below the largest magnitude along ``axes`` (kept), 1 where all is zero.
+
+    Dividing by it keeps squares in range, and being a power of two it rounds nothing: a difference of two
+    nearly equal numbers keeps its digits.
+    """
+    largest = values.detach().abs().amax(axes, keepdim=True)
+    power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
+    return torch.where(largest > 0, power.clamp(min=_SMALLEST_NORMAL), 1.0)
+
+
+def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
+    """‖·‖ along ``axes``, also of numbers whose squares leave float64."""
+    plain = torch.linalg.vector_norm(values, dim=axes)
+    if bool(((plain > 1 / SQUARES) & (plain < SQUARES)).all()):
+        return plain
+    unit = unit_scale(values, axes)
+    return torch.linalg.vector_norm(values / unit, dim=axes) * unit.squeeze(axes)
+
+
+def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+    """Divide, with 0/0 = 0."""
+    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
+
+
+def mean_distance(
+    rows: Float64[Tensor, "*batch T D"], real: Bool[Tensor, "*batch T"] | None = None
+) -> Float64[Tensor, "*batch"]:
+    """μ: the norm of what tells rows from their mean, ‖Y − 1ȳᵀ‖_F.
+
+    Rows are compared with the first real one before they are centred, so nearly equal rows lose no digits and
+    equal rows give exactly 0.
+
+    Args:
+        rows: finite where real.
+        real: which rows count; all, by default.
+    """
+    unit = unit_scale(rows, MATRIX)
+    rows = rows / unit
+    real = torch.ones_like(rows[..., 0], dtype=torch.bool) if real is None else real
+    first = real.int().argmax(-1)[..., None, None].expand(*rows.shape[:-2], 1, rows.shape[-1])
+    shifted = (rows - rows.gather(-2, first)) * real[..., None]
+    mean = shifted.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
+    return norm((shifted - mean) * real[..., None], MATRIX) * unit[..., 0, 0]
