@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.theory import hardmax_rank
-from rankwise.theory.hardmax import winning_columns
+from rankwise.theory.hardmax import wins
 
 
 @st.composite
@@ -31,7 +31,7 @@ def test_it_is_the_rank_of_the_matrix(case):
     scores, mask = case
     matrix = by_hand(scores, mask)
     assert hardmax_rank(scores, mask) == torch.linalg.matrix_rank(matrix)
-    assert torch.equal(winning_columns(scores, mask), matrix.any(0))
+    assert torch.equal(wins(scores, mask), matrix.sum(0))
     # its singular values are square roots of whole numbers, so that δ ≤ 1 changes nothing
     sigma = torch.linalg.svdvals(matrix)
     assert hardmax_rank(scores, mask) == (sigma > 0.999).sum()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory import NullRank, interpolated_null_rank, null_rank, rank_barrier
 from rankwise.theory import null as null_module
-from rankwise.theory.random_heads import rank_of_stochastic
+from rankwise.theory.random_heads import singular_values_of_stochastic
 
 
 def band(tokens, window):
@@ -88,26 +88,18 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     delta=st.sampled_from([1e-9, 1e-5, 1e-2, 0.3, 1.0]),
     seed=st.integers(0, 2**31),
 )
-def test_pivots_count_what_singular_values_count(tokens, sources, sharpness, delta, seed):
+def test_the_gram_matrix_counts_what_singular_values_count(tokens, sources, sharpness, delta, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(tokens, sources, dtype=torch.float64, generator=generator)
     matrix = (sharpness * scores).softmax(-1)
     sigma = torch.linalg.svdvals(matrix)
+    values, least = singular_values_of_stochastic(matrix, precise=False)
+    if delta < least:
+        values, least = singular_values_of_stochastic(matrix, precise=True)
+    assert delta >= least
     # a singular value this near δ may fall on either side: rounding of the Gram matrix, n·u·‖M‖²/(2δ) twice
     slack = 30 * 2.3e-16 * float(sigma[0]) ** 2 / delta + 30 * 2.3e-16 * float(sigma[0])
-    assert (
-        (sigma >= delta + slack).sum() <= rank_of_stochastic(matrix, delta) <= (sigma >= delta - slack).sum()
-    )
-
-
-def test_pivots_of_two_rows_are_counted():
-    """What the count rests on does occur: 2×2 pivots, of one positive and one negative eigenvalue."""
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(40, 2, dtype=torch.float64, generator=generator)
-    matrix = (matrix @ matrix.T).softmax(-1)
-    shifted = matrix @ matrix.T - 0.3**2 * torch.eye(40)
-    assert (torch.linalg.ldl_factor(shifted).pivots < 0).any()
-    assert rank_of_stochastic(matrix, 0.3) == (torch.linalg.svdvals(matrix) >= 0.3).sum()
+    assert (sigma >= delta + slack).sum() <= (values >= delta).sum() <= (sigma >= delta - slack).sum()
 
 
 def test_a_delta_that_the_gram_matrix_cannot_see():
@@ -115,9 +107,32 @@ def test_a_delta_that_the_gram_matrix_cannot_see():
     scores = torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrix = (1e-9 * scores).softmax(-1)
     sigma = torch.linalg.svdvals(matrix)
+    _, least = singular_values_of_stochastic(matrix, precise=False)
+    values, _ = singular_values_of_stochastic(matrix, precise=True)
     for rank in (3, 6, 14):
         assert sigma[rank - 1] - sigma[rank] > 1e-12
-        assert rank_of_stochastic(matrix, float(sigma[rank - 1] + sigma[rank]) / 2) == rank
+        delta = float(sigma[rank - 1] + sigma[rank]) / 2
+        assert delta < least
+        assert (values >= delta).sum() == rank
+
+
+def test_one_simulation_serves_every_delta():
+    """Below what the Gram matrix can tell, a second one with singular values."""
+    asked = (0.5, 0.1, 1e-2, 1e-3)
+    null_rank(77, 3, trials=2, seed=5)
+    with Operations() as seen:
+        ranks = [null_rank(77, 3, trials=2, seed=5, delta=delta).mean for delta in asked]
+    assert seen.count == 0
+    assert ranks == [
+        statistics.mean(by_hand(77, 3, torch.ones(77, 77, dtype=torch.bool), 3**0.5, delta, 2, seed=5))
+        for delta in asked
+    ]
+    with Operations() as seen:
+        fine = null_rank(77, 3, trials=2, seed=5, delta=1e-9).mean
+    assert seen.count > 0
+    assert fine == statistics.mean(
+        by_hand(77, 3, torch.ones(77, 77, dtype=torch.bool), 3**0.5, 1e-9, 2, seed=5)
+    )
 
 
 def test_the_limits_of_the_temperature():
@@ -127,6 +142,20 @@ def test_the_limits_of_the_temperature():
         assert null_rank(50, 8, mask, temperature=1e-320, trials=4) == cold
     # at 10⁶ every row is 1/T to six digits: singular values 1 and at most T·10⁻⁶·8/T
     assert null_rank(50, 8, temperature=1e6, trials=4) == (1.0, 0.0, 4)
+
+
+def test_equal_weights_are_the_limit_of_a_high_temperature():
+    for mask, window in (("causal", None), ("full", 5), ("causal", 7)):
+        even = null_rank(50, 8, mask, window, temperature=math.inf, trials=3)
+        assert even == null_rank(50, 1, mask, window, temperature=1e9, trials=3)
+        assert even.std == 0
+
+
+@pytest.mark.parametrize("delta", [1.0, 1.2, 1.9, 3.0])
+def test_hardmax_columns_count_by_how_often_they_win(delta):
+    """Their singular values are √wins: above δ = 1, a column that wins once no longer counts."""
+    ranks = by_hand(60, 2, torch.ones(60, 60, dtype=torch.bool), 0, delta - 1e-9, 4, seed=0)
+    assert null_rank(60, 2, temperature=0.0, trials=4, delta=delta).mean == statistics.mean(ranks)
 
 
 def test_hardmax_rank_of_one_feature_is_two():
@@ -319,10 +348,10 @@ def test_sizes_are_counts(ask, name, size):
         ask(**{"tokens": 8, "head_dim": 4} | {name: size})
 
 
-@pytest.mark.parametrize("temperature", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("temperature", [-1.0, math.nan])
 @pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
 def test_a_temperature_without_meaning_is_refused(ask, temperature):
-    with pytest.raises(RankwiseError, match="`temperature`: wanted a finite number, at least 0"):
+    with pytest.raises(RankwiseError, match="`temperature`: wanted a number, at least 0"):
         ask(8, 4, temperature=temperature)
 
 

@@ -23,6 +23,7 @@ from rankwise.theory.skip_bounds import (
     sum_scale,
 )
 from rankwise.theory.theorem1 import almost_orthonormal, theorem1_bound, theorem1_epsilon, theorem1_rank
+from rankwise.theory.uniform import uniform_rank
 
 __all__ = [
     "NullRank",
@@ -49,4 +50,5 @@ __all__ = [
     "theorem1_bound",
     "theorem1_epsilon",
     "theorem1_rank",
+    "uniform_rank",
 ]

@@ -31,7 +31,7 @@ def hardmax_rank(
         (1, 4)
     """
     _check(scores, mask)
-    return winning_columns(scores, mask).sum(-1)
+    return (wins(scores, mask) > 0).sum(-1)
 
 
 def _check(scores: Tensor, mask: Tensor | None) -> None:
@@ -49,10 +49,10 @@ def _check(scores: Tensor, mask: Tensor | None) -> None:
         )
 
 
-def winning_columns(
+def wins(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
-) -> Bool[Tensor, "*batch S"]:
-    """Which columns win at least one row.
+) -> Int64[Tensor, "*batch S"]:
+    """How many rows each column wins.
 
     Args:
         scores: Q Kᵀ.
@@ -60,8 +60,8 @@ def winning_columns(
 
     Examples:
         >>> import torch
-        >>> winning_columns(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).tolist()
-        [True, False]
+        >>> wins(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).tolist()
+        [2, 0]
     """
     *batch, _, sources = scores.shape
     if mask is not None:
@@ -69,5 +69,5 @@ def winning_columns(
     winner = scores.argmax(-1)
     if mask is not None:  # rows that may see nothing vote for a column that is cut off
         winner = winner.masked_fill(~mask.expand(scores.shape).any(-1), sources)
-    hit = torch.zeros(*batch, sources + 1, dtype=torch.bool, device=scores.device)
-    return hit.scatter_(-1, winner, True)[..., :sources]
+    count = torch.zeros(*batch, sources + 1, dtype=torch.int64, device=scores.device)
+    return count.scatter_add_(-1, winner, torch.ones_like(winner))[..., :sources]

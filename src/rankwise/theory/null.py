@@ -34,10 +34,10 @@ def null_rank(
 
     Range: [1, min(T, S)] for the usual δ; grows with K towards saturation under the full mask. Unlike
     `rank_barrier`, which is its limit for τ → 0 and K → ∞, it knows the width and temperature of the head.
-    Cost: trials × O(T S (K + min(T, S))), once: answers are kept in memory (for the last 8 boolean masks).
-    A trial takes 4 ms at T = 256, 0.1 s at 1,024 and 4 s at 4,096, the longest allowed, on one CPU core;
-    τ = 0 needs no decomposition and is allowed up to T = 16,384. For many lengths, or fewer trials of long
-    ones, ask `interpolated_null_rank`.
+    For τ → ∞ it is `uniform_rank`.
+    Cost: trials × O(T S (K + min(T, S))), once: spectra are kept in memory (for the last 8 boolean masks),
+    so that another δ costs a count. A trial takes COSTS on one CPU core; τ = 0 needs no decomposition and
+    is allowed up to T = 16,384. For many lengths, or fewer trials of long ones, ask `interpolated_null_rank`.
     Source: the randomly initialised heads of "On the Limitation and Redundancy of Transformers: A Rank
     Perspective": with orthonormal token states, X Wq and X Wk are such Q and K.
 
@@ -46,7 +46,7 @@ def null_rank(
         head_dim: K.
         mask: "full", "causal", or a boolean matrix (T, S), True where row i may see column j.
         window: row i sees column j only if |i − j| is less; with either named mask.
-        temperature: τ, by default √K; 0.0 means hardmax.
+        temperature: τ, by default √K; 0.0 means hardmax, `math.inf` equal weights on all a row may see.
         delta: singular values from here on count.
         trials: matrices simulated.
         seed: of its own generator: PyTorch's global one is neither read nor moved.
@@ -62,7 +62,7 @@ def null_rank(
         >>> null_rank(64, 64, mask="causal").mean > null_rank(64, 64, mask="causal", delta=0.5).mean
         True
     """
-    columns = _checked_sources(tokens, sources, mask, window)
+    columns = checked_sources(tokens, sources, mask, window)
     _check_numbers(head_dim, temperature, delta, trials)
     limit = _limit(temperature)
     if tokens * columns > limit:
@@ -73,10 +73,11 @@ def null_rank(
             fix="Simulate a shorter sequence, or use rank_barrier, which needs no simulation.",
         )
     tau = math.sqrt(head_dim) if temperature is None else float(temperature)
-    numbers = (window, tau, float(delta), trials, seed)
-    if isinstance(mask, Tensor):
-        return of_masks(tokens, columns, head_dim, mask.cpu().numpy().tobytes(), *numbers)
-    return of_names(tokens, columns, head_dim, mask, *numbers)
+    name = mask.cpu().numpy().tobytes() if isinstance(mask, Tensor) else mask
+    simulate = of_masks if isinstance(mask, Tensor) else of_names
+    key = (tokens, columns, head_dim, name, window, tau, trials, seed)
+    spectra = simulate(*key)
+    return (spectra if delta >= spectra.least else simulate(*key, precise=True)).rank(delta)
 
 
 def interpolated_null_rank(
@@ -131,7 +132,7 @@ def interpolated_null_rank(
             got="a tensor, which has one length",
             fix="Give it to null_rank.",
         )
-    _checked_sources(tokens, sources, mask, window)
+    checked_sources(tokens, sources, mask, window)
     _check_numbers(head_dim, temperature, delta, 1 if trials is None else trials)
     square = sources is None or sources == tokens
     rows, columns = _nodes(tokens, window), [(0, 1.0)] if square else _nodes(sources or tokens, None)
@@ -185,7 +186,7 @@ def _limit(temperature: float | None) -> int:
     return MAX_HARDMAX_ENTRIES if temperature == 0 else MAX_ENTRIES
 
 
-def _checked_sources(tokens: int, sources: int | None, mask: str | Tensor, window: int | None) -> int:
+def checked_sources(tokens: int, sources: int | None, mask: str | Tensor, window: int | None) -> int:
     """S, once sizes and mask fit together."""
     for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
         if size is not None:
@@ -215,12 +216,12 @@ def _checked_sources(tokens: int, sources: int | None, mask: str | Tensor, windo
 def _check_numbers(head_dim: int, temperature: float | None, delta: float, trials: int) -> None:
     check_count("head_dim", head_dim)
     check_count("trials", trials)
-    if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
+    if temperature is not None and not temperature >= 0:
         raise RankwiseError(
             "`temperature`",
-            wanted="a finite number, at least 0",
+            wanted="a number, at least 0",
             got=str(temperature),
-            fix="Scores are divided by it; 0 means hardmax, None means √K.",
+            fix="Scores are divided by it; 0 means hardmax, None means √K, infinity equal weights.",
         )
     if not (math.isfinite(delta) and delta > 0):
         raise RankwiseError(
