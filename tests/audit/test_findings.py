@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+from tests.audit.bands import band
 
 from rankwise.audit import CODES, HeadRecord, LayerRecord, Unseen, check_codes
 from rankwise.audit.findings import find
@@ -19,7 +20,8 @@ def head(**changes: Any) -> HeadRecord:
         "row_distance": 0.7, "identity_distance": 0.8, "null_rank": 20.4, "nearest_head": 1,
         "nearest_distance": 0.7,
     }  # fmt: skip
-    return HeadRecord(**(usual | changes))
+    fields = usual | changes
+    return HeadRecord(**({"band": band(fields)} | fields))
 
 
 def layer(number: int, relative: float, **changes: Any) -> LayerRecord:
@@ -165,7 +167,49 @@ def test_unknown_first_states_say_nothing() -> None:
     assert codes(layers=(layer(0, math.nan), layer(1, 0.2))) == []
 
 
-def test_rank_that_random_queries_and_keys_have_too_is_no_finding() -> None:
-    assert codes(head(numerical_rank=30, random_rank=29)) == []
-    assert codes(head(numerical_rank=30, random_rank=15)) == ["ABOVE_NULL"]
-    assert codes(head(numerical_rank=9, random_rank=8)) == []
+NULLS = {"null_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
+
+
+@pytest.mark.parametrize("null", NULLS)
+def test_rank_that_one_null_has_too_is_no_finding(null: str) -> None:
+    assert codes(head(numerical_rank=26, **NULLS)) == ["ABOVE_NULL"]
+    assert codes(head(numerical_rank=26, **NULLS | {null: 21.0})) == []
+    assert codes(head(numerical_rank=26, **NULLS | {null: math.nan})) == ["ABOVE_NULL"]
+    assert codes(head(numerical_rank=9, **NULLS)) == ["BELOW_NULL"]
+    assert codes(head(numerical_rank=9, **NULLS | {null: 17.0})) == []
+    assert codes(head(numerical_rank=9, **NULLS | {null: math.nan})) == ["BELOW_NULL"]
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_rank_beyond_the_null_at_all_thresholds_but_one_is_no_finding(step: int) -> None:
+    above, below = ({"numerical_rank": rank, **NULLS} for rank in (26, 9))
+    for name in NULLS:
+        assert codes(head(**above, band=band(head(**above).model_dump(), **{name: {step: 21.0}}))) == []
+        assert codes(head(**below, band=band(head(**below).model_dump(), **{name: {step: 17.0}}))) == []
+    assert codes(head(**above, band=band(head(**above).model_dump(), rank_low={step: 25.0}))) == []
+    assert codes(head(**below, band=band(head(**below).model_dump(), rank_high={step: 10.0}))) == []
+    unknown = {name: {step: math.nan} for name in NULLS}
+    assert codes(head(**above, band=band(head(**above).model_dump(), **unknown))) == []
+
+
+def test_a_rank_beyond_the_null_names_its_band_and_the_nulls_it_knows() -> None:
+    [finding] = find([head(numerical_rank=26, null_rank=16.0, uniform_rank=1.0)], (), ())
+    assert finding.evidence == {
+        "heads": 1, "of": 1, "numerical_rank": 26, "null_rank": 16, "uniform_rank": 1,
+        "delta_low": pytest.approx(0.01 / math.sqrt(10)), "delta_high": pytest.approx(0.01 * math.sqrt(10)),
+    }  # fmt: skip
+    assert finding.meaning == (
+        "1 of 1 heads have over 1.25 times the rank of heads that know nothing (of 32: random winners 16, "
+        "equal weights 1), whatever δ from 0.0032 to 0.032."
+    )
+
+
+def test_the_head_farthest_beyond_the_nearest_null_is_named() -> None:
+    near = {"numerical_rank": 31, "random_rank": 24.0}
+    far = {"numerical_rank": 29, "random_rank": 10.0}
+    [finding] = find([head(**near), head(head=1, **far), head(head=2, **near)], (), ())
+    assert (finding.where.head, finding.evidence["heads"]) == (1, 3)
+
+
+def test_a_record_without_a_band_is_not_judged() -> None:
+    assert codes(head(numerical_rank=32, band=[])) == []

@@ -61,7 +61,7 @@ def test_an_estimate_of_small_heads_is_exact(family, batch):
 
 
 def test_the_method_goes_by_the_real_tokens_of_each_sequence(monkeypatch):
-    monkeypatch.setattr(numbers, "EXACT_UP_TO", 8)
+    monkeypatch.setattr(numbers, "EXACT_BYTES", 8 * 8 * 8)
     model = hugging_face("BertModel", **BERT)()
     mixed = rw.audit(model, [padded([12, 8, 3])])
     exact = rw.audit(model, [padded([12, 8, 3])], method="exact")
@@ -73,6 +73,41 @@ def test_the_method_goes_by_the_real_tokens_of_each_sequence(monkeypatch):
     for one, other in zip(mixed.heads, exact.heads, strict=True):
         assert_alike(one, other)
         assert len(one.spectrum) == 8  # of the first sequence that has one
+
+
+@pytest.mark.parametrize(("tokens", "sources"), [(8192, 8192), (4096, 16384)])
+def test_auto_goes_by_the_memory_of_one_matrix(tokens, sources):
+    """However many heads and sequences there are: those are taken one after another."""
+
+    def made(columns: int) -> rw.SoftmaxMixing:
+        return rw.SoftmaxMixing(torch.empty(3, 40, tokens, 1), torch.empty(3, 40, columns, 1))
+
+    assert not numbers.estimates(made(sources), "auto")  # 512 MiB
+    assert numbers.estimates(made(sources + 1), "auto")
+    assert numbers.estimates(made(1), "estimate")
+    assert not numbers.estimates(made(sources + 1), "exact")
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+@pytest.mark.parametrize("batch", [padded([12, 7]), padded([12, 12, 12])], ids=["padded", "whole"])
+def test_heads_formed_a_few_at_a_time_have_the_same_numbers(room, batch, monkeypatch):
+    model = hugging_face("BertModel", **BERT)()
+    whole = rw.audit(model, [batch])
+    decomposed = []
+    decompose = numbers.measures.rank_summary
+
+    def spy(operator: rw.MixingOperator, *args: float, **options: object) -> object:
+        decomposed.append(math.prod(operator.shape))
+        return decompose(operator, *args, **options)
+
+    monkeypatch.setattr(numbers.measures, "rank_summary", spy)
+    monkeypatch.setattr(numbers, "MATRIX_BYTES", room * 8 * 12 * 12)
+    few = rw.audit(model, [batch])
+    assert max(decomposed) == min(room, BERT["num_attention_heads"]) * 12 * 12
+    for one, other in zip(whole.heads, few.heads, strict=True):
+        assert_alike(one, other)
+        assert one.band == other.band
+        assert one.spectrum == other.spectrum
 
 
 def test_a_count_that_cannot_be_resolved_is_an_interval_never_a_number(monkeypatch):

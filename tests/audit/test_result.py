@@ -1,6 +1,7 @@
 """Audits are written whole, read back the same, and refused clearly when they are not what they should be."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,47 @@ def test_newer_versions_and_damaged_fields(audit: rw.Audit, tmp_path: Path) -> N
     damaged = edited(audit, tmp_path / "b.json", lambda c: c["heads"][0].update(layer="seven"))
     with pytest.raises(RecordError, match=r"heads\.0\.layer"):
         rw.Audit.load(damaged)
+
+
+def as_version_1(content: dict[str, Any]) -> None:
+    content["schema_version"] = 1
+    for head in content["heads"]:
+        del head["band"], head["uniform_rank"]
+        head["z_score"] = 1.5
+
+
+@pytest.mark.parametrize(("varied", "kept"), [(0.0, True), (None, True), (0.4, False)])
+def test_version_1_is_read_without_its_z_score(
+    audit: rw.Audit, tmp_path: Path, varied: float | None, kept: bool
+) -> None:
+    """And without a random rank that was taken at the mean of different lengths."""
+
+    def change(content: dict[str, Any]) -> None:
+        as_version_1(content)
+        content["heads"][0]["spread"]["null_rank"] = varied
+
+    old = rw.Audit.load(edited(audit, tmp_path / "a.json", change))
+    assert old.heads[0].numerical_rank == audit.heads[0].numerical_rank
+    assert (old.heads[0].random_rank == audit.heads[0].random_rank) == kept
+    assert math.isnan(old.heads[0].random_rank) == (not kept)
+    assert old.heads[1].random_rank == audit.heads[1].random_rank
+    assert old.heads[0].band == []
+    assert rw.compare(old, audit).changes == []
+
+
+@pytest.mark.parametrize("damage", [{"heads": 3}, {"heads": [3]}, {"heads": [{"spread": 3}]}])
+def test_a_damaged_version_1_is_refused_as_any_other(
+    audit: rw.Audit, tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    path = edited(audit, tmp_path / "a.json", lambda content: content.update(schema_version=1, **damage))
+    with pytest.raises(RecordError, match=r"heads"):
+        rw.Audit.load(path)
+
+
+def test_a_z_score_in_a_file_of_today_is_damage(audit: rw.Audit, tmp_path: Path) -> None:
+    path = edited(audit, tmp_path / "a.json", lambda content: content["heads"][0].update(z_score=1.0))
+    with pytest.raises(RecordError, match="z_score"):
+        rw.Audit.load(path)
 
 
 def test_missing_and_unreadable(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from tests.audit.bands import band
 
 from rankwise.audit import HeadRecord, LayerRecord, Provenance, Unseen, compare
 from rankwise.audit.findings import find
@@ -19,7 +20,8 @@ USUAL: dict[str, Any] = {
 
 def heads(*changes: dict[str, Any], **all_of_them: Any) -> list[HeadRecord]:
     """Heads 0, 1, … of a layer that nothing else is to be said about."""
-    return [HeadRecord(**(USUAL | {"head": at} | all_of_them | one)) for at, one in enumerate(changes)]
+    fields = [USUAL | {"head": at} | all_of_them | one for at, one in enumerate(changes)]
+    return [HeadRecord(**({"band": band(one)} | one)) for one in fields]
 
 
 def audit(

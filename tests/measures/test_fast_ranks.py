@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.measures.measure_cases import U, close, generator, make, matrices, normal, rotation
 
+from rankwise.errors import RankwiseError
 from rankwise.measures import (
     effective_rank,
     numerical_rank,
@@ -375,3 +376,17 @@ def test_a_matrix_that_is_not_finite_answers_nan_alone(call):
     for one, other in pairs:
         assert one[bad].isnan().all()
         assert one[~bad].equal(other[~bad])
+
+
+def test_ranks_at_several_thresholds_from_one_decomposition():
+    """Each is the count of the SVD; a singular value on any of them sends the matrix there."""
+    m = make("stochastic", (3, SIZE, SIZE), seed=1)
+    sigma = svd(m)
+    on = sigma[0, 7].item()
+    summary = rank_summary(m, 0.02, also_at=(on, 0.3))
+    assert summary.fallback.tolist() == [1, 0, 0]
+    for delta in (0.02, on, 0.3):
+        assert summary.rank_at(delta).tolist() == (sigma >= delta).sum(-1).tolist()
+    assert summary.rank_at(0.02).equal(summary.numerical_rank)
+    with pytest.raises(RankwiseError, match="`delta`"):
+        rank_summary(m, 0.02, also_at=(0.0,))

@@ -334,7 +334,7 @@ def estimated() -> AuditRecord:
     heads = []
     for head in grid(3, 4, 6, tokens=32768.0):
         rank = head.numerical_rank
-        known = {"rank_low": rank, "rank_high": rank, "random_rank": 0.5 * head.tokens, "z_score": 3.2}
+        known = {"rank_low": rank, "rank_high": rank, "random_rank": 0.5 * head.tokens, "uniform_rank": 1.0}
         guess = known | {"estimated": 64, "stderr": errors, "spectrum": []}
         bound = guess | {"numerical_rank": math.nan, "rank_low": 0.5 * rank, "rank_high": 0.9 * rank}
         heads.append(head.model_copy(update=(known, guess, bound)[head.layer]))

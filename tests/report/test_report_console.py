@@ -39,10 +39,11 @@ def test_a_missing_number_is_a_dash(name: str) -> None:
 def test_estimates_are_marked_and_what_is_only_bounded_is_a_range() -> None:
     rows = [line.split() for line in printed("estimated").splitlines() if re.match(r" +\d+ +4 ", line)]
     exact, guess, bound = rows
-    assert exact[5] == guess[5] == "0.50"  # random share
+    assert exact[4] == guess[4] == "0.50"  # random share
+    assert exact[5] == guess[5] == "3e-05"  # uniform share: 1 of 32,768
     assert not any("≈" in word for word in exact)
-    assert guess[3].startswith("≈")
-    low, high = map(float, bound[3].split("–"))
+    assert guess[2].startswith("≈")
+    low, high = map(float, bound[2].split("–"))
     assert 0 < low < high
     assert [word.startswith("≈") for word in bound[6:8]] == [True, True]
 
@@ -79,7 +80,6 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
     expected = [
         "3",
         "12",
-        "128",
         f"{mean(map(rank_share, heads)):.2f}",
         f"{mean(map(null_share, heads)):.2f}",
         f"{mean(head.effective_rank for head in heads):.1f}",
@@ -87,6 +87,18 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
         f"{mean(head.sink_mass for head in heads):.2f}",
     ]
     assert expected in [line.split() for line in printed("encoder").splitlines()]
+    assert "full mask, encoder.layer.*.attention.self, 128 tokens" in printed("encoder")
+
+
+def test_lengths_that_differ_have_a_column() -> None:
+    audit = samples.encoder()
+    heads = [h.model_copy(update={"tokens": 100.0 + h.layer}) for h in audit.heads]
+    console = Console(width=80, file=io.StringIO())
+    render_console(audit.model_copy(update={"heads": heads}), console)
+    rows = [
+        line.split()[:3] for line in console.file.getvalue().splitlines() if re.match(r" +\d+ +12 ", line)
+    ]
+    assert rows == [[str(layer), "12", str(100 + layer)] for layer in range(6)]
 
 
 def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() -> None:

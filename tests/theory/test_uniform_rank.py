@@ -18,7 +18,10 @@ def even(tokens: int, mask: str, window: int | None = None) -> torch.Tensor:
     return seen.double() / seen.sum(-1, keepdim=True)
 
 
-@given(tokens=st.integers(1, 60), delta=st.sampled_from([1e-6, 1e-3, 0.0137, 0.037, 0.11, 0.29, 0.51, 1.13, 1.7]))
+@given(
+    tokens=st.integers(1, 60),
+    delta=st.sampled_from([1e-6, 1e-3, 0.0137, 0.037, 0.11, 0.29, 0.51, 1.13, 1.7]),
+)
 def test_pivots_count_singular_values_of_the_causal_mask(tokens, delta):
     sigma = torch.linalg.svdvals(even(tokens, "causal"))
     # rounding of σ, some T·1e-16, may decide about one that lies as near to δ

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from rankwise.audit.numbers import AVERAGING
-from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Unseen
+from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, RankAt, Unseen
 from rankwise.errors import InputError, did_you_mean
 
 R = TypeVar("R")
@@ -45,14 +45,24 @@ IDENTITY_DISTANCE = 0.1
 TWIN_DISTANCE = 0.1
 """Two heads whose difference holds 1 % of their joint energy mix the same way."""
 ABOVE_NULL, BELOW_NULL = 1.25, 0.5
-"""Rank relative to what chance gives, by both nulls where both are known; the spread of a hardmax rank at
-T ≥ 32 is below 8 % of it."""
+"""Rank relative to every null that is known, at every threshold of the band; the spread of a hardmax rank at
+T ≥ 32 is below 8 % of it. Random winners, random queries and keys at the head's scale, and equal weights are
+heads that know nothing, at a temperature of 0, of the head, and without end: a rank between two of them is
+that of such a head at another temperature. Without a mask equal weights have rank 1, which no rank is below.
+"""
+
+NULLS = {
+    "null_rank": "random winners",
+    "random_rank": "random queries and keys",
+    "uniform_rank": "equal weights",
+}
+"""The fields of the nulls, and what a reader is told."""
 
 NULL_REMEDY = (
     "see what training did: `rankwise compare` with an audit of the same architecture at random weights, "
     "`type(model)(model.config).eval()`"
 )
-"""The barrier is that of one winner a row; a softmax that spreads its rows can pass it untrained."""
+"""No null knows the weights a model starts with."""
 
 SWITCHED_OFF_REMEDY = (
     "look at its λ-skip or LayerScale (`rankwise skip MODEL --text TEXT --certify` shows how much mixing "
@@ -260,17 +270,14 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
 def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
     """One finding a layer and direction: most heads of a trained model lie on one side or the other."""
     for _, group in _grouped(heads, _site_of):
-        known = [head for head in group if _chances(head)]
-        site = [head for head in known if min(head.tokens, head.sources) >= MIN_TOKENS]
-        above = [head for head in site if head.least_rank > ABOVE_NULL * max(_chances(head))]
-        below = [head for head in site if head.most_rank < BELOW_NULL * min(_chances(head))]
-        for code, found, words in (
-            ("ABOVE_NULL", above, f"over {ABOVE_NULL:g} times"),
-            ("BELOW_NULL", below, "less than half"),
-        ):
+        site = [head for head in group if min(head.tokens, head.sources) >= MIN_TOKENS and _judged(head)]
+        for code, words in (("ABOVE_NULL", f"over {ABOVE_NULL:g} times"), ("BELOW_NULL", "less than half")):
+            found = [head for head in site if beyond_null(head) == code]
             if not found:
                 continue
-            extreme = max(found, key=lambda head: abs(math.log((_middle_rank(head) + 1) / head.null_rank)))
+            extreme = max(found, key=_distance_from_nulls)
+            low, at, high = (extreme.band[number] for number in (0, len(extreme.band) // 2, -1))
+            said = ", ".join(f"{NULLS[name]} {null:.0f}" for name, null in at.nulls.items())
             yield Finding(
                 code=code,
                 severity="info",
@@ -279,23 +286,44 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                     "heads": len(found),
                     "of": len(site),
                     "numerical_rank": _middle_rank(extreme),
-                    "null_rank": extreme.null_rank,
-                    **({} if math.isnan(extreme.random_rank) else {"random_rank": extreme.random_rank}),
+                    **at.nulls,
+                    "delta_low": low.delta,
+                    "delta_high": high.delta,
                 },
-                meaning=f"{len(found)} of {len(site)} heads have {words} the rank of rows that each pick one "
-                f"token at random ({extreme.null_rank:.0f} of {extreme.tokens:.0f} under this mask).",
+                meaning=f"{len(found)} of {len(site)} heads have {words} the rank of heads that know nothing "
+                f"(of {extreme.tokens:.0f}: {said}), whatever δ from {low.delta:.2g} to {high.delta:.2g}.",
                 remedy=NULL_REMEDY,
             )
+
+
+def beyond_null(head: HeadRecord) -> str | None:
+    """ABOVE_NULL or BELOW_NULL where that holds against every known null at every threshold of the band.
+
+    Args:
+        head: the head.
+    """
+    points = _judged(head)
+    if points and all(point.rank_low > ABOVE_NULL * max(point.nulls.values()) for point in points):
+        return "ABOVE_NULL"
+    if points and all(point.rank_high < BELOW_NULL * min(point.nulls.values()) for point in points):
+        return "BELOW_NULL"
+    return None
+
+
+def _judged(head: HeadRecord) -> list[RankAt]:
+    """The thresholds of the band; none where one of them has no null."""
+    return head.band if all(point.nulls for point in head.band) else []
+
+
+def _distance_from_nulls(head: HeadRecord) -> float:
+    """How far beyond the nearest null, at δ, on a scale of ratios."""
+    nulls = head.band[len(head.band) // 2].nulls.values()
+    return min(abs(math.log((_middle_rank(head) + 1) / (null + 1))) for null in nulls)
 
 
 def _middle_rank(head: HeadRecord) -> float:
     """The numerical rank; the middle of its interval where an estimate can only bound it."""
     return (head.least_rank + head.most_rank) / 2 if math.isnan(head.numerical_rank) else head.numerical_rank
-
-
-def _chances(head: HeadRecord) -> list[float]:
-    """What chance gives: one random winner a row, and random queries and keys where those are known."""
-    return [null for null in (head.null_rank, head.random_rank) if not math.isnan(null)]
 
 
 def _unseen(unseen: Sequence[Unseen]) -> Iterator[Finding]:

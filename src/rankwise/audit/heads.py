@@ -11,19 +11,31 @@ import numpy as np
 
 from rankwise.audit.accumulate import Floats, RunningMoments
 from rankwise.audit.masks import Pattern
-from rankwise.audit.numbers import AVERAGING, COLUMNS, ERRORS, MEASURES, WAYS, Measured, Method, measured
-from rankwise.audit.records import HeadRecord
+from rankwise.audit.nulls import BAND, thresholds
+from rankwise.audit.numbers import (
+    AVERAGING,
+    COLUMNS,
+    ERRORS,
+    MEASURES,
+    RANKS_AT,
+    WAYS,
+    Measured,
+    Method,
+    column_at,
+    measured,
+)
+from rankwise.audit.records import HeadRecord, RankAt
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
-from rankwise.operators import SoftmaxMixing, sampled_channels
-from rankwise.theory import NullRank, interpolated_null_rank
+from rankwise.operators import sampled_channels
 
 MANY_HEADS = 128
 """State-space mixers with more matrices than this have one for every channel …"""
 MAX_CHANNELS = 16
 """… of which so many are measured, spread evenly, by a fixed seed."""
-RANK, SIGMA = COLUMNS.index("numerical_rank"), COLUMNS.index("sigma_max")
-UNKNOWN = NullRank(math.nan, math.nan, 0)
+SIGMA = COLUMNS.index("sigma_max")
+WHOLE = [COLUMNS.index(column_at(name, step)) for name in RANKS_AT for step in range(len(BAND))]
+"""Numbers that may not be known of a sequence: a mean over the others would be biased, and is not taken."""
 
 
 class SiteKey(NamedTuple):
@@ -46,9 +58,6 @@ class SiteHeads:
     moments: RunningMoments
     distances: RunningMoments
     nonfinite: Floats
-    width: int | None = None
-    """K, where the operator is made from queries and keys."""
-    scale: float | None = None
     patterns: list[Pattern] = field(default_factory=list)
     longest: int = 0
     spectra: list[list[float]] = field(default_factory=list)
@@ -74,7 +83,7 @@ class SiteHeads:
         broken = np.isnan(group[:, :, SIGMA]).any(0)
         self.nonfinite += broken
         mean = _mean(group)
-        mean[np.isnan(group[:, :, RANK]).any(0), RANK] = np.nan
+        mean[:, WHOLE] = np.where(np.isnan(group[:, :, WHOLE]).any(0), np.nan, mean[:, WHOLE])
         mean[broken] = np.nan
         self.moments.add(mean)
         self.distances.add(_mean(np.stack([one.distances for one in windows])))
@@ -111,27 +120,22 @@ class HeadTable:
             sampled = sampled_channels(site.operator, MAX_CHANNELS)
             self.notes[f"{MAX_CHANNELS} of the {len(channels)} channels of {site.kind} mixers"] = None
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
-        operator = site.operator
-        width = operator.query.shape[-1] if isinstance(operator, SoftmaxMixing) else None
-        scale = operator.scale if isinstance(operator, SoftmaxMixing) else None
         self._picture = picture
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))
-        self._pending.append(lambda: self._take(key, kind, channels, width, scale, numbers, windows))
+        self._pending.append(lambda: self._take(key, kind, channels, numbers, windows))
 
     def _take(
         self,
         key: SiteKey,
         kind: str,
         channels: list[int],
-        width: int | None,
-        scale: float | None,
         numbers: list[Measured],
         windows: int,
     ) -> None:
         known, heads = self._sites.get(key), len(channels)
         if known is None:
             moments, distances = RunningMoments((heads, len(COLUMNS))), RunningMoments((heads, heads))
-            known = SiteHeads(key, kind, moments, distances, np.zeros(heads), width, scale, channels=channels)
+            known = SiteHeads(key, kind, moments, distances, np.zeros(heads), channels=channels)
             self._sites[key] = known
         known.check_heads(heads)
         for one in numbers:
@@ -187,28 +191,6 @@ def _mean(group: Floats) -> Floats:
     return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)
 
 
-def random_rank(site: SiteHeads, head: int, tokens: float, sources: float, delta: float) -> NullRank:
-    """What random queries and keys give at the mean length, or NaN where that is not known."""
-    name, base, window = site.patterns[head] if site.patterns else Pattern("other")
-    mask = base if name == "window" else name
-    if site.width is None or not site.scale or site.scale <= 0 or mask not in ("full", "causal"):
-        return UNKNOWN
-    if math.isnan(tokens):
-        return UNKNOWN
-    square = round(tokens) == round(sources)
-    if mask == "causal" and not square:
-        return UNKNOWN
-    return interpolated_null_rank(
-        max(1, round(tokens)),
-        site.width,
-        mask,
-        window,
-        temperature=1 / site.scale,
-        delta=delta,
-        sources=None if square else max(1, round(sources)),
-    )
-
-
 def patch_grid(tokens: int, picture: tuple[int, int] | None) -> tuple[int, int] | None:
     """Rows and columns of patches of the shape of their picture; None where tokens are no such grid.
 
@@ -230,16 +212,21 @@ def _map_grid(site: SiteHeads, head: int) -> tuple[int, int] | None:
     return patch_grid(tokens, site.picture) if 0 < tokens == site.longest else None
 
 
+def _rank_at(threshold: float, step: int, numbers: dict[str, float]) -> RankAt:
+    null = numbers["null_rank"] if threshold <= 1 else math.nan
+    found = {name: numbers[column_at(name, step)] for name in RANKS_AT}
+    return RankAt(delta=threshold, null_rank=null, **found)
+
+
 def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
     count, mean, spread = site.moments.count, site.moments.mean.copy(), site.moments.spread
-    mean[count[:, RANK] < count[:, SIGMA], RANK] = np.nan  # a mean of the countable ones would be biased
+    mean[:, WHOLE] = np.where(count[:, WHOLE] < count[:, [SIGMA]], np.nan, mean[:, WHOLE])
     distance = site.distances.mean.copy()
     np.fill_diagonal(distance, np.nan)
     for head in range(mean.shape[0]):
         numbers = dict(zip(COLUMNS, map(float, mean[head]), strict=True))
         sequences = int(count[head, SIGMA])
         estimated, fallbacks = (round(numbers[way] * sequences) if sequences else 0 for way in WAYS)
-        null = random_rank(site, head, numbers["tokens"], numbers["sources"], delta)
         nearest = None if np.isnan(distance[head]).all() else int(np.nanargmin(distance[head]))
         other = None if nearest is None else site.channels[nearest]
         yield HeadRecord(
@@ -254,8 +241,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             nonfinite=int(site.nonfinite[head]),
             estimated=estimated,
             fallbacks=fallbacks,
-            random_rank=null.mean,
-            z_score=(numbers["numerical_rank"] - null.mean) / null.std if null.std > 0 else np.nan,
+            band=[_rank_at(threshold, step, numbers) for step, threshold in enumerate(thresholds(delta))],
             membership_map=site.maps[head] if site.maps else [],
             membership_grid=_map_grid(site, head),
             nearest_head=other,

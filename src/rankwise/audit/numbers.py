@@ -11,20 +11,23 @@ from torch import Tensor
 from rankwise import measures
 from rankwise.audit.accumulate import Floats
 from rankwise.audit.masks import Pattern, barrier_of, patterns_of
+from rankwise.audit.nulls import BAND, random_rank, thresholds, uniform_null
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError, did_you_mean
-from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing
+from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing, SoftmaxMixing
 
 Method = Literal["auto", "exact", "estimate"]
-"""How ranks are taken; "auto" is exact while the shorter side of a matrix is at most `EXACT_UP_TO`."""
+"""How ranks are taken; "auto" is exact while one float64 matrix takes at most `EXACT_BYTES`."""
 
-EXACT_UP_TO = 4096
-"""From here on an estimate is faster on a CPU, and the float64 matrix takes over 128 MiB a head."""
+EXACT_BYTES = 2**29
+"""Of one float64 matrix: T = S = 8,192. Decomposing it takes eight times as much, 4 GiB, which a machine of
+8 GB has and twice the tokens would not. Memory is the limit, not speed: exact ranks are the faster ones here.
+"""
 PROBES, STEPS, SEED = 16, 64, 0
 """Of every estimate."""
 MATRIX_BYTES = 2**28
-"""Float64 matrices formed at once: 256 MiB hold four heads at T = 2,896; small heads go together."""
+"""Float64 matrices formed at once, or one where that takes more: small heads and sequences go together."""
 SPECTRUM_POINTS = 64
 """Singular values kept of a head, for its picture."""
 
@@ -45,6 +48,8 @@ MEASURES = (
     "rank_high",
     "membership",
     "coding_rate",
+    "random_rank",
+    "uniform_rank",
 )
 """Numbers of a head that are averaged over sequences, under the names they have in its record."""
 ERRORS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
@@ -55,7 +60,27 @@ AVERAGING = ("softmax", "dense", "linear")
 """Kinds whose rows are means over tokens: chance under their mask is a null for their rank."""
 MAP_TOKENS = 1024
 """Tokens of a membership map."""
-COLUMNS = (*MEASURES, *(f"stderr of {name}" for name in ERRORS), *WAYS)
+RANKS_AT = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
+"""Measures that are taken at each threshold of the band."""
+
+
+def column_at(name: str, step: int) -> str:
+    """Name the column that holds a measure at one threshold of the band; at δ itself, that of the measure.
+
+    Args:
+        name: of the measure.
+        step: of the threshold.
+    """
+    return name if BAND[step] == 1 else f"{name} at threshold {step}"
+
+
+STEPS_ASIDE = [step for step, factor in enumerate(BAND) if factor != 1]
+COLUMNS = (
+    *MEASURES,
+    *(f"stderr of {name}" for name in ERRORS),
+    *(column_at(name, step) for step in STEPS_ASIDE for name in RANKS_AT),
+    *WAYS,
+)
 
 
 class Measured(NamedTuple):
@@ -132,7 +157,11 @@ def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured
 
 def estimates(operator: MixingOperator, method: Method) -> bool:
     """Whether the ranks of matrices of this size are estimated."""
-    return method == "estimate" or (method == "auto" and min(operator.shape[-2:]) > EXACT_UP_TO)
+    return method == "estimate" or (method == "auto" and _matrix_bytes(operator) > EXACT_BYTES)
+
+
+def _matrix_bytes(operator: MixingOperator) -> int:
+    return 8 * math.prod(operator.shape[-2:])
 
 
 def _extras(site: MixerSite, index: slice) -> Extras:
@@ -152,15 +181,28 @@ def _extras(site: MixerSite, index: slice) -> Extras:
 
 
 def _exact(operator: MixingOperator, extras: Extras, delta: float) -> Iterator[Measured]:
-    dense = DenseMixing(operator.dense(torch.float64))
-    ranks = measures.rank_summary(dense, delta)
+    together = MATRIX_BYTES // _matrix_bytes(operator)
+    whole = together >= math.prod(operator.shape[:2])
+    rows_of = DenseMixing(operator.dense(torch.float64)) if whole else operator
+    ranks = _ranks(rows_of, delta, operator.shape[1] if whole else max(1, together))
     sigma = ranks.singular_values
     kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
     known: Extras = {name: getattr(ranks, name) for name in ERRORS}
     known |= {f"stderr of {name}": 0.0 for name in ERRORS}
-    known |= {"rank_low": ranks.numerical_rank, "rank_high": ranks.numerical_rank}
     known |= {"estimated": 0.0, "fallback": ranks.fallback}
-    yield from _measured(operator, dense, known | extras, sigma[..., kept.to(sigma.device)].cpu())
+    for step, threshold in enumerate(thresholds(delta)):
+        count = ranks.rank_at(threshold)
+        known |= {column_at(name, step): count for name in ("numerical_rank", "rank_low", "rank_high")}
+    yield from _measured(operator, rows_of, delta, known | extras, sigma[..., kept.to(sigma.device)].cpu())
+
+
+def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.RankSummary:
+    """Ranks of all heads, so many heads at once."""
+    parts = [
+        measures.rank_summary(operator[:, start : start + together], delta, also_at=thresholds(delta))
+        for start in range(0, operator.shape[1], together)
+    ]
+    return measures.RankSummary(*(torch.cat(numbers, dim=1) for numbers in zip(*parts, strict=True)))
 
 
 def _estimated(operator: MixingOperator, extras: Extras, delta: float) -> Iterator[Measured]:
@@ -169,28 +211,54 @@ def _estimated(operator: MixingOperator, extras: Extras, delta: float) -> Iterat
     named = dict(zip(ERRORS, (count, found.effective_rank, found.stable_rank, found.sigma_max), strict=True))
     known: Extras = {name: one.value for name, one in named.items()}
     known |= {f"stderr of {name}": one.stderr for name, one in named.items()}
-    known |= {"rank_low": count.low, "rank_high": count.high}
     known |= {"estimated": 1.0, "fallback": 0.0}
-    yield from _measured(operator, operator, known | extras, None)
+    for step, threshold in enumerate(thresholds(delta)):
+        count = found.count(threshold)
+        bounds = {"numerical_rank": count.value, "rank_low": count.low, "rank_high": count.high}
+        known |= {column_at(name, step): number for name, number in bounds.items()}
+    yield from _measured(operator, operator, delta, known | extras, None)
 
 
 def _measured(
     operator: MixingOperator,
     rows_of: MixingOperator,
+    delta: float,
     known: Extras,
     spectra: Tensor | None,
 ) -> Iterator[Measured]:
     batch, heads, tokens, sources = operator.shape
     rows = measures.row_summary(rows_of)
     known |= {"tokens": float(tokens), "sources": float(sources)}
-    if "null_rank" not in known:
-        known["null_rank"] = barrier_of(operator)
+    patterns, averages = patterns_of(operator), "null_rank" not in known
+    if averages:
+        known["null_rank"] = barrier_of(operator) if delta <= 1 else math.nan
+        known |= _nulls(operator, patterns, delta)
     known |= {name: getattr(rows, name) for name in rows._fields if name in COLUMNS}
-    values = np.stack([_numbers(known[name], (batch, heads)) for name in COLUMNS], axis=-1)
-    distances, patterns = rows.head_distance.cpu().numpy(), patterns_of(operator)
+    values = np.stack([_numbers(known.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
+    distances = rows.head_distance.cpu().numpy()
     for at in range(batch):
         shown = [] if spectra is None else _rounded(spectra[at])
         yield Measured(values[at], distances[at], patterns[at], shown, _map(known.get("map"), at))
+
+
+def _nulls(operator: MixingOperator, patterns: list[list[Pattern]], delta: float) -> dict[str, Tensor]:
+    """What random queries and keys, and equal weights, give at each threshold: columns of (B, H)."""
+    tokens, sources = operator.shape[-2:]
+    made = operator.operator if isinstance(operator, PartMixing) else operator
+    width, scale = (made.query.shape[-1], made.scale) if isinstance(made, SoftmaxMixing) else (None, None)
+    found = {}
+    for step, threshold in enumerate(thresholds(delta)):
+        nulls = {
+            seen: (
+                random_rank(tokens, sources, seen, width, scale, threshold),
+                uniform_null(tokens, sources, seen, threshold),
+            )
+            for seen in {seen for heads in patterns for seen in heads}
+        }
+        for at, name in enumerate(("random_rank", "uniform_rank")):
+            ranks = [[nulls[seen][at] for seen in heads] for heads in patterns]
+            found[column_at(name, step)] = torch.tensor(ranks, dtype=torch.float64)
+    return found
 
 
 def _numbers(given: Tensor | float, shape: tuple[int, int]) -> Floats:

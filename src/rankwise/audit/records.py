@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
 
 
@@ -36,6 +36,25 @@ class Record(BaseModel):
     """Base of all records: frozen, no unknown fields, null for what is not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
+
+
+class RankAt(Record):
+    """The ranks of a head and of its nulls at one threshold: means over the sequences."""
+
+    delta: float
+    numerical_rank: Number
+    """NaN where an estimate can only bound it."""
+    rank_low: Number
+    rank_high: Number
+    null_rank: Number
+    random_rank: Number
+    uniform_rank: Number
+
+    @property
+    def nulls(self) -> dict[str, float]:
+        """Those that are known, by their names."""
+        named = {name: getattr(self, name) for name in ("null_rank", "random_rank", "uniform_rank")}
+        return {name: null for name, null in named.items() if not math.isnan(null)}
 
 
 class HeadRecord(Record):
@@ -95,18 +114,21 @@ class HeadRecord(Record):
     null_rank: Number
     """Expected rank of a hardmax matrix with uniform winners under the same mask.
 
-    NaN for mixers that are no mean over tokens (state-space, diagonal): it says nothing of them.
+    NaN for mixers that are no mean over tokens (state-space, diagonal): it says nothing of them; and for
+    δ > 1, which a column that wins a single row does not reach.
     """
     random_rank: Number = math.nan
-    """Mean numerical rank that random queries and keys of this length, width, mask and scale give.
+    """Numerical rank that random queries and keys of each sequence's length, width, mask and scale give.
 
     NaN where the width is not known (a matrix the model formed itself), the mask has no name, or T is large.
     """
-    z_score: Number = math.nan
-    """(numerical rank − random rank) / standard deviation of the random rank, at the mean length.
-
-    The deviation is that of one matrix, and at T ≥ 2,048 of two samples: see it as an order of magnitude. NaN
-    where the samples agree.
+    uniform_rank: Number = math.nan
+    """Numerical rank of equal weights on all that a row may see, at each sequence's length: of attention that
+    looks at nothing. NaN where the mask has no name, or is a window of more than 4,096 tokens.
+    """
+    band: list[RankAt] = Field(default_factory=list)
+    """The same at five thresholds from δ/√10 to √10 δ, from the same spectra: what holds at all of them
+    does not hang on the choice of δ. Empty in records before version 2.
     """
     membership: Number = math.nan
     """Mean membership Π of a token in the head, in [0, 1]; of TSSA, NaN elsewhere."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from rankwise.audit.records import SCHEMA_VERSION, AuditRecord
+from rankwise.audit.upgrade import upgraded
 from rankwise.errors import InputError, RecordError
 from rankwise.files import parse_json, write_whole
 
@@ -48,7 +49,7 @@ class Audit(AuditRecord):
         content = _parsed(path)
         _check_version(path, content)
         try:
-            return cls.model_validate(content)
+            return cls.model_validate(upgraded(content))
         except ValidationError as error:
             first = error.errors()[0]
             raise RecordError(

@@ -70,7 +70,7 @@ def audit(
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``).
         delta: singular values below it count as zero in the numerical rank.
         method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval where δ cannot
-            be resolved); or "auto", exact while min(T, S) ≤ 4,096.
+            be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: operators named by hand, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
         provenance: what to write into the record besides what is known here: model, revision, data, command.

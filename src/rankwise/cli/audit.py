@@ -47,7 +47,7 @@ def command(
     delta: Annotated[float, typer.Option(help="Singular values below it count as zero.")] = 1e-2,
     method: Annotated[
         str,
-        typer.Option(help="Of the ranks: exact, estimate, or auto (exact up to 4,096 tokens)."),
+        typer.Option(help="Of the ranks: exact, estimate, or auto (exact up to 8,192 tokens)."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",

@@ -8,6 +8,8 @@ The rule, as measured on a CPU by benchmarks/rank.py (decision 004):
 - what they leave open: the SVD.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -41,13 +43,15 @@ def count_at_least(matrices: Float64[Tensor, "N T S"], delta: float) -> Float64[
 
 
 def gram_or_svd(
-    matrices: Float64[Tensor, "N T S"], delta: float | None = None, rtol: float | None = EFFECTIVE_RTOL
+    matrices: Float64[Tensor, "N T S"],
+    thresholds: Sequence[float] = (),
+    rtol: float | None = EFFECTIVE_RTOL,
 ) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"], Float64[Tensor, " N"]]:
     """Singular values as right as they need be.
 
     Args:
         matrices: finite.
-        delta: a threshold that none of them may have crossed by rounding.
+        thresholds: none of them may have crossed one of these by rounding.
         rtol: the relative error they may give the effective rank.
 
     Returns:
@@ -59,7 +63,7 @@ def gram_or_svd(
     with torch.no_grad():
         spectrum = gram_spectrum(matrices)
         decided = torch.ones_like(spectrum.scale, dtype=torch.bool)
-        if delta is not None:
+        for delta in thresholds:
             decided &= spectrum.decides_count(delta)
         if rtol is not None:
             decided &= spectrum.effective_rank_error() <= rtol
@@ -83,7 +87,7 @@ def scaled_svd(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N R
 
 
 def _sigma(matrices: Float64[Tensor, "N T S"], delta: float) -> Float64[Tensor, "N R"]:
-    sigma, scale, _ = gram_or_svd(matrices, delta, rtol=None)
+    sigma, scale, _ = gram_or_svd(matrices, (delta,), rtol=None)
     return sigma * scale[:, None]
 
 

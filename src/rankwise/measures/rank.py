@@ -1,6 +1,7 @@
 """Three notions of rank, each a function of the singular values."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,18 @@ class RankSummary(NamedTuple):
     fallback: Float64[Tensor, "*batch"]
     """1 where the Gram matrix could not decide and the SVD had to, 0 elsewhere."""
 
+    def rank_at(self, delta: float) -> Float64[Tensor, "*batch"]:
+        """Count the singular values ≥ δ, NaN where a matrix is not finite.
 
-def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankSummary:
+        Args:
+            delta: one of the thresholds of which `rank_summary` was told.
+        """
+        return _count(self.singular_values, delta)
+
+
+def rank_summary(
+    op: Mixing, delta: float = DELTA, exact: bool = False, also_at: Sequence[float] = ()
+) -> RankSummary:
     """Singular values and every rank, for the price of one decomposition.
 
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory for each matrix, about 0.4 of the time
@@ -42,7 +53,7 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
     a gradient is wanted, and for each matrix that falls back.
     Numerics: σ = √λ, λ the eigenvalues of the Gram matrix of the shorter side in float64. They are off by at
     most e = 4·max(T, S)·1e-16·‖M‖_F², a singular value by at most min(√e, e/σ). A matrix falls back to the
-    SVD where a λ is within e of δ², so that the numerical rank is always the count of the SVD; and where e
+    SVD where a λ is within e of a δ², so that numerical ranks are always the counts of the SVD; and where e
     may move the effective rank by 1 %; it moved no softmax or hardmax head up to T = 1,024 by more than 1e-4.
     The stable rank and σ_1 are right to 1e-10.
 
@@ -50,6 +61,7 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
         op: an operator, or a tensor (..., T, S).
         delta: absolute threshold of the numerical rank.
         exact: decompose every matrix: singular values right to 1e-16·σ_1, and the effective rank with them.
+        also_at: further thresholds, for `RankSummary.rank_at`.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -61,10 +73,14 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
         >>> summary.numerical_rank.item(), summary.sigma_max.item(), round(summary.stable_rank.item(), 4)
         (2.0, 2.0, 1.25)
     """
-    check_delta(delta)
+    thresholds = (delta, *also_at)
+    for threshold in thresholds:
+        check_delta(threshold)
     if exact:
         return _summarize(*scaled_spectrum(op, "`rank_summary`"), delta)
-    sigma, scale, fallback = measured_in_parts(op, "`rank_summary`", lambda part: gram_or_svd(part, delta))
+    sigma, scale, fallback = measured_in_parts(
+        op, "`rank_summary`", lambda part: gram_or_svd(part, thresholds)
+    )
     return _summarize(sigma, scale, delta)._replace(fallback=fallback)
 
 

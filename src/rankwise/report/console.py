@@ -20,9 +20,13 @@ from rankwise.report.text import (
     random_share,
     rank_share,
     shown,
+    uniform_share,
 )
 
 _MOST_NAMES = 5
+
+_NULLS = {"random": random_share, "uniform": uniform_share}
+"""Beside the barrier, shown where they are known."""
 
 
 def render_console(audit: AuditRecord, console: Console | None = None) -> None:
@@ -87,34 +91,44 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     """A row for each layer; what is the same in all of them is said once, in the title."""
     mine = [heads[index] for index in panel.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
+    lengths = {shown(head.tokens, 0) for head in mine}
     varied = [name for name, values in (("kind", kinds), ("mask", masks)) if len(values) > 1]
     facts = [
         *(kinds if len(kinds) == 1 else []),
         *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
         *([panel.pattern] if panel.pattern != panel.title else []),
+        *(f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
-    random = ["random\nshare"] if any(math.isfinite(head.random_rank) for head in mine) else []
-    ranks = ["rank\nshare", "null\nshare", *random, "effective\nrank", "stable\nrank"]
+    tokens = ["tokens"] if len(lengths) > 1 else []
+    nulls = [name for name, share in _NULLS.items() if any(math.isfinite(share(head)) for head in mine)]
+    ranks = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
+    ranks += ["effective\nrank", "stable\nrank"]
     grouped = ["mean\nΠ", "R_c^var"] if any(math.isfinite(head.membership) for head in mine) else []
-    numbers = ["tokens", *ranks, "sink\nmass", *grouped]
+    numbers = [*tokens, *ranks, "sink\nmass", *grouped]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
     for row in panel.rows:
         own = [heads[index] for index in row.cells.values()]
-        _add_layer(table, row, own, varied, bool(random), bool(grouped))
+        _add_layer(table, row, own, [*varied, *tokens], nulls, bool(grouped))
     return line((panel.title, "bold"), (", ".join(facts), "dim")), table
 
 
 def _add_layer(
-    table: Table, row: Row, heads: Sequence[HeadRecord], varied: Sequence[str], random: bool, grouped: bool
+    table: Table,
+    row: Row,
+    heads: Sequence[HeadRecord],
+    varied: Sequence[str],
+    nulls: Sequence[str],
+    grouped: bool,
 ) -> None:
     share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
-    texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in varied]
+    words = [name for name in varied if name != "tokens"]
+    texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in words]
     about = "≈" if any(head.estimated for head in heads) else ""
     numbers: list[str | Text] = [
-        shown(mean(head.tokens for head in heads), 0),
+        *([shown(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
         Text(_share_words(heads, share), "yellow" if share < null else ""),
         shown(null, 2),
-        *([shown(mean(map(random_share, heads)), 2)] if random else []),
+        *(shown(mean(map(_NULLS[name], heads)), 2) for name in nulls),
         about + shown(mean(head.effective_rank for head in heads), 1),
         about + shown(mean(head.stable_rank for head in heads), 1),
         shown(mean(head.sink_mass for head in heads), 2),

@@ -9,7 +9,15 @@ from typing import Any
 from rankwise.audit.records import HeadRecord, Severity
 from rankwise.report.catalogue import HEAD_MEASURES, HeadMeasure
 from rankwise.report.panels import Panel, Row
-from rankwise.report.text import MISSING, estimated_words, null_share, random_share, rank_words, shown
+from rankwise.report.text import (
+    MISSING,
+    estimated_words,
+    null_share,
+    random_share,
+    rank_words,
+    shown,
+    uniform_share,
+)
 
 _SAME_NULL = 0.005
 """Nulls nearer than this look like one on a scale from 0 to 1."""
@@ -66,7 +74,7 @@ def describe(head: HeadRecord) -> str:
         Plain text, not escaped.
     """
     facts = [f"{head.kind}, {head.mask} mask", f"rank share {rank_words(head)}"]
-    facts[1] += f" (null {shown(null_share(head), 2)}{_random_words(head)})"
+    facts[1] += f" (null {shown(null_share(head), 2)}{_other_nulls(head)})"
     for measure in HEAD_MEASURES[1:]:
         spread = head.spread.get(measure.name, math.nan)
         around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
@@ -77,11 +85,9 @@ def describe(head: HeadRecord) -> str:
     return " · ".join(facts)
 
 
-def _random_words(head: HeadRecord) -> str:
-    if not math.isfinite(head.random_rank):
-        return ""
-    score = f", z {head.z_score:+.1f}" if math.isfinite(head.z_score) else ""
-    return f", random queries and keys {shown(random_share(head), 2)}{score}"
+def _other_nulls(head: HeadRecord) -> str:
+    nulls = {"random queries and keys": random_share(head), "equal weights": uniform_share(head)}
+    return "".join(f", {name} {shown(share, 2)}" for name, share in nulls.items() if math.isfinite(share))
 
 
 def _error_words(head: HeadRecord, measure: HeadMeasure) -> str:

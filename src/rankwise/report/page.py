@@ -24,6 +24,7 @@ from rankwise.report.text import (
     rank_words,
     shown,
     title,
+    uniform_share,
 )
 
 _GRAVEST = list(SEVERITIES)
@@ -102,17 +103,20 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
     if heads:
         share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
         facts.append(("Mean rank share", shown(share, 2), f"chance would give {shown(null, 2)}"))
-        judged = [head for head in heads if math.isfinite(rank_share(head) - null_share(head))]
-        below = sum(rank_share(head) < null_share(head) for head in judged)
-        facts.append(
-            ("Heads below chance", str(below) if judged else "–", f"of {len(judged)} that have a null")
-        )
+        above, below = (_heads_of(audit.findings, code) for code in ("ABOVE_NULL", "BELOW_NULL"))
+        against = f"{shown(above)} above and {shown(below)} below every null"
+        facts.append(("Heads beyond chance", shown(above + below), against))
     last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
     worst = min(last.values(), key=lambda y: _nan_last(y.relative_collapse), default=None)
     if worst is not None:
         against = f"0: all tokens alike; mean cosine {shown(worst.mean_cosine, 2)}"
         facts.append(("μ/‖Y‖ at the end", shown(worst.relative_collapse, 3), against))
     return facts
+
+
+def _heads_of(findings: Sequence[Finding], code: str) -> float:
+    counts = [finding.evidence.get("heads", math.nan) for finding in findings if finding.code == code]
+    return sum((count for count in counts if math.isfinite(count)), 0.0)
 
 
 def _nan_last(value: float) -> float:
@@ -179,9 +183,10 @@ def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 
 def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
-    share, others = HEAD_MEASURES[0], HEAD_MEASURES[1:]
-    values = [(share.value(head), rank_words(head))]
-    values += [(value, shown(value, 2)) for value in (null_share(head), random_share(head))]
+    ranks, others = HEAD_MEASURES[0], HEAD_MEASURES[1:]
+    values = [(ranks.value(head), rank_words(head))]
+    nulls = (share(head) for share in (null_share, random_share, uniform_share))
+    values += [(value, shown(value, 2)) for value in nulls]
     for measure in others:
         value = measure.value(head)
         values.append((value, estimated_words(head, measure.name, value, measure.digits)))

@@ -21,6 +21,8 @@ _TITLES = {
     "rank_share": "rank share",
     "null_rank": "null rank",
     "null_share": "null share",
+    "delta_low": "δ from",
+    "delta_high": "δ to",
     "relative_collapse": "μ/‖Y‖",
     "relative_collapse_layer_0": "μ/‖Y‖ of the input",
     "relative_collapse_lowest": "lowest μ/‖Y‖",
@@ -120,6 +122,11 @@ def null_share(head: HeadRecord) -> float:
 def random_share(head: HeadRecord) -> float:
     """Random rank over min(T, S): what random queries and keys give; NaN where that is not known."""
     return _share(head.random_rank, head)
+
+
+def uniform_share(head: HeadRecord) -> float:
+    """Uniform rank over min(T, S): what equal weights give; NaN where that is not known."""
+    return _share(head.uniform_rank, head)
 
 
 def lowest_share(head: HeadRecord) -> float:

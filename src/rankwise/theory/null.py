@@ -12,7 +12,7 @@ from rankwise.theory._checks import check_count, check_mask_name
 from rankwise.theory.random_heads import NullRank, of_masks, of_names
 
 MAX_ENTRIES = 4096 * 4096
-"""Largest simulated softmax matrix: one trial takes about 4 seconds of one core and 0.4 GiB."""
+"""Largest simulated softmax matrix: one trial takes about 10 seconds of one core and 0.4 GiB."""
 MAX_HARDMAX_ENTRIES = 16384 * 16384
 """Largest simulated hardmax matrix: one trial takes about 2 seconds; it is not held whole."""
 EXACT_TOKENS = 32
@@ -36,8 +36,9 @@ def null_rank(
     `rank_barrier`, which is its limit for τ → 0 and K → ∞, it knows the width and temperature of the head.
     For τ → ∞ it is `uniform_rank`.
     Cost: trials × O(T S (K + min(T, S))), once: spectra are kept in memory (for the last 8 boolean masks),
-    so that another δ costs a count. A trial takes COSTS on one CPU core; τ = 0 needs no decomposition and
-    is allowed up to T = 16,384. For many lengths, or fewer trials of long ones, ask `interpolated_null_rank`.
+    so that another δ costs a count. A trial takes 5 ms at T = 256, 0.15 s at 1,024 and
+    10 s at 4,096, the longest allowed, on one CPU core; τ = 0 needs no decomposition and is allowed up to T =
+    16,384. For many lengths, or fewer trials of long ones, ask `interpolated_null_rank`.
     Source: the randomly initialised heads of "On the Limitation and Redundancy of Transformers: A Rank
     Perspective": with orthonormal token states, X Wq and X Wk are such Q and K.
 
@@ -98,7 +99,7 @@ def interpolated_null_rank(
     T. Against direct simulation that is off by less than 1 % for K ≥ 4 and 4 % for fewer, besides the noise
     of the trials.
     Cost: that of `null_rank` at two lengths (four with ``sources``), the first time; on one CPU core all
-    lengths up to 1,024 together take about a second, those up to 4,096 about 15.
+    lengths up to 1,024 together take about 2 seconds, those up to 4,096 about 30.
 
     Args:
         tokens: rows T.
