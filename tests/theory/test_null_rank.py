@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory import NullRank, interpolated_null_rank, null_rank, rank_barrier
 from rankwise.theory import null as null_module
-from rankwise.theory.random_heads import singular_values_of_stochastic
+from rankwise.theory.random_heads import rank_of_stochastic, singular_values_of_stochastic
 
 
 def band(tokens, window):
@@ -93,13 +93,11 @@ def test_the_gram_matrix_counts_what_singular_values_count(tokens, sources, shar
     scores = torch.randn(tokens, sources, dtype=torch.float64, generator=generator)
     matrix = (sharpness * scores).softmax(-1)
     sigma = torch.linalg.svdvals(matrix)
-    values, least = singular_values_of_stochastic(matrix, precise=False)
-    if delta < least:
-        values, least = singular_values_of_stochastic(matrix, precise=True)
-    assert delta >= least
     # a singular value this near δ may fall on either side: rounding of the Gram matrix, n·u·‖M‖²/(2δ) twice
     slack = 30 * 2.3e-16 * float(sigma[0]) ** 2 / delta + 30 * 2.3e-16 * float(sigma[0])
-    assert (sigma >= delta + slack).sum() <= (values >= delta).sum() <= (sigma >= delta - slack).sum()
+    assert (
+        (sigma >= delta + slack).sum() <= rank_of_stochastic(matrix, delta) <= (sigma >= delta - slack).sum()
+    )
 
 
 def test_a_delta_that_the_gram_matrix_cannot_see():
@@ -108,12 +106,11 @@ def test_a_delta_that_the_gram_matrix_cannot_see():
     matrix = (1e-9 * scores).softmax(-1)
     sigma = torch.linalg.svdvals(matrix)
     _, least = singular_values_of_stochastic(matrix, precise=False)
-    values, _ = singular_values_of_stochastic(matrix, precise=True)
     for rank in (3, 6, 14):
         assert sigma[rank - 1] - sigma[rank] > 1e-12
         delta = float(sigma[rank - 1] + sigma[rank]) / 2
         assert delta < least
-        assert (values >= delta).sum() == rank
+        assert rank_of_stochastic(matrix, delta) == rank
 
 
 def test_one_simulation_serves_every_delta():

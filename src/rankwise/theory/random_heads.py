@@ -168,3 +168,20 @@ def singular_values_of_stochastic(
     eigenvalues = np.linalg.eigvalsh((smaller @ smaller.mT).numpy())
     least = math.sqrt(64 * max(matrix.shape) * float(np.finfo(np.float64).eps) * size)
     return np.sqrt(np.maximum(eigenvalues, 0)), least
+
+
+def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
+    """Singular values ≥ δ of a matrix without negative entries, by its Gram matrix where that can tell.
+
+    Args:
+        matrix: its entries are at least 0.
+        delta: singular values from here on count.
+
+    Examples:
+        >>> rank_of_stochastic(torch.eye(3, dtype=torch.float64), 0.01)
+        3
+    """
+    values, least = singular_values_of_stochastic(matrix, precise=False)
+    if delta < least:
+        values, _ = singular_values_of_stochastic(matrix, precise=True)
+    return int((values >= delta).sum())
