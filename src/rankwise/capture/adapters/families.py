@@ -10,6 +10,7 @@ from rankwise.capture.adapters.mamba import MambaAdapter
 from rankwise.capture.adapters.mamba2 import Mamba2Adapter
 from rankwise.capture.adapters.protocol import ProtocolAdapter
 from rankwise.capture.adapters.rg_lru import RGLRUAdapter
+from rankwise.capture.adapters.rwkv import RwkvAdapter
 from rankwise.capture.adapters.short_conv import ShortConvAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -21,6 +22,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     GatedDeltaAdapter(),
     LightningAdapter(),
     LongformerAdapter(),
+    RwkvAdapter(),
 )
 """Asked in this order."""
 

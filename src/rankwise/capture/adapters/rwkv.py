@@ -1,0 +1,79 @@
+"""The time mixing of RWKV-4, as transformers computes it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.capture.adapters.base import CONTINUED, Adapter, Steps, check_on_device, named, step
+from rankwise.capture.calls import Call
+from rankwise.capture.frames import ABSENT, Frame
+from rankwise.operators import DiagonalMixing, PartMixing, SemiseparableMixing, SumMixing
+
+
+class RwkvAdapter(Adapter):
+    """One operator for each channel: weights that decay, with a bonus for the token itself, rows of sum 1.
+
+    ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t: a scan that
+    each row reads one token late, plus a diagonal. Values are what the value projection gave; the receptance
+    and the output projection come after. The layer knows no padding mask.
+    """
+
+    watched = ("key", "value", "receptance")
+    classes = frozenset({"RwkvSelfAttention"})
+
+    def reads(self, module: nn.Module) -> bool:
+        """Whether it is the time mixing of transformers' RWKV."""
+        return named(module, self.classes)
+
+    def why_not(self, frame: Frame) -> str | None:
+        """It goes on from a state that holds earlier tokens; a new one has sums of zero."""
+        state, layer = frame.argument("state"), frame.module.layer_id
+        fresh = state in (None, ABSENT) or not bool(state[3][:, :, layer].any())
+        return None if fresh else CONTINUED
+
+    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+        """The weighted means of a whole sequence."""
+        layer: Any = frame.module
+        check_on_device(layer.time_decay, layer.time_first)
+        key = step(steps, "key").gave.float().transpose(1, 2)
+        operator = weighted_means(key, -layer.time_decay.detach().exp(), layer.time_first.detach())
+        receptance = torch.sigmoid(step(steps, "receptance").gave)
+
+        def finish(mixed: Tensor) -> Tensor:
+            return layer.output(receptance * mixed[..., 0].transpose(1, 2).to(receptance.dtype))
+
+        applied = step(steps, "value").gave.transpose(1, 2)[..., None]
+        return Call(operator, applied, finish=finish, whole=True)
+
+
+def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
+    """RWKV's matrix for each channel, (B, D, T, T), no exponential of it above 1.
+
+    Every sum of weights is kept relative to the largest of them, exp(m_t), as the layer itself does.
+
+    Args:
+        key: k (B, D, T).
+        log_decay: −w (D), at most 0.
+        bonus: u (D).
+    """
+    most = total = None
+    kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for k in key.unbind(-1):
+        own = bonus + k
+        shift = own if most is None else torch.maximum(most, own)
+        read = torch.zeros_like(k) if most is None else (most - shift).exp()
+        mean = (own - shift).exp() + (0 if total is None else read * total)
+        now = k if most is None else torch.maximum(most + log_decay, k)
+        decay = torch.zeros_like(k) if most is None else most + log_decay - now
+        enter = (k - now).exp()
+        total = enter if total is None else decay.exp() * total + enter
+        most = now
+        kept.append((decay, enter, read / mean, (own - shift).exp() / mean))
+    decay, enter, read, own = (torch.stack(one, -1) for one in zip(*kept, strict=True))
+    # one token more, so that row t reads what has entered up to t − 1
+    c = F.pad(read, (0, 1))[..., None]
+    scan = SemiseparableMixing(c, torch.ones_like(c), F.pad(decay, (1, 0)), F.pad(enter, (1, 0)))
+    last = torch.arange(c.shape[-2], device=c.device)
+    return SumMixing(PartMixing(scan, last < len(last) - 1, last > 0), DiagonalMixing(own))
