@@ -10,18 +10,15 @@ from rankwise.theory.collapse_bounds import (
 )
 from rankwise.theory.hardmax import hardmax_rank
 from rankwise.theory.null import interpolated_null_rank, null_rank
-from rankwise.theory.random_heads import NullRank
-from rankwise.theory.skip_bounds import (
-    norm_bound,
-    norm_scale,
+from rankwise.theory.paper_skip import (
     paper_condition,
     paper_floor,
     paper_scale,
     paper_scale_with_floor,
-    spread,
-    sum_bound,
-    sum_scale,
+    paper_strength,
 )
+from rankwise.theory.random_heads import NullRank
+from rankwise.theory.skip_bounds import norm_bound, norm_scale, spread, sum_bound, sum_scale
 from rankwise.theory.theorem1 import almost_orthonormal, theorem1_bound, theorem1_epsilon, theorem1_rank
 from rankwise.theory.uniform import uniform_rank
 
@@ -41,6 +38,7 @@ __all__ = [
     "paper_floor",
     "paper_scale",
     "paper_scale_with_floor",
+    "paper_strength",
     "rank_barrier",
     "rank_barrier_of_rows",
     "selective_decay",
