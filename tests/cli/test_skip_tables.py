@@ -73,7 +73,9 @@ NUMBERS = [name for name, field in LayerCertificate.model_fields.items() if fiel
 
 
 def test_every_number_of_a_certificate_is_under_its_name() -> None:
-    values = {name: 1.0 + at for at, name in enumerate(NUMBERS)} | {"paper_holds": None}
+    values = {name: 1.0 + at for at, name in enumerate(NUMBERS)} | dict.fromkeys(
+        ["paper_holds", "paper_guaranteed"]
+    )
     layer = LayerCertificate(site="h.0", norm="RMSNorm", **values)  # type: ignore[arg-type]
     stack = StackCertificate(
         stack="h", layers=1, kept=0.1, target=0.2, threshold=0.3, kept_mu=0.4, threshold_mu=0.5,

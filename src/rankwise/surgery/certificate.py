@@ -21,12 +21,16 @@ class LayerCertificate(BaseModel):
     scale: float
     """λ; of one for each channel, that of least magnitude."""
     norm: str
-    """``none``: the bounds speak of the sum; ``LayerNorm`` or ``RMSNorm``: of what that makes of it."""
+    """What makes the next state of the sum, told by what it computes. ``none``: the sum is the state, and the
+    bounds speak of it; ``LayerNorm`` or ``RMSNorm``: they speak of what that makes of it, before its gain;
+    ``unknown``: nothing is promised, and a note says why."""
+    norm_gain: float | None = None
+    """min|γ| of that norm: μ of the state behind it is at least this times the bound. 1 without a norm."""
     collapse_in: float
     """Mean over sequences of μ of what the mixer's block reads; before a norm, of its directions times √D."""
-    collapse_out: float
+    collapse_out: float | None
     """Mean over sequences of μ after the sum, and after the norm where there is one, without its gain."""
-    kept: float
+    kept: float | None
     """Least μ_out/μ_in of a sequence."""
     relative_in: float
     """Mean of μ/‖Y‖_F before."""
@@ -44,7 +48,12 @@ class LayerCertificate(BaseModel):
     """S: ‖C‖_F of the value and output weights, of all heads together; None if anything stands between the
     output projection and the sum, and with it all of the paper's numbers and `sound_scale_any_mixing`."""
     paper_holds: bool | None
-    """Whether Eq. 7 holds at this λ, with S·C_M measured; None where λ differs by channel."""
+    """Whether Eq. 7 holds at this λ, with S·C_M measured: half of what the paper's theorem asks, and alone no
+    guarantee. It and the next five are None where the theorem says nothing: it is about LayerNorm or RMSNorm
+    behind the sum, a mixer that reads states on their sphere, and no bias of values or output. Those that
+    depend on λ are None as well where it differs by channel."""
+    paper_guaranteed: bool | None = None
+    """Whether the theorem promises √a of μ here: Eq. 7 and μ² ≥ b, in every sequence."""
     paper_scale: float | None
     """Least |λ| for Eq. 7, with S·C_M measured."""
     paper_scale_worst: float | None
@@ -53,8 +62,9 @@ class LayerCertificate(BaseModel):
     """The theorem's b at this λ; the theorem speaks of states with μ² ≥ b. None likewise."""
     paper_scale_with_floor: float | None
     """Least |λ| for Eq. 7 and μ² ≥ b together."""
-    sound_bound: float
-    """Least share of μ_in that is sure at this λ, whatever way the mixer's rows point."""
+    sound_bound: float | None
+    """Least share of μ_in that is sure at this λ, whatever way the mixer's rows point. It and the numbers
+    below are None where the norm is not known."""
     sound_scale: float | None
     """Least |λ| that is sure to keep √a of μ, given the lengths of the mixer's rows; of one for each channel,
     the least that each must have, or None where a norm reads the sum and they differ: no such number is."""

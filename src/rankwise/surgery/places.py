@@ -1,6 +1,7 @@
 """Where in a model λ goes: which module to hook so that x + f(x) becomes λ·x + f(x)."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +124,9 @@ class Place:
     axis: int = 1
     """The axis of the tokens."""
     norm: str = ""
-    """The norm that alone reads the sum: a post-norm block."""
+    """The module that alone reads the sum and gives states again: a norm, in a post-norm block."""
+    read_by: str = ""
+    """The function that reads it, where that is in no module of its own: its norm cannot be told."""
 
     def install(self, model: nn.Module, parameter: str) -> None:
         """Put the hooks in; λ must be there already."""
@@ -179,7 +182,6 @@ def place(residual: Residual, traffic: Traffic) -> Place | None:
         "which": residual.which,
         "dtype": residual.sum.dtype,
         "axis": residual.axis,
-        "norm": _norm_after(residual, traffic),
     }
     found = (
         _as_argument(residual, traffic)
@@ -190,17 +192,56 @@ def place(residual: Residual, traffic: Traffic) -> Place | None:
     return None if found is None else Place(**found, **common)
 
 
-def _norm_after(residual: Residual, traffic: Traffic) -> str:
-    """The norm in the same block that alone reads the sum; a norm behind the last block is none."""
-    around = residual.sum.frames[-1].name if residual.sum.frames else ""
-    uses = traffic.history.uses.get(residual.sum.result, ())
-    for given in traffic.given.get(residual.sum.result, ()):
-        norm = given.frame
-        inside = not around or norm.name.startswith(f"{around}.")
-        alone = uses and all(norm.serial in use.running for use in uses)
-        if inside and alone and type(norm.module).__name__.endswith("Norm"):
-            return norm.name
-    return ""
+@dataclass(frozen=True)
+class Reader:
+    """What alone reads a sum, and makes states of it again."""
+
+    module: str = ""
+    function: str = ""
+    """Of one outside of any such module."""
+    inside: bool = False
+    """Whether it is in the module that takes the sum: a norm outside of it may be that behind a stack."""
+
+    def __bool__(self) -> bool:
+        return bool(self.module or self.function)
+
+
+def reader(residual: Residual, traffic: Traffic) -> Reader:
+    """What alone reads the sum of a residual connection, before anything is added to it; none in most blocks.
+
+    None where the sum is an operand of another one, or is read only by products with a matrix, by what gives
+    fewer numbers (a mean over tokens), or by nothing: then the sum is the state.
+    """
+    sum_, history = residual.sum, traffic.history
+    same = history.same_numbers(sum_.result)
+    uses = [use for one in same for use in history.uses.get(one, ()) if not use.passes]
+    if any(one in later.operands for later in history.sums for one in same):
+        return Reader()
+    size = math.prod(sum_.shape)
+    reads = [use for use in uses if use.numbers == size and not use.product]
+    if not reads:
+        return Reader()
+    around = sum_.frames[-1] if sum_.frames else None
+    inside = around is None or all(around.serial in use.running for use in uses)
+    given = [one.frame for name in same for one in traffic.given.get(name, ())]
+    alone = [frame for frame in given if all(frame.serial in use.running for use in uses)]
+    for frame in sorted(alone, key=lambda frame: frame.serial, reverse=True):
+        gives = [value for _, value in _items(frame.output) if isinstance(value, Tensor)]
+        if any(value.numel() == size for value in gives):
+            return Reader(frame.name, "", inside)
+    return Reader("", reads[0].function, inside)
+
+
+def with_readers(places: Sequence[Place], readers: Sequence[Reader]) -> list[Place]:
+    """Places with what reads their sums.
+
+    A reader outside of the block counts only if every sum has one: else it is the norm behind a stack.
+    """
+    every = all(readers)
+    return [
+        replace(one, norm=by.module, read_by=by.function) if by.inside or every else one
+        for one, by in zip(places, readers, strict=True)
+    ]
 
 
 def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankwise.capture.frames import Frames
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, call, tensors_in
-from rankwise.surgery.places import Place, Traffic, place
+from rankwise.surgery.places import Place, Traffic, place, reader, with_readers
 from rankwise.surgery.residuals import Residual, find_residuals, not_finite
 from rankwise.surgery.sums import Change, History, SumName, SumRecorder, SumTap
 
@@ -42,14 +42,15 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
     residuals = find_residuals(history)
     if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
         raise not_finite("what the model gives")
-    places, missed = [], []
+    places, readers, missed = [], [], []
     for residual in residuals:
         found = place(residual, traffic)
         if found is None:
             missed.append(_block(residual))
         else:
             places.append(found)
-    return places, missed
+            readers.append(reader(residual, traffic))
+    return with_readers(places, readers), missed
 
 
 def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Change]) -> list[Tensor]:

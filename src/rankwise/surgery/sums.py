@@ -36,6 +36,28 @@ COPIES = frozenset(
     }
 )
 """What gives the same numbers in another tensor."""
+RESHAPES = frozenset({torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.reshape_as})
+"""What may copy where a view is not possible."""
+PRODUCTS = frozenset(
+    {
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.multi_head_attention_forward,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        torch.einsum,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.mm,
+        Tensor.bmm,
+    }
+)
+"""Products with a matrix: a layer with weights, which no norm is."""
 STATE_AXES = (2, 3)
 """Axes of token states: (B, T, D), or (T, D) where sequences are laid end to end."""
 
@@ -91,6 +113,13 @@ class Use:
     """Serials of the calls around it."""
     copies: bool
     """Whether it only made a copy."""
+    function: str = ""
+    passes: bool = False
+    """Whether it gave the same numbers again, as a copy or in another shape."""
+    numbers: int = 0
+    """How many the largest tensor has that it gave."""
+    product: bool = False
+    """Whether it is a product with a matrix."""
 
 
 @dataclass
@@ -100,6 +129,8 @@ class History:
     sums: list[Sum] = field(default_factory=list)
     results: dict[Version, Sum] = field(default_factory=dict)
     copies: dict[Version, Copy] = field(default_factory=dict)
+    passed: dict[Version, list[Version]] = field(default_factory=dict)
+    """Tensors with the numbers of another: its copies, views of all of it, and what dropout made of it."""
     uses: dict[Version, list[Use]] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)
     """Kept so that no identity is given twice."""
@@ -115,6 +146,7 @@ class History:
     def copied(self, source: Version, made: Version, drops: bool) -> None:
         """Note a copy."""
         self.copies[made] = Copy(source, drops)
+        self.passed.setdefault(source, []).append(made)
         if not drops:
             origin = self.origin(source)
             self._origins[made] = origin
@@ -127,6 +159,13 @@ class History:
     def names(self, origin: Version) -> list[Version]:
         """A tensor and its copies."""
         return self._names.get(origin, [origin])
+
+    def same_numbers(self, tensor: Version) -> list[Version]:
+        """A tensor, its copies and views, and what dropout, which does nothing here, made of them."""
+        found = [tensor]
+        for one in found:
+            found.extend(made for made in self.passed.get(one, ()) if made not in found)
+        return found
 
 
 class SumNames:
@@ -178,13 +217,14 @@ class SumRecorder(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         pair = operands(func, args, kwargs)
         before = None if pair is None else _edges(*pair)
-        versions = {id(value): version(value) for value in _floating((*args, *kwargs.values()))}
+        given = _floating((*args, *kwargs.values()))
+        versions = {id(value): version(value) for value in given}
         names = None if pair is None else (versions[id(pair[0])], versions[id(pair[1])])
         out = func(*args, **kwargs)
         name = None if pair is None else self._names.next()
         if before is not None and names is not None and isinstance(out, Tensor) and out.requires_grad:
             self._sum(name, out, names, before)
-        self._used(func, versions, out, name)
+        self._used(func, given, versions, out, name)
         return out
 
     def _sum(
@@ -209,7 +249,7 @@ class SumRecorder(TorchFunctionMode):
         history.results[sum_.result] = sum_
 
     @no_type_check  # called for every operation of a model
-    def _used(self, func, versions, out, name):
+    def _used(self, func, given, versions, out, name):
         history, made = self._history, _floating(out if isinstance(out, tuple | list) else (out,))
         history.alive.extend(made)
         known = set(versions.values())
@@ -217,12 +257,24 @@ class SumRecorder(TorchFunctionMode):
         if not any(tensor.requires_grad for tensor in fresh):
             return
         copies = func in COPIES and len(fresh) == 1 and bool(versions)
+        reshapes = len(known) == len(fresh) == 1 and _reshaped(func, given[0], fresh[0])
         running = frozenset(frame.serial for frame in self._running)
-        use = Use(history.tick(), name, running, copies)
+        use = Use(
+            history.tick(),
+            name,
+            running,
+            copies,
+            function=getattr(func, "__name__", str(func)),
+            passes=copies or reshapes,
+            numbers=max(tensor.numel() for tensor in fresh),
+            product=func in PRODUCTS,
+        )
         for tensor in known:
             history.uses.setdefault(tensor, []).append(use)
         if copies:
             history.copied(next(iter(versions.values())), version(fresh[0]), drops=False)
+        elif reshapes:
+            history.passed.setdefault(next(iter(known)), []).append(version(fresh[0]))
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         out = input.clone()
@@ -280,6 +332,15 @@ def _edges(one, other):
     if one.shape != other.shape or 0 in one.shape or not (one.requires_grad and other.requires_grad):
         return None
     return get_gradient_edge(one), get_gradient_edge(other)
+
+
+@no_type_check
+def _reshaped(func, given, made):
+    """Whether a tensor holds all numbers of another one in another shape."""
+    if made.numel() != given.numel():
+        return False
+    base = given if given._base is None else given._base
+    return func in RESHAPES or (made._is_view() and made._base is base and made is not given)
 
 
 @no_type_check

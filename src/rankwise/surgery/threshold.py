@@ -1,7 +1,7 @@
 """The least λ that keeps tokens apart, found by trying."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.capture.names import stack_of
 from rankwise.surgery.examples import Example
+from rankwise.surgery.norms import Norm
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.watch import Added, watch_sums
 from rankwise.theory import spread
@@ -27,34 +28,6 @@ class Both(NamedTuple):
     """Of μ/‖Y‖."""
     mu: float | None
     """Of μ."""
-
-
-def norm_of(model: nn.Module, site: SkipSite) -> tuple[str, bool, float]:
-    """The norm that reads the sum at a site: its kind, whether it centres, and its ε.
-
-    Args:
-        model: the model.
-        site: the site.
-    """
-    if not site.place.norm:
-        return "none", False, 0.0
-    module = model.get_submodule(site.place.norm)
-    eps = next((getattr(module, name) for name in ("eps", "variance_epsilon") if hasattr(module, name)), 0.0)
-    centres = isinstance(module, nn.LayerNorm)
-    return ("LayerNorm" if centres else "RMSNorm"), centres, float(eps or 0.0)
-
-
-def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
-    """LayerNorm or RMSNorm without its gain and bias.
-
-    Args:
-        rows: what it reads.
-        centre: whether it is LayerNorm.
-        eps: its ε.
-    """
-    rows = rows - rows.mean(-1, keepdim=True) if centre else rows
-    size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
-    return rows / torch.where(size > 0, size, 1.0)
 
 
 def stacks_of(seen: Sequence[Added]) -> dict[str, list[int]]:
@@ -83,14 +56,14 @@ def equal_at_start(seen: Sequence[Added]) -> dict[str, Bool[Tensor, " B"]]:
     return found
 
 
-def kept_by(model: nn.Module, seen: Sequence[Added]) -> dict[str, Both]:
+def kept_by(seen: Sequence[Added], norms: Mapping[str, Norm]) -> dict[str, Both]:
     """What each stack keeps, from its first skip's residual to its last skip's sum, as a mean over sequences.
 
-    Those of equal tokens at the start are left out.
+    Those of equal tokens at the start are left out; so is μ where the norm behind the last sum is not known.
 
     Args:
-        model: the model.
         seen: what each skip adds.
+        norms: what reads the sum, by name of the site.
     """
     equal = equal_at_start(seen)
     found = {}
@@ -100,15 +73,18 @@ def kept_by(model: nn.Module, seen: Sequence[Added]) -> dict[str, Both]:
         if not bool(apart.any()):
             found[stack] = Both(None, None)
             continue
-        kind, centre, eps = norm_of(model, last.site)
-        end = last.total if kind == "none" else normed(last.total.double(), centre, eps)
+        norm = norms[last.site.name]
         shares = _share(last.total, last.mask) / _share(first.residual, first.mask)
-        mus = spread(end, last.mask).nan_to_num(0.0) / spread(first.residual, first.mask)
-        found[stack] = Both(float(shares[apart].mean()), float(mus[apart].mean()))
+        ends = spread(norm.of(last.total.double()), last.mask).nan_to_num(0.0)
+        mus = ends / spread(first.residual, first.mask)
+        mu = None if norm.kind == "unknown" else float(mus[apart].mean())
+        found[stack] = Both(float(shares[apart].mean()), mu)
     return found
 
 
-def threshold(model: nn.Module, batch: Example, sites: Sequence[SkipSite], target: float) -> dict[str, Both]:
+def threshold(
+    model: nn.Module, batch: Example, sites: Sequence[SkipSite], target: float, norms: Mapping[str, Norm]
+) -> dict[str, Both]:
     """The least |λ|, one for all layers, from which on each stack keeps a part of μ/‖Y‖, and of μ.
 
     "From which on" is on a grid up to 16: from the least point of it such that this one and all above pass,
@@ -119,14 +95,16 @@ def threshold(model: nn.Module, batch: Example, sites: Sequence[SkipSite], targe
         batch: what to run it on.
         sites: its sites.
         target: the part to keep.
+        norms: what reads the sum, by name of the site.
 
     Returns:
-        By stack; infinite where the last point of the grid does not pass, None where nothing is to keep.
+        By stack; infinite where the last point of the grid does not pass, None where nothing is to keep or
+        what is kept is not known.
     """
 
     @cache
     def kept(scale: float) -> dict[str, Both]:
-        return kept_by(model, watch_sums(model, batch, sites, {site.name: scale for site in sites}))
+        return kept_by(watch_sums(model, batch, sites, {site.name: scale for site in sites}), norms)
 
     def least(stack: str, measure: int) -> float | None:
         if all(kept(scale)[stack][measure] is None for scale in GRID):

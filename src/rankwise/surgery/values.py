@@ -29,6 +29,8 @@ class Mixing:
     """‖C‖_F, all heads together; None unless what the output projection gave is the branch that is added."""
     reach: Tensor | None = None
     """(B,): the most by which attention can move a token, whatever its weights."""
+    unlike: str = "its value and output weights were not found"
+    """What tells the branch from the paper's Σ_h M_h Y C_h; empty where nothing does."""
 
 
 class LinearTap:
@@ -67,11 +69,11 @@ def mixings(
         scales: λ of each site by name.
     """
     mixers: list[MixerSite] = []
-    branches: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    sums: dict[str, list[tuple[Tensor, Tensor]]] = {site.name: [] for site in sites}
     of_sum = {name: site.name for site in sites for name in site.sums}
 
     def note(name: SumName, residual: Tensor, branch: Tensor, total: Tensor) -> None:
-        branches[of_sum[name]].append(branch)
+        sums[of_sum[name]].append((residual, branch))
 
     with unhooked(model):  # what a projection gave is seen without the (λ − 1)·x that a hook may add to it
         tap = LinearTap(model)
@@ -93,11 +95,11 @@ def mixings(
         if _common(site.name, mixer.name):
             behind[site.name].append(mixer)
     return {
-        (site.name, number): _mixing(mixer, branch, tap.calls)
+        (site.name, number): _mixing(mixer, *operands, tap.calls)
         for site in sites
         # mixers side by side in one branch are left out
-        if len(behind[site.name]) == len(branches[site.name])
-        for number, (mixer, branch) in enumerate(zip(behind[site.name], branches[site.name], strict=True))
+        if len(behind[site.name]) == len(sums[site.name])
+        for number, (mixer, operands) in enumerate(zip(behind[site.name], sums[site.name], strict=True))
     }
 
 
@@ -111,7 +113,9 @@ def _common(one: str, other: str) -> int:
     return count
 
 
-def _mixing(mixer: MixerSite, branch: Tensor, calls: list[tuple[nn.Module, Tensor, Tensor]]) -> Mixing:
+def _mixing(
+    mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[tuple[nn.Module, Tensor, Tensor]]
+) -> Mixing:
     operator = mixer.operator
     batch, heads, tokens = operator.shape[0], operator.shape[1], operator.shape[2]
     squares = torch.zeros(batch, dtype=torch.float64)
@@ -130,7 +134,8 @@ def _mixing(mixer: MixerSite, branch: Tensor, calls: list[tuple[nn.Module, Tenso
     projection, _, projected = calls[gave[0]]
     if not _same(projected, branch):  # a gain, a norm or another summand stands in between
         return found
-    value_weights = _picked(calls[read[0]][0], read[1], columns=False)
+    projected_from, source, _ = calls[read[0]]
+    value_weights = _picked(projected_from, read[1], columns=False)
     output_weights = _picked(projection, gave[1], columns=True)
     groups = heads // mixer.values.shape[1]
     square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
@@ -140,11 +145,23 @@ def _mixing(mixer: MixerSite, branch: Tensor, calls: list[tuple[nn.Module, Tenso
         moved = mixer.values[:, head // groups].double().cpu() @ out.mT
         lengths = moved.norm(dim=-1).masked_fill(~mixer.valid_sources.cpu(), 0)
         reach += lengths.amax(-1)
-    bias = getattr(projection, "bias", None)
-    if isinstance(bias, Tensor):
-        reach += float(bias.detach().double().norm())
+    reach += float(_bias(projection).norm())
     found.value_norm, found.reach = square**0.5, reach
+    value_bias = _bias(projected_from)
+    if not _same(source, residual):
+        found.unlike = "the mixer reads something else than the state that the skip connection adds"
+    elif any(bool(value_bias[head].any()) for head in read[1]):
+        found.unlike = "its values have a bias"
+    else:
+        found.unlike = "its output has a bias" if bool(_bias(projection).any()) else ""
     return found
+
+
+def _bias(module: nn.Module) -> Tensor:
+    """Of each output of a linear map; zeros where it has none."""
+    bias, matrix = getattr(module, "bias", None), _matrix(module)
+    assert matrix is not None  # only such modules are tapped
+    return (bias if isinstance(bias, Tensor) else matrix.new_zeros(len(matrix))).detach().double().cpu()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
