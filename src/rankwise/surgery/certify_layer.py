@@ -113,11 +113,11 @@ def _norm_gain(norm: Norm) -> float | None:
     return None if norm.gain is None else float(norm.gain.abs().min())
 
 
-def _nothing_sound() -> dict[str, float | None]:
+def _nothing_sound() -> dict[str, Any]:
     return dict.fromkeys(("sound_bound", "sound_scale", "sound_scale_relative", "sound_scale_any_mixing"))
 
 
-def _sound(one: _Sum, before: Tensor, mixing: Mixing | None, a: float) -> dict[str, float | None]:
+def _sound(one: _Sum, before: Tensor, mixing: Mixing | None, a: float) -> dict[str, Any]:
     y, b, mask, norm = one.y, one.b, one.mask, one.norm
     if norm.known:
         bound = _norm_bound(one)

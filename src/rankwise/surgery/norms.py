@@ -1,7 +1,7 @@
 """The norm that reads the sum of a skip connection, told by what it computes and not by its name."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -152,8 +152,8 @@ def _copied(value: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _argument_of(call: NormCall, total: Tensor) -> int | str | None:
     """Which argument is the sum, number for number."""
-    given: Mapping[int | str, Any] = {**dict(enumerate(call.args)), **call.kwargs}
-    for key, value in given.items():
+    given: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    for key, value in given:
         if (
             isinstance(value, Tensor)
             and value.numel() == total.numel()
@@ -188,7 +188,7 @@ def recognised(call: NormCall, at: int | str) -> Norm:
         for kind in ("LayerNorm", "RMSNorm"):
             found = _fitted(again, kind == "LayerNorm")
             if found is not None:
-                return Norm(kind, *found)  # type: ignore[arg-type]
+                return Norm(kind, *found)
         return Norm("unknown", reason=f"{name} computes neither LayerNorm nor RMSNorm of each row")
     return Norm("unknown", reason=f"{type(call.module).__name__} cannot be run again in float64 or float32")
 
