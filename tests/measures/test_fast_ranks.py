@@ -17,9 +17,15 @@ from rankwise.measures import (
     stable_rank,
     summarize_spectrum,
 )
-from rankwise.measures.dense_gram import GramSpectrum, gram_spectrum
-from rankwise.measures.exact import DIRECT, EFFECTIVE_RTOL, count_at_least, gram_or_svd
-from rankwise.measures.inertia import inertia_count
+from rankwise.measures.dense_spectrum import (
+    DIRECT,
+    EFFECTIVE_RTOL,
+    GramSpectrum,
+    count_at_least,
+    gram_or_svd,
+    gram_spectrum,
+    inertia_count,
+)
 
 SHAPES = [(1, 1), (1, 7), (2, 2), (3, 3), (7, 4), (16, 16), (17, 40), (33, 33), (64, 20)]
 SIZE = DIRECT + 5
@@ -361,7 +367,7 @@ def test_counts_take_the_gram_matrix_where_the_inertia_is_not_sure(monkeypatch):
     def unsure(matrices, delta):
         return matrices.new_full((len(matrices),), -1), torch.tensor([True, False, False])
 
-    monkeypatch.setattr("rankwise.measures.exact.inertia_count", unsure)
+    monkeypatch.setattr("rankwise.measures.dense_spectrum.inertia_count", unsure)
     assert count_at_least(m, 0.1).tolist() == [-1, *wanted[1:].tolist()]
 
 

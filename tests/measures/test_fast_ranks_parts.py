@@ -10,8 +10,15 @@ from tests.measures.measure_cases import close, make, matrices, normal
 
 import rankwise.measures.inputs as parts
 from rankwise.measures import numerical_rank, rank_summary, singular_values
-from rankwise.measures.dense_gram import _eigenvalues, gram_spectrum, in_range, lower_gram
-from rankwise.measures.inertia import _growth, _inverse_norm, inertia_count
+from rankwise.measures.dense_spectrum import (
+    _eigenvalues,
+    _growth,
+    _inverse_norm,
+    gram_spectrum,
+    in_range,
+    inertia_count,
+    lower_gram,
+)
 from rankwise.measures.inputs import measured_in_parts
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
@@ -49,7 +56,7 @@ def test_what_is_above_the_diagonal_is_not_read(monkeypatch):
     poison = poison.mT.contiguous().mT
     close(_eigenvalues(poison), _eigenvalues(gram), rtol=0, atol=0)
     count, certain = inertia_count(m, 1.0)
-    monkeypatch.setattr("rankwise.measures.inertia.lower_gram", lambda wide: poison)
+    monkeypatch.setattr("rankwise.measures.dense_spectrum.lower_gram", lambda wide: poison)
     again, still = inertia_count(m, 1.0)
     assert again.equal(count)
     assert still.equal(certain)
@@ -154,7 +161,7 @@ def test_a_factor_that_grows_makes_a_count_unsure(monkeypatch):
     m = normal(3, 10, 10)
     assert inertia_count(m, 1.0)[1].all()
     monkeypatch.setattr(
-        "rankwise.measures.inertia._growth", lambda factor, paired: factor[:, 0, 0].abs() + 1e14
+        "rankwise.measures.dense_spectrum._growth", lambda factor, paired: factor[:, 0, 0].abs() + 1e14
     )
     assert not inertia_count(m, 1.0)[1].any()
 

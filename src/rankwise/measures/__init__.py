@@ -14,6 +14,7 @@ from rankwise.measures.rank import (
     effective_rank,
     numerical_rank,
     rank_summary,
+    singular_values,
     stable_rank,
     summarize_spectrum,
 )
@@ -27,7 +28,6 @@ from rankwise.measures.rows import (
     row_summary,
     sink_mass,
 )
-from rankwise.measures.spectrum import singular_values
 from rankwise.measures.token_states import (
     mean_cosine,
     state_effective_rank,

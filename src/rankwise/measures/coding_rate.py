@@ -9,7 +9,7 @@ from torch import Tensor
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.linalg import ratio, unit_scale
 from rankwise.measures.inputs import as_tokens, to_float64
-from rankwise.measures.spectrum import scaled_spectrum
+from rankwise.measures.rank import scaled_spectrum
 from rankwise.shapes import TokenMask
 
 EPS = torch.finfo(torch.float64).eps

@@ -1,4 +1,4 @@
-"""Three notions of rank, each a function of the singular values."""
+"""Singular values, and three notions of rank, each a function of them."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rankwise.errors import RankwiseError
 from rankwise.linalg import ratio
-from rankwise.measures.exact import count_at_least, gram_or_svd
+from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, scaled_svd
 from rankwise.measures.inputs import Mixing, measured_in_parts
-from rankwise.measures.spectrum import scaled_spectrum
 
 DELTA = 1e-2
 """Singular values below this count as zero, unless the caller says otherwise."""
@@ -41,6 +40,28 @@ class RankSummary(NamedTuple):
             delta: one of the thresholds of which `rank_summary` was told.
         """
         return _count(self.singular_values, delta)
+
+
+def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
+    """Singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S) of them.
+
+    Range: [0, ‖M‖_F]; NaN throughout where a matrix holds NaN or infinity. An error of about 1e-16·σ_1 is
+    the best float64 gives, so smaller values mean zero.
+    Cost: a dense decomposition, O(T S min(T, S)) time and O(T S) memory for each matrix.
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+
+    Raises:
+        ShapeError: if it is not (..., T, S) with T, S ≥ 1.
+
+    Examples:
+        >>> import torch
+        >>> singular_values(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).tolist()
+        [2.0, 1.0]
+    """
+    sigma, scale = scaled_spectrum(op, "`singular_values`")
+    return sigma * scale[..., None]
 
 
 def rank_summary(
@@ -182,6 +203,19 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     """
     sigma, _, _ = measured_in_parts(op, "`stable_rank`", lambda part: gram_or_svd(part, rtol=None))
     return _energy_rank(sigma)
+
+
+def scaled_spectrum(
+    op: Mixing, subject: str
+) -> tuple[Float64[Tensor, "*batch N"], Float64[Tensor, "*batch"]]:
+    """Singular values in units of a power of two, and that power: their ratios keep all digits.
+
+    Args:
+        op: an operator, or a tensor (..., T, S).
+        subject: what an error calls it.
+    """
+    sigma, scale = measured_in_parts(op, subject, scaled_svd)
+    return sigma, scale
 
 
 def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
