@@ -23,8 +23,9 @@ import torch
 from hypothesis import settings
 
 # Property tests are not timed: the first call of a decomposition loads libraries.
-settings.register_profile("untimed", deadline=None, derandomize=True)
-settings.load_profile("untimed")
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 SEED = 0
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"

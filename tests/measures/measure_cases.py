@@ -1,13 +1,8 @@
 """What the tests of the measures share: matrices to try, and how far rounding may carry an answer."""
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-# The first call of a decomposition loads libraries: no property is timed.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 U = torch.finfo(torch.float64).eps
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import close, make, matrices, normal, rank_tolerance
 from tests.unchecked import unchecked
@@ -51,6 +51,7 @@ def test_any_dtype_is_measured_as_its_values_in_float64(measure, dtype):
 
 
 @every_matrix_measure
+@settings(max_examples=8)
 @given(x=matrices(batch=(2, 3)))
 def test_matrices_of_a_batch_are_measured_alone(measure, x):
     together = measure(x)

@@ -53,7 +53,6 @@ exponents = st.one_of(
 )
 
 
-@settings(max_examples=40)
 @given(rows=whole_matrices, power=exponents)
 def test_one_size_of_number_is_as_good_as_another(rows, power):
     base = torch.tensor(rows, dtype=torch.float64)
@@ -109,7 +108,7 @@ def shares(row: list[Decimal]) -> list[Decimal]:
     return [SHORT.divide(abs(v), sum(map(abs, row))) for v in row]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(x=mixed_matrices())
 def test_rows_and_tokens_of_many_sizes(x):
     with localcontext(EXACT):
@@ -143,7 +142,7 @@ def test_rows_and_tokens_of_many_sizes(x):
             close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(x=mixed_matrices(), y=mixed_matrices(), z=mixed_matrices())
 def test_heads_of_many_sizes(x, y, z):
     heads = [h[:2] for h in (x, y, z)]
@@ -187,10 +186,10 @@ def rate(x: torch.Tensor, eps: float) -> float:
         else:
             (a, b, c), (d, e, f), (g, h, i) = gram
             determinant = a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
-        return float(determinant.ln() / 2)
+        return float(SHORT.ln(determinant) / 2)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(x=mixed_matrices(), eps=st.sampled_from([0.5, 1e-3, 1e3]))
 def test_a_coding_rate_is_right_or_refused(x, eps):
     try:

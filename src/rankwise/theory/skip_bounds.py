@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from rankwise.linalg import mean_distance
 from rankwise.theory.paper_skip import check_share
 
 Rows = Float[Tensor, "*batch T D"]
@@ -29,9 +30,7 @@ def spread(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[
         >>> spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item() ** 2
         2.0000000000000004
     """
-    rows, real = _counted(rows, mask)
-    mean = rows.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
-    return torch.linalg.vector_norm((rows - mean) * real[..., None], dim=(-2, -1))
+    return mean_distance(*_counted(rows, mask))
 
 
 def sum_bound(
