@@ -40,6 +40,7 @@ ALLOWED = {
     "data": {"errors", "shapes", "files"},
     "assets": {"errors"},
     "subjects": {"errors", "data", "models"},
+    "__main__": {"cli"},
     "cli": {
         "errors",
         "files",
@@ -113,7 +114,20 @@ def in_fresh_process(code: str) -> str:
 
 
 def test_import_is_light() -> None:
-    heavy = ["transformers", "triton", "plotly", "pandas", "datasets", "PIL", "jinja2", "numba"]
+    heavy = [
+        "torch",
+        "numpy",
+        "pydantic",
+        "typer",
+        "transformers",
+        "triton",
+        "plotly",
+        "pandas",
+        "datasets",
+        "PIL",
+        "jinja2",
+        "numba",
+    ]
     loaded = in_fresh_process(
         f"import rankwise, sys; print([name for name in {heavy} if name in sys.modules])"
     )
@@ -135,5 +149,23 @@ print(len(audit.heads))
 
 def test_every_public_name_is_there_and_few() -> None:
     assert len(rankwise.__all__) < 25
-    for name in rankwise.__all__:
+    for name in dir(rankwise):
         assert getattr(rankwise, name) is not None
+    with pytest.raises(AttributeError, match="'rankwise' has no attribute 'nothing'"):
+        rankwise.nothing  # noqa: B018
+
+
+def test_only_public_names_are_listed() -> None:
+    parts = {path.stem for path in PACKAGE.iterdir() if not path.stem.startswith("_")}
+    assert {*rankwise.__all__, "__version__"} <= set(dir(rankwise))
+    assert set(dir(rankwise)) <= {*rankwise.__all__, "__version__", *parts}
+
+
+def test_a_function_is_never_replaced_by_the_package_it_comes_from() -> None:
+    code = """
+import rankwise.capture.names, rankwise.audit.records, rankwise as rw
+from rankwise import audit
+import rankwise.audit as again
+print(callable(rw.capture), callable(rw.audit), audit is again is rw.audit)
+"""
+    assert in_fresh_process(code).split() == ["True"] * 3

@@ -1,45 +1,43 @@
 """Measure, keep and spend the rank of sequence models.
 
-*Measure*: `capture`, `audit`, `compare`, and the measures they use. Everything here works on any PyTorch
-module; transformers, pandas and plotly are loaded only by what needs them.
+*Measure*: `capture`, `audit`, `compare` and the measures they use. *Keep*: λ-skips. *Spend*: `ops`, `models`.
+Everything is imported when it is first asked for, so that `import rankwise` takes no time and a command can
+answer Ctrl-C from its first moment on.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rankwise.audit import Audit, audit, compare
-from rankwise.capture import MixerSite, StateSite, Trace, capture
-from rankwise.errors import RankwiseError
-from rankwise.measures import (
-    coding_rate,
-    effective_rank,
-    estimate_spectrum,
-    numerical_rank,
-    singular_values,
-    stable_rank,
-    token_collapse,
-)
-from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
-from rankwise.theory import rank_barrier
-
 if TYPE_CHECKING:
+    from rankwise import data as data
+    from rankwise import errors as errors
+    from rankwise import measures as measures
     from rankwise import models as models
+    from rankwise import operators as operators
     from rankwise import ops as ops
+    from rankwise import plan as plan
     from rankwise import surgery as surgery
+    from rankwise import theory as theory
+    from rankwise.audit import Audit, audit, compare
+    from rankwise.capture import MixerSite, StateSite, Trace, capture
+    from rankwise.errors import RankwiseError
+    from rankwise.measures import (
+        coding_rate,
+        effective_rank,
+        estimate_spectrum,
+        numerical_rank,
+        singular_values,
+        stable_rank,
+        token_collapse,
+    )
+    from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
     from rankwise.plan import plan_head_dim
     from rankwise.surgery import add_lambda_skip, certify_skip, remove_lambda_skip
+    from rankwise.theory import rank_barrier
 
 __version__ = "0.1.0.dev0"
-_LATER = {
-    "models": "rankwise.models",
-    "ops": "rankwise.ops",
-    "plan_head_dim": "rankwise.plan",
-    "surgery": "rankwise.surgery",
-    "add_lambda_skip": "rankwise.surgery",
-    "certify_skip": "rankwise.surgery",
-    "remove_lambda_skip": "rankwise.surgery",
-}
-"""What is imported when it is first asked for: it is heavy, or imports what is."""
 
 __all__ = [
     "Audit",
@@ -66,14 +64,50 @@ __all__ = [
     "stable_rank",
     "token_collapse",
 ]
+_PACKAGES = ("data", "errors", "measures", "models", "operators", "ops", "plan", "surgery", "theory")
+_HOMES = {
+    "audit": ("Audit", "audit", "compare"),
+    "capture": ("MixerSite", "StateSite", "Trace", "capture"),
+    "errors": ("RankwiseError",),
+    "measures": (
+        "coding_rate",
+        "effective_rank",
+        "estimate_spectrum",
+        "numerical_rank",
+        "singular_values",
+        "stable_rank",
+        "token_collapse",
+    ),
+    "operators": ("DenseMixing", "MixingOperator", "SoftmaxMixing"),
+    "plan": ("plan_head_dim",),
+    "surgery": ("add_lambda_skip", "certify_skip", "remove_lambda_skip"),
+    "theory": ("rank_barrier",),
+}
+"""The package of each public name."""
+
+
+class _Rankwise(ModuleType):
+    """`rankwise.audit` and `rankwise.capture` are functions, and packages of these names hold them.
+
+    Python binds a package to its name in the one above when it is imported: not here.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Rankwise
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name in _PACKAGES:
+        return import_module(f"rankwise.{name}")
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
-    module = import_module(_LATER[name])
-    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    return getattr(import_module(f"rankwise.{home}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted([*__all__, *_PACKAGES, "__version__"])

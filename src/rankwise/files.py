@@ -82,12 +82,13 @@ def write_whole(path: Path, text: str, subject: str) -> Path:
         partial.write_text(text, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
         partial.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise InputError(
             f"{subject} {path}",
             wanted="a file that can be written",
             got=error.strerror or str(error),
             fix=f"Choose a folder you may write to and that has room, or make {path.parent} writable.",
         ) from error
+    finally:  # also where Ctrl-C came in between
+        with suppress(OSError):
+            partial.unlink()
     return path

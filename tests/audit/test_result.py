@@ -167,6 +167,22 @@ def test_links_are_followed_and_devices_refused(audit: rw.Audit, tmp_path: Path)
         audit.save("/dev/null")
 
 
+def test_ctrl_c_in_the_middle_leaves_the_old_file_and_nothing_else(
+    audit: rw.Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = audit.save(tmp_path / "audit.json")
+    before = path.read_text()
+
+    def interrupted(self: Path, *_: Any) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        audit.model_copy(update={"heads": []}).save(path)
+    assert path.read_text() == before
+    assert [other.name for other in tmp_path.iterdir()] == ["audit.json"]
+
+
 @pytest.mark.parametrize(
     "text", ['{"format": ' + "9" * 5000 + "}", '{"format": "rankwise-audit", "a": "\\ud800"}']
 )

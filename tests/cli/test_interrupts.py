@@ -1,0 +1,126 @@
+"""Ctrl-C ends a command in one line with status 130, at whatever moment and however often it is pressed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankwise.audit import Audit
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals")
+
+MARKER = """
+import os, sys
+class Marker:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["MARK"]:
+            os.write(1, b"here" + bytes([10]))
+sys.meta_path.insert(0, Marker())
+"""
+"""A ``sitecustomize`` that tells when the import of a module begins."""
+WAYS = {
+    "module": ["-m", "rankwise"],
+    "script": ["-c", "import re, sys; from rankwise.__main__ import main; sys.exit(main())"],
+}
+SLOW = """
+import os, time, torch
+from torch import nn
+
+def build():
+    def batches():
+        yield torch.randn(1, 9, 8)
+        os.write(1, b"here" + bytes([10]))
+        for _ in range(600):
+            time.sleep(0.1)
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), batches()
+"""
+LINE = "rankwise: interrupted\n"
+
+
+def started(
+    folder: Path, *arguments: str, way: str = "module", mark: str = "", ignored: bool = False
+) -> subprocess.Popen[str]:
+    """A command whose standard output says "here" where a signal is due."""
+    (folder / "sitecustomize.py").write_text(MARKER)
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, *WAYS[way], *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, bufsize=1,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MARK": mark},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def pressed(process: subprocess.Popen[str], gaps: list[float]) -> tuple[int, str, str]:
+    """Press Ctrl-C when the process is there, after each gap in seconds; status, output and errors."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    for gap in gaps:
+        time.sleep(gap)
+        process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    return process.returncode, out, errors
+
+
+@pytest.mark.parametrize(
+    ("mark", "gap", "way"),
+    [
+        ("rankwise.cli", 0.0, "module"),
+        ("rankwise.cli", 0.0, "script"),
+        ("typer", 0.01, "module"),
+        ("torch", 0.2, "script"),
+        ("torch.nn", 0.05, "module"),
+        ("transformers", 0.02, "module"),
+    ],
+)
+def test_while_python_imports(mark: str, gap: float, way: str, tmp_path: Path) -> None:
+    status, out, errors = pressed(started(tmp_path, "audit", way=way, mark=mark), [gap])
+    assert (status, out, errors) == (130, "", LINE)
+    assert not (tmp_path / "rankwise-audit" / "audit.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("mark", "gap"), [("typer", 0.0), ("torch", 0.001), ("torch.nn", 0.01), ("transformers", 0.1)]
+)
+def test_five_times_in_a_row(mark: str, gap: float, tmp_path: Path) -> None:
+    status, _, errors = pressed(started(tmp_path, "audit", mark=mark), [gap] * 5)
+    assert (status, errors) == (130, LINE)
+
+
+def test_once_while_the_model_runs_writes_what_is_done(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    status, out, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05])
+    assert (status, errors) == (130, LINE)
+    assert "INCOMPLETE" in out
+    audit = Audit.load(tmp_path / "rankwise-audit")
+    assert (audit.complete, audit.provenance.batches) == (False, 1)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.005, 0.1])
+def test_five_times_while_the_model_runs_leaves_no_half_file(gap: float, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    status, _, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05, *[gap] * 4])
+    assert (status, errors) == (130, LINE)
+    for path in (tmp_path / "rankwise-audit").glob("*.json"):
+        assert not Audit.load(path).complete
+
+
+def test_a_command_that_is_told_to_ignore_it_goes_on(tmp_path: Path) -> None:
+    process = started(tmp_path, "--version", mark="rankwise.cli", ignored=True)
+    status, out, errors = pressed(process, [0.0])
+    assert (status, errors) == (0, "")
+    assert out.strip()
+
+
+def test_python_m_rankwise_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rankwise"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == "0.1.0.dev0\n"
+    done = subprocess.run([*command, "audit", "nowhere.py:f"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("rankwise: model nowhere.py:f: wanted a Python file")
+    assert subprocess.run([*command, "no"], capture_output=True, check=False).returncode == 2
