@@ -144,6 +144,7 @@ def test_save_load_and_page(tmp_path: Path) -> None:
         ({"mask": "casual"}, "Did you mean causal"),
         ({"positions": "rotary"}, "'rope'"),
         ({"trials": 1}, "trials"),
+        ({"tokens": 5000, "temperature": 1.0}, "temperature 0"),
         ({"kv_heads": 2}, "kv_heads"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads"),
         ({"layers": 0}, "layers"),

@@ -48,6 +48,7 @@ def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
     assert len(plan.trained) == 16
     assert all(1 <= head.needed <= 32 for head in plan.trained)
     assert "What the trained heads use" in done.output
+    assert "trained heads need more than" in " ".join(plan.notes)
 
 
 def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> None:

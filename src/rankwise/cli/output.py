@@ -61,6 +61,15 @@ def show_progress(sequences: int) -> Iterator[Callable[[int, str], None]]:
         yield update
 
 
+@contextmanager
+def show_trials(trials: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of trials on standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("drawing random heads", total=trials)
+        yield lambda done: progress.update(task, completed=done)
+
+
 def write_report(audit: "Audit", folder: Path) -> None:
     """Write audit.json and index.html, then show the findings and say what was written where.
 

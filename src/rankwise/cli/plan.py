@@ -10,7 +10,6 @@ import typer
 
 if TYPE_CHECKING:
     from rankwise.plan import HeadDimPlan
-    from rankwise.subjects import Subject
 
 HELP = """Plan the width of attention heads before training: where the rank of random heads saturates.
 
@@ -63,9 +62,10 @@ def command(
     ] = False,
 ) -> None:
     """Plan a head width; see `HELP`."""
-    from rankwise.cli.output import prepare_folder, quiet_libraries
+    from rankwise.cli.output import prepare_folder, quiet_libraries, show_trials
     from rankwise.plan import fit_log_law, plan_head_dim, with_prices
     from rankwise.plan.sources import attention_of, model_states, text_states
+    from rankwise.plan.trained import with_trained
     from rankwise.subjects import load_subject
 
     _check(out, overwrite, width, tokens, model, text, images)
@@ -85,21 +85,23 @@ def command(
         states, said = tokens, []
     mask = mask or own.get("mask", "full")
     shape = {"heads": heads or own.get("heads"), "kv_heads": kv_heads or own.get("kv_heads")}
-    plan = plan_head_dim(
-        states,
-        mask,
-        tolerance,
-        inputs=inputs,
-        width=width if isinstance(states, int) else None,
-        heads=heads,
-        kv_heads=kv_heads if heads is not None else None,
-        positions=positions or own.get("positions", "none"),
-        layers=layers,
-        block=block,
-        temperature=temperature,
-        trials=trials,
-        seed=seed,
-    )
+    with show_trials(trials) as on_trial:
+        plan = plan_head_dim(
+            states,
+            mask,
+            tolerance,
+            inputs=inputs,
+            width=width if isinstance(states, int) else None,
+            heads=heads,
+            kv_heads=kv_heads if heads is not None else None,
+            positions=positions or own.get("positions", "none"),
+            layers=layers,
+            block=block,
+            temperature=temperature,
+            trials=trials,
+            seed=seed,
+            on_trial=on_trial,
+        )
     about = {
         "command": shlex.join(["rankwise", *sys.argv[1:]]),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -117,7 +119,7 @@ def command(
             if law:
                 plan = plan.model_copy(update={"law": fit_log_law(mask, tolerance, trials=trials, seed=seed)})
             if subject is not None:
-                plan = _with_trained(plan, subject, batches)
+                plan = with_trained(plan, subject.model, batches)
         except KeyboardInterrupt:
             plan = plan.model_copy(update={"complete": False, "notes": [*plan.notes, "Stopped by Ctrl-C."]})
     written = [plan.save(out / "plan.json"), plan.to_html(out / "index.html")]
@@ -156,14 +158,6 @@ def _check(
         raise InputError(
             "--images", wanted="a model that reads pictures", got="none", fix="Give --model, such as a ViT."
         )
-
-
-def _with_trained(plan: "HeadDimPlan", subject: "Subject", batches: list[Any]) -> "HeadDimPlan":
-    from rankwise.plan import trained_widths
-
-    found = trained_widths(subject.model, batches, plan.tolerance)
-    notes = plan.notes if found else [*plan.notes, "The model has no softmax attention that could be seen."]
-    return plan.model_copy(update={"trained": found, "notes": notes})
 
 
 def _versions() -> dict[str, str]:

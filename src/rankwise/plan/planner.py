@@ -1,19 +1,19 @@
 """The head-width planner: where the rank of random heads saturates."""
 
-import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankwise.errors import RankwiseError, ShapeError, did_you_mean
+from rankwise.errors import ShapeError
+from rankwise.plan.checks import check_fit, check_names, check_numbers, check_sizes, given_states
 from rankwise.plan.ranks import trial_ranks
 from rankwise.plan.records import HeadDimPlan
 from rankwise.plan.saturation import layer_curve
-from rankwise.plan.states import BLOCKS, INPUTS, POSITIONS, Setting
+from rankwise.plan.states import Setting
 from rankwise.theory import rank_barrier
-from rankwise.theory.barrier import MASKS
 
 EVERY = tuple(range(1, 257))
 """Widths tried where all cost what the widest does: layer 1 at temperature 0 without rotary positions."""
@@ -39,6 +39,7 @@ def plan_head_dim(
     delta: float = 1e-2,
     trials: int = 10,
     seed: int = 0,
+    on_trial: Callable[[int], None] | None = None,
 ) -> HeadDimPlan:
     """Head width from which on a wider head at random weights has hardly more rank.
 
@@ -75,6 +76,7 @@ def plan_head_dim(
         delta: singular values from here on count.
         trials: draws of the weights, at least 2.
         seed: of generators of its own.
+        on_trial: called with the number of trials done, after each.
 
     Returns:
         The plan: ``head_dim``, ``interval``, ``curve``, ``barrier``, ``layers``. Interrupted by Ctrl-C after
@@ -89,15 +91,15 @@ def plan_head_dim(
         >>> plan.head_dim < 16, plan.curve[-1][1] < plan.barrier / 128 + 0.05
         (True, True)
     """
-    given = _given(tokens)
+    given = given_states(tokens)
     count = given.shape[1] if given is not None else tokens
-    _check_names(mask, inputs, positions, block)
-    _check_numbers(count, tolerance, temperature, delta, trials)
+    check_names(mask, inputs, positions, block)
+    check_numbers(count, tolerance, temperature, delta, trials)
     deep = layers is not None and layers != 1
     sized = {
         "width": width, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim, "layers": layers
     }  # fmt: skip
-    _check_sizes(sized)
+    check_sizes(sized)
     assert isinstance(count, int)
     drawn = inputs or ("gaussian" if deep or positions == "learned" else "orthonormal")
     setting = Setting(
@@ -117,16 +119,20 @@ def plan_head_dim(
         seed=seed,
     )
     widths = _widths(head_dims, setting)
-    _check_fit(setting, widths, width)
-    ranks, stopped = _drawn(setting, widths, trials)
+    check_fit(setting, widths, width)
+    ranks, stopped = _drawn(setting, widths, trials, on_trial)
     return _plan(setting, widths, ranks, tolerance, stopped, trials)
 
 
-def _drawn(setting: Setting, widths: tuple[int, ...], trials: int) -> tuple[Float[np.ndarray, "N L W"], bool]:
+def _drawn(
+    setting: Setting, widths: tuple[int, ...], trials: int, on_trial: Callable[[int], None] | None
+) -> tuple[Float[np.ndarray, "N L W"], bool]:
     found: list[np.ndarray] = []
     try:
         for trial in range(trials):
             found.append(trial_ranks(setting, widths, trial))
+            if on_trial is not None:
+                on_trial(len(found))
     except KeyboardInterrupt:
         if len(found) < 2:  # no spread, nothing to keep
             raise
@@ -184,24 +190,6 @@ def _plan(
     )
 
 
-def _given(tokens: int | Tensor) -> Tensor | None:
-    if not isinstance(tokens, Tensor):
-        return None
-    states = tokens.detach().cpu()
-    states = states[None] if states.ndim == 2 else states
-    if states.ndim != 3 or not states.is_floating_point() or not bool(states.isfinite().all()):
-        raise ShapeError(
-            "`tokens`",
-            wanted="a length, or finite token states of shape (T, D) or (B, T, D)",
-            got=f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-            + ("" if not states.is_floating_point() or states.isfinite().all() else " with NaN or infinity"),
-            fix="Give embeddings, not token ids.",
-        )
-    if bool((states.flatten(1).abs().amax(1) == 0).any()):
-        raise ShapeError("`tokens`", wanted="states that are not all 0", got="zeros", fix="Leave them out.")
-    return states
-
-
 def _widths(head_dims: tuple[int, ...] | list[int] | None, setting: Setting) -> tuple[int, ...]:
     rope = setting.positions == "rope"
     if head_dims is None:
@@ -226,84 +214,6 @@ def _widths(head_dims: tuple[int, ...] | list[int] | None, setting: Setting) -> 
             fix=f"Add {2 * widths[0]} or more.",
         )
     return widths
-
-
-def _check_fit(setting: Setting, widths: tuple[int, ...], width: int | None) -> None:
-    if width is not None and setting.given is not None and width != setting.dim:
-        raise ShapeError(
-            "`width`", wanted=f"{setting.dim}, as the token states", got=str(width), fix="Leave it out."
-        )
-    if setting.inputs == "orthonormal" and not setting.knows_no_width and setting.dim < setting.tokens:
-        raise ShapeError(
-            "`inputs`",
-            wanted=f"a width of at least {setting.tokens}: more than D rows of width D are not orthonormal",
-            got=f"orthonormal with D = {setting.dim}",
-            fix='Use inputs="gaussian".',
-        )
-    if setting.kv_heads is not None and (setting.heads is None or setting.heads % setting.kv_heads):
-        raise ShapeError(
-            "`kv_heads`",
-            wanted="a divisor of `heads`, which must be given with it",
-            got=f"heads={setting.heads}, kv_heads={setting.kv_heads}",
-            fix="For 12 heads in groups of 3 give heads=12, kv_heads=4.",
-        )
-    if setting.layers > 1 and setting.heads is None and widths[-1] > setting.dim:
-        raise ShapeError(
-            "`head_dims`",
-            wanted=f"at most {setting.dim} where D = H·K",
-            got=str(widths[-1]),
-            fix="Give `heads` for D ≠ H·K, or narrower widths.",
-        )
-
-
-def _check_names(mask: str, inputs: str | None, positions: str, block: str | None) -> None:
-    names = {"mask": (mask, MASKS), "positions": (positions, POSITIONS)}
-    names |= {"inputs": (inputs, INPUTS)} if inputs is not None else {}
-    names |= {"block": (block, BLOCKS)} if block is not None else {}
-    for name, (value, known) in names.items():
-        if value not in known:
-            raise RankwiseError(
-                f"`{name}`",
-                wanted=" or ".join(map(repr, known)),
-                got=repr(value),
-                fix=did_you_mean(str(value), known),
-            )
-
-
-def _check_sizes(sized: dict[str, int | None]) -> None:
-    for name, value in sized.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if (value is None and name == "layers") or (value is not None and not (whole and value >= 1)):
-            raise ShapeError(
-                f"`{name}`",
-                wanted="a whole number, at least 1",
-                got=repr(value),
-                fix="Leave it out or mend it.",
-            )
-
-
-def _check_numbers(tokens: object, tolerance: float, temperature: float, delta: float, trials: int) -> None:
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
-        raise ShapeError(
-            "`tokens`",
-            wanted="two tokens or more",
-            got=repr(tokens),
-            fix="A single token mixes with itself alone: its rank is 1 at every width.",
-        )
-    wanted = {
-        "tolerance": (tolerance, 0 < tolerance < 1, "a number in (0, 1)", "0.01 is the paper's."),
-        "temperature": (
-            temperature,
-            math.isfinite(temperature) and temperature >= 0,
-            "a finite number, at least 0",
-            "It is in units of √K: 0 is hardmax, 1 the usual softmax.",
-        ),
-        "delta": (delta, math.isfinite(delta) and delta > 0, "a finite number above 0", "0.01 is usual."),
-        "trials": (trials, trials >= 2, "2 or more", "The spread over trials is part of the answer."),
-    }
-    for name, (value, good, form, fix) in wanted.items():
-        if not good:
-            raise RankwiseError(f"`{name}`", wanted=form, got=repr(value), fix=fix)
 
 
 def embedded(ids: Tensor, width: int, seed: int = 0) -> Float[Tensor, "*batch T D"]:

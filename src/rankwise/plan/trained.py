@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankwise.capture import MixerSite, capture
 from rankwise.measures import effective_rank
 from rankwise.operators import SoftmaxMixing
-from rankwise.plan.records import TrainedHead
+from rankwise.plan.records import HeadDimPlan, TrainedHead
 
 EPS = 1e-30
 
@@ -46,6 +46,33 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
         for (stack, layer, _), sites in found.items()
         for head in range(sites[0].operator.shape[-3])
     ]
+
+
+def with_trained(plan: HeadDimPlan, model: nn.Module, batches: Iterable[Any]) -> HeadDimPlan:
+    """Add what the heads of a trained model use, and say where it contradicts the random ones.
+
+    Args:
+        plan: the plan; its tolerance is taken in nats.
+        model: the model.
+        batches: what it takes.
+    """
+    heads = trained_widths(model, batches, plan.tolerance)
+    if not heads:
+        note = "The model has no softmax attention that could be seen: what its heads use is not known."
+    else:
+        width = plan.recommended.get("head_dim", plan.head_dim)
+        wider = [head for head in heads if head.needed > width]
+        mean = sum(head.needed for head in heads) / len(heads)
+        note = (
+            f"{len(wider)} of {len(heads)} trained heads need more than {width} of their width to keep their "
+            f"attention within {plan.tolerance:g} nats, {mean:.1f} on average: "
+            + (
+                "random weights do not speak for them. Train both widths before you decide."
+                if wider
+                else "random weights promise no less than they use."
+            )
+        )
+    return plan.model_copy(update={"trained": heads, "notes": [*plan.notes, note]})
 
 
 def _head(stack: str, layer: int, head: int, sites: list[MixerSite], tolerance: float) -> TrainedHead:
