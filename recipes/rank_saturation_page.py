@@ -81,7 +81,9 @@ def write_page(page: Path, report: Report) -> Path:
         error=f"{cell_distance(rebuttal):.3f}" if rebuttal else "–",
         models="\n\n".join(model_tables(report["models"])) or "Not run: no data were given.",
     )
-    write_whole(page.parent / "images" / FIGURE, law_figure(LogLaw(**report["law"]["full"])), "figure")
+    figure = law_figure(LogLaw(**report["law"]["full"]))
+    paper = figure.replace("<title>", '<rect width="100%" height="100%" fill="#ffffff"/>\n<title>', 1)
+    write_whole(page.parent / "images" / FIGURE, paper, "figure")
     return write_whole(page, text, "page")
 
 
@@ -119,8 +121,9 @@ def law_table(mask: str, law: Report) -> str:
     head = [f"{mask}: T", *(f"{point[0]:,}" for point in law["points"])]
     found = ["K* (95 %)", *(f"{k} ({low} to {high})" for _, k, low, high in law["points"])]
     left = ["residual", *(f"{one:+.2f}" for one in law["residuals"])]
+    half = ["half of the barrier at K", *(f"{one:.1f}" for one in law["half"])]
     line = f"K* = {law['intercept']:.2f} + {law['slope']:.2f}·ln T, R² = {law['explained']:.2f}"
-    return f"{markdown(head, [found, left])}\n\n{mask} mask: {line}"
+    return f"{markdown(head, [found, left, half])}\n\n{mask} mask: {line}"
 
 
 def rebuttal_tables(rebuttal: Report) -> Iterable[str]:

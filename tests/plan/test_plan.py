@@ -144,6 +144,7 @@ def test_save_load_and_page(tmp_path: Path) -> None:
         ({"mask": "casual"}, "Did you mean causal"),
         ({"positions": "rotary"}, "'rope'"),
         ({"trials": 1}, "trials"),
+        ({"seed": -1}, "seed"),
         ({"tokens": 5000, "temperature": 1.0}, "temperature 0"),
         ({"kv_heads": 2}, "kv_heads"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads"),
@@ -172,3 +173,19 @@ def test_interrupted_it_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(planner_module, "trial_ranks", stopping)
     plan = plan_head_dim(32, trials=10)
     assert (plan.complete, plan.trials) == (False, 3)
+
+
+def test_what_does_not_saturate_is_not_advised() -> None:
+    plan = with_prices(plan_head_dim(256, trials=2, head_dims=[1, 2, 4]), 64, heads=2, measure=False)
+    assert not plan.saturated
+    assert plan.head_dim == 4
+    assert [one.name for one in plan.options] == ["now"]
+    assert "no narrower width" in plan.reason
+
+
+def test_equal_parameters_where_channels_are_no_model_width() -> None:
+    plan = with_prices(plan_head_dim(64, trials=2), 96, heads=8, kv_heads=2, head_dim=32, measure=False)
+    now, more = plan.options[:2]
+    assert more.parameters == now.parameters
+    assert more.heads // more.kv_heads == 4
+    assert more.head_dim < now.head_dim

@@ -93,7 +93,9 @@ def check_sizes(sized: dict[str, int | None]) -> None:
             )
 
 
-def check_numbers(tokens: object, tolerance: float, temperature: float, delta: float, trials: int) -> None:
+def check_numbers(
+    tokens: object, tolerance: float, temperature: float, delta: float, trials: int, seed: int
+) -> None:
     """Refuse numbers without a meaning."""
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
         raise ShapeError(
@@ -111,6 +113,7 @@ def check_numbers(tokens: object, tolerance: float, temperature: float, delta: f
             "It is in units of √K: 0 is hardmax, 1 the usual softmax.",
         ),
         "delta": (delta, math.isfinite(delta) and delta > 0, "a finite number above 0", "0.01 is usual."),
+        "seed": (seed, isinstance(seed, int) and seed >= 0, "a whole number, at least 0", "0 is usual."),
         "trials": (trials, trials >= 2, "2 or more", "The spread over trials is part of the answer."),
     }
     for name, (value, good, form, fix) in wanted.items():

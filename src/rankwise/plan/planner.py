@@ -94,7 +94,7 @@ def plan_head_dim(
     given = given_states(tokens)
     count = given.shape[1] if given is not None else tokens
     check_names(mask, inputs, positions, block)
-    check_numbers(count, tolerance, temperature, delta, trials)
+    check_numbers(count, tolerance, temperature, delta, trials, seed)
     deep = layers is not None and layers != 1
     sized = {
         "width": width, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim, "layers": layers

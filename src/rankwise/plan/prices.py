@@ -30,9 +30,9 @@ def with_prices(
 ) -> HeadDimPlan:
     """Add what K* buys: the setting of now and others with the planned width, priced and timed.
 
-    The planned width is the upper end of the interval of K*, rounded up to a multiple of 8 that divides D
-    where there is one. Recommended is *more heads*: D = H·K with the planned K, the same parameters,
-    and values as wide in all as before; or, where that is no narrower than now, what there is.
+    The planned width is the upper end of the interval of K*, rounded up to a multiple of 8 that divides H·K
+    of now where there is one. Recommended is *more heads*: as many channels H·K as now in heads of the
+    planned width, so the same parameters; or, where that is no narrower than now, what there is.
 
     Args:
         plan: the plan.
@@ -60,12 +60,12 @@ def with_prices(
             got=str(kv_heads),
             fix="Groups are of one size.",
         )
-    planned = planned_width(plan, width)
+    planned = planned_width(plan, heads * head_dim)
     group = heads // kv_heads
-    more = max(1, width // planned)
+    more = max(1, heads * head_dim // planned)
     more -= more % group if more >= group else 0
     shapes = [Shape("now", heads, kv_heads, head_dim, head_dim)]
-    if planned < head_dim:
+    if plan.saturated and planned < head_dim:
         shapes += [
             Shape("more heads", more, max(1, more // group), planned, planned),
             Shape("narrow q, k, v", heads, kv_heads, planned, planned),
@@ -85,8 +85,6 @@ def with_prices(
             ],
             "latency_tokens": tokens if measure else 0,
             "width": width,
-            "heads": heads,
-            "kv_heads": kv_heads,
             "recommended": {
                 "hidden_size": width,
                 "num_attention_heads": best.heads,
@@ -110,7 +108,7 @@ class Shape:
 
 
 def planned_width(plan: HeadDimPlan, width: int) -> int:
-    """The upper end of the interval of K*, rounded up to a multiple of 8, one that divides D if any does."""
+    """The upper end of the interval of K*, rounded up to a multiple of 8 that divides H·K if any does."""
     least = plan.interval[1]
     up = -(-least // MULTIPLE) * MULTIPLE
     fitting = [k for k in range(up, width + 1, MULTIPLE) if width % k == 0]
@@ -146,6 +144,8 @@ def _share(curve: LayerCurve, head_dim: int) -> float:
 
 
 def _reason(plan: HeadDimPlan, planned: int, options: list[Option]) -> str:
+    if not plan.saturated:
+        return f"Rank does not saturate up to K = {plan.curve[-1][0]}: there is no narrower width to advise."
     low, high = plan.interval
     start = (
         f"K* = {plan.head_dim} ({low} to {high}): beyond it a unit of width adds less than "
@@ -155,7 +155,7 @@ def _reason(plan: HeadDimPlan, planned: int, options: list[Option]) -> str:
         return f"{start}, which is no narrower than the heads of now: keep them."
     now, more = options[0], options[1]
     return (
-        f"{start}. With D = H·K that is {more.heads} heads in place of {now.heads} for "
+        f"{start}. That is {more.heads} heads in place of {now.heads} for "
         f"{more.parameters / now.parameters:.2f} times the parameters, and {more.rank_sum:.1f} T in place of "
         f"{now.rank_sum:.1f} T of rank in all heads together; each single head has less "
         f"({more.rank_share:.2f} against {now.rank_share:.2f}). Values keep their width in all."

@@ -48,6 +48,8 @@ class LogLaw(Record):
     """K* less the line, for each length."""
     explained: Number
     """R², the share of the variance of K* that the line explains."""
+    half: list[Number] = Field(default_factory=list)
+    """Width at which rank/T reaches half of the barrier, for each length: another reading of saturation."""
     unsaturated: list[int] = Field(default_factory=list)
     """Lengths left out: their gain stayed above the tolerance at every width tried."""
 

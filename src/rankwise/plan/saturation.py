@@ -8,6 +8,7 @@ from jaxtyping import Float
 from rankwise.plan.ranks import trial_ranks
 from rankwise.plan.records import LayerCurve, LogLaw
 from rankwise.plan.states import Setting
+from rankwise.theory import rank_barrier
 
 RESAMPLES = 2000
 SIGNIFICANT = 4.0
@@ -100,7 +101,9 @@ def fit_log_law(
 ) -> LogLaw:
     """Fit K* = a + b·ln T over lengths, for hardmax heads on orthonormal tokens.
 
-    A fit over the lengths asked for, not a proof: the residuals say how far it holds.
+    A fit over the lengths asked for, not a proof: the residuals say how far it holds. At long T curves grow
+    flat below the tolerance, so by this rule K* grows ever more slowly; ``half``, the width that reaches
+    half of the barrier, grows faster than ln T.
     Cost: O(trials·T² K) for each length; short lengths get up to ten times the trials, from
     T = 2,048 on fewer, at least 3. About 15 s on one core.
     Source: "On the Limitation and Redundancy of Transformers: A Rank Perspective" states K* = Ω(log T).
@@ -112,7 +115,7 @@ def fit_log_law(
         trials: at each length.
         seed: of the weights.
     """
-    found, missing = [], []
+    found, missing, half = [], [], []
     for tokens in lengths:
         setting = Setting(tokens, mask, seed=seed)
         count = max(3, min(10 * trials, trials * 1024 // tokens))
@@ -125,9 +128,12 @@ def fit_log_law(
                 break
         if curve is not None and curve.saturated:
             found.append((tokens, curve.head_dim, *curve.interval))
+            means = [mean for _, mean, _ in curve.points]
+            middle = rank_barrier(tokens, mask) / tokens / 2
+            half.append(float(np.interp(middle, means, widths)) if means[-1] > middle else math.nan)
         else:
             missing.append(tokens)
-    return _fitted(found, missing)
+    return _fitted(found, missing).model_copy(update={"half": half})
 
 
 def _fitted(points: list[tuple[int, int, int, int]], missing: list[int]) -> LogLaw:

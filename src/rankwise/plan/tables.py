@@ -74,9 +74,9 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
         residuals = law.residuals or [float("nan")] * len(law.points)
         yield PlanTable(
             f"K* = {law.intercept:.2f} + {law.slope:.2f}·ln T (R² {law.explained:.2f})",
-            ["T", "K*", "95 % interval", "residual"],
-            [[f"{t:,}", str(k), f"{low} to {high}", f"{r:+.2f}"]
-             for (t, k, low, high), r in zip(law.points, residuals, strict=True)],
+            ["T", "K*", "95 % interval", "residual", "half of the barrier at K"],
+            [[f"{t:,}", str(k), f"{low} to {high}", f"{r:+.2f}", shown(half, 1)]
+             for (t, k, low, high), r, half in zip(law.points, residuals, law.half, strict=True)],
             "Hardmax heads on orthonormal tokens."
             + (f" Not saturated: T = {law.unsaturated}." if law.unsaturated else ""),
         )  # fmt: skip
