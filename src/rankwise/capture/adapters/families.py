@@ -8,6 +8,7 @@ from rankwise.capture.adapters.lightning import LightningAdapter
 from rankwise.capture.adapters.longformer import LongformerAdapter
 from rankwise.capture.adapters.mamba import MambaAdapter
 from rankwise.capture.adapters.mamba2 import Mamba2Adapter
+from rankwise.capture.adapters.no_operator import NoOperatorAdapter
 from rankwise.capture.adapters.protocol import ProtocolAdapter
 from rankwise.capture.adapters.rg_lru import RGLRUAdapter
 from rankwise.capture.adapters.rwkv import RwkvAdapter
@@ -23,6 +24,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     LightningAdapter(),
     LongformerAdapter(),
     RwkvAdapter(),
+    NoOperatorAdapter(),
 )
 """Asked in this order."""
 

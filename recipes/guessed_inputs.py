@@ -1,0 +1,138 @@
+"""Inputs for a model of an unknown kind, guessed from the names of its arguments."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.tiny_architectures import BATCH, DECODED, TOKENS, WIDTH
+
+STATES = ("inputs_embeds", "hidden_states", "encoder_hidden_states")
+
+
+def fed(model: nn.Module) -> tuple[dict[str, Tensor], Exception | None]:
+    """Inputs that a model of an unknown kind takes, and the first error if none was found.
+
+    Its main input is tried alone, then with the arguments that it must have or that its errors name, then
+    with all of which it is known what they may be; each in the shapes that its configuration suggests.
+    """
+    names = inspect.signature(model.forward).parameters
+    torch.manual_seed(1)
+    known = {name: made for name in names if (made := list(_inputs(name, model)))}
+    main = getattr(model, "main_input_name", "input_ids")
+    needed = {name for name in known if names[name].default is inspect.Parameter.empty}
+    ready = {
+        name for name in known if name not in ("inputs_embeds", "hidden_states", "encoder_hidden_states")
+    }
+    words = {"input_ids", "decoder_input_ids"} & set(known)
+    waiting = [needed | ({main} & set(known)), words, words | {"pixel_values"} & ready, ready, set(known)]
+    tried: list[set[str]] = []
+    first: Exception | None = None
+    while waiting:
+        chosen = waiting.pop(0)
+        if not chosen or chosen in tried or len(tried) > 5:
+            continue
+        tried.append(chosen)
+        for batch in _shapes({name: known[name] for name in names if name in chosen}):
+            try:
+                with torch.no_grad():
+                    model(**batch)
+            except Exception as error:
+                first = first or error
+                told = {name for name in known if re.search(rf"\b{name}\b", str(error))} - chosen
+                if told:
+                    waiting.insert(0, chosen | told)
+            else:
+                return batch, None
+    return {}, first or RuntimeError("no input is known that it takes")
+
+
+def _shapes(options: dict[str, list[Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Every choice of shapes, the likeliest first, twenty at most."""
+    picks = product(*(range(len(made)) for made in options.values()))
+    for pick in sorted(picks, key=sum)[:20]:
+        yield {name: made[at] for (name, made), at in zip(options.items(), pick, strict=True)}
+
+
+def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
+    """Values that an argument of this name may take."""
+    config, takes_grid = model.config, "grid_thw" in inspect.signature(model.forward).parameters
+    width = _setting(config, ("hidden_size", "d_model", "embed_dim", "n_embd"), WIDTH)
+    if name == "input_ids":
+        yield torch.randint(5, 60, (BATCH, TOKENS))
+        books = _setting(config, ("num_codebooks", "n_codebooks", "num_quantizers"), 0)
+        if books:
+            yield torch.randint(5, 60, (BATCH, TOKENS, books))
+        yield torch.randint(5, 60, (BATCH, 256))
+    elif name == "decoder_input_ids":
+        yield torch.randint(5, 60, (BATCH, DECODED))
+    elif name == "grid_thw":
+        yield torch.tensor([[1, 4, 4]])
+    elif takes_grid and name in ("hidden_states", "pixel_values"):
+        side, times = _setting(config, ("patch_size",), 14), _setting(config, ("temporal_patch_size",), 1)
+        channels = _setting(config, ("in_channels", "in_chans", "num_channels"), 3)
+        yield torch.randn(16, channels * times * side**2)
+        yield torch.randn(16, channels, side, side)
+    elif name in (*STATES, "x", "query_embeds"):
+        yield torch.randn(BATCH, TOKENS, width)
+    elif name in ("pixel_values", "pixel_values_videos", "images"):
+        yield from _pictures(config)
+    elif name in ("input_features", "audio_features"):
+        mel = _setting(config, ("num_mel_bins", "feature_size", "input_feat_per_channel"), 80)
+        long = 2 * _setting(config, ("max_source_positions",), 50)
+        yield torch.randn(BATCH, mel, long)
+        yield torch.randn(BATCH, long, mel)
+        yield torch.randn(BATCH, 1024, mel)
+        yield torch.randn(BATCH, 1, 1001, mel)
+    elif name in ("input_values", "audio_values", "audio"):
+        yield torch.randn(BATCH, 8000)
+        yield torch.randn(BATCH, 1, 8000)
+        yield torch.randn(BATCH, 1024, _setting(config, ("num_mel_bins",), 128))
+    elif name in ("input_features_mask", "feature_attention_mask"):
+        yield torch.ones(BATCH, 2 * _setting(config, ("max_source_positions",), 50), dtype=torch.long)
+    elif name == "bbox":
+        yield torch.randint(0, 50, (BATCH, TOKENS, 1)).expand(-1, -1, 4)
+    elif name in ("past_values", "past_observed_mask", "past_time_features", "freq"):
+        yield from _series(name, config)
+    elif name in ("future_values", "future_time_features"):
+        length = _setting(config, ("prediction_length",), DECODED)
+        features = getattr(config, "num_time_features", 1)
+        yield torch.randn((BATCH, length, features) if "time" in name else (BATCH, length))
+
+
+def _pictures(config: Any) -> Iterator[Tensor]:
+    channels = _setting(config, ("num_channels", "in_channels", "in_chans"), 3)
+    side = _setting(config, ("image_size", "input_size"), 64)
+    frames = _setting(config, ("num_frames", "frames_per_clip"), 2)
+    for pixels in dict.fromkeys((min(side, 64), side)):
+        yield torch.randn(BATCH, channels, pixels, pixels)
+    for pixels in dict.fromkeys((min(side, 64), side)):
+        yield torch.randn(BATCH, frames, channels, pixels, pixels)
+
+
+def _series(name: str, config: Any) -> Iterator[Tensor]:
+    length = _setting(config, ("context_length",), 32)
+    lags = getattr(config, "lags_sequence", None) or [0]
+    channels = _setting(config, ("num_input_channels", "input_size"), 1)
+    if name == "past_time_features":
+        yield torch.randn(BATCH, length + max(lags), config.num_time_features)
+        return
+    for shape in ((BATCH, length + max(lags)), (BATCH, length, channels)):
+        yield torch.ones(shape) if name == "past_observed_mask" else torch.randn(shape)
+
+
+def _setting(config: Any, names: tuple[str, ...], otherwise: int) -> int:
+    """The first whole number of one of these names, here or in a part of the configuration."""
+    from transformers import PreTrainedConfig
+
+    for part in [config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))]:
+        for name in names:
+            value = getattr(part, name, None)
+            value = value[0] if isinstance(value, list | tuple) and value else value
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return otherwise

@@ -1,0 +1,59 @@
+"""Layers of transformers that weigh tokens in ways for which there is no adapter, with the reason."""
+
+import re
+
+from torch import nn
+
+from rankwise.capture.adapters.base import Adapter, NotExactError, Steps
+from rankwise.capture.calls import Call
+from rankwise.capture.frames import Frame
+
+REASONS = (
+    (
+        re.compile(r"DeformableAttention$"),
+        "deformable attention: each query reads its values at a few places between them, which it chooses "
+        "and weighs from itself alone; no adapter forms the matrix of these interpolations",
+    ),
+    (
+        re.compile(r"^MraSelfAttention$"),
+        "multi-resolution attention: scores are exact in a few blocks and one number in each of the others; "
+        "no adapter forms the matrix of both",
+    ),
+    (
+        re.compile(r"^LSHSelfAttention$"),
+        "hashed attention: tokens are sorted by random hashes, attend within chunks, and rounds of hashes "
+        "are averaged; no adapter forms the matrix of all rounds",
+    ),
+    (
+        re.compile(r"^YosoSelfAttention$"),
+        "its weights are chances that hashes of queries and keys collide, and its rows are brought to norm 1 "
+        "after the values are weighed; no adapter forms its matrix",
+    ),
+)
+
+
+class NoOperatorAdapter(Adapter):
+    """Names a layer with what it does, and reads no operator."""
+
+    def reads(self, module: nn.Module) -> bool:
+        """Whether it is one of these layers of transformers."""
+        return _reason(module) is not None
+
+    def why_not(self, frame: Frame) -> str | None:
+        """What the layer does."""
+        return _reason(frame.module)
+
+    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+        """There is no operator.
+
+        Raises:
+            NotExactError: always.
+        """
+        raise NotExactError(_reason(frame.module) or "it has no operator")
+
+
+def _reason(module: nn.Module) -> str | None:
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    return next((reason for pattern, reason in REASONS if pattern.search(kind.__name__)), None)
