@@ -322,7 +322,7 @@ def test_progress_tells_the_site() -> None:
 
 def test_the_function_wins_over_the_folder_of_its_name() -> None:
     import rankwise.audit.records
-    import rankwise.capture.frames  # noqa: F401
+    import rankwise.capture.module_calls  # noqa: F401
 
     assert callable(rw.audit)
     assert callable(rw.capture)

@@ -13,7 +13,6 @@ from recipes.state_space_models import STATE_SPACE, tiny
 
 import rankwise as rw
 from rankwise.capture.adapters import adapter_of
-from rankwise.capture.frames import Frame
 
 EPS32 = torch.finfo(torch.float32).eps
 every_family = pytest.mark.parametrize("name", list(STATE_SPACE))
@@ -269,9 +268,9 @@ def test_packed_rows_are_not_read():
     mixer, x = tiny("Mamba-2").layers[0].mixer, torch.randn(2, 12, 32)
     adapter, packed = adapter_of(mixer), torch.zeros(2, 12, dtype=torch.int32)
     assert "a row holds several sequences" in adapter.why_not(
-        Frame("mixer", mixer, (x,), {"seq_idx": packed})
+        ModuleCall("mixer", mixer, (x,), {"seq_idx": packed})
     )
-    assert adapter.why_not(Frame("mixer", mixer, (x,), {"seq_idx": None})) is None
+    assert adapter.why_not(ModuleCall("mixer", mixer, (x,), {"seq_idx": None})) is None
 
 
 def test_the_page_in_the_docs_lists_every_family():

@@ -31,8 +31,8 @@ from capture_zoo import (
 from torch import nn
 
 import rankwise as rw
-from rankwise.capture.names import block_ranks, matches
-from rankwise.capture.names import stack_of as stack_name
+from rankwise.capture.block_candidates import block_ranks, matches
+from rankwise.capture.block_candidates import stack_of as stack_name
 from rankwise.errors import InputError
 
 CAUSAL = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool).tril()

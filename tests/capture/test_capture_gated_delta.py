@@ -9,7 +9,6 @@ from recipes.state_space_models import ATTENTION, EXPERTS, GATED_DELTA, KIMI, SI
 
 import rankwise as rw
 from rankwise.capture.adapters import adapter_of
-from rankwise.capture.frames import Frame
 
 GLM = {
     "num_attention_heads": 4,
@@ -107,6 +106,6 @@ def test_packed_rows_are_not_read():
     """transformers refuses them itself without a kernel, so the adapter is asked alone."""
     layer, x = tiny("Qwen3Next").layers[0].linear_attn, torch.randn(1, 12, 32)
     ends = torch.tensor([0, 5, 12])
-    reason = adapter_of(layer).why_not(Frame("layer", layer, (x,), {"cu_seq_lens_q": ends}))
+    reason = adapter_of(layer).why_not(ModuleCall("layer", layer, (x,), {"cu_seq_lens_q": ends}))
     assert "a row holds several sequences" in reason
-    assert adapter_of(layer).why_not(Frame("layer", layer, (x,), {})) is None
+    assert adapter_of(layer).why_not(ModuleCall("layer", layer, (x,), {})) is None

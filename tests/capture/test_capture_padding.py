@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.capture.frames import parameter_names
+from rankwise.capture.module_calls import parameter_names
 
 LENGTHS, LONGEST = (9, 5), 9
 # Scores of size ≤ 100 in float32, their rounding carried through two blocks of gain ≤ 10 each.

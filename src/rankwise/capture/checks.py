@@ -1,17 +1,20 @@
 """What must hold before a model is captured, and what its reader must know."""
 
+import sys
 from collections.abc import Iterable
+from math import prod
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frames
-from rankwise.capture.names import matches
-from rankwise.capture.sharding import check_whole
+from rankwise.capture.block_candidates import matches
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCalls
 from rankwise.capture.trace import Trace
 from rankwise.errors import CaptureError, InputError, did_you_mean
 from rankwise.operators import MixingOperator
+from rankwise.torch_internals import drops, is_compiled, runs_compiled_eagerly
 
 
 def check_capturable(model: object) -> None:
@@ -38,7 +41,7 @@ def check_capturable(model: object) -> None:
             got="a TorchScript module",
             fix="Pass the module it was scripted from.",
         )
-    if compiled_modules(model) and not _runs_eagerly():
+    if compiled_modules(model) and not runs_compiled_eagerly():
         raise CaptureError(
             f"compiled module {compiled_modules(model)[0] or type(model).__name__!r}",
             wanted="a module whose operations run one by one",
@@ -51,16 +54,7 @@ def check_capturable(model: object) -> None:
 
 def compiled_modules(model: nn.Module) -> list[str]:
     """Names of the modules that `torch.compile` has compiled."""
-    optimized = torch._dynamo.eval_frame.OptimizedModule
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, optimized) or module._compiled_call_impl is not None
-    ]
-
-
-def _runs_eagerly() -> bool:
-    return torch._dynamo.eval_frame._stance.stance == "force_eager"
+    return [name for name, module in model.named_modules() if is_compiled(module)]
 
 
 def check_unused(entered: bool) -> None:
@@ -81,7 +75,7 @@ def check_unused(entered: bool) -> None:
         )
 
 
-def checked_operator(given: object, site: str) -> Call:
+def checked_operator(given: object, site: str) -> MixingCall:
     """What a function given in ``sites`` returned, if it is an operator of shape (B, H, T, S).
 
     Args:
@@ -92,7 +86,7 @@ def checked_operator(given: object, site: str) -> Call:
         CaptureError: if it is anything else.
     """
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
-        return Call(given)
+        return MixingCall(given)
     shape = getattr(given, "shape", None)
     raise CaptureError(
         f"site {site!r}",
@@ -102,13 +96,13 @@ def checked_operator(given: object, site: str) -> Call:
     )
 
 
-def nothing_found(model: nn.Module, trace: Trace, frames: Frames, ran: bool) -> CaptureError:
+def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
     """The error of a capture without a mixer: what was seen instead, and how to name it by hand.
 
     Args:
         model: the model.
         trace: what the capture holds.
-        frames: the calls it followed.
+        calls: the calls it followed.
         ran: whether mixers ran all the same, in calls that did not end well.
     """
     if ran:
@@ -118,19 +112,19 @@ def nothing_found(model: nn.Module, trace: Trace, frames: Frames, ran: bool) -> 
             got="mixers only in calls that raised",
             fix="Let the error out of the model, or mend what raised it.",
         )
-    if not frames.called and frames.elsewhere:
+    if not calls.called and calls.elsewhere:
         return CaptureError(
             "`capture`",
             wanted="the model to run in the thread that entered the block",
             got="calls in another thread only",
             fix="Enter `rw.capture(model)` in the thread that calls the model.",
         )
-    if not frames.called:
+    if not calls.called:
         return CaptureError(
             "`capture`",
             wanted="the model to run inside the block",
             got="no call of it or of any of its modules",
-            fix="Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
+            fix="MixingCall the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
         )
     reasons: dict[str, list[str]] = {}
     for module in trace.unseen:
@@ -194,6 +188,81 @@ def dropout_note(where: str) -> str:
 
 
 def _drops(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(module, nn.MultiheadAttention) and module.dropout > 0
+    return drops(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+
+
+SHARD = "it works on sharded tensors (DTensor), of which this process holds a part"
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model whose layers no process holds whole.
+
+    Under tensor parallelism each process computes some of the heads, and would report them as all there are.
+    FSDP gathers each layer before it runs and DDP copies the model, so both are captured as they are.
+
+    Args:
+        model: the model.
+
+    Raises:
+        CaptureError: naming the modules and how they are split.
+    """
+    split = split_modules(model)
+    if not split:
+        return
+    first = ", ".join(f"{name or 'the model itself'} ({how})" for name, how in list(split.items())[:3])
+    more = f" and {len(split) - 3} more" if len(split) > 3 else ""
+    raise CaptureError(
+        f"model {type(model).__name__}",
+        wanted="a model whose layers are whole in each process when they run",
+        got=f"layers split over processes by a tensor or pipeline parallel plan: {first}{more}",
+        fix="A process would report the heads or layers that it holds as all there are. Load the model "
+        "without `tp_plan`, `distributed_config` or `parallelize_module`: on one device, with `device_map=` "
+        "where whole layers lie on several, or under FSDP (`fully_shard`) or DDP.",
+    )
+
+
+def split_modules(model: nn.Module) -> dict[str, str]:
+    """Names of the modules of which this process holds a part while they run, with how they are split."""
+    wrapped = [name for name, module in model.named_modules() if _is(module, "fsdp", "FSDPModule")]
+    split = {}
+    for name, module in model.named_modules():
+        gathered = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in wrapped)
+        for parameter in module.parameters(recurse=False):
+            if _processes(parameter, gathered) > 1:
+                split[name] = f"{parameter.placements} over {parameter.device_mesh}"
+        marked = _marked(module)
+        if marked is not None:
+            split.setdefault(name, marked)
+    return split
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor of which this process holds a part."""
+    return _processes(tensor) > 1
+
+
+def _processes(tensor: Tensor, gathered: bool = False) -> int:
+    """Over how many processes a DTensor is split; the axis that FSDP gathers is the first, and no split."""
+    if not _is(tensor, "tensor", "DTensor"):
+        return 1
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    sizes = [mesh.size(axis) for axis, placed in enumerate(placements) if not placed.is_replicate()]
+    return prod(sizes[1:] if gathered else sizes)
+
+
+def _marked(module: nn.Module) -> str | None:
+    """How a library that keeps the parts as plain tensors says that it has split a module."""
+    plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
+    if plan is not None and (mesh is None or mesh.size() > 1):
+        return f"{plan}"
+    asked = getattr(getattr(module, "config", None), "distributed_config", None)
+    sizes = {"tp_size": getattr(module, "tp_size", None), "pp_size": getattr(asked, "pp_size", None)}
+    told = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
+    return told[0] if told else None
+
+
+def _is(thing: object, package: str, name: str) -> bool:
+    """Whether something is of a class of torch.distributed; where nobody imported that, nothing is."""
+    kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
+    return kind is not None and isinstance(thing, kind)

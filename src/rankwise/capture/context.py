@@ -1,4 +1,17 @@
-"""`capture`: a context in which a model's mixing operators and token states are seen as it runs."""
+"""`capture`: a context in which a model's mixing operators and token states are seen as it runs.
+
+What happens in a call of a module, in this order, and who writes what into its `ModuleCall`:
+
+1. `ModuleCalls` sees it begin: name, module, args, kwargs, serial; ``called_inside`` of the call around it.
+2. `capture._entered`: a new forward pass, if it is the outermost; ``guards``: the function mode is off in
+   PyTorch's own layers; `AdapterReader.entered`: ``adapter``; `BlockFinder.entered`: may it be a block?
+3. It runs. `AttentionMode` reports attention, of which `capture._add` makes a site: ``mixed_inside`` of all
+   calls under way; `BlockFinder.add`: ``pending``. It reports other mixing, too: ``others``.
+4. `ModuleCalls` sees it end: kwargs, output, raised; it closes ``guards``.
+5. `capture._left`: `BlockFinder.learned`; what it mixed with is added as in 3, if that is read off the call
+   itself (a site by hand, an adapter, PyTorch's own layer); an adapter that reads a call around it gets it in
+   ``watched``; `BlockFinder.left`: a block takes its ``pending``, `BlockStacks` hands sites and states on.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,36 +22,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture.adapters import Reader
-from rankwise.capture.blocks import Blocks
-from rankwise.capture.calls import ROUTER, Call, fused_arguments, fused_call, mixed_call, why_no_tokens
-from rankwise.capture.chains import Chains
+from rankwise.capture.adapters.reader import AdapterReader
+from rankwise.capture.block_finder import BlockFinder
+from rankwise.capture.block_stacks import BlockStacks
 from rankwise.capture.checks import (
+    SHARD,
     check_capturable,
     check_sites,
     check_unused,
     checked_operator,
     dropout_note,
+    is_shard,
     nothing_found,
     training_notes,
 )
-from rankwise.capture.frames import Frame, Frames
-from rankwise.capture.sharding import SHARD, is_shard
-from rankwise.capture.sites import mixer_site
-from rankwise.capture.stock import (
-    functional_call,
-    is_stock,
-    is_stock_stack,
-    quiet_names,
-    stock_call,
+from rankwise.capture.function_mode import AttentionMode
+from rankwise.capture.mixing_calls import (
+    ROUTER,
+    MixingCall,
+    fused_arguments,
+    fused_mixing,
+    mixer_site,
+    why_no_tokens,
+    written_mixing,
+)
+from rankwise.capture.module_calls import ModuleCall, ModuleCalls
+from rankwise.capture.torch_layers import (
+    functional_mixing,
+    is_torch_encoder,
+    is_torch_layer,
+    layer_mixing,
+    names_in_torch_layers,
     why_not_known,
 )
-from rankwise.capture.tap import AttentionTap
 from rankwise.capture.trace import MixerSite, StateSite, Trace
 from rankwise.capture.unseen import mixed_without_operator, mixer_like, unseen_modules, whose_tokens
-from rankwise.capture.weights import Mixed
+from rankwise.capture.written_softmax import Mixed
 from rankwise.errors import ShapeError
 from rankwise.operators import MixingOperator
+from rankwise.torch_internals import original_of, without_torch_function
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """From a module, its arguments and its output to the operator it applied."""
@@ -97,7 +119,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     ) -> None:
         check_capturable(model)
         # A compiled model run eagerly is its original with another name.
-        self._model: nn.Module = getattr(model, "_orig_mod", model)
+        self._model = original_of(model)
         self._sites = dict(sites or {})
         check_sites(self._model, self._sites, blocks)
         self._trace = Trace()
@@ -118,18 +140,18 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         check_unused(self._entered_once)
         self._entered_once = True
         self._trace.notes.extend(training_notes(self._model))
-        self._tap = AttentionTap(self._fused, self._functional, self._mixed, self._mixed_otherwise)
-        self._frames = Frames(self._model, quiet_names(self._model))
-        self._reader = Reader(self._model, self._frames, self._values)
-        self._candidates = mixer_like(self._model) | self._reader.names
-        self._frames.on_enter.append(self._entered)
-        # Before the blocks' own listener: a mixer that is itself a block must be known when it is left.
-        self._frames.on_leave.append(self._left)
-        self._chains = Chains(self._emit_mixer, self._emit_state, self._trace.notes)
-        self._blocks = Blocks(self._model, self._frames, self._chains, self._candidates, self._block_pattern)
+        self._mode = AttentionMode(self._fused, self._functional, self._mixed, self._mixed_otherwise)
+        quiet = names_in_torch_layers(self._model)
+        self._calls = ModuleCalls(self._model, quiet, on_enter=self._entered, on_leave=self._left)
+        self._reader = AdapterReader(self._model, self._calls, self._values)
+        self._mixer_like = mixer_like(self._model) | self._reader.names
+        self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
+        self._blocks = BlockFinder(
+            self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern
+        )
         try:
-            self._stack.enter_context(self._tap)
-            self._stack.enter_context(self._frames.following())
+            self._stack.enter_context(self._mode)
+            self._stack.enter_context(self._calls.following())
         except BaseException:
             self._stack.close()
             raise
@@ -140,7 +162,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     ) -> None:
         """Remove everything; say what was not seen."""
         self._stack.close()
-        self._tap.weights.clear()
+        self._mode.weights.clear()
         if kind is None:
             self._blocks.finish()
             if self._mixers and not self._states:
@@ -151,105 +173,111 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._note(f"other calls of a mixer that was captured were left out: {reason}")
         self._trace.unseen = unseen_modules(
             self._model,
-            self._candidates | set(self._sites),
+            self._mixer_like | set(self._sites),
             self._captured,
-            self._frames.called,
+            self._calls.called,
             self._left_out,
             self._others,
         )
-        if self._frames.elsewhere:
+        if self._calls.elsewhere:
             self._note(OTHER_THREAD)
         if kind is None and not self._mixers:
-            raise nothing_found(self._model, self._trace, self._frames, ran=bool(self._captured))
+            raise nothing_found(self._model, self._trace, self._calls, ran=bool(self._captured))
 
     # --- what the hooks and the mode report ---------------------------------------------------------------
 
-    def _entered(self, frame: Frame) -> None:
-        if len(self._frames.running) == 1:
-            self._begin(frame)
-        stock = is_stock(frame.module) or is_stock_stack(frame.module)
-        frame.guards.enter_context(self._tap.switched(on=not stock))
+    def _entered(self, call: ModuleCall) -> None:
+        if len(self._calls.running) == 1:
+            self._begin(call)
+        torch_layer = is_torch_layer(call.module) or is_torch_encoder(call.module)
+        call.guards.enter_context(self._mode.switched(on=not torch_layer))
         if not self._named_by_hand():
-            self._reader.entered(frame)
+            self._reader.entered(call)
+        self._blocks.entered(call)
 
-    def _begin(self, frame: Frame) -> None:
-        if frame.name in self._outermost or self._chains.run < 0:
+    def _begin(self, call: ModuleCall) -> None:
+        if call.name in self._outermost or self._stacks.run < 0:
             self._blocks.finish()
-            self._chains.run += 1
+            self._stacks.run += 1
             self._outermost.clear()
-            self._tap.weights.clear()
-        self._outermost.add(frame.name)
+            self._mode.weights.clear()
+        self._outermost.add(call.name)
 
-    def _left(self, frame: Frame) -> None:
-        if frame.raised:
-            return
-        if frame.name in self._sites:
+    def _left(self, call: ModuleCall) -> None:
+        self._blocks.learned(call)
+        if not call.raised:
+            self._read(call)
+            self._others |= mixed_without_operator(call, self._captured, self._blocks.may_be(call.name))
+        # Last: a mixer that is itself a block must be known by now.
+        self._blocks.left(call)
+
+    def _read(self, call: ModuleCall) -> None:
+        if call.name in self._sites:
             with self._apart(None):
-                made = self._sites[frame.name](frame.module, frame.args, frame.kwargs, frame.output)
-            self._add(checked_operator(made, frame.name), kind=made.kind)
+                made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
+            self._add(checked_operator(made, call.name), kind=made.kind)
         elif self._reader.inside:
             with self._apart(None):
-                call = self._reader.left(frame)
-            if call is not None:
-                self._add(call, kind=call.operator.kind)
-        elif is_stock(frame.module) and not frame.mixed_inside and not self._named_by_hand():
-            reason = why_not_known(frame.module, frame.called_inside)
+                mixing = self._reader.left(call)
+            if mixing is not None:
+                self._add(mixing, kind=mixing.operator.kind)
+        elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
+            reason = why_not_known(call.module, call.called_inside)
             if reason is None:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    given = (frame.module, frame.args, frame.kwargs, self._outer(frame))
-                    self._try(partial(stock_call, *given), *frame.tensors[:1])
+                with without_torch_function(), torch.no_grad():
+                    given = (call.module, call.args, call.kwargs, self._outer(call))
+                    self._try(partial(layer_mixing, *given), *call.tensors[:1])
             else:
-                self._left_out.setdefault(frame.name, reason)
-        self._others |= mixed_without_operator(frame, self._captured, self._blocks.may_be(frame.name))
+                self._left_out.setdefault(call.name, reason)
 
-    def _outer(self, frame: Frame) -> Frame | None:
-        running = self._frames.running
+    def _outer(self, call: ModuleCall) -> ModuleCall | None:
+        running = self._calls.running
         return running[-2] if len(running) > 1 else None
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._frames.running and not self._read_otherwise():
+        if self._calls.running and not self._read_otherwise():
             given = fused_arguments(args, kwargs)
             if given.get("dropout_p", 0.0) > 0:
                 self._note(dropout_note("fused attention"))
-            self._try(partial(fused_call, given, output, self._frames.running[-1]), output, given["query"])
+            self._try(partial(fused_mixing, given, output, self._calls.running[-1]), output, given["query"])
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._frames.running and not self._read_otherwise():
+        if self._calls.running and not self._read_otherwise():
             with torch.no_grad():
-                frame = self._frames.running[-1]
-                self._try(partial(functional_call, args, kwargs, frame), *frame.tensors[:1])
+                call = self._calls.running[-1]
+                self._try(partial(functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _mixed(self, mixed: Mixed) -> None:
-        if not self._frames.running or self._read_otherwise():
+        if not self._calls.running or self._read_otherwise():
             return
-        reason = why_no_tokens(mixed, self._frames.running)
+        reason = why_no_tokens(mixed, self._calls.running)
         if reason is None:
-            self._try(partial(mixed_call, mixed, self._frames.running[-1]), mixed.matrix)
+            self._try(partial(written_mixing, mixed, self._calls.running[-1]), mixed.matrix)
         elif reason != ROUTER:  # which looks like no mixer
-            self._left_out.setdefault(self._frames.running[-1].name, reason)
+            self._left_out.setdefault(self._calls.running[-1].name, reason)
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
-        if self._frames.running and not self._read_otherwise():
-            reader = whose_tokens(self._frames.running, what, lengths)
+        if self._calls.running and not self._read_otherwise():
+            reader = whose_tokens(self._calls.running, what, lengths)
             if reader is not None:
-                reader.others.setdefault(self._frames.running[-1].name, what)
+                reader.others.setdefault(self._calls.running[-1].name, what)
 
     # --- from a call to a site ----------------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
-        return any(frame.name in self._sites for frame in self._frames.running)
+        return any(call.name in self._sites for call in self._calls.running)
 
     def _read_otherwise(self) -> bool:
-        """Whether what is running is no business of the tap."""
+        """Whether what is running is no business of the function mode."""
         return self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:
         if note not in self._trace.notes:
             self._trace.notes.append(note)
 
-    def _try(self, call: Callable[[], Call | None], *tensors: Tensor) -> None:
-        """Add what a call mixed with; a call that we cannot read must not stop the model."""
-        name = self._frames.running[-1].name
+    def _try(self, read: Callable[[], MixingCall | None], *tensors: Tensor) -> None:
+        """Add what a call mixed with; a call that cannot be read must not stop the model."""
+        name = self._calls.running[-1].name
         if any(is_shard(tensor) for tensor in tensors):
             self._left_out.setdefault(name, SHARD)
             return
@@ -257,19 +285,19 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._left_out.setdefault(name, "it was called with no tokens or no sequences")
             return
         try:
-            made = call()
+            mixing = read()
         except torch.OutOfMemoryError:
             raise
         except (ShapeError, RuntimeError) as error:
             self._left_out.setdefault(name, f"attention was seen inside it in a way we cannot read: {error}")
         else:
-            if made is not None:
-                self._add(made)
+            if mixing is not None:
+                self._add(mixing)
 
-    def _add(self, call: Call, kind: str = "softmax") -> None:
-        site = mixer_site(call, self._frames.running, kind, self._chains.run, self._values)
-        for frame in self._frames.running:
-            frame.mixed_inside = True
+    def _add(self, mixing: MixingCall, kind: str = "softmax") -> None:
+        site = mixer_site(mixing, self._calls.running, kind, self._stacks.run, self._values)
+        for call in self._calls.running:
+            call.mixed_inside = True
         self._captured.add(site.name)
         self._blocks.add(site)
 
@@ -284,10 +312,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._on_state(state)
 
     def _apart(self, device: torch.device | None) -> ExitStack:
-        """Keep measures out of the model's run: no tap, no hook, no gradient; on a device, no autocast."""
+        """Keep measures out of the model's run: no mode, no hook, no gradient; on a device, no autocast."""
         stack = ExitStack()
-        stack.enter_context(self._frames.still())
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(self._calls.still())
+        stack.enter_context(without_torch_function())
         stack.enter_context(torch.no_grad())
         if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))

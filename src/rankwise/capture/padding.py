@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from rankwise.capture.chains import same
-from rankwise.capture.frames import ABSENT, Frame, parameter_names
+from rankwise.capture.block_stacks import same
+from rankwise.capture.module_calls import ABSENT, ModuleCall, parameter_names
 from rankwise.operators import (
     DenseMixing,
     DiagonalMixing,
@@ -47,22 +47,22 @@ UNMASKED = (
 OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
 
 
-def is_cross(frames: Sequence[Frame], operator: MixingOperator) -> bool:
+def is_cross(calls: Sequence[ModuleCall], operator: MixingOperator) -> bool:
     """Whether a mixer's keys come from another sequence than its queries."""
-    innermost = frames[-1]
+    innermost = calls[-1]
     given = [innermost.argument(name) for name in CROSS_ARGUMENTS]
     if any(isinstance(other, Tensor) and other is not innermost.tokens for other in given):
         return True
-    return operator.shape[-1] != operator.shape[-2] and not has_cache(frames)
+    return operator.shape[-1] != operator.shape[-2] and not has_cache(calls)
 
 
-def has_cache(frames: Sequence[Frame]) -> bool:
+def has_cache(calls: Sequence[ModuleCall]) -> bool:
     """Whether keys of earlier tokens may come from a cache."""
-    return any(frame.argument(name) not in (None, ABSENT) for frame in frames for name in CACHE_ARGUMENTS)
+    return any(call.argument(name) not in (None, ABSENT) for call in calls for name in CACHE_ARGUMENTS)
 
 
 def valid_positions(
-    frames: Sequence[Frame], operator: MixingOperator, cross: bool
+    calls: Sequence[ModuleCall], operator: MixingOperator, cross: bool
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B S"]]:
     """Real rows and columns of an operator of shape (B, H, T, S).
 
@@ -71,23 +71,23 @@ def valid_positions(
     given a second stream of tokens that its keys may come from.
     """
     batch, _, tokens, sources = operator.shape
-    columns = told_mask(frames, OTHER_MASK if cross else OWN_MASK, batch, sources)
+    columns = told_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
     told = columns is not None
     if not told and _could_hide(operator):
         columns = operator.support().any(-2).any(-2)
     if cross:
-        rows = told_mask(frames, OWN_MASK, batch, tokens, past_none=True)
-    elif tokens == sources and (told or not _has_second_stream(frames[-1])):
+        rows = told_mask(calls, OWN_MASK, batch, tokens, past_none=True)
+    elif tokens == sources and (told or not _has_second_stream(calls[-1])):
         rows = columns
     elif tokens == sources:  # keys may come from the second stream: rows stay until someone tells
         rows = None
     else:  # with a cache, rows are the last of the tokens that the mask speaks of
-        rows = told_mask(frames, OWN_MASK, batch, at_least=tokens)
+        rows = told_mask(calls, OWN_MASK, batch, at_least=tokens)
     return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
 
 
 def told_mask(
-    frames: Sequence[Frame],
+    calls: Sequence[ModuleCall],
     name: str,
     batch: int,
     length: int = 0,
@@ -98,16 +98,16 @@ def told_mask(
     """The nearest two-axis mask of that name and shape.
 
     Args:
-        frames: calls under way, outermost first.
+        calls: calls under way, outermost first.
         name: what the argument is called.
         batch: sequences.
         length: how long the mask must be.
         at_least: or how long it must be at least; then its last so many entries are meant.
         past_none: whether to go on outwards where a module was given None.
     """
-    for at in range(len(frames) - 1, -1, -1):
-        decodes = name == OWN_MASK and _runs_decoder(frames, at)
-        value = frames[at].argument(DECODER_MASK if decodes else name)
+    for at in range(len(calls) - 1, -1, -1):
+        decodes = name == OWN_MASK and _runs_decoder(calls, at)
+        value = calls[at].argument(DECODER_MASK if decodes else name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:
             fits = value.shape[1] >= at_least if at_least else value.shape[1] == length
             if fits and _speaks_of_tokens(value):
@@ -117,11 +117,11 @@ def told_mask(
     return None
 
 
-def _runs_decoder(frames: Sequence[Frame], at: int) -> bool:
+def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
     """Whether an encoder-decoder runs its decoder: what it calls ``attention_mask`` is the encoder's."""
-    if at + 1 == len(frames) or DECODER_MASK not in parameter_names(frames[at].module):
+    if at + 1 == len(calls) or DECODER_MASK not in parameter_names(calls[at].module):
         return False
-    return "decoder" in frames[at + 1].name.rpartition(".")[2]
+    return "decoder" in calls[at + 1].name.rpartition(".")[2]
 
 
 def _speaks_of_tokens(mask: Tensor) -> bool:
@@ -135,9 +135,9 @@ def _or_all(mask: Tensor | None, batch: int, length: int, operator: MixingOperat
     return mask.to(operator.device)
 
 
-def _has_second_stream(frame: Frame) -> bool:
+def _has_second_stream(call: ModuleCall) -> bool:
     """Whether a module was given two (B, T, D) tensors that are not the same."""
-    streams = [tensor for tensor in frame.tensors if tensor.is_floating_point() and tensor.dim() == 3]
+    streams = [tensor for tensor in call.tensors if tensor.is_floating_point() and tensor.dim() == 3]
     return any(not same(streams[0], other) for other in streams[1:])
 
 

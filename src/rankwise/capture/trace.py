@@ -70,7 +70,7 @@ class StateSite:
     name: str
     """Block that wrote it; for layer 0 the block that reads it."""
     layer: int
-    """Blocks behind it: 0 is the embedding output."""
+    """BlockFinder behind it: 0 is the embedding output."""
     tokens: Float[Tensor, "B T D"]
     mask: Bool[Tensor, "B T"] | None = None
     """False where a token is padding; None where nothing is known to be."""

@@ -1,12 +1,15 @@
-"""Modules that look like mixers, so that what was not captured can be named."""
+"""Modules that mix tokens and were not captured: by their names, and by what they were seen to do."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from rankwise.capture.frames import Frame, first_tokens
-from rankwise.capture.mixing_functions import LINEAR
+from rankwise.capture.module_calls import ModuleCall, first_tokens
 from rankwise.capture.trace import UnseenModule
 
 MIXER_NAME = re.compile(
@@ -58,44 +61,40 @@ def mixer_like(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if name and looks_like_mixer(module)}
 
 
-def whose_tokens(frames: Sequence[Frame], what: str, lengths: set[int]) -> Frame | None:
+def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
     """The innermost call, of no module of torch's own, whose (B, T, D) tokens a function mixed.
 
     Args:
-        frames: the calls under way, outermost first.
+        calls: the calls under way, outermost first.
         what: what the function does.
         lengths: of the axes along which it does it.
     """
-    for frame in reversed(frames):
-        tokens = frame.tokens
-        if tokens is None or tokens.is_nested or type(frame.module).__module__.startswith("torch.nn."):
+    for call in reversed(calls):
+        tokens = call.tokens
+        if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
             continue
         count, width = tokens.shape[1:]
         if count > 1 and count in lengths and not (what is LINEAR and count == width):
-            return frame
+            return call
     return None
 
 
-def mixed_without_operator(frame: Frame, captured: set[str], is_block: bool) -> dict[str, str]:
+def mixed_without_operator(call: ModuleCall, captured: set[str], is_block: bool) -> dict[str, str]:
     """The modules in a call that has ended that mixed its tokens without attention, with what they did.
 
     They count where the call gives back a vector for each token that it read. A module in which a mixer was
     captured does not: what else it does, such as a short convolution before a scan, belongs to that mixer.
     Of a block, which may hold several mixers, what it calls beside the captured one counts.
     """
-    if (
-        not frame.others
-        or (frame.mixed_inside and not is_block)
-        or EMBEDS.search(type(frame.module).__name__)
-    ):
+    if not call.others or (call.mixed_inside and not is_block) or EMBEDS.search(type(call.module).__name__):
         return {}
-    given, gave = frame.tokens, first_tokens(frame.output)
+    given, gave = call.tokens, first_tokens(call.output)
     if given is None or gave is None or gave.is_nested or given.shape[:2] != gave.shape[:2]:
         return {}
     return {
-        inner if frame.mixed_inside else frame.name: what
-        for inner, what in frame.others.items()
-        if not (frame.mixed_inside and any(_related(inner, site) for site in captured))
+        inner if call.mixed_inside else call.name: what
+        for inner, what in call.others.items()
+        if not (call.mixed_inside and any(_related(inner, site) for site in captured))
     }
 
 
@@ -161,3 +160,70 @@ def _reason(
         "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "
         "operation, or another kind of mixer; name it in `sites=` to capture it"
     )
+
+
+Reader = Callable[..., set[int]]
+"""From a call to the lengths of the axes along which it mixes, none of them where it mixes nothing."""
+
+
+def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
+    """What a call of one of `FUNCTIONS` does, and the lengths of the axes along which it does it."""
+    name, lengths = FUNCTIONS[func]
+    return name, lengths(out, *args, **kwargs)
+
+
+def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
+    if prod(weight.shape[2:]) == 1 or input.dim() != weight.dim():
+        return set()
+    return {prod(input.shape[2:]), prod(out.shape[2:])}
+
+
+def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> set[int]:
+    """As many entries added on one side as are cut off on the other."""
+    pairs = zip(pad[::2], pad[1::2], strict=True)
+    return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
+
+
+def _along(out: Tensor, input: Tensor, dim: Any = -1, *rest: Any, **named: Any) -> set[int]:
+    return _lengths(input, dim)
+
+
+def _rolled(out: Tensor, input: Tensor, shifts: Any, dims: Any = None, *rest: Any, **named: Any) -> set[int]:
+    return _lengths(input, dims)
+
+
+def _fourier(out: Tensor, input: Tensor, n: Any = None, dim: Any = -1, *rest: Any, **named: Any) -> set[int]:
+    return _lengths(input, dim)
+
+
+def _fourier_planes(
+    out: Tensor, input: Tensor, s: Any = None, dim: Any = None, *rest: Any, **named: Any
+) -> set[int]:
+    return _lengths(input, dim)
+
+
+def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
+    """Its inputs are tokens where they lie on the last axis, as in the token-mixing part of an MLP-Mixer."""
+    turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
+    return {input.shape[-1]} if turned else set()
+
+
+def _lengths(input: Tensor, dims: Any) -> set[int]:
+    """The length of each axis, and of all of them together."""
+    axes = range(input.dim()) if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+    lengths = [input.shape[axis] for axis in axes]
+    return {*lengths, prod(lengths)}
+
+
+LINEAR = "a linear layer over its tokens"
+CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.conv3d}
+RUNNING = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp}
+FUNCTIONS: dict[Any, tuple[str, Reader]] = (
+    dict.fromkeys(CONVOLUTIONS, ("a convolution over its tokens", _convolution))
+    | dict.fromkeys(RUNNING, ("a running sum or product along its tokens", _along))
+    | dict.fromkeys({torch.fft.fft, torch.fft.rfft}, ("a Fourier transform of its tokens", _fourier))
+    | dict.fromkeys({torch.fft.fft2, torch.fft.rfft2}, ("a Fourier transform of its tokens", _fourier_planes))
+    | dict.fromkeys({torch.fft.fftn, torch.fft.rfftn}, ("a Fourier transform of its tokens", _fourier_planes))
+    | dict.fromkeys({torch.roll, Tensor.roll}, ("a shift of its tokens", _rolled))
+    | {F.pad: ("a shift of its tokens", _shift), F.linear: (LINEAR, _linear)}
+)

@@ -128,7 +128,7 @@ def _scales(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
     scales = {}
     for site in sites:
         module = model.get_submodule(site.place.module)
-        found = module._parameters.get(site.parameter)
+        found = dict(module.named_parameters(recurse=False)).get(site.parameter)
         scale = torch.ones(1) if found is None else found.detach()
         if not bool(scale.isfinite().all()):
             raise SkipError(

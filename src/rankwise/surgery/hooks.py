@@ -1,12 +1,13 @@
 """What a λ-skip leaves in a model: hooks that travel with it when it is copied, pickled or compiled."""
 
 import threading
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.surgery.errors import SkipError
+from rankwise.torch_internals import in_backward, remove_forward_hooks
 
 Key = int | str | None
 """Where a tensor lies in what a module gave: itself, or an item of a tuple or a mapping."""
@@ -71,7 +72,7 @@ class Held(threading.local):
 @no_type_check
 def recomputing():
     """Whether autograd is running a checkpointed part a second time, perhaps without what is around it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and in_backward()
 
 
 class SkipHook:
@@ -282,18 +283,4 @@ def remove_hooks(module: nn.Module, kinds: type | tuple[type, ...] = SkipHook) -
     Returns:
         How many there were.
     """
-    removed = 0
-    stores: list[tuple[Any, tuple[Any, ...]]] = [
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (
-            module._forward_hooks,
-            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        ),
-    ]
-    for hooks, notes in stores:
-        for number in [number for number, hook in hooks.items() if isinstance(hook, kinds)]:
-            removed += 1
-            del hooks[number]
-            for note in notes:
-                note.pop(number, None)
-    return removed
+    return remove_forward_hooks(module, lambda hook: isinstance(hook, kinds))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise.capture.frames import Frame, parameter_names
+from rankwise.capture.module_calls import ModuleCall, parameter_names
 from rankwise.surgery.hooks import (
     Argument,
     CloseSlot,
@@ -29,7 +29,7 @@ class Given:
     """A tensor that went into a module."""
 
     time: int
-    frame: Frame
+    frame: ModuleCall
     position: int | None
     name: str | None
 
@@ -39,7 +39,7 @@ class Made:
     """A tensor that came out of a module."""
 
     time: int
-    frame: Frame
+    frame: ModuleCall
     key: Key
 
 
@@ -51,7 +51,7 @@ class Traffic:
     given: dict[Version, list[Given]] = field(default_factory=dict)
     made: dict[Version, list[Made]] = field(default_factory=dict)
 
-    def entered(self, frame: Frame) -> None:
+    def entered(self, frame: ModuleCall) -> None:
         """A module was called."""
         time = self.history.tick()
         names = parameter_names(frame.module)
@@ -64,7 +64,7 @@ class Traffic:
                 position = names.index(name) if name in names else None
                 self._note(self.given, value, Given(time, frame, position, name))
 
-    def left(self, frame: Frame) -> None:
+    def left(self, frame: ModuleCall) -> None:
         """A call has ended."""
         time = self.history.tick()
         for key, value in _items(frame.output):

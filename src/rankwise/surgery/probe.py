@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture.frames import Frames
+from rankwise.capture.module_calls import ModuleCalls
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, call, tensors_in
 from rankwise.surgery.places import Place, Traffic, place, reader, with_readers
 from rankwise.surgery.residuals import Residual, find_residuals, not_finite
 from rankwise.surgery.sums import Change, History, SumName, SumRecorder, SumTap
+from rankwise.torch_internals import is_compiled
 
 
 def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[str]]:
@@ -33,9 +34,7 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
     """
     history = History()
     traffic = Traffic(history)
-    frames = Frames(model, frozenset())
-    frames.on_enter.append(traffic.entered)
-    frames.on_leave.append(traffic.left)
+    frames = ModuleCalls(model, on_enter=traffic.entered, on_leave=traffic.left)
     given = _with_gradients(example)
     with probing(model), _differentiable(model), frames.following(), SumRecorder(frames.running, history):
         output = call(model, given)
@@ -68,7 +67,7 @@ def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Chang
 @contextmanager
 def tapping(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
     """Put something else in the place of some sums of a model, for as long as the block runs."""
-    frames = Frames(model, frozenset())
+    frames = ModuleCalls(model)
     with frames.following(), SumTap(frames.running, changes):
         yield
 
@@ -136,8 +135,8 @@ def check_traceable(model: object) -> None:
             got=type(model).__name__,
             fix="Pass the model itself; of a pipeline, its `.model`.",
         )
-    compiled = isinstance(model, torch.jit.ScriptModule | torch._dynamo.eval_frame.OptimizedModule)
-    if compiled or any(module._compiled_call_impl is not None for module in model.modules()):
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if scripted or any(is_compiled(module) for module in model.modules()):
         raise SkipError(
             f"model {type(model).__name__}",
             wanted="a module that is not compiled yet",

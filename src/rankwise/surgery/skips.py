@@ -168,7 +168,7 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
     for module in model.modules():
         remove_hooks(module)
         for site in vars(module).pop(NOTES, ()):
-            del module._parameters[site.parameter]
+            delattr(module, site.parameter)
 
 
 def skips_of(model: nn.Module) -> Skips:

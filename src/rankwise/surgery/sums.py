@@ -10,7 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise.capture.frames import Frame
+from rankwise.capture.module_calls import ModuleCall
+from rankwise.torch_internals import changes_in_place
 
 SUMS = frozenset(
     {
@@ -72,7 +73,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 @no_type_check
 def version(tensor):
     """Name a tensor as it is now."""
-    return id(tensor), tensor._version
+    return id(tensor), changes_in_place(tensor)
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Sum:
     finite: bool
     result: Version
     out: GradientEdge
-    frames: tuple[Frame, ...]
+    frames: tuple[ModuleCall, ...]
     """Calls of modules around it, outermost first."""
 
 
@@ -178,7 +179,7 @@ class SumNames:
         running: the calls of modules under way, kept by someone else.
     """
 
-    def __init__(self, running: Sequence[Frame]) -> None:
+    def __init__(self, running: Sequence[ModuleCall]) -> None:
         self._running = running
         self._calls: dict[str, list[int]] = {}
         self._taken: dict[int, int] = {}
@@ -205,7 +206,7 @@ class SumRecorder(TorchFunctionMode):
         history: what to write into.
     """
 
-    def __init__(self, running: Sequence[Frame], history: History) -> None:
+    def __init__(self, running: Sequence[ModuleCall], history: History) -> None:
         super().__init__()
         self._running, self._history, self._names = running, history, SumNames(running)
 
@@ -292,7 +293,7 @@ class SumTap(TorchFunctionMode):
         changes: name of a sum → what it is to be.
     """
 
-    def __init__(self, running: Sequence[Frame], changes: Mapping[SumName, Change]) -> None:
+    def __init__(self, running: Sequence[ModuleCall], changes: Mapping[SumName, Change]) -> None:
         super().__init__()
         self._names, self._changes = SumNames(running), changes
 

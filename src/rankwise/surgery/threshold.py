@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from rankwise.capture.names import stack_of
+from rankwise.capture.block_candidates import stack_of
 from rankwise.surgery.examples import Example
 from rankwise.surgery.norms import Norm
 from rankwise.surgery.skips import SkipSite

@@ -13,6 +13,7 @@ from rankwise.surgery.examples import Example
 from rankwise.surgery.hooks import SkipHook, picked, placed
 from rankwise.surgery.probe import run_with
 from rankwise.surgery.sums import SumName
+from rankwise.torch_internals import without_forward_hooks
 
 if TYPE_CHECKING:
     from rankwise.surgery.skips import SkipSite
@@ -200,21 +201,8 @@ class SumCheck:
 @contextmanager
 def unhooked(model: nn.Module) -> Iterator[None]:
     """A model as it is without its λ-skips, for as long as the block runs."""
-    kept = [
-        (module, dict(module._forward_pre_hooks), dict(module._forward_hooks)) for module in model.modules()
-    ]
-    try:
-        for module, _, _ in kept:
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for number in [number for number, hook in hooks.items() if isinstance(hook, SkipHook)]:
-                    del hooks[number]
+    with without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook)):
         yield
-    finally:
-        for module, before, after in kept:
-            module._forward_pre_hooks.clear()
-            module._forward_pre_hooks.update(before)
-            module._forward_hooks.clear()
-            module._forward_hooks.update(after)
 
 
 def _fill(model: nn.Module, sites: Sequence["SkipSite"], scales: Mapping[str, float]) -> None:

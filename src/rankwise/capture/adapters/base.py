@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import ABSENT, Frame
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ABSENT, ModuleCall
 from rankwise.errors import RankwiseError
 
 FUSED = (
-    "a fused kernel ran in place of its own steps, so that what it mixed with was not seen; call "
+    "a fused kernel ran in place of its own inside, so that what it mixed with was not seen; call "
     "model.eval(), or run it without the kernel"
 )
 OFFLOADED = "its weights are offloaded and gone when it has run; capture it with the weights on a device"
@@ -35,14 +35,14 @@ class NotExactError(RankwiseError):
 
 
 @dataclass(frozen=True)
-class Step:
+class CallInside:
     """A call of a module inside a mixer."""
 
     given: Tensor
     gave: Any
 
 
-Steps = Mapping[str, Step]
+CallsInside = Mapping[str, CallInside]
 """The calls of the modules that an adapter watches, by their names inside the mixer."""
 
 
@@ -60,17 +60,17 @@ class Adapter(ABC):
     def reads(self, module: nn.Module) -> bool:
         """Whether a module is of this family."""
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """Why the operator of a call that now begins will not be exact; None where it will."""
         return None
 
     @abstractmethod
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The operator of a call that has just ended.
 
         Args:
-            frame: the call.
-            steps: the calls of the watched modules inside it.
+            call: the call.
+            inside: the calls of the watched modules inside it.
             values: whether what it was applied to is asked for, and how the layer goes on from there.
 
         Raises:
@@ -86,24 +86,24 @@ def named(module: nn.Module, classes: frozenset[str]) -> bool:
     )
 
 
-def step(steps: Steps, name: str) -> Step:
+def call_of(inside: CallsInside, name: str) -> CallInside:
     """The call of one watched module.
 
     Raises:
         NotExactError: if it was not called.
     """
-    if name not in steps:
+    if name not in inside:
         raise NotExactError(FUSED)
-    return steps[name]
+    return inside[name]
 
 
-def why_not_from_scratch(frame: Frame) -> str | None:
+def why_not_from_scratch(call: ModuleCall) -> str | None:
     """Why a state-space layer of transformers does not start from an empty state; None where it does."""
-    layer = getattr(frame.module, "layer_idx", None)
-    for cache in (frame.argument(name) for name in CACHES):
+    layer = getattr(call.module, "layer_idx", None)
+    for cache in (call.argument(name) for name in CACHES):
         if cache not in (None, ABSENT) and cache.get_conv_state(layer, state_idx=0) is not None:
             return CONTINUED
-    if frame.kwargs.get("seq_idx") is not None:
+    if call.kwargs.get("seq_idx") is not None:
         return PACKED
     return None
 

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from rankwise.capture.adapters.base import (
     PACKED,
     Adapter,
-    Steps,
+    CallsInside,
+    call_of,
     check_on_device,
     named,
-    step,
     why_not_from_scratch,
 )
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.operators import GatedDeltaMixing
 
 NORM_EPS = 1e-6
@@ -64,17 +64,17 @@ class GatedDeltaAdapter(Adapter):
         """Whether it is such a layer of transformers."""
         return named(module, self.by_token | self.by_feature)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from earlier tokens, or holds several sequences in a row."""
-        packed = frame.kwargs.get("cu_seq_lens_q") is not None
-        return PACKED if packed else why_not_from_scratch(frame)
+        packed = call.kwargs.get("cu_seq_lens_q") is not None
+        return PACKED if packed else why_not_from_scratch(call)
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The delta rule over a whole sequence."""
-        layer: Any = frame.module
+        layer: Any = call.module
         check_on_device(layer.conv1d.weight, layer.conv1d.bias, getattr(layer, "A_log", None))
         by_feature = named(layer, self.by_feature)
-        projected = _by_feature(layer, steps) if by_feature else _by_token(layer, steps)
+        projected = _by_feature(layer, inside) if by_feature else _by_token(layer, inside)
         heads = projected.beta.shape[-1]
         width = layer.head_dim if by_feature else layer.head_k_dim
         keys = projected.inner.shape[-1] - projected.gate.flatten(2).shape[-1]
@@ -93,24 +93,24 @@ class GatedDeltaAdapter(Adapter):
             projected.log_decay.transpose(1, 2).float(),
         )
         if not values:
-            return Call(operator, whole=True)
+            return MixingCall(operator, whole=True)
         applied = value.unflatten(-1, (heads, -1)).transpose(1, 2).float()
         finish = _finish(layer, projected.gate.unflatten(-1, (heads, -1)), projected.inner.dtype)
-        return Call(operator, applied, finish=finish, whole=True)
+        return MixingCall(operator, applied, finish=finish, whole=True)
 
 
-def _by_token(layer: Any, steps: Steps) -> _Projected:
+def _by_token(layer: Any, inside: CallsInside) -> _Projected:
     """Of layers with one decay a head and token."""
     if hasattr(layer, "in_proj_qkvz"):  # Qwen3-Next interleaves the heads
-        parts = (step(steps, name).gave for name in ("in_proj_qkvz", "in_proj_ba"))
+        parts = (call_of(inside, name).gave for name in ("in_proj_qkvz", "in_proj_ba"))
         *inner, gate, b, a = layer.fix_query_key_value_ordering(*parts)
         projected, gate = torch.cat([part.flatten(2) for part in inner], -1), gate.flatten(2)
     elif hasattr(layer, "in_proj_qkv"):
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        projected, gate, b, a = (step(steps, name).gave for name in names)
+        projected, gate, b, a = (call_of(inside, name).gave for name in names)
     else:
-        projected = _side_by_side(steps)
-        gate, b, a = (step(steps, name).gave for name in ("g_proj", "b_proj", "a_proj"))
+        projected = _side_by_side(inside)
+        gate, b, a = (call_of(inside, name).gave for name in ("g_proj", "b_proj", "a_proj"))
     beta = b.sigmoid()
     if getattr(layer, "allow_neg_eigval", False):
         beta = beta * 2.0
@@ -118,15 +118,15 @@ def _by_token(layer: Any, steps: Steps) -> _Projected:
     return _Projected(projected, gate, beta, rate * F.softplus(a.float() + layer.dt_bias.detach()))
 
 
-def _by_feature(layer: Any, steps: Steps) -> _Projected:
+def _by_feature(layer: Any, inside: CallsInside) -> _Projected:
     """Of layers with one decay a head, token and feature."""
-    gate = step(steps, "g_b_proj" if hasattr(layer, "g_b_proj") else "g_proj").gave
-    beta, log_decay = torch.sigmoid(step(steps, "b_proj").gave), step(steps, "forget_gate").gave
-    return _Projected(_side_by_side(steps), gate, beta, log_decay)
+    gate = call_of(inside, "g_b_proj" if hasattr(layer, "g_b_proj") else "g_proj").gave
+    beta, log_decay = torch.sigmoid(call_of(inside, "b_proj").gave), call_of(inside, "forget_gate").gave
+    return _Projected(_side_by_side(inside), gate, beta, log_decay)
 
 
-def _side_by_side(steps: Steps) -> Tensor:
-    return torch.cat([step(steps, name).gave for name in ("q_proj", "k_proj", "v_proj")], dim=-1)
+def _side_by_side(inside: CallsInside) -> Tensor:
+    return torch.cat([call_of(inside, name).gave for name in ("q_proj", "k_proj", "v_proj")], dim=-1)
 
 
 def _convolved(layer: Any, inner: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture.adapters.base import CONTINUED, Adapter, Steps, check_on_device, named, step
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import ABSENT, Frame
+from rankwise.capture.adapters.base import CONTINUED, Adapter, CallsInside, call_of, check_on_device, named
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ABSENT, ModuleCall
 from rankwise.operators import SemiseparableMixing
 
 
@@ -26,19 +26,19 @@ class LightningAdapter(Adapter):
         """Whether it is the layer of transformers' MiniMax."""
         return named(module, self.classes)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from a state of earlier tokens."""
-        layer: Any = frame.module
-        cache = frame.argument("past_key_values")
+        layer: Any = call.module
+        cache = call.argument("past_key_values")
         fresh = cache in (None, ABSENT) or cache.get_linear_cache(layer.layer_idx) is None
         return None if fresh else CONTINUED
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The decayed products of a whole sequence."""
-        layer: Any = frame.module
+        layer: Any = call.module
         check_on_device(layer.slope_rate)
-        projected = layer.act_fn(step(steps, "qkv_proj").gave)
-        mask = frame.argument("attention_mask")
+        projected = layer.act_fn(call_of(inside, "qkv_proj").gave)
+        mask = call.argument("attention_mask")
         if isinstance(mask, Tensor):
             projected = (projected * mask[:, :, None]).to(projected.dtype)
         heads = projected.unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
@@ -46,8 +46,10 @@ class LightningAdapter(Adapter):
         slope = layer.slope_rate.detach()[:, 0].to(query.dtype)
         operator = SemiseparableMixing(query, key, -slope.expand(query.shape[:-1]))
         if not values:
-            return Call(operator, whole=True)
-        return Call(operator, value, finish=_finish(layer, step(steps, "output_gate").gave), whole=True)
+            return MixingCall(operator, whole=True)
+        return MixingCall(
+            operator, value, finish=_finish(layer, call_of(inside, "output_gate").gave), whole=True
+        )
 
 
 def _finish(layer: Any, gate: Tensor) -> Callable[[Tensor], Tensor]:

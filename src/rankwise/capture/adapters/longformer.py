@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture.adapters.base import Adapter, Steps, named, step
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
+from rankwise.capture.adapters.base import Adapter, CallsInside, call_of, named
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.operators import SoftmaxMixing
 
 
@@ -27,28 +27,28 @@ class LongformerAdapter(Adapter):
         """Whether it is such an attention of transformers."""
         return named(module, self.classes)
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The softmax of a whole sequence."""
-        layer: Any = frame.module
-        query, key, value = (self._heads(layer, step(steps, name).gave) for name in self.watched[:3])
-        masked = frame.argument("is_index_masked")
-        if not frame.argument("is_global_attn"):
+        layer: Any = call.module
+        query, key, value = (self._heads(layer, call_of(inside, name).gave) for name in self.watched[:3])
+        masked = call.argument("is_index_masked")
+        if not call.argument("is_global_attn"):
             # the layer has divided the queries by √K in place
             operator = SoftmaxMixing(query, key, _local(layer, masked), scale=1.0)
-            output = self._heads(layer, frame.output[0].detach().transpose(0, 1))
-            return Call(operator, value, output, whole=True)
-        is_global = frame.argument("is_index_global_attn")
+            output = self._heads(layer, call.output[0].detach().transpose(0, 1))
+            return MixingCall(operator, value, output, whole=True)
+        is_global = call.argument("is_index_global_attn")
         chosen = torch.zeros_like(query)
         at = torch.nonzero(is_global, as_tuple=True)
         place = is_global.cumsum(1)[at] - 1
-        gave = step(steps, "query_global").gave.unflatten(-1, (layer.num_heads, -1))
+        gave = call_of(inside, "query_global").gave.unflatten(-1, (layer.num_heads, -1))
         chosen[at[0], :, at[1]] = gave[place, at[0]]
-        key_global = self._heads(layer, step(steps, "key_global").gave)
+        key_global = self._heads(layer, call_of(inside, "key_global").gave)
         query = query.masked_fill(is_global[:, None, :, None], 0)
         allowed = _local(layer, masked | is_global) | (is_global[:, None, None] & ~masked[:, None, :, None])
         allowed = torch.where(is_global[:, None, :, None], ~masked[:, None, None], allowed)
         both = torch.cat([query, chosen], -1), torch.cat([key, key_global], -1)
-        return Call(SoftmaxMixing(*both, allowed, scale=1.0), whole=True)
+        return MixingCall(SoftmaxMixing(*both, allowed, scale=1.0), whole=True)
 
     @staticmethod
     def _heads(layer: Any, projected: Tensor) -> Tensor:

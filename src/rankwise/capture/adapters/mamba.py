@@ -9,15 +9,15 @@ from torch.nn import functional as F
 
 from rankwise.capture.adapters.base import (
     Adapter,
-    Steps,
+    CallsInside,
+    call_of,
     check_on_device,
     named,
-    step,
     why_not_from_scratch,
 )
-from rankwise.capture.adapters.path import gated_path
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
+from rankwise.capture.adapters.gated_path import gated_path
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.operators import SelectiveMixing
 
 
@@ -35,41 +35,41 @@ class MambaAdapter(Adapter):
         """Whether it is a Mamba layer of transformers."""
         return named(module, self.classes)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from earlier tokens, or holds several sequences in a row."""
-        return why_not_from_scratch(frame)
+        return why_not_from_scratch(call)
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The selective scan of a whole sequence."""
-        mixer: Any = frame.module
+        mixer: Any = call.module
         check_on_device(mixer.A_log, mixer.D, mixer.dt_proj.weight, mixer.dt_proj.bias)
-        projected = step(steps, "x_proj")
+        projected = call_of(inside, "x_proj")
         x, size = projected.given, mixer.ssm_state_size
         parts = projected.gave.split([mixer.time_step_rank, size, size], dim=-1)
         time_step, b, c = (
-            steps[norm].gave if norm in steps else part
+            inside[norm].gave if norm in inside else part
             for norm, part in zip(("dt_layernorm", "b_layernorm", "c_layernorm"), parts, strict=True)
         )
         operator = SelectiveMixing(
             c.unsqueeze(1),
             b.float().unsqueeze(1),
             -mixer.A_log.detach().float().exp(),
-            _step(mixer, time_step, steps),
+            _step(mixer, time_step, inside),
         )
         if not values:
-            return Call(operator, whole=True)
+            return MixingCall(operator, whole=True)
         channels = x.transpose(1, 2)
-        given, gate = step(steps, "in_proj").gave.transpose(1, 2).chunk(2, dim=1)
-        path = gated_path(frame, operator, given, gate, mixer.D, _projection(mixer, channels.dtype))
+        given, gate = call_of(inside, "in_proj").gave.transpose(1, 2).chunk(2, dim=1)
+        path = gated_path(call, operator, given, gate, mixer.D, _projection(mixer, channels.dtype))
         finish = _finish(mixer, channels, gate)
-        return Call(operator, channels[..., None], finish=finish, path=path, whole=True)
+        return MixingCall(operator, channels[..., None], finish=finish, path=path, whole=True)
 
 
-def _step(mixer: Any, time_step: Tensor, steps: Steps) -> Tensor:
+def _step(mixer: Any, time_step: Tensor, inside: CallsInside) -> Tensor:
     """Δ (B, D, T)."""
     bias = mixer.dt_proj.bias
-    if "dt_proj" in steps:  # called as a module where the model is quantized
-        raw = steps["dt_proj"].gave.transpose(1, 2)
+    if "dt_proj" in inside:  # called as a module where the model is quantized
+        raw = inside["dt_proj"].gave.transpose(1, 2)
     else:
         raw = mixer.dt_proj.weight.detach() @ time_step.transpose(1, 2)
         raw = raw if bias is None else raw + bias.detach().float().to(raw.dtype)[:, None]

@@ -10,15 +10,15 @@ from torch.nn import functional as F
 
 from rankwise.capture.adapters.base import (
     Adapter,
-    Steps,
+    CallsInside,
+    call_of,
     check_on_device,
     named,
-    step,
     why_not_from_scratch,
 )
-from rankwise.capture.adapters.path import gated_path
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import ABSENT, Frame
+from rankwise.capture.adapters.gated_path import gated_path
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ABSENT, ModuleCall
 from rankwise.capture.trace import Path
 from rankwise.operators import SemiseparableMixing
 
@@ -46,21 +46,21 @@ class Mamba2Adapter(Adapter):
         """Whether it is a Mamba-2 layer of transformers."""
         return named(module, self.classes)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from earlier tokens, or holds several sequences in a row."""
-        return why_not_from_scratch(frame)
+        return why_not_from_scratch(call)
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The chunked scan of a whole sequence."""
-        mixer: Any = frame.module
+        mixer: Any = call.module
         conv = mixer.conv1d
         check_on_device(mixer.A_log, mixer.D, mixer.dt_bias, conv.weight, conv.bias)
-        projected = step(steps, "in_proj").gave
+        projected = call_of(inside, "in_proj").gave
         multiplier = getattr(mixer, "mup_vector", None)  # of Falcon-H1
         projected = projected if multiplier is None else projected * multiplier
         gate, inner, dt = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
         given = inner
-        inner = _masked(_convolved(mixer, inner), frame.argument("attention_mask"))
+        inner = _masked(_convolved(mixer, inner), call.argument("attention_mask"))
         shared = (mixer.conv_dim - mixer.intermediate_size) // 2
         x, b, c = inner.split([mixer.intermediate_size, shared, shared], dim=-1)
         b, c = (part.unflatten(-1, (mixer.n_groups, -1)).transpose(1, 2).float() for part in (b, c))
@@ -70,10 +70,10 @@ class Mamba2Adapter(Adapter):
         rate = -mixer.A_log.detach().float().exp()
         operator = SemiseparableMixing(c, b, rate[:, None] * delta, delta)
         if not values:
-            return Call(operator, whole=True)
+            return MixingCall(operator, whole=True)
         finish = _finish(mixer, heads, gate)
-        path = _path(frame, operator, given[..., : mixer.intermediate_size].transpose(1, 2), gate)
-        return Call(operator, heads.float(), finish=finish, path=path, whole=True)
+        path = _path(call, operator, given[..., : mixer.intermediate_size].transpose(1, 2), gate)
+        return MixingCall(operator, heads.float(), finish=finish, path=path, whole=True)
 
 
 def _convolved(mixer: Any, inner: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ def _masked(tokens: Tensor, mask: object) -> Tensor:
     return (tokens * mask[:, :, None]).to(tokens.dtype)
 
 
-def _path(frame: Frame, heads: SemiseparableMixing, given: Tensor, gate: Tensor) -> Path | None:
+def _path(call: ModuleCall, heads: SemiseparableMixing, given: Tensor, gate: Tensor) -> Path | None:
     """The whole way of each channel; those of a head share its scan, and each has its own convolution."""
-    mixer: Any = frame.module
+    mixer: Any = call.module
     width = mixer.intermediate_size // mixer.num_heads
     if _normed(mixer) and getattr(mixer.norm, "norm_before_gate", False):
         return None
@@ -116,7 +116,7 @@ def _path(frame: Frame, heads: SemiseparableMixing, given: Tensor, gate: Tensor)
         return mixer.out_proj(tokens.to(gate.dtype))
 
     skip = mixer.D.repeat_interleave(width)
-    return gated_path(frame, channels, given, gate.transpose(1, 2), skip, finish)
+    return gated_path(call, channels, given, gate.transpose(1, 2), skip, finish)
 
 
 def _normed(mixer: Any) -> bool:

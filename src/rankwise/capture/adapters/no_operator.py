@@ -4,9 +4,9 @@ import re
 
 from torch import nn
 
-from rankwise.capture.adapters.base import Adapter, NotExactError, Steps
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
+from rankwise.capture.adapters.base import Adapter, CallsInside, NotExactError
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 
 REASONS = (
     (
@@ -39,17 +39,17 @@ class NoOperatorAdapter(Adapter):
         """Whether it is one of these layers of transformers."""
         return _reason(module) is not None
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """What the layer does."""
-        return _reason(frame.module)
+        return _reason(call.module)
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """There is no operator.
 
         Raises:
             NotExactError: always.
         """
-        raise NotExactError(_reason(frame.module) or "it has no operator")
+        raise NotExactError(_reason(call.module) or "it has no operator")
 
 
 def _reason(module: nn.Module) -> str | None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.capture.adapters.base import CONTINUED, Adapter, Steps, check_on_device, named
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
+from rankwise.capture.adapters.base import CONTINUED, Adapter, CallsInside, check_on_device, named
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.operators import SemiseparableMixing
 
 SHARPNESS = 8.0
@@ -28,18 +28,18 @@ class RGLRUAdapter(Adapter):
         """Whether it is the unit of transformers' RecurrentGemma."""
         return named(module, self.classes)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from a state that its first token does not reset."""
-        state, positions = getattr(frame.module, "recurrent_states", None), frame.argument("position_ids")
+        state, positions = getattr(call.module, "recurrent_states", None), call.argument("position_ids")
         fresh = state is None or not bool(state.any()) or bool((positions[:, 0] == 0).all())
         return None if fresh else CONTINUED
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The linear recurrence of a whole sequence."""
-        unit: Any = frame.module
+        unit: Any = call.module
         check_on_device(unit.recurrent_param, unit.input_gate_weight, unit.recurrent_gate_weight)
-        given = frame.argument("activations").detach()
-        reset = frame.argument("position_ids") == 0
+        given = call.argument("activations").detach()
+        reset = call.argument("position_ids") == 0
         heads = given.unflatten(-1, (unit.num_attention_heads, -1))
         enters = _gate(heads, unit.input_gate_weight, unit.input_gate_bias)
         decays = _gate(heads, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
@@ -49,8 +49,8 @@ class RGLRUAdapter(Adapter):
         one = given.new_ones(given.shape[0], 1, given.shape[1], 1)
         step = enters * scale.to(given.dtype)
         operator = SemiseparableMixing(one, one, log_decay.transpose(1, 2), step.transpose(1, 2))
-        output = frame.output.detach().transpose(1, 2)[..., None]
-        return Call(operator, given.transpose(1, 2)[..., None], output, whole=True)
+        output = call.output.detach().transpose(1, 2)[..., None]
+        return MixingCall(operator, given.transpose(1, 2)[..., None], output, whole=True)
 
 
 def _gate(heads: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.capture.adapters.base import CONTINUED, Adapter, Steps, check_on_device, named, step
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import ABSENT, Frame
+from rankwise.capture.adapters.base import CONTINUED, Adapter, CallsInside, call_of, check_on_device, named
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ABSENT, ModuleCall
 from rankwise.operators import DiagonalMixing, PartMixing, SemiseparableMixing, SumMixing
 
 
@@ -27,25 +27,25 @@ class RwkvAdapter(Adapter):
         """Whether it is the time mixing of transformers' RWKV."""
         return named(module, self.classes)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from a state that holds earlier tokens; a new one has sums of zero."""
-        state, layer = frame.argument("state"), frame.module.layer_id
+        state, layer = call.argument("state"), call.module.layer_id
         fresh = state in (None, ABSENT) or not bool(state[3][:, :, layer].any())
         return None if fresh else CONTINUED
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The weighted means of a whole sequence."""
-        layer: Any = frame.module
+        layer: Any = call.module
         check_on_device(layer.time_decay, layer.time_first)
-        key = step(steps, "key").gave.float().transpose(1, 2)
+        key = call_of(inside, "key").gave.float().transpose(1, 2)
         operator = weighted_means(key, -layer.time_decay.detach().exp(), layer.time_first.detach())
-        receptance = torch.sigmoid(step(steps, "receptance").gave)
+        receptance = torch.sigmoid(call_of(inside, "receptance").gave)
 
         def finish(mixed: Tensor) -> Tensor:
             return layer.output(receptance * mixed[..., 0].transpose(1, 2).to(receptance.dtype))
 
-        applied = step(steps, "value").gave.transpose(1, 2)[..., None]
-        return Call(operator, applied, finish=finish, whole=True)
+        applied = call_of(inside, "value").gave.transpose(1, 2)[..., None]
+        return MixingCall(operator, applied, finish=finish, whole=True)
 
 
 def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:

@@ -4,10 +4,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise.capture.adapters.base import Adapter, Steps, check_on_device, named, step, why_not_from_scratch
-from rankwise.capture.adapters.path import short_convolution
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
+from rankwise.capture.adapters.base import (
+    Adapter,
+    CallsInside,
+    call_of,
+    check_on_device,
+    named,
+    why_not_from_scratch,
+)
+from rankwise.capture.adapters.gated_path import short_convolution
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.capture.trace import Path
 from rankwise.operators import DiagonalMixing, ProductMixing
 
@@ -26,18 +33,18 @@ class ShortConvAdapter(Adapter):
         """Whether it is the convolution of transformers' LFM2 or LFM3."""
         return named(module, self.classes)
 
-    def why_not(self, frame: Frame) -> str | None:
+    def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from earlier tokens, or holds several sequences in a row."""
-        return why_not_from_scratch(frame)
+        return why_not_from_scratch(call)
 
-    def call(self, frame: Frame, steps: Steps, values: bool) -> Call:
+    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The convolution of a whole sequence."""
-        layer: Any = frame.module
+        layer: Any = call.module
         check_on_device(layer.conv.weight, layer.conv.bias)
-        enters, leaves, x = step(steps, "in_proj").gave.transpose(1, 2).chunk(3, dim=1)
+        enters, leaves, x = call_of(inside, "in_proj").gave.transpose(1, 2).chunk(3, dim=1)
         operator = short_convolution(layer.conv.weight, x.shape[0], x.shape[-1])
         if not values:
-            return Call(operator, whole=True)
+            return MixingCall(operator, whole=True)
         bias = x.new_zeros(x.shape[1]) if layer.conv.bias is None else layer.conv.bias.detach()
         path = Path(
             ProductMixing(DiagonalMixing(leaves), operator, DiagonalMixing(enters)),
@@ -49,4 +56,4 @@ class ShortConvAdapter(Adapter):
         def finish(mixed: Tensor) -> Tensor:
             return path.finish(leaves[..., None] * mixed + path.offset)
 
-        return Call(operator, (enters * x)[..., None], finish=finish, path=path, whole=True)
+        return MixingCall(operator, (enters * x)[..., None], finish=finish, path=path, whole=True)

@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rankwise.errors import InputError
 from rankwise.ops.tssa.checks import check_call
 from rankwise.ops.tssa.implementations import kernels
 from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
+from rankwise.torch_internals import (
+    in_dispatch_mode,
+    in_forward_derivative,
+    in_function_transform,
+    is_profiled,
+    is_zero_tensor,
+)
 
 
 @torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
@@ -127,7 +133,7 @@ def solve(problem: Problem, impl: str) -> Solution:
     given = [x for x in inputs if x is not None]
     hidden = False  # whether it cannot be seen that a gradient is wanted
     if not torch.compiler.is_compiling():
-        hidden = torch._C._are_functorch_transforms_active()
+        hidden = in_function_transform()
         _check_no_tangent(given, impl)
     keep = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
     if not (keep or hidden) and _nobody_watches([*given, mask, rate, bounds]):
@@ -151,14 +157,14 @@ def _nobody_watches(given: list[Tensor | None]) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
+    if in_dispatch_mode() or is_profiled():
         return False
     there = [x for x in given if x is not None]
-    return all(type(x) in (Tensor, Parameter) and not (x.is_neg() or x._is_zerotensor()) for x in there)
+    return all(type(x) in (Tensor, Parameter) and not (x.is_neg() or is_zero_tensor(x)) for x in there)
 
 
 def _check_no_tangent(given: list[Tensor], impl: str) -> None:
-    if forward_ad._current_level < 0 or all(forward_ad.unpack_dual(x).tangent is None for x in given):
+    if not in_forward_derivative() or all(forward_ad.unpack_dual(x).tangent is None for x in given):
         return
     raise InputError(
         f"forward-mode derivatives with impl={impl!r}",

@@ -1,4 +1,4 @@
-"""Which module is running: a stack of calls, kept by hooks that are always removed."""
+"""Which module is running: the calls under way, kept by hooks that are always removed."""
 
 import inspect
 import sys
@@ -8,22 +8,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture.hooks import Hook
+from rankwise.torch_internals import forget_global_hook, in_backward
 
 Arguments = dict[str, Any]
-Listener = Callable[["Frame"], None]
+Listener = Callable[["ModuleCall"], None]
 ABSENT = object()
 """An argument the module does not have, or was not given."""
 
 
 @dataclass
-class Frame:
-    """One call of one module that is still running, or has just ended."""
+class ModuleCall:
+    """One call of one module that is still running, or has just ended.
+
+    `rankwise.capture.context` says who writes what into it, and when.
+    """
 
     name: str
     module: nn.Module
@@ -38,7 +41,7 @@ class Frame:
     """The error that was being handled when it was called, if there was one."""
     guards: ExitStack = field(default_factory=ExitStack)
     pending: list[Any] = field(default_factory=list)
-    """Mixers captured inside it that no block has claimed yet."""
+    """Mixers captured inside it that belong to no block yet."""
     called_inside: bool = False
     """Whether a module inside it was called."""
     mixed_inside: bool = False
@@ -47,8 +50,8 @@ class Frame:
     """Names of modules inside it, or its own, that mixed its tokens without attention, with what they did."""
     adapter: Any = None
     """What reads its operator when it ends, if anything does."""
-    steps: dict[str, Any] = field(default_factory=dict)
-    """Calls inside it that an adapter reads, by the names of their modules inside it."""
+    watched: dict[str, Any] = field(default_factory=dict)
+    """Calls inside it that its adapter reads, by the names of their modules inside it."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -99,7 +102,7 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-class Frames:
+class ModuleCalls:
     """The calls under way in one model.
 
     Ordinary modules get hooks of their own. Modules inside PyTorch's stock attention layers must not: a hook
@@ -109,13 +112,21 @@ class Frames:
     Args:
         model: the model to follow.
         quiet: names of the modules that must carry no hook.
+        on_enter: called with each call when it begins.
+        on_leave: called with each call when it has ended, with its output, or with ``raised``.
     """
 
-    def __init__(self, model: nn.Module, quiet: frozenset[str]) -> None:
-        self.running: list[Frame] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        quiet: frozenset[str] = frozenset(),
+        *,
+        on_enter: Listener | None = None,
+        on_leave: Listener | None = None,
+    ) -> None:
+        self.running: list[ModuleCall] = []
         self.called: set[str] = set()
-        self.on_enter: list[Listener] = []
-        self.on_leave: list[Listener] = []
+        self._on_enter, self._on_leave = on_enter, on_leave
         self._names = {id(module): name for name, module in model.named_modules()}
         self._quiet = {id(module) for name, module in model.named_modules() if name in quiet}
         self._model = model
@@ -148,8 +159,7 @@ class Frames:
         finally:
             for handle in handles:
                 handle.remove()
-                # PyTorch forgets to take this note of a global hook back.
-                nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+                forget_global_hook(handle)
             self._drop_above(0)
 
     @contextmanager
@@ -162,37 +172,37 @@ class Frames:
             self._still = before
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        if _recomputing() or self._in_other_thread() or self._still:
+        if in_backward() or self._in_other_thread() or self._still:  # a checkpointed block runs a second time
             return
         if module is self._model:  # whatever is still here was left behind by a call that never ended
             self._drop_above(0)
         if self.running:
             self.running[-1].called_inside = True
-        frame = Frame(self._names[id(module)], module, args, kwargs, next(self._serial))
-        self.called.add(frame.name)
-        self.running.append(frame)
-        for listener in self.on_enter:
-            listener(frame)
+        call = ModuleCall(self._names[id(module)], module, args, kwargs, next(self._serial))
+        self.called.add(call.name)
+        self.running.append(call)
+        if self._on_enter is not None:
+            self._on_enter(call)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         if (
-            _recomputing()
+            in_backward()
             or self._in_other_thread()
             or self._still
-            or not any(frame.module is module for frame in self.running)
+            or not any(call.module is module for call in self.running)
         ):
             return
-        # A module that raised on the way leaves its frame behind: drop whatever lies above ours.
+        # A module that raised on the way leaves its call behind: drop whatever lies above ours.
         while self.running[-1].module is not module:
             self._drop_above(len(self.running) - 1)
-        frame = self.running[-1]
-        frame.guards.close()
-        frame.kwargs, frame.output = kwargs, output
+        call = self.running[-1]
+        call.guards.close()
+        call.kwargs, call.output = kwargs, output
         # PyTorch gives None for the output of a call that raised, and so do some modules themselves.
-        frame.raised = output is None and sys.exc_info()[1] is not frame.handled
+        call.raised = output is None and sys.exc_info()[1] is not call.handled
         try:
-            for listener in self.on_leave:
-                listener(frame)
+            if self._on_leave is not None:
+                self._on_leave(call)
         finally:
             self.running.pop()
 
@@ -215,6 +225,33 @@ class Frames:
             self._leave(module, args, kwargs[0] if kwargs else {}, output)
 
 
-def _recomputing() -> bool:
-    """Whether autograd is running a checkpointed block a second time: that is no new forward pass."""
-    return torch._C._current_graph_task_id() != -1
+class Hook:
+    """A module hook; a copied or pickled module gets one that does nothing in its place.
+
+    Copying a module copies its hooks. A copied listener would go on reporting to a copy of the capture that
+    nobody can end.
+
+    Args:
+        call: what to call.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
+    def __call__(self, *given: Any) -> None:
+        """Pass the call on."""
+        if not torch.compiler.is_dynamo_compiling():
+            self._call(*given)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """What copy and pickle put in its place."""
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*given: Any) -> None:
+    """Do nothing."""

@@ -7,17 +7,18 @@ from typing import Any, no_type_check
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
-from rankwise.capture.mixing_functions import FUNCTIONS, mixed_lengths
-from rankwise.capture.weights import Mixed, WeightsTap
+from rankwise.capture.unseen import FUNCTIONS, mixed_lengths
+from rankwise.capture.written_softmax import Mixed, SoftmaxFollower
+from rankwise.torch_internals import put_on_mode, take_off_mode, without_torch_function
 
 FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 MixedListener = Callable[[Mixed], None]
 OtherListener = Callable[[str, set[int]], None]
 
 
-class AttentionTap(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """Runs every torch function as it is, then looks at it.
 
     Args:
@@ -36,14 +37,14 @@ class AttentionTap(TorchFunctionMode):
         on_other: OtherListener,
     ) -> None:
         super().__init__()
-        self.weights = WeightsTap()
+        self.weights = SoftmaxFollower()
         self._whole = {
             F.scaled_dot_product_attention: on_fused,
             F.multi_head_attention_forward: on_functional,
         }
         self._on_mixed, self._on_other = on_mixed, on_other
         self.lifted = False
-        """Whether the tap is off the stack for a while."""
+        """Whether the mode is off the stack for a while."""
         self._depth = 0
 
     @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
@@ -59,7 +60,7 @@ class AttentionTap(TorchFunctionMode):
         out = func(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # a function compiled inside the model: leave it as it is
             return out
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             listener = self._whole.get(func)
             if listener is not None:
                 listener(args, kwargs, out)
@@ -73,7 +74,7 @@ class AttentionTap(TorchFunctionMode):
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Take the tap off the stack of function modes for a while, or put it back; other modes stay.
+        """Take the mode off the stack of function modes for a while, or put it back; other modes stay.
 
         PyTorch leaves its inference fast path as soon as a function mode is active, so those layers must run
         without ours, and with whatever else the user has active.
@@ -89,10 +90,10 @@ class AttentionTap(TorchFunctionMode):
 
     def _switch(self, on: bool) -> None:
         if on and self.lifted:
-            _put_on(self, self._depth)
+            put_on_mode(self, self._depth)
             self.lifted = False
         elif not on:
-            depth = _take_off(self)
+            depth = take_off_mode(self)
             if depth is not None:  # None: we are inside our own handler, where the mode is off anyway
                 self._depth, self.lifted = depth, True
 
@@ -102,29 +103,5 @@ class AttentionTap(TorchFunctionMode):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the stack, wherever on it the tap is."""
-        _take_off(self)
-
-
-def _take_off(mode: TorchFunctionMode) -> int | None:
-    """Remove a mode from the stack; how many modes lie below it, or None if it was not there."""
-    above: list[Any] = []
-    found = None
-    while torch._C._len_torch_function_stack():
-        top = _pop_mode()
-        if top is mode:
-            found = torch._C._len_torch_function_stack()
-            break
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
-    return found
-
-
-def _put_on(mode: TorchFunctionMode, depth: int) -> None:
-    above = []
-    while torch._C._len_torch_function_stack() > depth:
-        above.append(_pop_mode())
-    _push_mode(mode)
-    for other in reversed(above):
-        _push_mode(other)
+        """Leave the stack, wherever on it the mode is."""
+        take_off_mode(self)

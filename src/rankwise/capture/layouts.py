@@ -1,12 +1,14 @@
-"""Bring the tensors of an attention call to (B, H, T, ·), whatever layout the model keeps them in."""
+"""Tensors of attention calls as (B, H, T, ·) and token states as (B, T, D), however a model lays them out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from rankwise.capture.frames import Frame, first_tokens
+from rankwise.capture.module_calls import ModuleCall, first_tokens
+from rankwise.capture.trace import MixerSite
 from rankwise.operators import MixingOperator
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
@@ -38,7 +40,7 @@ class Layout:
         return tensor.reshape(prod(leading[: self.split]), prod(leading[self.split :]), *rest)
 
 
-def layout_of(shape: Sequence[int], frame: Frame) -> Layout:
+def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
     """The layout of an attention call from the shape of its queries (or weights), (…, T, ·).
 
     One leading axis holds B·H with the heads inside, as far as the batch and the head count that the module
@@ -47,20 +49,20 @@ def layout_of(shape: Sequence[int], frame: Frame) -> Layout:
     """
     *leading, tokens, _ = shape
     if len(leading) == 1:
-        return Layout(1, max(leading[0] // _folded_heads(leading[0], tokens, frame), 1))
+        return Layout(1, max(leading[0] // _folded_heads(leading[0], tokens, call), 1))
     if len(leading) > 2:
-        given = given_shape(frame, tokens)
+        given = given_shape(call, tokens)
         grouped = given is not None and given == (leading[0], tokens)
         split = 1 if grouped else len(leading) - 1
         return Layout(len(leading), prod(leading[:split]), split)
     return Layout(len(leading), leading[0] if leading else 1)
 
 
-def given_shape(frame: Frame, tokens: int) -> tuple[int, int] | None:
+def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
     """(B, T) of the tokens a module was called with; a module that keeps tokens first is read as such."""
-    given = frame.tokens
+    given = call.tokens
     if given is None:
-        flat = first_tokens(frame.tensors, axes=2)
+        flat = first_tokens(call.tensors, axes=2)
         return (1, tokens) if flat is not None and flat.shape[0] == tokens else None
     if given.is_nested:
         return None
@@ -68,12 +70,12 @@ def given_shape(frame: Frame, tokens: int) -> tuple[int, int] | None:
     return (second, first) if second != tokens == first else (first, second)
 
 
-def _folded_heads(leading: int, tokens: int, frame: Frame) -> int:
+def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
     """Heads among B·H, or in an unbatched call H, matrices."""
-    given = given_shape(frame, tokens)
+    given = given_shape(call, tokens)
     batch = given[0] if given else None
     stated = next(
-        (value for name in HEAD_COUNTS if isinstance(value := getattr(frame.module, name, None), int)), None
+        (value for name in HEAD_COUNTS if isinstance(value := getattr(call.module, name, None), int)), None
     )
     if batch is not None and leading % batch == 0 and leading // batch in (1, stated):
         return leading // batch
@@ -82,23 +84,69 @@ def _folded_heads(leading: int, tokens: int, frame: Frame) -> int:
     return leading // batch if batch and leading % batch == 0 else 1
 
 
-def unpacked_groups(query: Tensor, frame: Frame) -> Tensor:
+def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
     """Undo transformers' packing of one query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
 
     For a single token it lays the query heads that share a key head where tokens belong.
     """
-    groups = getattr(frame.module, "num_key_value_groups", 1)
-    tokens = frame.tokens
+    groups = getattr(call.module, "num_key_value_groups", 1)
+    tokens = call.tokens
     packed = (
         query.dim() == 4 and query.shape[-2] == groups > 1 and tokens is not None and tokens.shape[1] == 1
     )
     return query.flatten(1, 2).unsqueeze(2) if packed else query
 
 
-def sequences_behind(frames: Sequence[Frame], operator: MixingOperator) -> int:
+def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
     """Sequences behind the batch axis: an outer module that saw fewer of them cut them into windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Two axes are (B, F) as often as (T, D), and one sequence has one window unless three axes say otherwise.
-    deep = [frame for frame in frames if frame.tokens is not None]
-    given = [shape for frame in deep if (shape := given_shape(frame, tokens)) is not None]
+    deep = [call for call in calls if call.tokens is not None]
+    given = [shape for call in deep if (shape := given_shape(call, tokens)) is not None]
     return min((size for size, _ in given if size and batch % size == 0), default=batch)
+
+
+def shown_as(
+    tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
+) -> Callable[[Tensor], Tensor] | None:
+    """How to turn the states that a block reads into (B, T, D), by the shapes of the mixers inside it.
+
+    Models may keep tokens on the first axis, have no batch axis, or nest sequences of different lengths. None
+    where two axes are no token states.
+    """
+    shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
+    if tokens.is_nested:
+        return _as_it_is
+    if tokens.dim() == 2:
+        return _as_batch if (1, tokens.shape[0]) in shapes else None
+    first, second = tokens.shape[:2]
+    if _keeps_tokens_first(module) or ((second, first) in shapes and (first, second) not in shapes):
+        return _as_batch_first
+    return _as_it_is
+
+
+def padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A nested tensor as a padded one with its mask; anything else as it is."""
+    if not tokens.is_nested:
+        return tokens, None
+    lengths = torch.tensor([item.shape[0] for item in tokens.unbind()], device=tokens.device)
+    dense = tokens.to_padded_tensor(0.0)
+    return dense, torch.arange(dense.shape[1], device=tokens.device) < lengths[:, None]
+
+
+def _keeps_tokens_first(module: nn.Module) -> bool:
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return not module.self_attn.batch_first
+    return False
+
+
+def _as_it_is(tokens: Tensor) -> Tensor:
+    return padded(tokens)[0]
+
+
+def _as_batch(tokens: Tensor) -> Tensor:
+    return tokens.unsqueeze(0)
+
+
+def _as_batch_first(tokens: Tensor) -> Tensor:
+    return tokens.transpose(0, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise.capture.frames import ABSENT, Frame
+from rankwise.capture.module_calls import ABSENT, ModuleCall
 from rankwise.capture.trace import Path
 from rankwise.operators import DiagonalMixing, MixingOperator, ProductMixing, SumMixing, ToeplitzMixing
 
@@ -23,7 +23,7 @@ def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMi
 
 
 def gated_path(
-    frame: Frame,
+    call: ModuleCall,
     mixing: MixingOperator,
     given: Tensor,
     gate: Tensor,
@@ -33,7 +33,7 @@ def gated_path(
     """diag(silu(z)) (M + diag(D)) diag(σ(u)) K, where u = K x + bias is what the short convolution gave.
 
     Args:
-        frame: the call of the layer.
+        call: the call of the layer.
         mixing: M, one for each channel.
         given: x (B, D, T), what the short convolution reads.
         gate: z (B, D, T).
@@ -43,29 +43,29 @@ def gated_path(
     Returns:
         None where the layer's activation is no SiLU.
     """
-    layer: Any = frame.module
+    layer: Any = call.module
     if layer.activation not in SILU:
         return None
     with torch.autocast(given.device.type, enabled=False):  # which the operators' own sums are none of
-        return _gated_path(frame, mixing, given, gate, skip, finish)
+        return _gated_path(call, mixing, given, gate, skip, finish)
 
 
 def _gated_path(
-    frame: Frame,
+    call: ModuleCall,
     mixing: MixingOperator,
     given: Tensor,
     gate: Tensor,
     skip: Tensor,
     finish: Callable[[Tensor], Tensor],
 ) -> Path:
-    layer: Any = frame.module
+    layer: Any = call.module
     sequences, channels, tokens = given.shape
     weight, bias = layer.conv1d.weight[:channels], layer.conv1d.bias
     convolution = short_convolution(weight, sequences, tokens)
     convolved = (convolution @ given[..., None])[..., 0]
     added = given.new_zeros(channels) if bias is None else bias.detach()[:channels].to(given.dtype)
     share = torch.sigmoid(convolved + added[:, None])
-    mask = frame.argument("attention_mask")
+    mask = call.argument("attention_mask")
     if mask is not None and mask is not ABSENT:
         share = share * mask[:, None, :].to(share.dtype)
     kept = DiagonalMixing(share)

@@ -101,7 +101,7 @@ class Mixed:
     """Whether the values are weights of the model: a table that tokens are looked up in."""
 
 
-class WeightsTap:
+class SoftmaxFollower:
     """Watches torch functions one by one and says when attention weights meet their values."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that ran one after the other: their layers, and the token states between them."""
+"""BlockFinder that ran one after the other: their layers, and the token states between them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ UNREAD = (
 
 
 @dataclass
-class Claim:
+class BlockCall:
     """A block that ran: what it read and gave, and the mixers inside it."""
 
     name: str
@@ -45,13 +45,13 @@ class Claim:
 
 
 @dataclass
-class Chain:
+class BlockStack:
     """The blocks of one stack, in the order they ran."""
 
     stack: str
     owner: int
     layers: int = 0
-    last: Claim | None = None
+    last: BlockCall | None = None
     gave: Tensor | None = None
     """What the last of them gave, to be compared with what is read next."""
     snapshot: Tensor | None = None
@@ -85,7 +85,7 @@ class Chain:
         return same(self.gave, tokens) or same(self.passed_on, tokens)
 
 
-class Chains:
+class BlockStacks:
     """Numbers blocks as they run, and hands on their mixers and the states between them.
 
     Layer i reads state i, so states 0, 1, … are what each block read; the last is what the last block gave,
@@ -107,96 +107,96 @@ class Chains:
         self.run = -1
         """Number of the forward pass under way."""
         self._on_mixer, self._on_state, self._notes = on_mixer, on_state, notes
-        self._open: dict[str, Chain] = {}
+        self._open: dict[str, BlockStack] = {}
         self._carriers: dict[str, set[type]] = {}
         self._seen: dict[str, tuple[set[str], int]] = {}
         """Of every stack in this forward pass: names of its blocks, and the run they were last in."""
 
-    def continues(self, stack: str, owner: int, tokens: Tensor) -> Chain | None:
-        """The chain whose last block gave these tokens, if there is one."""
-        chain = self._open.get(stack)
-        linked = chain is not None and chain.owner == owner and chain.follows(tokens)
-        return chain if linked else None
+    def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
+        """The blocks whose last block gave these tokens, if there is one."""
+        blocks = self._open.get(stack)
+        linked = blocks is not None and blocks.owner == owner and blocks.follows(tokens)
+        return blocks if linked else None
 
     def reads(self, tensors: list[Tensor]) -> None:
         """A module was called with these tensors."""
-        for chain in self._open.values():
-            if not chain.read and any(same(chain.gave, tensor) for tensor in tensors):
-                chain.read = True
+        for blocks in self._open.values():
+            if not blocks.read and any(same(blocks.gave, tensor) for tensor in tensors):
+                blocks.read = True
 
-    def add(self, claim: Claim) -> None:
+    def add(self, block: BlockCall) -> None:
         """A block ran."""
-        chain = self._chain(claim)
-        if chain.layers:
-            chain.linked += claim.linked
-            chain.broken += not claim.linked
-        self._state(chain, chain.last or claim, claim.shown(claim.before), claim)
-        for mixer in claim.mixers:
-            self._on_mixer(replace(mixer, stack=chain.stack, layer=chain.layers))
-        self._note_seen(claim.stack, claim.name, claim.run)
-        chain.layers += 1
-        chain.carriers |= {claim.kind} | (chain.passing if claim.linked else set())
-        chain.keep(claim.gave)
-        chain.last = replace(claim, mixers=[], before=claim.gave)
+        blocks = self._blocks_of(block)
+        if blocks.layers:
+            blocks.linked += block.linked
+            blocks.broken += not block.linked
+        self._state(blocks, blocks.last or block, block.shown(block.before), block)
+        for mixer in block.mixers:
+            self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers))
+        self._note_seen(block.stack, block.name, block.run)
+        blocks.layers += 1
+        blocks.carriers |= {block.kind} | (blocks.passing if block.linked else set())
+        blocks.keep(block.gave)
+        blocks.last = replace(block, mixers=[], before=block.gave)
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
         """Mixers ran where no block was found: they make a layer of their own, without states."""
-        chain = self._open.setdefault(stack, Chain(stack, owner))
+        blocks = self._open.setdefault(stack, BlockStack(stack, owner))
         for mixer in mixers:
-            self._on_mixer(replace(mixer, stack=stack, layer=chain.layers))
-        chain.layers += 1
+            self._on_mixer(replace(mixer, stack=stack, layer=blocks.layers))
+        blocks.layers += 1
 
     def close(self, owner: int | None = None, given: list[Tensor] | None = None) -> None:
         """The module that ran the blocks is done (or all are): hand on their last states."""
-        for stack, chain in list(self._open.items()):
-            if owner is None or chain.owner == owner:
-                chain.read = chain.read or any(same(chain.gave, tensor) for tensor in given or ())
-                self._last_state(chain)
+        for stack, blocks in list(self._open.items()):
+            if owner is None or blocks.owner == owner:
+                blocks.read = blocks.read or any(same(blocks.gave, tensor) for tensor in given or ())
+                self._last_state(blocks)
                 del self._open[stack]
 
     def drop(self, owner: int) -> None:
         """The module that ran the blocks raised: their last states are not known."""
-        self._open = {stack: chain for stack, chain in self._open.items() if chain.owner != owner}
+        self._open = {stack: blocks for stack, blocks in self._open.items() if blocks.owner != owner}
 
     def forget(self) -> None:
         """The forward pass is over."""
         self._open.clear()
         self._seen.clear()
 
-    def _chain(self, claim: Claim) -> Chain:
-        chain = self._open.get(claim.stack)
-        if chain is not None and chain.owner == claim.owner and not claim.apart:
-            return chain
-        stack, seen = claim.stack, self._seen.get(claim.stack)
-        if seen is not None and claim.name not in seen[0]:  # a tower beside the first
-            stack = claim.name.rpartition(".")[0]
-        elif seen is not None and claim.run == seen[1]:  # the same blocks again, on other tokens
+    def _blocks_of(self, block: BlockCall) -> BlockStack:
+        blocks = self._open.get(block.stack)
+        if blocks is not None and blocks.owner == block.owner and not block.apart:
+            return blocks
+        stack, seen = block.stack, self._seen.get(block.stack)
+        if seen is not None and block.name not in seen[0]:  # a tower beside the first
+            stack = block.name.rpartition(".")[0]
+        elif seen is not None and block.run == seen[1]:  # the same blocks again, on other tokens
             self.run += 1
-            claim.run = self.run
-            claim.mixers = [replace(mixer, run=claim.run) for mixer in claim.mixers]
-        if chain is not None:
-            self._last_state(chain)
+            block.run = self.run
+            block.mixers = [replace(mixer, run=block.run) for mixer in block.mixers]
+        if blocks is not None:
+            self._last_state(blocks)
         carriers = self._carriers.setdefault(stack, set())
-        chain = self._open[claim.stack] = Chain(stack, claim.owner, carriers=carriers)
-        return chain
+        blocks = self._open[block.stack] = BlockStack(stack, block.owner, carriers=carriers)
+        return blocks
 
     def _note_seen(self, stack: str, name: str, run: int) -> None:
         names, _ = self._seen.get(stack, (set(), run))
         self._seen[stack] = names | {name}, run
 
-    def _last_state(self, chain: Chain) -> None:
-        if chain.last is None or chain.snapshot is None:
+    def _last_state(self, blocks: BlockStack) -> None:
+        if blocks.last is None or blocks.snapshot is None:
             return
-        read = chain.read or chain.owner == BY_HAND
-        if chain.linked or (read and not chain.broken):
-            self._state(chain, chain.last, chain.last.shown(chain.snapshot), chain.last)
+        read = blocks.read or blocks.owner == BY_HAND
+        if blocks.linked or (read and not blocks.broken):
+            self._state(blocks, blocks.last, blocks.last.shown(blocks.snapshot), blocks.last)
             return
-        note = (OUTSIDE if chain.broken else UNREAD).format(stack=chain.stack)
+        note = (OUTSIDE if blocks.broken else UNREAD).format(stack=blocks.stack)
         if note not in self._notes:
             self._notes.append(note)
 
-    def _state(self, chain: Chain, writer: Claim, tokens: Tensor, claim: Claim) -> None:
-        self._on_state(StateSite(writer.name, chain.layers, tokens, claim.mask, chain.stack, claim.run))
+    def _state(self, blocks: BlockStack, writer: BlockCall, tokens: Tensor, block: BlockCall) -> None:
+        self._on_state(StateSite(writer.name, blocks.layers, tokens, block.mask, blocks.stack, block.run))
 
 
 def same(known: Tensor | None, tensor: Tensor) -> bool:

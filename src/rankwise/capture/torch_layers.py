@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.capture.calls import Call
-from rankwise.capture.frames import Frame
-from rankwise.capture.states import padded
+from rankwise.capture.layouts import padded
+from rankwise.capture.mixing_calls import MixingCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.operators import SoftmaxMixing
 
 
-def is_stock(module: nn.Module) -> bool:
+def is_torch_layer(module: nn.Module) -> bool:
     """Whether a module is one of PyTorch's attention layers, its class's ``forward`` unchanged."""
     return any(
         isinstance(module, kind) and type(module).forward is kind.forward
@@ -23,13 +23,13 @@ def is_stock(module: nn.Module) -> bool:
     )
 
 
-def is_stock_stack(module: nn.Module) -> bool:
+def is_torch_encoder(module: nn.Module) -> bool:
     """Whether a module is PyTorch's encoder, which looks for the fast path before it runs its layers."""
     return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
 
 
 def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
-    """Why the operator of a stock layer that has run does not follow from its inputs; None if it does."""
+    """Why the operator of a layer that has run does not follow from its inputs; None if it does."""
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
         return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
@@ -40,17 +40,19 @@ def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
     return None
 
 
-def quiet_names(model: nn.Module) -> frozenset[str]:
-    """Names of the stock layers and of all they hold: the modules that must carry no hook."""
+def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
+    """Names of the layer of PyTorch's owns and of all they hold: the modules that must carry no hook."""
     modules = list(model.named_modules())
-    outer = [name for name, module in modules if is_stock(module)]
+    outer = [name for name, module in modules if is_torch_layer(module)]
     return frozenset(
         name for name, _ in modules if any(not stock or f"{name}.".startswith(f"{stock}.") for stock in outer)
     )
 
 
-def stock_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame | None) -> Call:
-    """The operator of a stock layer that has just run with these arguments."""
+def layer_mixing(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall | None
+) -> MixingCall:
+    """The operator of a layer of PyTorch's own that has just run with these arguments."""
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     if isinstance(module, nn.MultiheadAttention):
         return from_attention(module, given, outer)
@@ -82,7 +84,7 @@ class FunctionalAttention:
     batch_first: bool = False
 
 
-def functional_call(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Call | None:
+def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall) -> MixingCall | None:
     """The operator of one call of the functional form; None where keys or values are given projected."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
@@ -93,8 +95,8 @@ def functional_call(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame)
 
 
 def from_attention(
-    attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any], outer: Frame | None
-) -> Call:
+    attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any], outer: ModuleCall | None
+) -> MixingCall:
     """The operator of `torch.nn.MultiheadAttention` on these arguments, computed from its own weights."""
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
@@ -116,7 +118,7 @@ def from_attention(
     if attention.add_zero_attn:
         k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
         mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
-    return Call(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
+    return MixingCall(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
 
 
 def _hints_only(attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any]) -> bool:
@@ -126,7 +128,7 @@ def _hints_only(attention: nn.MultiheadAttention | FunctionalAttention, given: d
     return bool(added and hinted and not given.get("need_weights", True))
 
 
-def _is_cross(query: Tensor, key: Tensor, outer: Frame | None) -> bool:
+def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
     """Keys of other length, or from another tensor where the module around was given a second stream."""
     if query is key or query.is_nested:
         return False

@@ -1,4 +1,4 @@
-"""From one attention call to the operator it applied, in (B, H, T, S)."""
+"""From one attention call to the operator it applied, in (B, H, T, S), and to the site a reader gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from rankwise.capture.frames import Frame
-from rankwise.capture.layout import given_shape, layout_of, unpacked_groups
-from rankwise.capture.trace import Path
-from rankwise.capture.weights import Mixed
+from rankwise.capture.block_stacks import snapshot
+from rankwise.capture.layouts import given_shape, layout_of, sequences_behind, unpacked_groups
+from rankwise.capture.module_calls import ModuleCall
+from rankwise.capture.padding import is_cross, valid_positions
+from rankwise.capture.trace import MixerSite, Path
+from rankwise.capture.written_softmax import Mixed
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
+from rankwise.torch_internals import without_torch_function
 
 ROUTER = "a softmax weighs several values for each token by itself, as a router does"
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
 @dataclass(frozen=True)
-class Call:
+class MixingCall:
     """What one attention call mixed with, and what it was given and gave."""
 
     operator: MixingOperator
@@ -43,28 +47,28 @@ def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
 
 
-def fused_call(given: dict[str, Any], output: Tensor, frame: Frame) -> Call:
+def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
     """What `scaled_dot_product_attention` applied."""
     query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
     mask = given.get("attn_mask")
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    unpacked = unpacked_groups(query, frame)
+    unpacked = unpacked_groups(query, call)
     if unpacked is not query:
-        output = unpacked_groups(output, frame)
-        mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else unpacked_groups(mask, frame)
-    layout = layout_of(unpacked.shape, frame)
+        output = unpacked_groups(output, call)
+        mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else unpacked_groups(mask, call)
+    layout = layout_of(unpacked.shape, call)
     if mask is not None and mask.dim() > 2:
         mask = layout(mask.detach())
     operator = SoftmaxMixing(
         layout(unpacked), layout(key), mask, bool(given.get("is_causal", False)), given.get("scale")
     )
-    return Call(operator, layout(value), layout(output.detach()))
+    return MixingCall(operator, layout(value), layout(output.detach()))
 
 
-def mixed_call(mixed: Mixed, frame: Frame) -> Call:
+def written_mixing(mixed: Mixed, call: ModuleCall) -> MixingCall:
     """What a softmax written by hand applied."""
-    layout = layout_of(mixed.matrix.shape, frame)
+    layout = layout_of(mixed.matrix.shape, call)
     matrix, allowed = mixed.matrix.detach(), None
     if mixed.allowed is not None:
         allowed = mixed.allowed.of(matrix.shape)
@@ -72,19 +76,19 @@ def mixed_call(mixed: Mixed, frame: Frame) -> Call:
         everything = allowed.new_ones((1, 1, 1, 1))
         allowed = everything if bool(allowed.all()) else layout(allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
-    return Call(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output)
+    return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output)
 
 
-def why_no_tokens(mixed: Mixed, frames: Sequence[Frame]) -> str | None:
+def why_no_tokens(mixed: Mixed, calls: Sequence[ModuleCall]) -> str | None:
     """Why a softmax that met values mixes no tokens, or None where it does.
 
     Routers, linear attention, channel attention and code books have a softmax before a product, too. A mixer
     of tokens has scores that compare queries with keys, along another axis than the channels, or at least one
     column for each token that some module around it was given.
     """
-    matrix, frame = mixed.matrix, frames[-1]
+    matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
-    given = given_shape(frame, tokens)
+    given = given_shape(call, tokens)
     if given is not None and tokens == 1 and matrix.dim() > 3:
         one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
         if one_for_each:
@@ -93,32 +97,32 @@ def why_no_tokens(mixed: Mixed, frames: Sequence[Frame]) -> str | None:
         return f"a softmax gives weights to {sources} vectors that are weights of the model, not tokens"
     if not mixed.compared and mixed.values_compared:
         return "a softmax of queries alone meets a product of keys and values, as linear attention does"
-    if tokens == sources and _are_channels(mixed, frames):
+    if tokens == sources and _are_channels(mixed, calls):
         return f"a softmax mixes {sources} channels, not tokens"
-    if not mixed.compared and sources not in _lengths(frames):
+    if not mixed.compared and sources not in _lengths(calls):
         return f"a softmax gives weights to {sources} things that are no tokens of an input"
     return None
 
 
-def _are_channels(mixed: Mixed, frames: Sequence[Frame]) -> bool:
+def _are_channels(mixed: Mixed, calls: Sequence[ModuleCall]) -> bool:
     """Whether columns times heads make up a width, and what a token would be as wide as does not.
 
     A matrix with a row for each token that the module was given is no evidence, however wide a token is.
     """
-    if _for_each_token(mixed.matrix, frames):
+    if _for_each_token(mixed.matrix, calls):
         return False
-    layout = layout_of(mixed.matrix.shape, frames[-1])
+    layout = layout_of(mixed.matrix.shape, calls[-1])
     heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
-    widths = {frame.tokens.shape[-1] for frame in frames if frame.tokens is not None}
+    widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
     columns, columns_of_values = mixed.matrix.shape[-1], mixed.values.shape[-1]
     return any(columns * n in widths for n in heads) and not any(
         columns_of_values * n in widths for n in heads
     )
 
 
-def _for_each_token(matrix: Tensor, frames: Sequence[Frame]) -> bool:
+def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
     """Whether the nearest module given (B, T, D) tokens, or (T, B, D), was given one for each row."""
-    given = next((frame.tokens for frame in reversed(frames) if frame.tokens is not None), None)
+    given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
     if given is None or given.is_nested:
         return False
     first, second = given.shape[:2]
@@ -126,9 +130,9 @@ def _for_each_token(matrix: Tensor, frames: Sequence[Frame]) -> bool:
     return rows == second or (rows == first and first not in leading[:1] and prod(leading) % second == 0)
 
 
-def _lengths(frames: Sequence[Frame]) -> set[int]:
+def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
     """Numbers of tokens that the modules around were given."""
-    tensors = [tensor for frame in frames for tensor in frame.tensors if not tensor.is_nested]
+    tensors = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
     floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
     lengths = {tensor.shape[-2] for tensor in floating}
     lengths |= {tensor.shape[0] for tensor in floating if tensor.dim() == 3}
@@ -146,3 +150,45 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
         batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in (query, key, value)))
         return tuple(tensor.expand(*batch, *tensor.shape[-2:]) for tensor in (query, key, value))  # type: ignore[return-value]
     return tuple(tensor.expand(*batch, *tensor.shape[-3:]) for tensor in (query, key, value))  # type: ignore[return-value]
+
+
+def mixer_site(
+    mixing: MixingCall, calls: Sequence[ModuleCall], kind: str, run: int, values: bool
+) -> MixerSite:
+    """What is known of a call where it happened; its stack and layer are still to come.
+
+    Args:
+        mixing: what it mixed with.
+        calls: the calls of modules around it, outermost first.
+        kind: the field's name for the mixer.
+        run: number of the forward pass.
+        values: whether to keep what it was applied to and gave, safe from later changes in place.
+    """
+    operator = mixing.operator
+    with without_torch_function(), torch.no_grad():
+        cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
+        if mixing.lengths is None:
+            tokens, sources = valid_positions(calls, operator, cross)
+        else:
+            added = operator.shape[-1] - operator.shape[-2]
+            tokens, sources = mixing.lengths, F.pad(mixing.lengths, (0, added), value=True)
+        return MixerSite(
+            name=calls[-1].name,
+            layer=-1,
+            kind=kind,
+            operator=operator,
+            valid_tokens=tokens,
+            valid_sources=sources,
+            cross=cross,
+            sequences=operator.shape[0] if mixing.whole else sequences_behind(calls, operator),
+            run=run,
+            values=_kept(mixing.values) if values else None,
+            output=_kept(mixing.output) if values else None,
+            finish=mixing.finish if values else None,
+            path=mixing.path if values else None,
+            projection=mixing.projection,
+        )
+
+
+def _kept(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else snapshot(tensor)

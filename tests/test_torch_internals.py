@@ -1,0 +1,242 @@
+"""Private names of torch still do what `rankwise.torch_internals` takes them for; no other file uses them.
+
+Needs nothing but torch and pytest, so it can be run against any version of torch:
+
+    python -m pytest -p no:cacheprovider tests/test_torch_internals.py
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from rankwise import torch_internals
+
+PACKAGE = Path(torch_internals.__file__).parent
+OWN = {  # private names of our own classes, of named tuples and of transformers
+    *("_fields", "_replace", "_map", "_takes", "_rows", "_init_weights", "_prepare_cache_for_generation"),
+    *("_hf_tp_plan", "_hf_device_mesh", "_hf_hook", "_commit_hash"),
+}
+
+
+class Seen(TorchFunctionMode):
+    """Counts the functions it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def test_without_torch_function() -> None:
+    with Seen() as mode:
+        torch.ones(2).exp()
+        before = mode.count
+        with torch_internals.without_torch_function():
+            torch.ones(2).exp()
+        assert before > 0, "function modes see no functions any more"
+        assert mode.count == before, "torch._C.DisableTorchFunction no longer hides functions from modes"
+
+
+def test_take_off_mode_and_put_on_mode() -> None:
+    """In the middle of three, and back to its place."""
+    with Seen() as below, Seen() as mode, Seen() as above:
+        depth = torch_internals.take_off_mode(mode)
+        torch.ones(2).exp()
+        assert depth == 1, "the stack of function modes is counted or popped otherwise"
+        assert (mode.count, below.count > 0, above.count > 0) == (0, True, True), (
+            "the wrong mode was taken off"
+        )
+        assert torch_internals.take_off_mode(mode) is None, "a mode that is not on the stack was found there"
+        torch_internals.put_on_mode(mode, depth)
+        torch.ones(2).exp()
+        assert mode.count > 0, "torch.overrides._push_mode no longer puts a mode on the stack"
+    assert torch_internals.take_off_mode(mode) is None
+
+
+def test_in_backward() -> None:
+    told = []
+
+    def watched(x):
+        told.append(torch_internals.in_backward())
+        return x.sin()
+
+    checkpoint(watched, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert told == [False, True], "torch._C._current_graph_task_id no longer tells a backward pass"
+
+
+def test_changes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = torch_internals.changes_in_place(tensor)
+    tensor.add_(1)
+    assert torch_internals.changes_in_place(tensor) == before + 1, "Tensor._version no longer counts changes"
+
+
+def test_in_function_transform() -> None:
+    told = []
+
+    def watched(x):
+        told.append(torch_internals.in_function_transform())
+        return x.sum()
+
+    watched(torch.ones(2))
+    torch.func.grad(watched)(torch.ones(2))
+    torch.vmap(watched)(torch.ones(2, 2))
+    assert told == [False, True, True], "torch._C._are_functorch_transforms_active no longer tells transforms"
+
+
+def test_in_forward_derivative() -> None:
+    assert not torch_internals.in_forward_derivative()
+    with forward_ad.dual_level():
+        assert torch_internals.in_forward_derivative(), "forward_ad._current_level no longer tells a level"
+
+
+def test_is_profiled() -> None:
+    assert not torch_internals.is_profiled()
+    with torch.autograd.profiler.profile():
+        assert torch_internals.is_profiled(), "torch.autograd._profiler_enabled no longer tells a profiler"
+
+
+def test_in_dispatch_mode() -> None:
+    assert not torch_internals.in_dispatch_mode()
+    with Dispatched():
+        assert torch_internals.in_dispatch_mode(), "is_in_torch_dispatch_mode no longer tells a mode"
+
+
+def test_is_zero_tensor() -> None:
+    assert not torch_internals.is_zero_tensor(torch.zeros(2))
+    assert torch_internals.is_zero_tensor(torch._efficientzerotensor(2)), "Tensor._is_zerotensor changed"
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_is_compiled_and_original_of(how) -> None:
+    module = nn.Linear(2, 2)
+    assert not torch_internals.is_compiled(module)
+    assert torch_internals.original_of(module) is module
+    if how == "Module.compile":
+        module.compile(backend="eager")
+        assert torch_internals.is_compiled(module), (
+            "Module._compiled_call_impl no longer tells Module.compile"
+        )
+    else:
+        compiled = torch.compile(module, backend="eager")
+        assert torch_internals.is_compiled(compiled), (
+            "what torch.compile gives is no OptimizedModule any more"
+        )
+        assert torch_internals.original_of(compiled) is module, "OptimizedModule._orig_mod is no longer it"
+
+
+def test_runs_compiled_eagerly() -> None:
+    assert not torch_internals.runs_compiled_eagerly()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch_internals.runs_compiled_eagerly(), "torch._dynamo.eval_frame._stance no longer tells it"
+    assert not torch_internals.runs_compiled_eagerly()
+
+
+def test_drops() -> None:
+    layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    shares = [torch_internals.drops(layer(0.25)) for layer in layers]
+    assert shares == [0.25] * 6, "dropout layers have no common base _DropoutNd any more"
+    assert torch_internals.drops(nn.Linear(2, 2)) == 0.0
+
+
+def test_forget_global_hook() -> None:
+    def hook(module, args, kwargs, output):
+        return None
+
+    handle = nn.modules.module.register_module_forward_hook(hook, with_kwargs=True)
+    handle.remove()
+    torch_internals.forget_global_hook(handle)
+    assert not nn.modules.module._global_forward_hooks_with_kwargs, "the note of a global hook stays"
+
+
+def hooked() -> tuple[nn.Module, list[str], list[object]]:
+    """A module whose hooks note that they were called; some of them are to go."""
+    module, told = nn.Linear(2, 2), []
+
+    def named(name):
+        def hook(*given):
+            told.append(name)
+
+        return hook
+
+    hooks = [named(name) for name in ("before", "before too", "after", "after too")]
+    module.register_forward_pre_hook(hooks[0], with_kwargs=True)
+    module.register_forward_pre_hook(hooks[1])
+    module.register_forward_hook(hooks[2], with_kwargs=True, always_call=True)
+    module.register_forward_hook(hooks[3])
+    return module, told, [hooks[0], hooks[2]]
+
+
+def test_remove_forward_hooks() -> None:
+    module, told, goes = hooked()
+    assert torch_internals.remove_forward_hooks(module, goes.__contains__) == 2
+    module(torch.ones(2))
+    assert told == ["before too", "after too"], (
+        "hooks of a module are kept elsewhere, or not all were removed"
+    )
+    stores = [name for name in vars(module) if name.startswith("_forward") and "hooks" in name]
+    left = {name: len(getattr(module, name)) for name in stores if getattr(module, name)}
+    assert left == {"_forward_pre_hooks": 1, "_forward_hooks": 1}, "a note of a removed hook stays"
+
+
+def test_without_forward_hooks() -> None:
+    module, told, goes = hooked()
+    with torch_internals.without_forward_hooks(module, goes.__contains__):
+        module(torch.ones(2))
+    assert told == ["before too", "after too"], "hooks of a module are kept elsewhere"
+    module(torch.ones(2))
+    assert told[2:] == ["before", "before too", "after", "after too"], (
+        "hooks did not come back in their order"
+    )
+
+
+def private_names(path: Path) -> list[str]:
+    """Names of other libraries that begin with an underscore, as a file uses them."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("rankwise"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "delattr",
+        ):
+            names = [str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)]
+        private = [name for name in names if name.startswith("_") and not name.startswith("__")]
+        found += [f"{path.name}:{node.lineno} {name}" for name in private if name not in OWN]
+    return found
+
+
+def test_no_other_file_uses_private_names() -> None:
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_internals.py"]
+    assert len(files) > 100
+    assert [name for path in files for name in private_names(path)] == []
+
+
+def test_the_search_for_private_names_finds_them(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import torch\nfrom torch.overrides import _pop_mode\nfrom torch._C import x\n"
+        "torch._C.f()\ngetattr(module, '_hooks')\nself._fine\nvalue.__class__\n"
+    )
+    found = sorted(name.split()[1] for name in private_names(wrong))
+    assert found == ["_C", "_C", "_hooks", "_pop_mode"]
