@@ -13,6 +13,7 @@ from recipes.state_space_models import STATE_SPACE, tiny
 
 import rankwise as rw
 from rankwise.capture.adapters import adapter_of
+from rankwise.capture.module_calls import ModuleCall
 
 EPS32 = torch.finfo(torch.float32).eps
 every_family = pytest.mark.parametrize("name", list(STATE_SPACE))

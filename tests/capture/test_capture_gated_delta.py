@@ -9,6 +9,7 @@ from recipes.state_space_models import ATTENTION, EXPERTS, GATED_DELTA, KIMI, SI
 
 import rankwise as rw
 from rankwise.capture.adapters import adapter_of
+from rankwise.capture.module_calls import ModuleCall
 
 GLM = {
     "num_attention_heads": 4,
