@@ -20,7 +20,16 @@ from rankwise import torch_internals
 
 PACKAGE = Path(torch_internals.__file__).parent
 OWN = {  # private names of our own classes, of named tuples and of transformers
-    *("_fields", "_replace", "_map", "_takes", "_rows", "_init_weights", "_prepare_cache_for_generation"),
+    *(
+        "_fields",
+        "_replace",
+        "_map",
+        "_takes",
+        "_rows",
+        "_module",
+        "_init_weights",
+        "_prepare_cache_for_generation",
+    ),
     *("_hf_tp_plan", "_hf_device_mesh", "_hf_hook", "_commit_hash"),
 }
 
@@ -84,6 +93,12 @@ def test_changes_in_place() -> None:
     before = torch_internals.changes_in_place(tensor)
     tensor.add_(1)
     assert torch_internals.changes_in_place(tensor) == before + 1, "Tensor._version no longer counts changes"
+
+
+def test_base_of() -> None:
+    tensor = torch.zeros(2, 3)
+    assert torch_internals.base_of(tensor) is tensor
+    assert torch_internals.base_of(tensor.view(6)[1:]) is tensor, "Tensor._base no longer tells views"
 
 
 def test_in_function_transform() -> None:

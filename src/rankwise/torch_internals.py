@@ -64,6 +64,12 @@ def changes_in_place(tensor):
     return tensor._version
 
 
+@no_type_check
+def base_of(tensor):
+    """The tensor of which another one is a view; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def in_function_transform() -> bool:
     """Whether a transform of torch.func, such as `vmap` or `grad`, is under way."""
     active: bool = torch._C._are_functorch_transforms_active()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rankwise.capture.module_calls import ModuleCall
-from rankwise.torch_internals import changes_in_place
+from rankwise.torch_internals import base_of, changes_in_place
 
 SUMS = frozenset(
     {
@@ -340,8 +340,8 @@ def _reshaped(func, given, made):
     """Whether a tensor holds all numbers of another one in another shape."""
     if made.numel() != given.numel():
         return False
-    base = given if given._base is None else given._base
-    return func in RESHAPES or (made._is_view() and made._base is base and made is not given)
+    base = base_of(given)
+    return func in RESHAPES or (base_of(made) is base and made is not base and made is not given)
 
 
 @no_type_check
