@@ -128,7 +128,7 @@ def finding(code: str = "SINK", severity: str = "warning", **fields: object) -> 
         "where": where,
         "evidence": {"peak_mass": 0.93, "sink_mass": 0.87},
         "meaning": "The head spends most of its weight on the first token.",
-        "remedy": "prune it with `prune_heads`, and compare the loss",
+        "remedy": "compare the loss without it: `rankwise compare BEFORE AFTER`",
     }
     return Finding(code=code, severity=severity, **(given | fields))
 

@@ -59,15 +59,21 @@ NULLS = {
 """The fields of the nulls, and what a reader is told."""
 
 NULL_REMEDY = (
-    "see what training did: `rankwise compare` with an audit of the same architecture at random weights, "
-    "`type(model)(model.config).eval()`"
+    "see what training did: `untrained = rw.audit(type(model)(model.config).eval(), batches)`, then "
+    "`rw.compare(untrained, audit)`"
 )
 """No null knows the weights a model starts with."""
 
 SWITCHED_OFF_REMEDY = (
-    "look at its λ-skip or LayerScale (`rankwise skip MODEL --text TEXT --certify` shows how much mixing "
-    "survives)"
+    "see how much mixing its λ-skip or LayerScale leaves, `rankwise skip MODEL --text TEXT --certify`; or "
 )
+NONFINITE_REMEDY = (
+    "see whether half precision overflowed, `rankwise audit MODEL --text TEXT --dtype float32 --out DIR`; "
+    "what is not finite in float32 either comes from inputs or from weights, `[name for name, weight in "
+    "model.named_parameters() if not weight.isfinite().all()]`"
+)
+WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
+"""Every attention head is read by some part of a linear map, whatever the model's library calls it."""
 
 SEVERITY_ORDER = {"error": 0, "warning": 1, "info": 2}
 
@@ -112,7 +118,6 @@ def _place(head: HeadRecord) -> Place:
 
 def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> Iterator[Finding]:
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
-    remedy = 'torch.autograd.set_detect_anomaly(True), or torch_dtype="float32" in place of half precision'
     for site, group in _grouped(heads, _site_of):
         broken = [head for head in group if head.nonfinite]
         if broken:
@@ -122,7 +127,7 @@ def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> It
                 where=_place(broken[0]),
                 evidence={"heads": len(broken), "sequences": max(head.nonfinite for head in broken)},
                 meaning=f"Attention of {site[2]}: {meaning}",
-                remedy=remedy,
+                remedy=NONFINITE_REMEDY,
             )
     for layer in layers:
         if layer.nonfinite:
@@ -132,7 +137,7 @@ def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> It
                 where=Place(stack=layer.stack, layer=layer.layer, site=layer.site),
                 evidence={"sequences": layer.nonfinite},
                 meaning=f"Token states after {layer.layer} blocks: {meaning}",
-                remedy=remedy,
+                remedy=NONFINITE_REMEDY,
             )
 
 
@@ -176,7 +181,7 @@ def _switched_off(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
                 evidence={"turn": layer.turn, "norm": layer.norm},
                 meaning=f"Block {layer.layer - 1} hardly changes its tokens: only {layer.turn:.1g} of what "
                 "it gives is not what it reads, at some scale.",
-                remedy=f"{SWITCHED_OFF_REMEDY}; a block that stays so can be removed: compare the loss",
+                remedy=f"{SWITCHED_OFF_REMEDY}take the block out of its list and compare the loss",
             )
 
 
@@ -194,7 +199,7 @@ def switched_off_mixer(site: str, share: float) -> Finding:
         evidence={"mixer_share": share},
         meaning=f"The mixer at {site} adds hardly anything to its tokens: {share:.1g} of what its skip "
         "connection gives.",
-        remedy=f"{SWITCHED_OFF_REMEDY}; a mixer that stays so can be removed: compare the loss",
+        remedy=f"{SWITCHED_OFF_REMEDY}set the weights of its output projection to 0 and compare the loss",
     )
 
 
@@ -212,8 +217,7 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
                 "row_entropy": head.row_entropy,
             },
             meaning=f"One token takes {head.peak_mass:.0%} of every row: the head passes on little else.",
-            remedy="prune it: for transformers models with `prune_heads`, else zero its slice of the output "
-            "projection, and compare the loss",
+            remedy=WITHOUT_HEAD,
         )
     elif head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE:
         yield Finding(
@@ -222,7 +226,7 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
             where=_place(head),
             evidence={"stable_rank": head.stable_rank, "row_distance": head.row_distance},
             meaning="All rows are nearly the same: every token gets the same average.",
-            remedy="replace it by a mean over tokens, or prune it and compare the loss",
+            remedy=WITHOUT_HEAD,
         )
     if head.identity_distance < IDENTITY_DISTANCE:
         yield Finding(
@@ -231,7 +235,8 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
             where=_place(head),
             evidence={"identity_distance": head.identity_distance, "effective_rank": head.effective_rank},
             meaning="Every token keeps to itself: the head mixes nothing.",
-            remedy="fold its value and output projections into a per-token linear map, and compare the loss",
+            remedy="put a linear map of each token in its place, the product of its output and value "
+            "projections, and compare the loss",
         )
 
 
@@ -263,8 +268,12 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 where=_place(lower),
                 evidence={"nearest_head": upper.head, "nearest_distance": head.nearest_distance},
                 meaning=f"Heads {lower.head} and {upper.head} mix the same way.",
-                remedy="merge them: keep one set of query and key weights for both",
+                remedy=f"give both the {_weights(head)} of one of them, and compare the loss",
             )
+
+
+def _weights(head: HeadRecord) -> str:
+    return "query and key weights" if head.kind in ("softmax", "linear") else "weights"
 
 
 def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
