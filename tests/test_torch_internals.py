@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from rankwise import torch_internals
 
 PACKAGE = Path(torch_internals.__file__).parent
-OWN = {  # private names of our own classes, of named tuples and of transformers
+OWN = {  # private names of our own classes, of named tuples, of transformers, and one that Python documents
     *(
         "_fields",
         "_replace",
@@ -30,7 +30,7 @@ OWN = {  # private names of our own classes, of named tuples and of transformers
         "_init_weights",
         "_prepare_cache_for_generation",
     ),
-    *("_hf_tp_plan", "_hf_device_mesh", "_hf_hook", "_commit_hash"),
+    *("_hf_tp_plan", "_hf_device_mesh", "_hf_hook", "_commit_hash", "_exit"),
 }
 
 
