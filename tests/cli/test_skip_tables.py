@@ -1,9 +1,11 @@
 """What `rankwise skip` prints: every number in its place."""
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from torch import nn
@@ -72,14 +74,56 @@ def test_before_comes_before_after() -> None:
 NUMBERS = [name for name, field in LayerCertificate.model_fields.items() if field.annotation is not str]
 
 
+def advice(text: str) -> list[str]:
+    """What is said of one stack, a line for each use."""
+    lines = [line.strip() for line in text.split("\n\n", 1)[1].splitlines() if not line.startswith("note")]
+    joined: list[str] = []
+    for line in lines:
+        if line.startswith(("|λ|", "h:")):
+            joined.append(line)
+        else:
+            joined[-1] += f" {line}"
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("kept", "threshold", "recommended", "said"),
+    [
+        (0.9, 0.3, None, "h: keep the λ that are there: it keeps 0.90 of μ/‖Y‖ on this batch, wanted 0.71."),
+        (0.5, 1.28, 1.28, "h: use λ = 1.28 in all its layers: the least that keeps 0.71 of μ/‖Y‖"),
+        (
+            0.5,
+            math.inf,
+            None,
+            "h: no λ is recommended: it keeps 0.50 of μ/‖Y‖ on this batch, and none up to 16",
+        ),
+        (None, None, None, "h: no λ is recommended: its tokens are all alike where it starts."),
+    ],
+)
+def test_one_scale_is_recommended(
+    kept: float | None, threshold: float | None, recommended: float | None, said: str
+) -> None:
+    stack = StackCertificate(
+        stack="h", layers=1, kept=kept, target=0.71, threshold=threshold, recommended=recommended,
+        kept_mu=kept, threshold_mu=threshold, left_out=0, paper_scale=None, paper_scale_with_floor=None,
+        sound_scale=2.5,
+    )  # fmt: skip
+    certificate = SkipCertificate(a=0.5, target=0.71, sequences=1, layers=[], stacks=[stack])
+    first, *rest = advice(printed(show_certificate, certificate))
+    assert first.startswith(said)
+    assert [line.split(":")[0] for line in rest] == ["|λ| ≥ 2.5"]
+    assert "whatever way its mixer points" in rest[0]
+
+
 def test_every_number_of_a_certificate_is_under_its_name() -> None:
     values = {name: 1.0 + at for at, name in enumerate(NUMBERS)} | dict.fromkeys(
         ["paper_holds", "paper_guaranteed"]
     )
     layer = LayerCertificate(site="h.0", norm="RMSNorm", **values)  # type: ignore[arg-type]
     stack = StackCertificate(
-        stack="h", layers=1, kept=0.1, target=0.2, threshold=0.3, kept_mu=0.4, threshold_mu=0.5,
-        left_out=0, paper_scale=0.6, paper_scale_with_floor=0.7, sound_scale=None,
+        stack="h", layers=1, kept=0.1, target=0.2, threshold=0.3, recommended=0.3, kept_mu=0.4,
+        threshold_mu=0.5, left_out=0, paper_scale=0.6, paper_scale_with_floor=0.7, sound_scale=None,
+        sound_scale_any_mixing=0.8,
     )  # fmt: skip
     certificate = SkipCertificate(
         a=0.25, target=0.2, sequences=1, layers=[layer], stacks=[stack], notes=["mind the gap"]
@@ -94,9 +138,11 @@ def test_every_number_of_a_certificate_is_under_its_name() -> None:
     shown = {heading: f"{values[name]:.3g}" for heading, name in names.items()}
     assert table(text, "least |λ|") == {"h.0": shown}
     assert "keep √a = 0.50 of μ" in text
-    said = (
-        "h: keeps 0.1 of μ/‖Y‖; 0.20 needs |λ| ≥ 0.3 here, in all its layers; √a of μ in each single layer, "
-    )
-    said += "which says nothing of the stack: |λ| ≥ – by the sound bound, 0.6 by Eq. 7, 0.7 with its b"
-    assert said in " ".join(text.split())
+    assert advice(text) == [
+        "h: use λ = 0.3 in all its layers: the least that keeps 0.20 of μ/‖Y‖ on this batch, as measured; "
+        "now it keeps 0.10.",
+        "|λ| ≥ 0.8: to be sure of that whatever the attention weights become, as in training",
+        "|λ| ≥ 0.7: what the paper's theorem asks for, to compare with; its Eq. 7 alone, |λ| ≥ 0.6, "
+        "guarantees nothing",
+    ]
     assert text.splitlines()[-1] == "note: mind the gap"

@@ -74,6 +74,21 @@ def test_each_measure_has_its_own_threshold(target: float) -> None:
     assert isinstance(found, Both)
 
 
+def test_what_is_recommended_keeps_the_target_when_it_is_put_in() -> None:
+    model, batch = llama(), text_inputs()
+    skips = add_lambda_skip(model, init=0.2)
+    (stack,) = certify_skip(model, batch, target=0.9).stacks
+    assert stack.kept < 0.9
+    assert stack.recommended == stack.threshold > 0.2
+    assert float(f"{stack.recommended:g}") == stack.recommended  # as it is printed
+    with torch.no_grad():
+        for parameter in skips.values():
+            parameter.fill_(stack.recommended)
+    (stack,) = certify_skip(model, batch, target=0.9).stacks
+    assert stack.kept >= 0.9
+    assert stack.recommended is None
+
+
 def _nan(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         next(iter(model.parameters())).fill_(math.nan)

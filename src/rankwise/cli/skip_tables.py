@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rankwise.surgery import SkipCertificate, Skips
+from rankwise.surgery import SkipCertificate, Skips, StackCertificate
 
 
 def show_skips(console: Console, skips: Skips, report: dict[str, Any]) -> None:
@@ -52,21 +52,47 @@ def show_certificate(console: Console, certificate: SkipCertificate) -> None:
         scales = (one.sound_scale, one.sound_scale_any_mixing, one.paper_scale, one.paper_scale_with_floor)
         asked.add_row(one.site, *map(_cell, scales))
     console.print(measured, asked)
-    console.print(
-        f"kept: μ after the layer over μ before; sure: the least it can be; price: ‖MV‖/‖λY + MV‖; least "
-        f"|λ|: for each layer to keep √a = {certificate.a**0.5:.2f} of μ",
-        highlight=False, markup=False,
-    )  # fmt: skip
+    root = f"√a = {certificate.a**0.5:.2f}"
+    lines = [
+        "kept: μ after the layer over μ before; sure: the least it can be; price: ‖MV‖/‖λY + MV‖; least |λ|: "
+        f"for each layer to keep {root} of μ",
+    ]
     for stack in certificate.stacks:
-        console.print(
-            f"{stack.stack or 'model'}: keeps {_cell(stack.kept)} of μ/‖Y‖; {stack.target:.2f} needs |λ| ≥ "
-            f"{_cell(stack.threshold)} here, in all its layers; √a of μ in each single layer, which says "
-            f"nothing of the stack: |λ| ≥ {_cell(stack.sound_scale)} by the sound bound, "
-            f"{_cell(stack.paper_scale)} by Eq. 7, {_cell(stack.paper_scale_with_floor)} with its b",
-            highlight=False, markup=False,
-        )  # fmt: skip
+        lines += ["", *_advice(stack, root)]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
     for note in certificate.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _advice(stack: StackCertificate, root: str) -> list[str]:
+    """Which λ to use, and what the other numbers are for."""
+    name, share = stack.stack or "model", f"{stack.target:.2f} of μ/‖Y‖"
+    if stack.kept is None:
+        first = "no λ is recommended: its tokens are all alike where it starts"
+    elif stack.kept >= stack.target:
+        first = f"keep the λ that are there: it keeps {stack.kept:.2f} of μ/‖Y‖ on this batch, wanted "
+        first += f"{stack.target:.2f}"
+    elif stack.recommended is not None:
+        first = (
+            f"use λ = {stack.recommended:g} in all its layers: the least that keeps {share} on this batch, "
+        )
+        first += f"as measured; now it keeps {stack.kept:.2f}"
+    else:
+        first = f"no λ is recommended: it keeps {stack.kept:.2f} of μ/‖Y‖ on this batch, and none up to 16 "
+        first += f"keeps {stack.target:.2f}; look at what stands between its mixers"
+    uses = (
+        (stack.sound_scale, f"to be sure that each layer keeps {root} of μ, whatever way its mixer points "
+         "(proved for what it read here; certify again after a change)"),
+        (stack.sound_scale_any_mixing, "to be sure of that whatever the attention weights become, as in "
+         "training"),
+        (stack.paper_scale_with_floor, "what the paper's theorem asks for, to compare with; its Eq. 7 alone, "
+         f"|λ| ≥ {_cell(stack.paper_scale)}, guarantees nothing"),
+    )  # fmt: skip
+    return [
+        f"{name}: {first}.",
+        *(f"  |λ| ≥ {_cell(scale)}: {use}" for scale, use in uses if scale is not None),
+    ]
 
 
 def _cell(value: float | str | None) -> str:

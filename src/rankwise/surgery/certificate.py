@@ -85,7 +85,10 @@ class StackCertificate(BaseModel):
     """Mean over sequences of (μ/‖Y‖)_L/(μ/‖Y‖)_0 at the λ of the model; None if all are left out."""
     target: float
     threshold: float | None
-    """Least |λ|, one for all layers, from which on the stack keeps the target, on this batch."""
+    """Least λ, one for all layers, from which on the stack keeps the target, on this batch, as measured."""
+    recommended: float | None = None
+    """The λ to give all its layers: the threshold, where the stack now keeps less than the target and some λ
+    up to 16 helps. None where nothing needs to be changed, where no λ helps, or where nothing is known."""
     kept_mu: float | None
     """As `kept`, of μ itself: μ_L/μ_0; μ_L behind the last norm, without its gain, if one reads the sum.
     Without one a large λ raises it by making the states longer, be they as alike as before."""
@@ -94,9 +97,10 @@ class StackCertificate(BaseModel):
     left_out: int
     """Sequences whose tokens are all equal where the stack starts: μ_0 = 0, and nothing is there to keep."""
     paper_scale: float | None
-    """The largest of its layers; it and the next two are of μ in each single layer, not of the stack."""
+    """The largest of its layers; it and the next three are of μ in each single layer, not of the stack."""
     paper_scale_with_floor: float | None
     sound_scale: float | None
+    sound_scale_any_mixing: float | None = None
 
 
 class SkipCertificate(BaseModel):

@@ -166,20 +166,23 @@ def _stacks(
     least = threshold(model, batch, sites, target, norms)
     found = []
     for stack, places in stacks_of(seen).items():
-        inside = [layers[at] for at in places]
+        inside, share, scale = [layers[at] for at in places], kept[stack].share, least[stack].share
+        helps = share is not None and share < target and scale is not None and math.isfinite(scale)
         found.append(
             StackCertificate(
                 stack=stack,
                 layers=len(inside),
-                kept=kept[stack].share,
+                kept=share,
                 target=target,
-                threshold=least[stack].share,
+                threshold=scale,
+                recommended=scale if helps else None,
                 kept_mu=kept[stack].mu,
                 threshold_mu=least[stack].mu,
                 left_out=int(equal[stack].sum()),
                 paper_scale=_largest([one.paper_scale for one in inside]),
                 paper_scale_with_floor=_largest([one.paper_scale_with_floor for one in inside]),
                 sound_scale=_largest([one.sound_scale for one in inside]),
+                sound_scale_any_mixing=_largest([one.sound_scale_any_mixing for one in inside]),
             )
         )
     return found

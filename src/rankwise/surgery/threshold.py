@@ -17,8 +17,8 @@ from rankwise.surgery.watch import Added, watch_sums
 from rankwise.theory import spread
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-HALVINGS = 5
-"""A threshold is known to 1/32 of the gap between two points of the grid."""
+PARTS = 50
+"""A threshold is known to 1/50 of the gap between two points of the grid: a number of few digits."""
 
 
 class Both(NamedTuple):
@@ -127,11 +127,16 @@ def _bisected(passes: Sequence[bool], good: Callable[[float], bool]) -> float:
         return 0.0
     if first == len(passes):
         return math.inf
-    low, high = GRID[first - 1], GRID[first]
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if good(middle) else (middle, high)
-    return high
+    below, above = GRID[first - 1], GRID[first]
+    low, high = 0, PARTS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if good(_between(below, above, middle)) else (middle, high)
+    return _between(below, above, high)
+
+
+def _between(below: float, above: float, part: int) -> float:
+    return round(below + (above - below) * part / PARTS, 6)
 
 
 def _share(rows: Tensor, mask: Tensor) -> Tensor:
