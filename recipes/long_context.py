@@ -261,6 +261,22 @@ def mean(values: Any) -> float:
     return float(np.mean(list(values)))
 
 
+def exact(tokens: int) -> dict[str, Any]:
+    """Measure the head of `one` by forming its matrix."""
+    q, k = torch.randn(2, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    operator = SoftmaxMixing(q[None], k[None], is_causal=True)
+    before, begun = peak_megabytes(), time.process_time()
+    ranks = rank_summary(operator)
+    return {
+        "tokens": tokens,
+        "core_seconds": round(time.process_time() - begun, 2),
+        "extra_megabytes": round(peak_megabytes() - before, 1),
+        "matrix_megabytes": round(8 * tokens**2 / 1e6),
+        "effective_rank": float(ranks.effective_rank),
+        "numerical_rank": float(ranks.numerical_rank),
+    }
+
+
 def main() -> None:
     """Run the parts asked for and write them into the results, beside what is there."""
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -271,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", choices=[*parts, "one"])
+    parser.add_argument("parts", nargs="+", choices=[*parts, "one", "exact"])
     parser.add_argument("--tokens", type=int, default=2048, help="length of the heads of accuracy")
     parser.add_argument("--longest", type=int, default=32768, help="longest context of scaling")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -279,6 +295,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.parts == ["one"]:
         print(json.dumps(one(arguments.tokens)))
+        return
+    if arguments.parts == ["exact"]:
+        print(json.dumps(exact(arguments.tokens)))
         return
     for part in arguments.parts:
         begun = time.perf_counter()

@@ -28,9 +28,3 @@ Tokens = Float[Tensor, "B T D"]
 
 TokenMask = Bool[Tensor, "B T"]
 """True where a token is real, False where it is padding."""
-
-PerMatrix = Float[Tensor, "*batch"]
-"""One number for each matrix."""
-
-PerSequence = Float[Tensor, " B"]
-"""One number for each sequence."""

@@ -124,6 +124,18 @@ def test_the_hardmax_null_is_not_known_above_one():
     assert math.isnan(rw.audit(Attention(), [random_heads(20)], delta=1.1).heads[0].null_rank)
 
 
+@pytest.mark.parametrize("sizes", [(12, 30), (30, 12)])
+def test_a_window_over_another_sequence_has_one_null(sizes):
+    class Near(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            away = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+            return nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=away.abs() < 5)
+
+    [head] = rw.audit(Near(), [random_heads(*sizes, heads=1)]).heads
+    assert (head.mask, math.isnan(head.uniform_rank), math.isnan(head.random_rank)) == ("window", True, True)
+    assert head.null_rank > 1
+
+
 def test_a_window_has_all_its_nulls_and_a_mask_without_a_name_one():
     class Masked(nn.Module):
         def __init__(self, mask: Tensor) -> None:

@@ -18,12 +18,12 @@ def test_each_cell_shows_its_own_head() -> None:
         for index, (x, y) in figure["places"].items():
             assert figure["data"][0]["customdata"][y][x] == index
             assert figure["views"]["sink_mass"]["z"][y][x] == pytest.approx(heads[index].sink_mass, rel=1e-4)
-            assert figure["views"]["rank_share"]["text"][y][x] == f"{rank_share(heads[index]):.2f}"
+            assert figure["views"]["numerical_rank"]["text"][y][x] == f"{rank_share(heads[index]):.2f}"
 
 
 def test_one_null_stands_on_the_scale_of_shares() -> None:
     heads = samples.encoder().heads
-    view = draw_panel(make_panels(heads)[0], heads, {})["views"]["rank_share"]
+    view = draw_panel(make_panels(heads)[0], heads, {})["views"]["numerical_rank"]
     expected = 1 - (1 - 1 / 128) ** 128
     assert (view["low"], view["high"], view["difference"]) == (0.0, 1.0, False)
     assert view["null"] == pytest.approx(expected)
@@ -33,7 +33,7 @@ def test_one_null_stands_on_the_scale_of_shares() -> None:
 def test_under_several_masks_each_head_is_held_against_its_own_null() -> None:
     heads = samples.mixed().heads
     figure = draw_panel(make_panels(heads)[0], heads, {})
-    view = figure["views"]["rank_share"]
+    view = figure["views"]["numerical_rank"]
     assert view["difference"]
     assert (view["low"], view["null"]) == (pytest.approx(-(1 - (1 - 1 / 128) ** 128)), 0.0)
     assert view["high"] == pytest.approx(1 - 64.5 / 128)

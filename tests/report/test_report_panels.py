@@ -3,8 +3,8 @@
 import pytest
 from tests.report import samples
 
+from rankwise.audit.measures import PICTURED as HEAD_MEASURES
 from rankwise.audit.records import AuditRecord, Finding, Place
-from rankwise.report.catalogue import HEAD_MEASURES
 from rankwise.report.panels import heads_at, make_panels
 from rankwise.report.targets import Target, find_target
 
@@ -62,7 +62,7 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_distance")
     assert (targets["TWINS"].heads, targets["TWINS"].measure) == ((40, 41), "nearest_distance")
     assert targets["BELOW_NULL"].heads == tuple(range(48, 60))
-    assert targets["BELOW_NULL"].measure == targets["ABOVE_NULL"].measure == "rank_share"
+    assert targets["BELOW_NULL"].measure == targets["ABOVE_NULL"].measure == "numerical_rank"
     assert targets["IDENTITY"].measure == "identity_distance"
     assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
     assert targets["UNSEEN"].section == "unseen"
@@ -79,7 +79,7 @@ def test_the_measure_shown_is_one_the_evidence_names() -> None:
     audit = samples.encoder()
     assert _target(audit, evidence={"row_entropy": 0.1, "sequences": 3.0}).measure == "row_entropy"
     assert _target(audit, code="IDENTITY", evidence={"effective_rank": 9.0}).measure == "effective_rank"
-    assert _target(audit, code="BELOW_NULL", evidence={"numerical_rank": 9.0}).measure == "rank_share"
+    assert _target(audit, code="BELOW_NULL", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
     assert _target(audit, code="NEW", evidence={}).measure == ""
 
 

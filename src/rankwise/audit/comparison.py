@@ -2,21 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from rankwise.audit.records import (
-    AuditRecord,
-    Finding,
-    HeadRecord,
-    LayerRecord,
-    Number,
-    Place,
-    Provenance,
-    Record,
-)
+from rankwise.audit.fields import HeadMeasure, LayerMeasure, Number, Record
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
 from rankwise.audit.same_finding import missing_from
 
 SCHEMA_VERSION = 1
@@ -94,8 +87,8 @@ def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
     heads = _Matched(before.heads, after.heads, _head_key)
     layers = _Matched(before.layers, after.layers, _layer_key)
     changes = [
-        *(change for a, b in heads.both for change in _changes(a, b, _HEAD_RANGES)),
-        *(change for a, b in layers.both for change in _changes(a, b, _LAYER_RANGES)),
+        *(change for a, b in heads.both for change in _changes(a, b, HEAD_MEASURES)),
+        *(change for a, b in layers.both for change in _changes(a, b, LAYER_MEASURES)),
     ]
     return Comparison(
         before=before.provenance,
@@ -149,53 +142,25 @@ def _place(record: HeadRecord | LayerRecord) -> Place:
     return Place(stack=record.stack, layer=record.layer, site=record.site, head=head)
 
 
-def _one(_: HeadRecord | LayerRecord) -> float:
-    return 1.0
-
-
-def _unbounded(_: HeadRecord | LayerRecord) -> float:
-    return math.nan
-
-
-def _full_rank(record: HeadRecord | LayerRecord) -> float:
-    return min(record.tokens, record.sources if isinstance(record, HeadRecord) else float(record.width))
-
-
-_HEAD_RANGES: Mapping[str, Callable[[HeadRecord], float]] = {
-    "numerical_rank": _full_rank,
-    "effective_rank": _full_rank,
-    "stable_rank": _full_rank,
-    "sigma_max": _unbounded,
-    "row_entropy": lambda head: math.log(head.sources) if head.sources > 1 else math.nan,
-    "sink_mass": _one,
-    "peak_mass": _one,
-    "row_distance": _one,
-    "identity_distance": _one,
-    "nearest_distance": _one,
-}
-
-_LAYER_RANGES: Mapping[str, Callable[[LayerRecord], float]] = {
-    "norm": _unbounded,
-    "collapse": _unbounded,
-    "relative_collapse": _one,
-    "mean_cosine": lambda layer: 2.0,
-    "effective_rank": _full_rank,
-}
-
-
 def _changes(
-    before: RecordT, after: RecordT, ranges: Mapping[str, Callable[[RecordT], float]]
+    before: RecordT, after: RecordT, table: Sequence[HeadMeasure] | Sequence[LayerMeasure]
 ) -> Iterator[Change]:
-    for measure, span in ranges.items():
-        old, new = getattr(before, measure), getattr(after, measure)
+    for measure in table:
+        old, new = getattr(before, measure.name), getattr(after, measure.name)
         known = [math.isfinite(value) for value in (old, new)]
         if old == new or not any(known):
             continue
         change = new - old if all(known) else math.nan
-        limits = [limit for limit in (span(before), span(after)) if math.isfinite(limit) and limit > 0]
+        limits = [
+            limit
+            for limit in (measure.span(before), measure.span(after))
+            if math.isfinite(limit) and limit > 0
+        ]
         scale = max(limits, default=max(abs(old), abs(new)))
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
-        yield Change(where=_place(after), measure=measure, before=old, after=new, change=change, size=size)
+        yield Change(
+            where=_place(after), measure=measure.name, before=old, after=new, change=change, size=size
+        )
 
 
 def _by_size(change: Change) -> tuple[float, str, int, str, int, str]:

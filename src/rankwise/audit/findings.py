@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
+from rankwise.audit.measures import NULLS
 from rankwise.audit.numbers import AVERAGING
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, RankAt, Unseen
 from rankwise.errors import InputError, did_you_mean
@@ -50,13 +51,6 @@ T ≥ 32 is below 8 % of it. Random winners, random queries and keys at the head
 heads that know nothing, at a temperature of 0, of the head, and without end: a rank between two of them is
 that of such a head at another temperature. Without a mask equal weights have rank 1, which no rank is below.
 """
-
-NULLS = {
-    "null_rank": "random winners",
-    "random_rank": "random queries and keys",
-    "uniform_rank": "equal weights",
-}
-"""The fields of the nulls, and what a reader is told."""
 
 NULL_REMEDY = (
     "see what training did: `untrained = rw.audit(type(model)(model.config).eval(), batches)`, then "

@@ -13,10 +13,10 @@ from rankwise.audit.accumulate import Floats, RunningMoments
 from rankwise.audit.masks import Pattern
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
+    AVERAGED,
     AVERAGING,
     COLUMNS,
     ERRORS,
-    MEASURES,
     RANKS_AT,
     WAYS,
     Measured,
@@ -246,8 +246,8 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             membership_grid=_map_grid(site, head),
             nearest_head=other,
             nearest_distance=np.nan if nearest is None else float(distance[head, nearest]),
-            spread={name: float(spread[head, at]) for at, name in enumerate(MEASURES) if at > 1},
+            spread={name: float(spread[head, at]) for at, name in enumerate(AVERAGED) if at > 2},
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},
             spectrum=site.spectra[head] if site.spectra else [],
-            **{name: numbers[name] for name in MEASURES},
+            **{name: numbers[name] for name in AVERAGED},
         )

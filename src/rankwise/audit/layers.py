@@ -1,24 +1,47 @@
 """From captured token states to numbers: collapse through depth, padding left out."""
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rankwise import measures
 from rankwise.audit.accumulate import RunningMoments
+from rankwise.audit.measures import LAYER_MEASURES
 from rankwise.audit.records import LayerRecord
 from rankwise.capture import StateSite
 
-LAYER_MEASURES = (
-    "tokens",
-    "norm",
-    "collapse",
-    "relative_collapse",
-    "mean_cosine",
-    "effective_rank",
-    "turn",
-)
+COLUMNS = ("tokens", *(measure.name for measure in LAYER_MEASURES))
+NORM = COLUMNS.index("norm")
+"""NaN where a sequence holds NaN or infinity."""
+
+
+class StatesAtHand(NamedTuple):
+    """What measures of token states are taken from: the states after a block, and those that it read."""
+
+    tokens: Tensor
+    """(B, T, D)."""
+    mask: Tensor | None
+    """(B, T), True where a token is real."""
+    before: Tensor | None
+
+    def measure(self, name: str, **options: Any) -> Tensor:
+        """Apply a function of `rankwise.measures` to the states.
+
+        Args:
+            name: of the function.
+            options: further arguments of it.
+        """
+        numbers: Tensor = getattr(measures, name)(self.tokens, self.mask, **options)
+        return numbers
+
+    def turn(self) -> Tensor:
+        """`state_turn` from the states before; NaN where there are none."""
+        if self.before is None:
+            return torch.full(self.tokens.shape[:1], torch.nan, dtype=torch.float64)
+        return measures.state_turn(self.before.to(self.tokens.device), self.tokens, self.mask)
 
 
 @dataclass
@@ -29,12 +52,12 @@ class SiteStates:
     site: str
     layer: int
     width: int
-    moments: RunningMoments = field(default_factory=lambda: RunningMoments((len(LAYER_MEASURES),)))
+    moments: RunningMoments = field(default_factory=lambda: RunningMoments((len(COLUMNS),)))
     nonfinite: int = 0
 
     def add(self, values: np.ndarray) -> None:
         """Take one sequence into the means."""
-        broken = bool(np.isnan(values[LAYER_MEASURES.index("norm")]))
+        broken = bool(np.isnan(values[NORM]))
         self.nonfinite += broken
         self.moments.add(np.full_like(values, np.nan) if broken else values)
 
@@ -45,11 +68,11 @@ class SiteStates:
             stack=self.stack,
             site=self.site,
             layer=self.layer,
-            sequences=int(self.moments.count[LAYER_MEASURES.index("norm")]),
+            sequences=int(self.moments.count[NORM]),
             nonfinite=self.nonfinite,
             width=self.width,
-            spread={name: float(spread[at]) for at, name in enumerate(LAYER_MEASURES) if at},
-            **{name: float(mean[at]) for at, name in enumerate(LAYER_MEASURES)},
+            spread={name: float(spread[at]) for at, name in enumerate(COLUMNS) if at},
+            **{name: float(mean[at]) for at, name in enumerate(COLUMNS)},
         )
 
 
@@ -96,19 +119,6 @@ class LayerTable:
 def _measure(state: StateSite, before: StateSite | None) -> list[np.ndarray]:
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
-    measured = (
-        real.sum(-1).double(),
-        measures.token_norm(tokens, mask),
-        measures.token_collapse(tokens, mask, normalized=False),
-        measures.token_collapse(tokens, mask, normalized=True),
-        measures.mean_cosine(tokens, mask),
-        measures.state_effective_rank(tokens, mask),
-        _turn(state, before),
-    )
-    return list(torch.stack([column.cpu() for column in measured], dim=-1).numpy())
-
-
-def _turn(state: StateSite, before: StateSite | None) -> torch.Tensor:
-    if before is None:
-        return torch.full(state.tokens.shape[:1], torch.nan, dtype=torch.float64)
-    return measures.state_turn(before.tokens.to(state.tokens.device), state.tokens, state.mask)
+    hand = StatesAtHand(tokens, mask, None if before is None else before.tokens)
+    columns = [real.sum(-1).double(), *(measure.take(hand) for measure in LAYER_MEASURES)]
+    return list(torch.stack([column.cpu() for column in columns], dim=-1).numpy())

@@ -65,4 +65,7 @@ def uniform_null(tokens: int, sources: int, seen: Pattern, delta: float) -> floa
 def _mask(tokens: int, sources: int, seen: Pattern) -> str | None:
     """The name that theory has for it; the window, if any, comes beside it."""
     mask = seen.base if seen.name == "window" else seen.name
-    return mask if mask == "full" or (mask == "causal" and tokens == sources) else None
+    square = tokens == sources
+    if mask not in ("full", "causal") or not (square or (mask == "full" and seen.window is None)):
+        return None
+    return mask

@@ -11,6 +11,7 @@ from torch import Tensor
 from rankwise import measures
 from rankwise.audit.accumulate import Floats
 from rankwise.audit.masks import Pattern, barrier_of, patterns_of
+from rankwise.audit.measures import HEAD_MEASURES, NULLS
 from rankwise.audit.nulls import BAND, random_rank, thresholds, uniform_null
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
@@ -21,8 +22,9 @@ Method = Literal["auto", "exact", "estimate"]
 """How ranks are taken; "auto" is exact while one float64 matrix takes at most `EXACT_BYTES`."""
 
 EXACT_BYTES = 2**29
-"""Of one float64 matrix: T = S = 8,192. Decomposing it takes eight times as much, 4 GiB, which a machine of
-8 GB has and twice the tokens would not. Memory is the limit, not speed: exact ranks are the faster ones here.
+"""Of one float64 matrix: T = S = 8,192. Decomposing it takes four times as much, 2 GiB, which a machine of
+8 GB has beside a model; for twice the tokens it would not. Memory is the limit, not speed: exact ranks are
+the faster ones here (docs/how-to/long-contexts.md).
 """
 PROBES, STEPS, SEED = 16, 64, 0
 """Of every estimate."""
@@ -31,27 +33,12 @@ MATRIX_BYTES = 2**28
 SPECTRUM_POINTS = 64
 """Singular values kept of a head, for its picture."""
 
-MEASURES = (
-    "tokens",
-    "sources",
-    "numerical_rank",
-    "effective_rank",
-    "stable_rank",
-    "sigma_max",
-    "row_entropy",
-    "sink_mass",
-    "peak_mass",
-    "row_distance",
-    "identity_distance",
-    "null_rank",
-    "rank_low",
-    "rank_high",
-    "membership",
-    "coding_rate",
-    "random_rank",
-    "uniform_rank",
+TAKEN = [measure for measure in HEAD_MEASURES if measure.take is not None]
+AVERAGED = (
+    *("tokens", "sources", "full_rank", "rank_low", "rank_high", *NULLS),
+    *(measure.name for measure in TAKEN),
 )
-"""Numbers of a head that are averaged over sequences, under the names they have in its record."""
+"""Fields of a record that are means over sequences."""
 ERRORS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that an estimate gives with a standard error."""
 WAYS = ("estimated", "fallback")
@@ -61,26 +48,28 @@ AVERAGING = ("softmax", "dense", "linear")
 MAP_TOKENS = 1024
 """Tokens of a membership map."""
 RANKS_AT = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
-"""Measures that are taken at each threshold of the band."""
+"""Fields that have a value at each threshold of the band."""
 
 
 def column_at(name: str, step: int) -> str:
-    """Name the column that holds a measure at one threshold of the band; at δ itself, that of the measure.
+    """Name the column that holds a field at one threshold of the band; at δ itself, that of the field.
 
     Args:
-        name: of the measure.
+        name: of the field.
         step: of the threshold.
     """
     return name if BAND[step] == 1 else f"{name} at threshold {step}"
 
 
-STEPS_ASIDE = [step for step, factor in enumerate(BAND) if factor != 1]
 COLUMNS = (
-    *MEASURES,
+    *AVERAGED,
     *(f"stderr of {name}" for name in ERRORS),
-    *(column_at(name, step) for step in STEPS_ASIDE for name in RANKS_AT),
+    *(column_at(name, step) for step, factor in enumerate(BAND) if factor != 1 for name in RANKS_AT),
     *WAYS,
 )
+"""Of the numbers of a head on one sequence."""
+Columns = dict[str, Tensor | float]
+"""(B, H), or one number for all, by name."""
 
 
 class Measured(NamedTuple):
@@ -98,8 +87,31 @@ class Measured(NamedTuple):
     """Memberships of the tokens in each head, where the mixer has such."""
 
 
-Extras = dict[str, Tensor | float]
-"""Columns by name, (B, H) or one number for all; and the map of memberships."""
+class HeadsAtHand(NamedTuple):
+    """What measures of heads are taken from: the heads of a mixer on sequences of one length."""
+
+    operator: MixingOperator
+    """(B, H, T, S); a dense one where the matrices were formed."""
+    ranks: Columns
+    """From one decomposition or one estimate: the ranks, their errors, and those at other thresholds."""
+    spectra: Tensor | None
+    """A part of the singular values (B, H, N), where they were computed."""
+    rows: measures.RowSummary
+    """From walks over the rows."""
+    membership: Tensor | float
+    """Mean over the tokens of each head; NaN where a mixer has none."""
+    coding_rate: Tensor | float
+    memberships: Tensor | None
+    """Of each token (B, H, T), NaN where it is padding."""
+
+    def measure(self, name: str) -> Tensor:
+        """Apply a function of `rankwise.measures` to the operator.
+
+        Args:
+            name: of the function.
+        """
+        numbers: Tensor = getattr(measures, name)(self.operator)
+        return numbers
 
 
 def check_method(method: str) -> Method:
@@ -141,7 +153,7 @@ def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured
         at_once = max(1, MATRIX_BYTES // (8 * heads * tokens * sources))
         for start in range(0, batch, at_once):
             index = slice(start, start + at_once)
-            yield from _exact(operator[index], _extras(site, index), delta)
+            yield from _of_one_length(site, index, operator[index], delta, method)
         return
     for at in range(batch):  # sequences of their own lengths
         rows, columns = site.valid_tokens[at], site.valid_sources[at]
@@ -150,9 +162,7 @@ def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured
             continue
         one = operator[at : at + 1]
         one = one if whole else PartMixing(one, rows, columns)
-        extras = _extras(site, slice(at, at + 1))
-        take = _estimated if estimates(one, method) else _exact
-        yield from take(one, extras, delta)
+        yield from _of_one_length(site, slice(at, at + 1), one, delta, method)
 
 
 def estimates(operator: MixingOperator, method: Method) -> bool:
@@ -164,36 +174,55 @@ def _matrix_bytes(operator: MixingOperator) -> int:
     return 8 * math.prod(operator.shape[-2:])
 
 
-def _extras(site: MixerSite, index: slice) -> Extras:
-    """What is known of memberships: their mean, their rate, their map."""
+def _of_one_length(
+    site: MixerSite, index: slice, operator: MixingOperator, delta: float, method: Method
+) -> Iterator[Measured]:
+    batch, heads, tokens, sources = operator.shape
+    take = _estimated if estimates(operator, method) else _exact
+    rows_of, ranks, spectra = take(operator, delta)
+    memberships = _memberships(site, index)
+    hand = HeadsAtHand(rows_of, ranks, spectra, measures.row_summary(rows_of), *memberships)
+    patterns = patterns_of(operator)
+    columns: Columns = {"tokens": float(tokens), "sources": float(sources)}
+    columns |= ranks | {"full_rank": float(min(tokens, sources))}
+    columns |= {measure.name: measure.take(hand) for measure in TAKEN if measure.take is not None}
+    if site.kind in AVERAGING:
+        columns |= _nulls(operator, patterns, delta)
+    values = np.stack([_numbers(columns.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
+    distances = hand.rows.head_distance.cpu().numpy()
+    for at in range(batch):
+        shown = [] if spectra is None else _rounded(spectra[at])
+        yield Measured(values[at], distances[at], patterns[at], shown, _map(hand.memberships, at))
+
+
+def _memberships(site: MixerSite, index: slice) -> tuple[Tensor | float, Tensor | float, Tensor | None]:
+    """Their mean, their rate, and those of each token."""
     heads = site.operator[index]
     if not isinstance(heads, DiagonalMixing):
-        known: Extras = {"membership": math.nan, "coding_rate": math.nan}
-        return known if site.kind in AVERAGING else known | {"null_rank": math.nan}
+        return math.nan, math.nan, None
     rows, share = site.valid_tokens[index], heads.diagonal.double()
     real = rows[:, None].to(share.device)
     mean = share.masked_fill(~real, 0).sum(-1) / real.sum(-1)
     rate: Tensor | float = math.nan
     if site.projection is not None:
         rate = measures.variational_rate(site.projection[index], heads.diagonal, rows)
-    kept = share.masked_fill(~real, math.nan)
-    return {"null_rank": math.nan, "membership": mean, "coding_rate": rate, "map": kept}
+    return mean, rate, share.masked_fill(~real, math.nan)
 
 
-def _exact(operator: MixingOperator, extras: Extras, delta: float) -> Iterator[Measured]:
+def _exact(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Columns, Tensor | None]:
     together = MATRIX_BYTES // _matrix_bytes(operator)
     whole = together >= math.prod(operator.shape[:2])
     rows_of = DenseMixing(operator.dense(torch.float64)) if whole else operator
     ranks = _ranks(rows_of, delta, operator.shape[1] if whole else max(1, together))
     sigma = ranks.singular_values
     kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
-    known: Extras = {name: getattr(ranks, name) for name in ERRORS}
-    known |= {f"stderr of {name}": 0.0 for name in ERRORS}
-    known |= {"estimated": 0.0, "fallback": ranks.fallback}
+    columns: Columns = {name: getattr(ranks, name) for name in ERRORS}
+    columns |= {f"stderr of {name}": 0.0 for name in ERRORS}
+    columns |= {"estimated": 0.0, "fallback": ranks.fallback}
     for step, threshold in enumerate(thresholds(delta)):
         count = ranks.rank_at(threshold)
-        known |= {column_at(name, step): count for name in ("numerical_rank", "rank_low", "rank_high")}
-    yield from _measured(operator, rows_of, delta, known | extras, sigma[..., kept.to(sigma.device)].cpu())
+        columns |= {column_at(name, step): count for name in ("numerical_rank", "rank_low", "rank_high")}
+    return rows_of, columns, sigma[..., kept.to(sigma.device)].cpu()
 
 
 def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.RankSummary:
@@ -205,48 +234,26 @@ def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.Ra
     return measures.RankSummary(*(torch.cat(numbers, dim=1) for numbers in zip(*parts, strict=True)))
 
 
-def _estimated(operator: MixingOperator, extras: Extras, delta: float) -> Iterator[Measured]:
+def _estimated(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Columns, Tensor | None]:
     found = measures.estimate_spectrum(operator, PROBES, STEPS, SEED)
     count = found.count(delta)
     named = dict(zip(ERRORS, (count, found.effective_rank, found.stable_rank, found.sigma_max), strict=True))
-    known: Extras = {name: one.value for name, one in named.items()}
-    known |= {f"stderr of {name}": one.stderr for name, one in named.items()}
-    known |= {"estimated": 1.0, "fallback": 0.0}
+    columns: Columns = {name: one.value for name, one in named.items()}
+    columns |= {f"stderr of {name}": one.stderr for name, one in named.items()}
+    columns |= {"estimated": 1.0, "fallback": 0.0}
     for step, threshold in enumerate(thresholds(delta)):
         count = found.count(threshold)
         bounds = {"numerical_rank": count.value, "rank_low": count.low, "rank_high": count.high}
-        known |= {column_at(name, step): number for name, number in bounds.items()}
-    yield from _measured(operator, operator, delta, known | extras, None)
+        columns |= {column_at(name, step): number for name, number in bounds.items()}
+    return operator, columns, None
 
 
-def _measured(
-    operator: MixingOperator,
-    rows_of: MixingOperator,
-    delta: float,
-    known: Extras,
-    spectra: Tensor | None,
-) -> Iterator[Measured]:
-    batch, heads, tokens, sources = operator.shape
-    rows = measures.row_summary(rows_of)
-    known |= {"tokens": float(tokens), "sources": float(sources)}
-    patterns, averages = patterns_of(operator), "null_rank" not in known
-    if averages:
-        known["null_rank"] = barrier_of(operator) if delta <= 1 else math.nan
-        known |= _nulls(operator, patterns, delta)
-    known |= {name: getattr(rows, name) for name in rows._fields if name in COLUMNS}
-    values = np.stack([_numbers(known.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
-    distances = rows.head_distance.cpu().numpy()
-    for at in range(batch):
-        shown = [] if spectra is None else _rounded(spectra[at])
-        yield Measured(values[at], distances[at], patterns[at], shown, _map(known.get("map"), at))
-
-
-def _nulls(operator: MixingOperator, patterns: list[list[Pattern]], delta: float) -> dict[str, Tensor]:
-    """What random queries and keys, and equal weights, give at each threshold: columns of (B, H)."""
+def _nulls(operator: MixingOperator, patterns: list[list[Pattern]], delta: float) -> Columns:
+    """What chance, random queries and keys, and equal weights give, the last two at each threshold."""
     tokens, sources = operator.shape[-2:]
     made = operator.operator if isinstance(operator, PartMixing) else operator
     width, scale = (made.query.shape[-1], made.scale) if isinstance(made, SoftmaxMixing) else (None, None)
-    found = {}
+    columns: Columns = {"null_rank": barrier_of(operator) if delta <= 1 else math.nan}
     for step, threshold in enumerate(thresholds(delta)):
         nulls = {
             seen: (
@@ -257,16 +264,16 @@ def _nulls(operator: MixingOperator, patterns: list[list[Pattern]], delta: float
         }
         for at, name in enumerate(("random_rank", "uniform_rank")):
             ranks = [[nulls[seen][at] for seen in heads] for heads in patterns]
-            found[column_at(name, step)] = torch.tensor(ranks, dtype=torch.float64)
-    return found
+            columns[column_at(name, step)] = torch.tensor(ranks, dtype=torch.float64)
+    return columns
 
 
 def _numbers(given: Tensor | float, shape: tuple[int, int]) -> Floats:
     return given.cpu().numpy() if isinstance(given, Tensor) else np.full(shape, float(given))
 
 
-def _map(share: Tensor | float | None, at: int) -> list[list[float]]:
-    if not isinstance(share, Tensor):
+def _map(share: Tensor | None, at: int) -> list[list[float]]:
+    if share is None:
         return []
     real = share[at][:, ~share[at, 0].isnan()]
     return _rounded(real[:, :MAP_TOKENS].cpu())

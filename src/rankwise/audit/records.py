@@ -3,45 +3,21 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from rankwise.audit.fields import Count, Number, Record, Size
+from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures
 
 SCHEMA_VERSION = 2
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
 
-
-def _nan_from_null(value: object) -> object:
-    return math.nan if value is None else value
-
-
-Number = Annotated[float, BeforeValidator(_nan_from_null)]
-"""A float that JSON writes as null where it is not finite."""
-
-
-def _positive(value: float) -> float:
-    if value <= 0:
-        raise ValueError("Input should be above 0, or null")
-    return value
-
-
-Size = Annotated[Number, AfterValidator(_positive)]
-"""A mean number of rows or columns; NaN where no sequence had any."""
-
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of things, or the number of one of them from 0; JSON knows no larger whole numbers exactly."""
-
 Severity = Literal["info", "warning", "error"]
-
-
-class Record(BaseModel):
-    """Base of all records: frozen, no unknown fields, null for what is not finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
 
 class RankAt(Record):
     """The ranks of a head and of its nulls at one threshold: means over the sequences."""
 
-    delta: float
+    delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     numerical_rank: Number
     """NaN where an estimate can only bound it."""
     rank_low: Number
@@ -53,16 +29,12 @@ class RankAt(Record):
     @property
     def nulls(self) -> dict[str, float]:
         """Those that are known, by their names."""
-        named = {name: getattr(self, name) for name in ("null_rank", "random_rank", "uniform_rank")}
+        named = {name: getattr(self, name) for name in NULLS}
         return {name: null for name, null in named.items() if not math.isnan(null)}
 
 
-class HeadRecord(Record):
-    """One head of one layer: means over the sequences of the audit, with their spread.
-
-    Ranks are of the operator without padded rows and columns, in float64.
-    ``spread`` holds the standard deviation over sequences under the name of each measure.
-    """
+class HeadOrigin(Record):
+    """Which head it is, and of what it was measured."""
 
     stack: str
     """The blocks it belongs to, such as ``encoder.block``."""
@@ -73,7 +45,7 @@ class HeadRecord(Record):
     head: Count
     kind: str
     mask: Literal["full", "causal", "window", "other"]
-    """Which tokens a row may see: sets the null."""
+    """Which tokens a row may see: sets the nulls."""
     cross: bool = False
     sequences: Count
     """Sequences (or windows of images) that gave finite numbers."""
@@ -82,35 +54,32 @@ class HeadRecord(Record):
     estimated: Count = 0
     """Sequences whose ranks were estimated without the matrix; of the others they are exact."""
     fallbacks: Count = 0
-    """Sequences in which a singular value lay too close to δ for the fast count, and the SVD decided."""
+    """Sequences in which a singular value lay too close to a threshold for the fast count, and the SVD
+    decided."""
     tokens: Size
-    """Rows without padding, mean over sequences."""
+    """Rows T without padding, mean over sequences."""
     sources: Size
-    """Columns without padding, mean over sequences."""
-    numerical_rank: Number
-    """Singular values ≥ δ (absolute), in [0, min(T, S)].
+    """Columns S without padding, mean over sequences."""
+    full_rank: Size = math.nan
+    """min(T, S), mean over sequences: it may be less than that of the means."""
 
-    NaN where an estimate can only bound it: then ``rank_low`` and ``rank_high`` are the answer.
+    @property
+    def smaller(self) -> float:
+        """min(T, S), mean over sequences; in records before version 2 that of the means."""
+        return min(self.tokens, self.sources) if math.isnan(self.full_rank) else self.full_rank
+
+
+class HeadRecord(HeadMeasures, HeadOrigin):
+    """One head of one layer: means over the sequences of the audit, with their spread.
+
+    Its measures are the rows of `rankwise.audit.measures.HeadMeasures`, as `docs/measures.md` lists them.
+    Ranks are of the operator without padded rows and columns, in float64.
     """
+
     rank_low: Number = math.nan
     """Mean lower end of the 95 % interval of the numerical rank; the rank itself where it is exact."""
     rank_high: Number = math.nan
     """Mean upper end of it."""
-    effective_rank: Number
-    """Exponential of the entropy of the normalised singular values, in [1, min(T, S)]."""
-    stable_rank: Number
-    """‖M‖_F² / σ_max², in [1, min(T, S)]; 1 = all rows alike."""
-    sigma_max: Number
-    row_entropy: Number
-    """Mean entropy of a row in nats, in [0, log S]; 0 = every row picks one token."""
-    sink_mass: Number
-    """Mean share of a row spent on the first token, in [0, 1]."""
-    peak_mass: Number = math.nan
-    """Largest mean share of a row that one token gets, in [1/S, 1]; the first token's is the sink mass."""
-    row_distance: Number
-    """‖M − 1m̄ᵀ‖_F / ‖M‖_F, the distance to the nearest matrix with equal rows, in [0, 1]; 0 = constant."""
-    identity_distance: Number
-    """‖M − I‖_F / √(‖M‖_F² + T), in [0, 1]; 0 = every token keeps to itself; NaN where T ≠ S."""
     null_rank: Number
     """Expected rank of a hardmax matrix with uniform winners under the same mask.
 
@@ -130,19 +99,14 @@ class HeadRecord(Record):
     """The same at five thresholds from δ/√10 to √10 δ, from the same spectra: what holds at all of them
     does not hang on the choice of δ. Empty in records before version 2.
     """
-    membership: Number = math.nan
-    """Mean membership Π of a token in the head, in [0, 1]; of TSSA, NaN elsewhere."""
-    coding_rate: Number = math.nan
-    """The head's share in R_c^var, the rate of the tokens grouped by their memberships, in nats; of TSSA."""
     membership_map: list[Number] = Field(default_factory=list)
     """Π of each token of the first sequence, as many as 1,024; of TSSA, empty elsewhere."""
     membership_grid: tuple[Count, Count] | None = None
     """Rows and columns in which these tokens lie, where they are patches of a picture."""
     nearest_head: Count | None = None
     """The head of the same site that mixes most alike."""
-    nearest_distance: Number = math.nan
-    """‖M − M'‖_F / √(‖M‖_F² + ‖M'‖_F²) to that head, in [0, 1]; 0 = the same."""
     spread: dict[str, Number] = Field(default_factory=dict)
+    """Standard deviation over sequences, under the name of each measure."""
     stderr: dict[str, Number] = Field(default_factory=dict)
     """Of estimated measures: the mean standard error over sequences; empty where all is exact.
 
@@ -172,33 +136,34 @@ class HeadRecord(Record):
         return self.numerical_rank if math.isnan(self.rank_high) else self.rank_high
 
 
-class LayerRecord(Record):
-    """The token states after ``layer`` blocks of a stack (0 = what the first block reads)."""
+class LayerOrigin(Record):
+    """Which state it is, and of what it was measured."""
 
     stack: str
     site: str
     """The block that wrote the state; for layer 0 the block that reads it."""
     layer: Count
+    """Blocks of the stack that are behind it."""
     sequences: Count
     nonfinite: Count = 0
     tokens: Number
+    """Without padding, mean over sequences."""
     width: Count
-    norm: Number
-    """‖Y‖_F."""
-    collapse: Number
-    """μ(Y) = ‖Y − 1ȳᵀ‖_F; 0 = all tokens the same."""
-    relative_collapse: Number
-    """μ(Y)/‖Y‖_F, in [0, 1]; 0 = all tokens the same."""
-    mean_cosine: Number
-    """Mean cosine of two different tokens, in [−1, 1]; 1 = all tokens parallel."""
-    effective_rank: Number
-    """Of the T×D states, in [1, min(T, D)]."""
-    turn: Number = math.nan
-    """min_c ‖Y − cY'‖/‖Y‖ against the state Y' before it, in [0, 1]; 0 = the block only scaled it.
 
-    NaN for layer 0, and where the block changes the shape.
+    @property
+    def smaller(self) -> float:
+        """min(T, D)."""
+        return min(self.tokens, float(self.width))
+
+
+class LayerRecord(LayerMeasures, LayerOrigin):
+    """The token states after ``layer`` blocks of a stack (0 = what the first block reads).
+
+    Its measures are the rows of `rankwise.audit.measures.LayerMeasures`: means over the sequences.
     """
+
     spread: dict[str, Number] = Field(default_factory=dict)
+    """Standard deviation over sequences, under the name of each measure."""
 
 
 class Place(Record):

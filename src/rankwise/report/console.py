@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rankwise.audit.fields import HeadMeasure
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord, Provenance
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
@@ -25,6 +27,8 @@ from rankwise.report.text import (
 
 _MOST_NAMES = 5
 
+_HEAD_COLUMNS = [measure for measure in HEAD_MEASURES if measure.console]
+_LAYER_COLUMNS = [measure for measure in LAYER_MEASURES if measure.console]
 _NULLS = {"random": random_share, "uniform": uniform_share}
 """Beside the barrier, shown where they are known."""
 
@@ -101,14 +105,13 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     ]
     tokens = ["tokens"] if len(lengths) > 1 else []
     nulls = [name for name, share in _NULLS.items() if any(math.isfinite(share(head)) for head in mine)]
-    ranks = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
-    ranks += ["effective\nrank", "stable\nrank"]
-    grouped = ["mean\nΠ", "R_c^var"] if any(math.isfinite(head.membership) for head in mine) else []
-    numbers = [*tokens, *ranks, "sink\nmass", *grouped]
+    shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
+    measures = [one for one in _HEAD_COLUMNS if any(math.isfinite(one.value(head)) for head in mine)]
+    numbers = [*tokens, *shares, *(measure.console for measure in measures)]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
     for row in panel.rows:
         own = [heads[index] for index in row.cells.values()]
-        _add_layer(table, row, own, [*varied, *tokens], nulls, bool(grouped))
+        _add_layer(table, row, own, [*varied, *tokens], nulls, measures)
     return line((panel.title, "bold"), (", ".join(facts), "dim")), table
 
 
@@ -118,26 +121,26 @@ def _add_layer(
     heads: Sequence[HeadRecord],
     varied: Sequence[str],
     nulls: Sequence[str],
-    grouped: bool,
+    measures: Sequence[HeadMeasure],
 ) -> None:
     share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
     words = [name for name in varied if name != "tokens"]
     texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in words]
-    about = "≈" if any(head.estimated for head in heads) else ""
     numbers: list[str | Text] = [
         *([shown(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
         Text(_share_words(heads, share), "yellow" if share < null else ""),
         shown(null, 2),
         *(shown(mean(map(_NULLS[name], heads)), 2) for name in nulls),
-        about + shown(mean(head.effective_rank for head in heads), 1),
-        about + shown(mean(head.stable_rank for head in heads), 1),
-        shown(mean(head.sink_mass for head in heads), 2),
+        *(_measure_words(measure, heads) for measure in measures),
     ]
-    if grouped:
-        rates = [head.coding_rate for head in heads if math.isfinite(head.coding_rate)]
-        rate = sum(rates) if rates else math.nan
-        numbers += [shown(mean(head.membership for head in heads), 2), shown(rate, 2)]
     table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
+
+
+def _measure_words(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
+    values = [value for head in heads if math.isfinite(value := measure.value(head))]
+    whole = sum(values) if measure.summed and values else mean(values)
+    mark = "≈" if any(measure.name in head.stderr for head in heads) else ""
+    return mark + shown(whole, measure.digits)
 
 
 def _share_words(heads: Sequence[HeadRecord], share: float) -> str:
@@ -149,15 +152,11 @@ def _share_words(heads: Sequence[HeadRecord], share: float) -> str:
 
 
 def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table]:
-    columns = ["blocks\npassed", "tokens", "μ/‖Y‖", "mean\ncosine", "effective\nrank"]
+    columns = ["blocks\npassed", "tokens", *(measure.console for measure in _LAYER_COLUMNS)]
     name = f"{stack}, token states" if stack else "token states"
     table = new_table([(column, True) for column in columns])
     for layer in sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer):
-        measured = [
-            shown(layer.relative_collapse, 3),
-            shown(layer.mean_cosine, 3),
-            shown(layer.effective_rank, 1),
-        ]
+        measured = [shown(measure.value(layer), measure.digits) for measure in _LAYER_COLUMNS]
         table.add_row(str(layer.layer), shown(layer.tokens, 0), *measured)
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 

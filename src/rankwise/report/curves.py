@@ -5,8 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rankwise.audit.fields import LayerMeasure
+from rankwise.audit.measures import DRAWN
 from rankwise.audit.records import HeadRecord, LayerRecord
-from rankwise.report.catalogue import STATE_MEASURES, StateMeasure
 from rankwise.report.text import rank_share, shown
 
 _SMALLEST = 1e-12
@@ -25,10 +26,10 @@ def draw_depth(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
         One Plotly figure for each state measure, colours left to the page; none where there are no states.
     """
     stacks = list(dict.fromkeys(layer.stack for layer in layers))
-    return [_draw_measure(measure, layers, stacks) for measure in STATE_MEASURES] if layers else []
+    return [_draw_measure(measure, layers, stacks) for measure in DRAWN] if layers else []
 
 
-def _draw_measure(measure: StateMeasure, layers: Sequence[LayerRecord], stacks: list[str]) -> dict[str, Any]:
+def _draw_measure(measure: LayerMeasure, layers: Sequence[LayerRecord], stacks: list[str]) -> dict[str, Any]:
     import plotly.graph_objects as go
 
     figure = go.Figure(layout=_depth_layout(measure))
@@ -52,22 +53,26 @@ def _draw_measure(measure: StateMeasure, layers: Sequence[LayerRecord], stacks: 
     return {**figure.to_plotly_json(), "name": measure.name}
 
 
-def _edge(measure: StateMeasure, layer: LayerRecord, side: int) -> float:
+def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
     """One edge of the band, kept within what the measure can be; on the line where no spread is known."""
     spread = layer.spread.get(measure.name, math.nan)
     value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
-    low, high = measure.bounds
-    return min(max(value, low), high) if math.isfinite(value) else math.nan
+    low, high = measure.ends(layer)
+    return (
+        min(max(value, low), math.inf if measure.to_the_largest else high)
+        if math.isfinite(value)
+        else math.nan
+    )
 
 
-def _hover(measure: StateMeasure, layer: LayerRecord) -> str:
+def _hover(measure: LayerMeasure, layer: LayerRecord) -> str:
     spread = layer.spread.get(measure.name, math.nan)
     around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
     when = "input" if layer.layer == 0 else f"after block {layer.layer}"
     return f"{html.escape(layer.stack)}, {when}<br>{shown(measure.value(layer), measure.digits)}{around}"
 
 
-def _depth_layout(measure: StateMeasure) -> dict[str, Any]:
+def _depth_layout(measure: LayerMeasure) -> dict[str, Any]:
     # Tokens are seldom opposed: below 0 the axis opens only where there is something to see.
     scale = {"rangemode": "tozero", "fixedrange": True, "zeroline": False, "nticks": 6, "automargin": True}
     depth = {

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankwise.audit.fields import HeadMeasure
+from rankwise.audit.measures import PICTURED
 from rankwise.audit.records import HeadRecord, Severity
-from rankwise.report.catalogue import HEAD_MEASURES, HeadMeasure
 from rankwise.report.panels import Panel, Row
 from rankwise.report.text import (
     MISSING,
@@ -58,7 +59,7 @@ def draw_panel(panel: Panel, heads: Sequence[HeadRecord], marks: Mapping[int, Se
     figure = go.Figure([heat, *_marks(places, marks)], _layout(panel))
     return {
         **figure.to_plotly_json(),
-        "views": {measure.name: _view(measure, grid, heads) for measure in HEAD_MEASURES},
+        "views": {measure.name: _view(measure, grid, heads) for measure in PICTURED},
         "places": places,
         "numbers": len(panel.columns) <= _MOST_NUMBERS and len(panel.rows) <= _MOST_NUMBERS,
     }
@@ -75,11 +76,11 @@ def describe(head: HeadRecord) -> str:
     """
     facts = [f"{head.kind}, {head.mask} mask", f"rank share {rank_words(head)}"]
     facts[1] += f" (null {shown(null_share(head), 2)}{_other_nulls(head)})"
-    for measure in HEAD_MEASURES[1:]:
+    for measure in PICTURED[1:]:
         spread = head.spread.get(measure.name, math.nan)
         around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
         value = estimated_words(head, measure.name, measure.value(head), measure.digits)
-        facts.append(f"{measure.short.lower()} {value}{around}{_error_words(head, measure)}")
+        facts.append(f"{measure.head.lower()} {value}{around}{_error_words(head, measure)}")
     if head.nonfinite:
         facts.append(f"not finite in {head.nonfinite} of {head.nonfinite + head.sequences} sequences")
     return " · ".join(facts)
@@ -133,7 +134,7 @@ def _words(measure: HeadMeasure, index: int | None, heads: Sequence[HeadRecord])
     if index is None:
         return ""
     head = heads[index]
-    if measure.name == "rank_share":
+    if measure.share:
         return rank_words(head)
     return estimated_words(head, measure.name, measure.value(head), measure.digits)
 

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from rankwise.audit.measures import DRAWN, PICTURED
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Severity
-from rankwise.report.catalogue import HEAD_MEASURES, STATE_MEASURES
 from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import describe, draw_panel
 from rankwise.report.memberships import membership_maps
@@ -52,8 +52,8 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "words": {severity: one for severity, (one, _) in SEVERITIES.items()},
         "severities": severity_counts(audit.findings),
         "groups": finding_groups(audit.findings, targets, panels),
-        "measures": HEAD_MEASURES,
-        "states": STATE_MEASURES,
+        "measures": PICTURED,
+        "states": DRAWN,
         "panels": [_panel_words(panel, audit.heads) for panel in panels],
         "stacks": list(dict.fromkeys(layer.stack for layer in audit.layers)),
         "rows": [_table_row(head, homes[index]) for index, head in enumerate(audit.heads)],
@@ -183,7 +183,7 @@ def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 
 def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
-    ranks, others = HEAD_MEASURES[0], HEAD_MEASURES[1:]
+    ranks, others = PICTURED[0], PICTURED[1:]
     values = [(ranks.value(head), rank_words(head))]
     nulls = (share(head) for share in (null_share, random_share, uniform_share))
     values += [(value, shown(value, 2)) for value in nulls]
@@ -197,7 +197,7 @@ def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
 
 
 def _state_words(layer: LayerRecord) -> list[str]:
-    measured = [shown(measure.value(layer), measure.digits) for measure in STATE_MEASURES]
+    measured = [shown(measure.value(layer), measure.digits) for measure in DRAWN]
     return [shown(layer.tokens, 0), shown(layer.norm, 1), *measured]
 
 

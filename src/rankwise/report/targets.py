@@ -3,22 +3,22 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from rankwise.audit.measures import DRAWN, NULLS, PICTURED
 from rankwise.audit.records import AuditRecord, Finding
-from rankwise.report.catalogue import HEAD_MEASURES, STATE_MEASURES
 from rankwise.report.panels import heads_at
 
 Section = Literal["heads", "states", "unseen", "provenance"]
 
-_HEAD_NAMES = {measure.name for measure in HEAD_MEASURES}
-_STATE_NAMES = {measure.name for measure in STATE_MEASURES}
-_ALIASES = {"numerical_rank": "rank_share", "null_rank": "rank_share", "null_share": "rank_share"}
+_HEAD_NAMES = {measure.name for measure in PICTURED}
+_STATE_NAMES = {measure.name for measure in DRAWN}
+_ALIASES = dict.fromkeys(NULLS, "numerical_rank")
 _BY_CODE = {
     "SINK": "peak_mass",
     "CONSTANT": "row_distance",
     "IDENTITY": "identity_distance",
     "TWINS": "nearest_distance",
-    "ABOVE_NULL": "rank_share",
-    "BELOW_NULL": "rank_share",
+    "ABOVE_NULL": "numerical_rank",
+    "BELOW_NULL": "numerical_rank",
 }
 
 

@@ -4,6 +4,8 @@ import math
 import unicodedata
 from collections.abc import Iterable
 
+from rankwise.audit.fields import share
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.audit.records import HeadRecord, Severity
 
 MISSING = "–"
@@ -17,20 +19,12 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 """From the worst down; the words for one and for more."""
 
 _TITLES = {
-    "numerical_rank": "numerical rank",
-    "rank_share": "rank share",
-    "null_rank": "null rank",
-    "null_share": "null share",
-    "delta_low": "δ from",
-    "delta_high": "δ to",
-    "relative_collapse": "μ/‖Y‖",
     "relative_collapse_layer_0": "μ/‖Y‖ of the input",
     "relative_collapse_lowest": "lowest μ/‖Y‖",
-    "collapse": "μ",
-    "norm": "‖Y‖",
     "nonfinite": "not finite",
-    "sigma_max": "σ_max",
-}
+    "delta_low": "δ from",
+    "delta_high": "δ to",
+} | {measure.name: measure.words for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}
 
 
 def shown(value: float, digits: int | None = None) -> str:
@@ -111,32 +105,32 @@ def mean(values: Iterable[float]) -> float:
 
 def rank_share(head: HeadRecord) -> float:
     """Numerical rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
-    return _share(head.numerical_rank, head)
+    return share(head.numerical_rank, head)
 
 
 def null_share(head: HeadRecord) -> float:
     """Null rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
-    return _share(head.null_rank, head)
+    return share(head.null_rank, head)
 
 
 def random_share(head: HeadRecord) -> float:
     """Random rank over min(T, S): what random queries and keys give; NaN where that is not known."""
-    return _share(head.random_rank, head)
+    return share(head.random_rank, head)
 
 
 def uniform_share(head: HeadRecord) -> float:
     """Uniform rank over min(T, S): what equal weights give; NaN where that is not known."""
-    return _share(head.uniform_rank, head)
+    return share(head.uniform_rank, head)
 
 
 def lowest_share(head: HeadRecord) -> float:
     """Least share the numerical rank may have: the lower end of its interval."""
-    return _share(head.least_rank, head)
+    return share(head.least_rank, head)
 
 
 def highest_share(head: HeadRecord) -> float:
     """Greatest share the numerical rank may have: the upper end of its interval."""
-    return _share(head.most_rank, head)
+    return share(head.most_rank, head)
 
 
 def rank_words(head: HeadRecord) -> str:
@@ -164,11 +158,6 @@ def estimated_words(head: HeadRecord, name: str, value: float, digits: int) -> s
     """
     mark = "≈" if name in head.stderr and math.isfinite(value) else ""
     return mark + shown(value, digits)
-
-
-def _share(rank: float, head: HeadRecord) -> float:
-    smaller = min(head.tokens, head.sources)
-    return rank / smaller if smaller > 0 else math.nan
 
 
 def count(number: int, one: str, many: str = "") -> str:

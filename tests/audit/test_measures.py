@@ -1,0 +1,155 @@
+"""The table of measures: its page is what it says, and a measure is a function and a row."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.measures import END, PAGE, START, tables
+from tests.report import samples
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.audit.measures import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, PICTURED
+from rankwise.audit.records import HeadRecord, LayerRecord
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_shows_the_table() -> None:
+    """Otherwise: `python -m recipes.measures`."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        assert f"{START.format(name)}\n{table}{END.format(name)}\n" in page
+
+
+@pytest.mark.parametrize(
+    ("rows", "record"), [(HEAD_MEASURES, HeadRecord), (LAYER_MEASURES, LayerRecord)], ids=["heads", "layers"]
+)
+def test_every_row_is_a_field_and_says_what_it_is(rows, record) -> None:
+    assert [measure.name for measure in rows] == [
+        name for name in record.model_fields if name in {measure.name for measure in rows}
+    ]
+    for measure in rows:
+        for said in (measure.title, measure.formula, measure.range, measure.low, measure.high, measure.cost):
+            assert said == said.strip() != ""
+        assert not measure.meaning or measure.bounds or measure.name == "sigma_max"
+        assert set(measure.nulls) <= set(NULLS) <= set(HeadRecord.model_fields)
+    assert len({measure.title for measure in rows}) == len(rows)
+
+
+def test_values_of_an_audit_lie_within_the_ranges_of_the_table() -> None:
+    layer = nn.TransformerEncoderLayer(24, 3, 16, batch_first=True).eval()
+    audit = rw.audit(nn.TransformerEncoder(layer, 2), [torch.randn(2, 12, 24), torch.randn(1, 7, 24)])
+    for rows, records in ((HEAD_MEASURES, audit.heads), (LAYER_MEASURES, audit.layers)):
+        for measure in rows:
+            for record in records:
+                low, high = measure.ends(record)
+                value = measure.value(record)
+                known = [number for number in (low, value, high) if math.isfinite(number)]
+                assert known == sorted(known), measure.name
+                assert math.isfinite(measure.span(record)) == (measure.bounds is not None)
+
+
+def test_scales_hold_all_values() -> None:
+    heads = samples.encoder().heads
+    for measure in (*PICTURED,):
+        low, high = measure.limits(heads)
+        assert low < high
+        assert all(low <= value <= high for head in heads if math.isfinite(value := measure.value(head)))
+    assert [measure.name for measure in DRAWN] == ["relative_collapse", "mean_cosine", "effective_rank"]
+
+
+def test_a_share_is_of_the_smaller_side_of_each_sequence() -> None:
+    """Of the means it would be 8 of 68: no pair of lengths has a smaller side of 68."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(x)
+
+    def full_rank(module, args, kwargs, output) -> rw.DenseMixing:
+        tokens = args[0].shape[1]
+        return rw.DenseMixing(torch.eye(tokens, 136 - tokens)[None, None])
+
+    [head] = rw.audit(Kept(), [torch.ones(1, 8, 4), torch.ones(1, 128, 4)], sites={"mix": full_rank}).heads
+    assert (head.tokens, head.sources, head.full_rank) == (68, 68, 8)
+    assert HEAD_MEASURES[0].value(head) == 1
+
+
+def blocks() -> list[str]:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Add a measure")[2].partition("\n## ")[0]
+    return [textwrap.dedent(code) for code in re.findall(r" *```python\n(.*?) *```", section, re.DOTALL)]
+
+
+AUDITED = """
+import io, math, torch, rankwise as rw
+from pathlib import Path
+from rich.console import Console
+from rankwise.measures import attention_distance
+from rankwise.report import render_comparison, render_console
+
+torch.manual_seed(0)
+layer = torch.nn.TransformerEncoderLayer(24, 3, 16, batch_first=True).eval()
+batch = torch.randn(2, 12, 24)
+with rw.capture(layer) as trace:
+    layer(batch)
+audit = rw.audit(layer, [batch])
+wanted = attention_distance(trace.mixers[0].operator).mean(0).tolist()
+got = [head.attention_distance for head in audit.heads]
+assert all(abs(a - b) < 1e-12 for a, b in zip(got, wanted, strict=True)), (got, wanted)
+assert all(head.spread["attention_distance"] > 0 for head in audit.heads)
+
+again = rw.Audit.load(audit.save(Path("audit.json")))
+assert [head.attention_distance for head in again.heads] == got
+
+other = rw.audit(layer, [torch.randn(2, 12, 24)])
+changes = rw.compare(audit, other).changes
+assert any(change.measure == "attention_distance" for change in changes)
+out = Console(file=io.StringIO(), width=100)
+render_console(audit, out)
+render_comparison(rw.compare(audit, other), out)
+assert "looks" in out.file.getvalue()
+assert "attention distance" in out.file.getvalue()
+assert "Attention distance" in audit.to_html(Path("page.html")).read_text(encoding="utf-8")
+"""
+
+
+def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) -> None:
+    function, row, test = blocks()
+    package = tmp_path / "rankwise"
+    shutil.copytree(Path(rw.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    rows = package / "measures" / "rows.py"
+    source = rows.read_text(encoding="utf-8").replace("import Mixing,", "import Mixing, measured_in_parts,")
+    rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
+    with (package / "measures" / "__init__.py").open("a", encoding="utf-8") as exported:
+        exported.write("\nfrom rankwise.measures.rows import attention_distance\n")
+    table = package / "audit" / "measures.py"
+    source = table.read_text(encoding="utf-8")
+    end = "\n\nclass LayerMeasures"
+    assert source.count(end) == 1
+    source = source.replace(end, f"\n{textwrap.indent(row, '    ')}\n{end}")
+    table.write_text(source, encoding="utf-8")
+    imports = "import pytest, torch\nfrom rankwise.measures import attention_distance"
+    program = f"{AUDITED}\n{imports}\n{test}\ntest_a_shift_looks_as_far_away_as_it_shifts()\nprint('added')"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "added\n"
