@@ -68,7 +68,7 @@ def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
         if books:
             yield torch.randint(5, 60, (BATCH, TOKENS, books))
         yield torch.randint(5, 60, (BATCH, 256))
-    elif name == "decoder_input_ids":
+    elif name in ("decoder_input_ids", "qformer_input_ids"):
         yield torch.randint(5, 60, (BATCH, DECODED))
     elif name == "grid_thw":
         yield torch.tensor([[1, 4, 4]])

@@ -96,6 +96,8 @@ def _small(name: str, value: Any, settings: dict[str, Any], widths: bool) -> Any
         return _token(name, value)
     if isinstance(value, bool) or value is None:
         return value if value is not None else NAMED.get(name)
+    if name == "attention_types":  # of GPT-Neo: kinds of layers, and how often
+        return [[kinds, LAYERS // len(kinds)] for kinds, _ in value]
     if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
         return _small_list(name, list(value), widths)
     if not isinstance(value, int):
@@ -144,7 +146,9 @@ def builds(model_type: str) -> Iterator[tuple[str, nn.Module]]:
     errors = []
     for size, widths in (("small", True), ("own widths, few layers", False)):
         try:
-            config = cls.from_dict(small(cls().to_dict(), widths))
+            given = cls()
+            open_ones = {name: None for name in NAMED if getattr(given, name, 0) is None}
+            config = cls.from_dict(small(given.to_dict() | open_ones, widths))
             if widths:
                 _split_angles(config)
             for part in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)):
@@ -173,9 +177,12 @@ def _split_angles(config: Any) -> None:
     """Rotary angles of width 8 in three sections, where a model would take sections for its own width."""
     import transformers
 
-    model = transformers.MODEL_MAPPING[type(config)]
-    module = inspect.getmodule(model[0] if isinstance(model, tuple) else model)
-    if module is not None and "mrope_section" in inspect.getsource(module):
-        for part in (config, getattr(config, "text_config", None)):
-            if isinstance(getattr(part, "rope_parameters", None), dict):
-                part.rope_parameters["mrope_section"] = [2, 1, 1]
+    parts = [config, getattr(config, "text_config", None)]
+    models = [transformers.MODEL_MAPPING.get(type(part), None) for part in parts]
+    modules = {inspect.getmodule(one[0] if isinstance(one, tuple) else one) for one in models if one}
+    if any("mrope_section" in inspect.getsource(module) for module in modules if module):
+        for part in parts:
+            rope = getattr(part, "rope_parameters", None)
+            if isinstance(rope, dict):
+                half = int(4 * rope.get("partial_rotary_factor", 1.0))
+                rope["mrope_section"] = [half - half // 2, half // 4, half // 2 - half // 4]

@@ -1,4 +1,4 @@
-"""Lightning attention and Longformer's windows: operators against what the layers themselves gave."""
+"""Lightning attention, Longformer's and BigBird's windows: operators against what the layers gave."""
 
 import pytest
 import torch
@@ -106,3 +106,26 @@ def test_the_encoder_of_led_is_read_alike():
     for site in trace.mixers[:2]:
         off = (site.operator @ site.values - site.output).abs().max()
         assert off <= 50 * torch.finfo(torch.float32).eps
+
+
+BIG_BIRD = BERT | {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2}
+BIG_BIRD |= {"num_hidden_layers": 2, "max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("padded", [0, 9])
+def test_blocks_of_big_bird_are_one_softmax(padded):
+    trace, _ = look(built("BigBird", **BIG_BIRD), tokens(62, padded), "self")  # filled up to 64
+    assert [site.operator.shape for site in trace.mixers] == [(2, 4, 64, 64)] * 2
+    for site in trace.mixers:
+        # float64 throughout: ≤ 64 terms of size ≤ 10, and the mask's −10000 gives exact zeros in both
+        assert (site.operator @ site.values - site.output).abs().max() <= 1e-12
+        assert site.valid_tokens.sum(1).tolist() == [62 - padded, 62]
+    dense = trace.mixers[0].operator.dense()
+    assert bool((dense[1, :, 20:24, 8:16] == 0).all())
+    assert bool((dense[1, :, 20:24, 16:28] > 0).all())
+
+
+def test_random_blocks_of_big_bird_are_not_guessed():
+    model = built("BigBird", **BIG_BIRD).train()
+    with pytest.raises(rw.RankwiseError, match="it draws its random blocks inside itself"), rw.capture(model):
+        model(**tokens(62))

@@ -60,11 +60,10 @@ def selective(shared: bool) -> Callable[..., MixingOperator]:
     return make
 
 
-def gated_delta(decay: str) -> Callable[..., MixingOperator]:
+def gated_delta(by_feature: bool) -> Callable[..., MixingOperator]:
     def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
         key = torch.nn.functional.normalize(normal(B, H, T, K), dim=-1)  # as every such layer does
-        size = {"": None, "token": (B, H, T), "feature": (B, H, T, K)}[decay]
-        log_decay = None if size is None else -normal(*size).abs()
+        log_decay = -normal(B, H, T, *([K] if by_feature else [])).abs()
         return GatedDeltaMixing(normal(B, H, T, K), key, 2 * normal(B, H, T).sigmoid(), log_decay)
 
     return make
@@ -89,9 +88,8 @@ LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "toeplitz": toeplitz(False),
     "semiseparable": semiseparable(1, False),
     "semiseparable, grouped, stepped": semiseparable(3, True),
-    "gated delta, no decay": gated_delta(""),
-    "gated delta": gated_delta("token"),
-    "gated delta, by feature": gated_delta("feature"),
+    "gated delta": gated_delta(False),
+    "gated delta, by feature": gated_delta(True),
     "product": product,
     "sum": total,
     "selective": selective(True),

@@ -6,6 +6,7 @@ To add one: a file with an `Adapter`, and a line in `ADAPTERS`.
 from torch import nn
 
 from rankwise.capture.adapters.base import Adapter, CallInside, CallsInside, NotExactError
+from rankwise.capture.adapters.big_bird import BigBirdAdapter
 from rankwise.capture.adapters.gated_delta import GatedDeltaAdapter
 from rankwise.capture.adapters.lightning import LightningAdapter
 from rankwise.capture.adapters.longformer import LongformerAdapter
@@ -26,6 +27,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     GatedDeltaAdapter(),
     LightningAdapter(),
     LongformerAdapter(),
+    BigBirdAdapter(),
     RwkvAdapter(),
     NoOperatorAdapter(),
 )

@@ -33,18 +33,14 @@ REASONS = (
 
 
 class NoOperatorAdapter(Adapter):
-    """Names a layer with what it does, and reads no operator."""
+    """Names a layer with what it does, and reads no operator; nor are parts of it taken for mixers."""
 
     def reads(self, module: nn.Module) -> bool:
         """Whether it is one of these layers of transformers."""
         return _reason(module) is not None
 
-    def why_not(self, call: ModuleCall) -> str | None:
-        """What the layer does."""
-        return _reason(call.module)
-
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
-        """There is no operator.
+        """What the layer does, in place of an operator.
 
         Raises:
             NotExactError: always.
