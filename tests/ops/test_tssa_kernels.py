@@ -1,7 +1,7 @@
 """The CPU kernels against the reference, in float64: outputs, states and every gradient."""
 
-import subprocess
-import sys
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
-from rankwise.ops.tssa.cpu import arrays, head_loops, threads
+from rankwise.ops import TSSAState, tssa
+from rankwise.ops.tssa.cpu import call, causal_loops, head_loops, sum_loops, threads
+from rankwise.ops.tssa.cpu.compiled import Loop
+from rankwise.ops.tssa.problem import Problem
 
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 
@@ -49,16 +52,14 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(case):
 
 @pytest.fixture(params=[2, 3], ids=["two threads", "three threads"])
 def small_pieces(monkeypatch, request):
-    """Sequences cut into pieces of two or three chunks, for two threads and for more; gives how many."""
-    monkeypatch.setattr(arrays, "PIECE", 96)
-    monkeypatch.setattr(arrays, "CACHED", 160 * 3 * 5)
+    """Sequences cut into pieces of one or two chunks, for two threads and for more; gives how many."""
+    monkeypatch.setattr(call, "PIECE", 96)
     monkeypatch.setattr(threads, "SMALL", 0)
-    arrays._even_runs.cache_clear()
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-    arrays._even_runs.cache_clear()
 
 
 @pytest.mark.parametrize("cuts", [None, (0, 0, 30, 330, 700)], ids=["rows", "packed"])
@@ -80,28 +81,55 @@ def test_pieces_of_a_sequence_meet_as_if_they_were_one(small_pieces, stated, dec
         assert max(errors(got, wanted).values()) < ROUNDING
 
 
-def test_a_failure_on_another_thread_reaches_the_caller_on_either_pool(monkeypatch):
-    def fail(low: int, high: int) -> None:
-        raise IndexError("within the work")
+class Recorded(Loop):
+    """Takes the place of a compiled loop: notes the tasks that threads do and who does them."""
 
-    for forked in (False, True):
-        monkeypatch.setattr(threads, "_forked", forked)
-        with pytest.raises(IndexError, match="within the work"):
-            threads.spread(fail, 8, 2)
-        assert not threads._jobs  # they would keep all arrays of the call
+    def __init__(self, fail=None):
+        self.done, self.by, self.fail = [], set(), fail
 
+    def of(self, *given):
+        return self.run
 
-@pytest.mark.parametrize("forked", [False, True], ids=["torch's threads", "our own"])
-def test_every_task_is_done_once(monkeypatch, forked):
-    monkeypatch.setattr(threads, "_forked", forked)
-    done = []
-    threads.spread(lambda low, high: done.extend(range(low, high)), 37, 3)
-    assert sorted(done) == list(range(37))
+    def run(self, low, high):
+        self.by.add(threading.get_ident())
+        if self.fail is not None:
+            raise self.fail
+        self.done.extend(range(low, high))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has other OpenMP runtimes")
-def test_torch_lends_its_threads():
-    assert threads._torch_threads() is not None
+@pytest.mark.parametrize("failure", [IndexError("within the work"), KeyboardInterrupt()], ids=repr)
+def test_a_failure_on_any_thread_reaches_the_caller(failure):
+    with pytest.raises(type(failure)):
+        threads.spread(Recorded(failure), (), 8, 2)
+
+
+@pytest.mark.parametrize(("tasks", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
+def test_every_task_is_done_once(tasks, workers):
+    loop = Recorded()
+    threads.spread(loop, (), tasks, workers)
+    assert sorted(loop.done) == list(range(tasks))
+    assert len(loop.by) <= workers
+
+
+def test_threads_that_are_busy_with_another_call_hold_nobody_up():
+    """The only helper waits for the end of this test."""
+    over, begun = threading.Event(), threading.Event()
+    held = threads._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
+    begun.wait(60)
+    loop = Recorded()
+    threads.spread(loop, (), 9, 2)
+    over.set()
+    assert held.result()
+    assert sorted(loop.done) == list(range(9))
+    assert loop.by == {threading.get_ident()}
+
+
+def test_as_many_threads_as_torch_uses_but_no_more_than_cores(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for cores, expected in ((2, 2), (64, 8), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert threads.threads(threads.SMALL) == expected
+        assert threads.threads(threads.SMALL - 1) == 1
 
 
 WIDTHS = [1, 5, 23, 48, 60, 63, 128, 256]
@@ -116,9 +144,10 @@ def test_every_head_width(width, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_threads_change_nothing_but_the_order_of_sums(causal):
+def test_threads_change_nothing_but_the_order_of_sums(causal, monkeypatch):
     case = Case(shape=(1, 5000, 5, 24), causal=causal, decayed=causal)
     assert case.w.numel() >= threads.SMALL
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -172,50 +201,40 @@ def test_kernels_write_every_number_they_return(causal, monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_a_forked_process_has_threads_of_its_own(causal):
-    case = Case(shape=(1, 5000, 5, 24), causal=causal)
-    assert case.w.numel() >= threads.SMALL
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        wanted = case.run("cpu").output
-        context = torch.multiprocessing.get_context("fork")
-        queue = context.Queue()
-        child = context.Process(target=lambda: queue.put(case.run("cpu").output.numpy()))
-        child.start()
-        got = queue.get(timeout=120)
-        child.join(20)
-    finally:
-        child.kill()
-        torch.set_num_threads(torch_threads)
-    assert child.exitcode == 0
-    assert torch.equal(torch.from_numpy(got), wanted)
+def test_runs_do_not_differ(small_pieces, causal):
+    case = Case(shape=(1, 700, 3, 5), causal=causal, masked=True)
+    first = outputs_and_gradients(case, "cpu")
+    for _ in range(10):
+        again = outputs_and_gradients(case, "cpu")
+        assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-FORKED = """
-import os, signal, torch
-from rankwise.ops import tssa
-from rankwise.ops.tssa.cpu import threads
-
-torch.set_num_threads(2)
-torch.randn(2000, 2000).exp()  # torch's threads begin, and have no part in what the child does
-w, temperature = torch.ones(1, 5000, 5, 24), torch.ones(5)
-assert w.numel() >= threads.SMALL
-child = os.fork()
-if child == 0:
-    signal.alarm(120)
-    tssa(w, temperature, causal=True)
-    os._exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+def problem(tokens: int) -> Problem:
+    return Problem(torch.ones(1, tokens, 1, 1), None, None, None, None, None, None, causal=True)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has other OpenMP runtimes")
-def test_so_has_one_forked_before_the_first_call():
-    """In a process of its own, which has not called before; a child waiting for lost threads is ended."""
-    command = [sys.executable, "-c", FORKED]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "7", done.stderr
+def test_what_is_kept_of_pieces_does_not_grow_with_the_text(small_pieces):
+    counts = [len(call._pieces(problem(t), small_pieces).first) for t in (16_384, 65_536)]
+    assert counts == [16 * small_pieces] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_are_counted_in_int64(dtype):
+    state = TSSAState.zeros(1, 2, 3)._replace(seen=torch.tensor([100], dtype=dtype))
+    seen = tssa(torch.ones(1, 100, 2, 3), torch.ones(2), causal=True, state=state).state.seen
+    assert seen.dtype == torch.int64
+    assert seen.tolist() == [200]
+
+
+def test_loops_are_compiled_without_the_interpreter_lock_once_for_each_set_of_dtypes():
+    for dtype in (torch.float32, torch.float64):
+        Case(causal=True, decayed=True, masked=True, dtype=dtype).run("cpu")
+        Case(causal=True, dtype=dtype).run("cpu")
+    for loop in (sum_loops.sums, causal_loops.assign):
+        made = list(loop._compiled.values())
+        assert len(made) == 2
+        assert [len(one.signatures) for one in made] == [1, 1]
+        assert all(one.targetoptions["nogil"] for one in made)
 
 
 def test_exponentials_of_the_loops_are_those_of_float64():

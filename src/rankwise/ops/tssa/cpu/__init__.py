@@ -1,1 +1,1 @@
-"""TSSA on a CPU: loops compiled by numba, which read w two to four times and keep no tensor of its size."""
+"""TSSA on a CPU: loops over pieces of the tokens, compiled by numba, which keep no tensor of w's size."""

@@ -1,80 +1,78 @@
-"""Bidirectional TSSA on a CPU: three reads of w for its statistics, one for the output."""
+"""Bidirectional TSSA on a CPU: two reads of w for its sums, one for the output; and its gradients."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.tssa.cpu import bidirectional_back_loops, bidirectional_loops
-from rankwise.ops.tssa.cpu.arrays import array, flat, new, pieces
-from rankwise.ops.tssa.cpu.heads import score_room, temperatures
-from rankwise.ops.tssa.cpu.relay import board, relay
-from rankwise.ops.tssa.problem import Problem, Sums, exact, in_dtype
+from rankwise.ops.tssa.cpu import bidirectional_loops as loops
+from rankwise.ops.tssa.cpu import sum_loops
+from rankwise.ops.tssa.cpu.call import Call, array, flat, new, tensor
+from rankwise.ops.tssa.problem import Problem, Sums, in_dtype
 from rankwise.ops.tssa.reference import MASS_EPS, NORM_EPS
-
-EPS = (NORM_EPS**2, MASS_EPS)
 
 
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
     """Output, memberships, scores and the sums over all tokens; beside them, memory O(1) in T.
 
-    That is two float64 sums for every piece, of which each sequence has one at least. Half-precision w and
-    the output of it are there in float32 as well, and w out of order in order.
-
-    Args:
-        problem: a bidirectional call.
-        keep: whether scores are wanted; otherwise memberships lie in their place.
-
-    Returns:
-        Output in the dtype of w, the others in that of the sums.
+    That is four sums for every sequence, and two float64 ones for every piece, of which it has one at least.
+    Half-precision w and the output of it are there in float32 as well, and w out of order in order.
     """
-    w, dtype = problem.w, exact(problem.w.dtype)
-    _, _, heads, width = w.shape
-    runs, workers = pieces(problem)
-    count = len(runs.first)
-    x = flat(w, dtype)
-    score, membership = score_room(x, keep)
-    output = new(w.shape, dtype)
-    room = [np.empty((count, heads, each)) for each in (width, width, 1)]
-    sums = [np.zeros((problem.sequences, heads, each), x.dtype) for each in (width, width, 1)]
-    read = (x, temperatures(problem.temperature, dtype), flat(problem.mask, torch.bool), *runs, *EPS)
-    every = (*read, *room, *sums, score, membership, flat(output, dtype), board(count))
-    # now, as behind the loops torch's code is in no cache any more
-    pi, scores = (torch.from_numpy(part.reshape(w.shape[:3])) for part in (membership, score))
-    end = Sums(*map(torch.from_numpy, (*sums[:2], sums[2][..., 0])))
+    call, shape = Call(problem), problem.w.shape
+    x, dtype, tokens, runs = call.x, call.dtype, call.tokens, call.runs
+    score, membership = call.memberships(keep)
+    output, (totals, masses) = new(shape, dtype), call.room()
 
-    relay(bidirectional_loops.forward, every, [-1], min(workers, count))
-    return in_dtype(output, w.dtype), pi, scores, end
+    call.run(sum_loops.sums, x, flat(None, dtype), *tokens, *runs[:2], totals, masses)
+    energy = _gathered(call, totals)
+    read = (x, _inverse(energy), call.temperature, *tokens, *runs)
+    call.run(loops.assign, *read, score, membership, totals, masses)
+    assigned, mass = _gathered(call, totals), _gathered(call, masses)
+    call.run(loops.outputs, x, membership, _factor(assigned, mass), tokens[0], *runs, flat(output, dtype))
+    pi, scores = (torch.from_numpy(part.reshape(shape[:3])) for part in (membership, score))
+    sums = Sums(*(tensor(part, dtype) for part in (energy, assigned, mass[..., 0])))
+    return in_dtype(output, problem.w.dtype), pi, scores, sums
 
 
 def backward(
     problem: Problem, membership: Tensor, score: Tensor, sums: Sums, given: Tensor, given_membership: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of w and of the temperature; memory O(B T H) beside them.
+    """Gradients of w and of the temperature; memory O(B T H) beside them."""
+    call = Call(problem)
+    x, dtype, tokens, runs = call.x, call.dtype, call.tokens, call.runs
+    go, pi, scores, dpi = (flat(part, dtype) for part in (given, membership, score, given_membership))
+    energy, assigned, mass = (array(part, dtype) for part in sums)
+    inverse, factor = _inverse(energy), _factor(assigned, mass[..., None])
+    totals, masses = call.room()
+    asked, slope, of_temperature = np.empty_like(pi), np.empty_like(pi), np.empty((len(totals), pi.shape[1]))
+    out = new(problem.w.shape, dtype)
 
-    Args:
-        problem: the call.
-        membership: its Π.
-        score: its scores.
-        sums: over all tokens.
-        given: gradient of the output.
-        given_membership: gradient of Π.
+    call.run(loops.outputs_back, x, go, pi, factor, *tokens[::2], *runs, asked, totals)
+    with np.errstate(all="ignore"):
+        each = 1 / (mass[..., None] + x.dtype.type(MASS_EPS))
+        moment = _gathered(call, totals) * each
+        less = (moment * (assigned * each)).sum(-1)
+    read = (x, pi, scores, call.temperature, dpi, moment, less, *tokens, *runs)
+    call.run(loops.slopes, *read, asked, slope, of_temperature, totals, masses)
+    with np.errstate(all="ignore"):
+        shared = -(_gathered(call, totals) * inverse) * inverse  # inverse² would leave float32
+    shared[energy < NORM_EPS**2] = 0
+    known = (factor, moment, inverse, shared, tokens[0], *runs)
+    call.run(loops.tokens_back, x, go, pi, slope, *known, flat(out, dtype))
+    return in_dtype(out, problem.w.dtype), tensor(of_temperature.sum(0), dtype)
 
-    Returns:
-        Gradients.
-    """
-    w, dtype = problem.w, exact(problem.w.dtype)
-    _, _, heads, width = w.shape
-    runs, workers = pieces(problem)
-    count = len(runs.first)
-    per_token = [flat(part, dtype) for part in (w, given, membership, score)]
-    read = (*per_token, temperatures(problem.temperature, dtype), flat(given_membership, dtype))
-    energy, assigned, mass = map(array, sums)
-    room = [np.empty((count, heads, width)) for _ in range(2)]
-    slope, of_temperature = np.empty_like(per_token[2]), np.empty((count, heads))
-    out = new(w.shape, dtype)
-    tokens = (flat(problem.mask, torch.bool), *runs, *EPS, energy, assigned, mass[..., None])
-    every = (
-        *read, *tokens, *room, np.empty_like(slope), slope, of_temperature, flat(out, dtype), board(count),
-    )  # fmt: skip
-    relay(bidirectional_back_loops.backward, every, [-1], min(workers, count))
-    return in_dtype(out, w.dtype), torch.from_numpy(of_temperature).sum(0).to(dtype)
+
+def _gathered(call: Call, totals: np.ndarray) -> np.ndarray:
+    """Σ over the pieces of every sequence, (N, H, …), in the dtype of the sums."""
+    start = np.zeros((call.problem.sequences, *totals.shape[1:]))
+    return call.carry(totals, start)[1].astype(call.x.dtype)
+
+
+def _inverse(energy: np.ndarray) -> np.ndarray:
+    """1/max(Σ w², eps); what is NaN stays so."""
+    return 1 / np.maximum(energy, energy.dtype.type(NORM_EPS**2))
+
+
+def _factor(assigned: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """1/(1 + m), m = Σ Π w²/(Σ Π + eps)."""
+    with np.errstate(all="ignore"):
+        return 1 / (1 + assigned / (mass + mass.dtype.type(MASS_EPS)))

@@ -1,6 +1,6 @@
 """The compiled loops of causal TSSA's gradients: sums, then output, memberships and scores, backward.
 
-Arrays as in `causal_loops`. A chunk is the tokens at[c] ≤ t < to[c], and begin[c] the sums before it; a task
+Arrays as in `sum_loops`. A chunk is the tokens at[c] ≤ t < to[c], and begin[c] the sums before it; a task
 is a piece, the chunks low[i] ≤ c < high[i]. Within a chunk sums are made anew from first token to last, and
 what later tokens ask of them is gathered from last to first: ``later`` is asked by those after the chunk,
 ``local`` by those in it. All that is asked is linear in what is asked after the piece (``until``), so pieces
@@ -11,63 +11,9 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.causal_loops import fold
-from rankwise.ops.tssa.cpu.compiled import CHUNK, compiled, inlined
+from rankwise.ops.tssa.cpu.compiled import CHUNK, Loop, inlined
 from rankwise.ops.tssa.cpu.head_loops import softmax_rows_back
-from rankwise.ops.tssa.cpu.lanes import address
-from rankwise.ops.tssa.cpu.rows import add_row, factors, kept, older, project_row
-
-
-@compiled
-@no_type_check
-def begins(total, start, mask, rate, first, last, owner, begin, end, backward):
-    """The sums before every piece, from those before its sequence and what pieces add; and the last.
-
-    Backward, the pieces come in reverse order, and "before" is behind. ``begin`` may be ``total``.
-    """
-    carry = np.zeros(total.shape[1:])
-    count = len(total)
-    for j in range(count):
-        i = count - 1 - j if backward else j
-        ahead = i - 1 if backward else i + 1
-        behind = i + 1 if backward else i - 1
-        if j == 0 or owner[i] != owner[behind]:
-            carry[:] = start[owner[i]]
-        age = last[i] - first[i]
-        if mask.size > 0:
-            age = mask[first[i] : last[i]].sum()
-        for h in range(len(carry)):
-            shrink = rate[h] ** age
-            for k in range(carry.shape[1]):
-                old = carry[h, k]
-                carry[h, k] = old * shrink + total[i, h, k]
-                begin[i, h, k] = old
-        if j == count - 1 or owner[i] != owner[ahead]:
-            end[owner[i]] = carry
-
-
-@compiled
-@no_type_check
-def chunk_totals(w, membership, mask, power, rate, decays, at, to, energy, assigned, mass, first, last):
-    """Σ w², Σ Π w² and Σ Π of every chunk, as they stand behind it."""
-    heads, width = w.shape[1], w.shape[2]
-    local, more = np.zeros((heads, width), w.dtype), np.zeros((heads, width), w.dtype)
-    tokens, energies, assigns = address(w), address(local), address(more)
-    row = heads * width
-    for c in range(first, last):
-        local[:] = 0
-        more[:] = 0
-        mass[c] = 0
-        for t in range(at[c], to[c]):
-            if mask.size > 0 and not mask[t]:
-                continue
-            for h in range(heads):
-                j, pi, by = h * width, membership[t, h], factors(power, decays, 0, h)
-                add_row(tokens, t * row + j, width, None, energies, j, by)
-                add_row(tokens, t * row + j, width, pi, assigns, j, by)
-                mass[c, h] = mass[c, h] * rate[h] + pi
-        energy[c] = local
-        assigned[c] = more
+from rankwise.ops.tssa.cpu.sum_loops import factors, fold, kept, project_row, tokens_between
 
 
 @inlined
@@ -77,7 +23,7 @@ def sums_row(row, weight, base, local, factors, out):
     for k in range(len(row)):
         added = kept(local[k], factors) + weight * (row[k] * row[k])
         local[k] = added
-        out[k] = older(base[k], factors) + added
+        out[k] = base[k] * factors[2] + added
 
 
 @inlined
@@ -107,34 +53,31 @@ def through_row(row, to, share, later, local, factors, pi):
     two = row.dtype.type(2)
     through = row.dtype.type(0)
     for k in range(len(row)):
-        g = older(later[k], factors) + local[k] + share[k]
+        g = later[k] * factors[2] + local[k] + share[k]
         through += g * (row[k] * row[k])
         to[k] += two * pi * row[k] * g
         local[k] = kept(local[k] + share[k], factors)
     return through
 
 
-@compiled
+@Loop
 @no_type_check
 def output_sweep_back(
-    w, given, membership, mask, power, rate, decays, at, to, low, high, begin, begin_mass, eps, until,
-    until_mass, out, asked, before, before_mass, first, last,
+    w, given, membership, mask, power, rate, at, to, low, high, begin, begin_mass, eps, out, asked,
+    before, before_mass, first, last,
 ):  # fmt: skip
     """Gradients of w and of Π through the output; before[i] gets what piece i asks of the sums before it."""
-    heads, width = w.shape[1], w.shape[2]
-    real = w.dtype.type
-    share, fewer = np.empty((CHUNK, heads, width), w.dtype), np.empty((CHUNK, heads), w.dtype)
-    running = np.zeros((heads, width), w.dtype)
-    local = np.zeros((heads, width), w.dtype)
-    later = np.zeros((heads, width), w.dtype)
-    total, n, more = np.zeros((heads, width)), np.zeros(heads), np.zeros(heads)
+    shape, heads, real = w.shape[1:], w.shape[1], w.dtype.type
+    share, fewer = np.empty((CHUNK, *shape), w.dtype), np.empty((CHUNK, heads), w.dtype)
+    running, local, later = np.zeros(shape, w.dtype), np.zeros(shape, w.dtype), np.zeros(shape, w.dtype)
+    total, n, more = np.zeros(shape), np.zeros(heads), np.zeros(heads)
     for i in range(first, last):
-        later[:] = until[i]
-        total[:] = until[i]
-        more[:] = until_mass[i]
+        later[:] = 0
+        total[:] = 0
+        more[:] = 0
         for c in range(high[i] - 1, low[i] - 1, -1):
             running[:] = 0
-            n[:] = begin_mass[c]
+            n[:] = begin_mass[c, :, 0]
             age = 0
             for t in range(at[c], to[c]):
                 if mask.size > 0 and not mask[t]:
@@ -143,7 +86,7 @@ def output_sweep_back(
                     continue
                 age += 1
                 for h in range(heads):
-                    pi, by = membership[t, h], factors(power, decays, age, h)
+                    pi, by = membership[t, h], factors(power, age, h)
                     n[h] = n[h] * rate[h] + pi
                     own = share[t - at[c], h]
                     sums_row(w[t, h], pi, begin[c, h], running[h], by, own)
@@ -155,17 +98,17 @@ def output_sweep_back(
                 if mask.size > 0 and not mask[t]:
                     continue
                 for h in range(heads):
-                    pi, by = membership[t, h], factors(power, decays, age, h)
-                    through = through_row(
-                        w[t, h], out[t, h], share[t - at[c], h], later[h], local[h], by, pi
-                    )  # fmt: skip
+                    pi, by = membership[t, h], factors(power, age, h)
+                    own = share[t - at[c], h]
+                    through = through_row(w[t, h], out[t, h], own, later[h], local[h], by, pi)
                     more[h] = more[h] - fewer[t - at[c], h]
                     asked[t, h] += through + real(more[h])
                     more[h] = more[h] * rate[h]
                 age += 1
-            fold(total, later, local, rate, age)
+            fold(total, local, rate, age)
+            later[:] = total
         before[i] = total
-        before_mass[i] = more
+        before_mass[i, :, 0] = more
 
 
 @inlined
@@ -177,57 +120,40 @@ def score_share_row(row, base, local, factors, asked, tiny, sums):
         y = row[k] * row[k]
         added = kept(local[k], factors) + y
         local[k] = added
-        c = older(base[k], factors) + added
+        c = base[k] * factors[2] + added
         r = one / max(c, tiny)
-        sums[k] -= older(asked * y * r * r, factors) if c >= tiny else row.dtype.type(0)
+        sums[k] -= asked * y * r * r * factors[2] if c >= tiny else row.dtype.type(0)
 
 
-@compiled
+@Loop
 @no_type_check
 def slopes(
-    w, membership, score, temperature, given, mask, power, rate, decays, at, to, low, high, begin, eps,
+    w, membership, score, temperature, given, mask, power, rate, at, to, low, high, begin, eps,
     until, until_mass, asked, slope, of_temperature, before, first, last,
 ):  # fmt: skip
     """Gradients of the scores and, by piece, of the temperature, from what is asked of Π.
 
-    Where ``before`` has pieces they are not the only ones of their sequence: then what is asked after the
-    piece is added first, and before[i] gets what the scores of piece i ask of the c before it.
+    What is asked of Π behind the piece is added first; before[i] gets what its scores ask of the c before it.
     """
-    heads, width = w.shape[1], w.shape[2]
-    real = w.dtype.type
-    tiny = real(eps)
-    running = np.zeros((heads, width), w.dtype)
-    local = np.zeros((heads, width), w.dtype)
-    tokens, asks = address(w), address(until)
+    heads, real, tiny = w.shape[1], w.dtype.type, w.dtype.type(eps)
+    running, local = np.zeros(w.shape[1:], w.dtype), np.zeros(w.shape[1:], w.dtype)
+    fade = np.empty(heads, w.dtype)
     for i in range(first, last):
         of_temperature[i] = 0
-        count = to[high[i] - 1] - at[low[i]]
-        if mask.size > 0:
-            count = mask[at[low[i]] : to[high[i] - 1]].sum()
-        passed = 0
+        before[i] = 0
+        count, passed = tokens_between(mask, at[low[i]], to[high[i] - 1]), 0
         for c in range(low[i], high[i]):
-            own = to[c] - at[c]
-            if mask.size > 0:
-                own = mask[at[c] : to[c]].sum()
-            age = 0
+            own, age = tokens_between(mask, at[c], to[c]), 0
+            for h in range(heads):
+                fade[h] = rate[h] ** (count - passed - own)
             for t in range(at[c], to[c]):
                 if mask.size > 0 and not mask[t]:
                     continue
                 age += 1
                 for h in range(heads):
-                    asked[t, h] += given[t, h]
-                    if len(before) > 0:
-                        weight = real(rate[h] ** (count - passed - own) * power[own - age, h])
-                        at_w, at_until = (t * heads + h) * width, (i * heads + h) * width
-                        more = project_row(tokens, at_w, width, asks, at_until) + real(until_mass[i, h])
-                        asked[t, h] += weight * more
-            softmax_rows_back(
-                membership, asked, score, temperature, slope, of_temperature[i], at[c], to[c]
-            )  # fmt: skip
-            if len(before) == 0:
-                continue
-            if c == low[i]:
-                before[i] = 0
+                    more = project_row(w[t, h], until[i, h]) + real(until_mass[i, h, 0])
+                    asked[t, h] += given[t, h] + fade[h] * power[own - age, h] * more
+            softmax_rows_back(membership, asked, score, temperature, slope, of_temperature[i], at[c], to[c])
             running[:] = 0
             local[:] = 0
             age = 0
@@ -236,7 +162,7 @@ def slopes(
                     continue
                 age += 1
                 for h in range(heads):
-                    by = factors(power, decays, age, h)
+                    by = factors(power, age, h)
                     score_share_row(w[t, h], begin[c, h], running[h], by, slope[t, h], tiny, local[h])
             for h in range(heads):
                 before[i, h] += rate[h] ** passed * local[h]
@@ -245,72 +171,53 @@ def slopes(
 
 @inlined
 @no_type_check
-def score_row_back(row, to, sums, later, local, factors, asked, tiny):
-    """One token's share through its score."""
+def score_row_back(row, to, sums, later, local, factors, asked, tiny, behind, pi):
+    """One token's share through its score, and through its Π w² as far as that is asked behind the piece."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]
         r = one / max(c, tiny)
         share = -asked * (row[k] * row[k] * r) * r if c >= tiny else zero
-        to[k] += two * row[k] * (asked * r + (older(later[k], factors) + local[k] + share))
+        through = asked * r + (later[k] * factors[2] + local[k] + share)
+        to[k] += two * row[k] * (through + pi * behind[k])
         local[k] = kept(local[k] + share, factors)
 
 
-@inlined
-@no_type_check
-def add_assigned_row(row, to, assigned, weight):
-    """One token's share through its Π w²."""
-    for k in range(len(row)):
-        to[k] += weight * (row[k] * assigned[k])
-
-
-@compiled
+@Loop
 @no_type_check
 def score_sweep_back(
-    w, slope, membership, mask, power, rate, decays, at, to, low, high, begin, eps, until, until_assigned,
-    out, before, first, last,
+    w, slope, membership, mask, power, rate, at, to, low, high, begin, eps, until, until_assigned, out,
+    first, last,
 ):  # fmt: skip
-    """Adds the gradient of w through the scores; before[i] gets what piece i asks of the c before it.
-
-    Where ``until_assigned`` has pieces, adds what is asked of their Π w² behind them, still missing.
-    """
-    heads, width = w.shape[1], w.shape[2]
-    tiny, one, two = w.dtype.type(eps), w.dtype.type(1), w.dtype.type(2)
-    sums = np.empty((CHUNK, heads, width), w.dtype)
-    running = np.zeros((heads, width), w.dtype)
-    local = np.zeros((heads, width), w.dtype)
-    later = np.zeros((heads, width), w.dtype)
-    assigned = np.zeros((heads, width), w.dtype)
-    none = np.zeros((heads, width), w.dtype)
-    total, total_assigned = np.zeros((heads, width)), np.zeros((heads, width))
+    """Adds the gradient of w through scores, and through what is asked of c and Π w² behind the piece."""
+    shape, heads, tiny, one = w.shape[1:], w.shape[1], w.dtype.type(eps), w.dtype.type(1)
+    running, local, later = np.zeros(shape, w.dtype), np.zeros(shape, w.dtype), np.zeros(shape, w.dtype)
+    behind, sums, total = np.zeros(shape, w.dtype), np.empty((CHUNK, *shape), w.dtype), np.zeros(shape)
     for i in range(first, last):
         later[:] = until[i]
         total[:] = until[i]
-        if len(until_assigned) > 0:
-            assigned[:] = until_assigned[i]
-            total_assigned[:] = until_assigned[i]
+        passed = 0
         for c in range(high[i] - 1, low[i] - 1, -1):
             running[:] = 0
+            for h in range(heads):
+                behind[h] = until_assigned[i, h] * w.dtype.type(rate[h] ** passed)
             age = 0
             for t in range(at[c], to[c]):
                 if mask.size > 0 and not mask[t]:
                     continue
                 age += 1
                 for h in range(heads):
-                    own, by = sums[t - at[c], h], factors(power, decays, age, h)
+                    own, by = sums[t - at[c], h], factors(power, age, h)
                     sums_row(w[t, h], one, begin[c, h], running[h], by, own)
             age = 0
             for t in range(to[c] - 1, at[c] - 1, -1):
                 if mask.size > 0 and not mask[t]:
                     continue
                 for h in range(heads):
-                    by = factors(power, decays, age, h)
-                    own = sums[t - at[c], h]
-                    score_row_back(w[t, h], out[t, h], own, later[h], local[h], by, slope[t, h], tiny)
-                    if len(until_assigned) > 0:
-                        weight = two * membership[t, h] * power[age, h]
-                        add_assigned_row(w[t, h], out[t, h], assigned[h], weight)
+                    own, by = sums[t - at[c], h], factors(power, age, h)
+                    pi, asked, through = membership[t, h] * by[2], slope[t, h], behind[h]
+                    score_row_back(w[t, h], out[t, h], own, later[h], local[h], by, asked, tiny, through, pi)
                 age += 1
-            fold(total, later, local, rate, age)
-            fold(total_assigned, assigned, none, rate, age)
-        before[i] = total
+            fold(total, local, rate, age)
+            later[:] = total
+            passed += age

@@ -1,11 +1,16 @@
-"""How the loops of this folder are compiled, and what the compiler may change in them."""
+"""How the loops of this folder are compiled and cached, and what the compiler may change in them."""
 
 from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
-from numba import njit
-
-Loop = Callable[..., Any]
+import llvmlite
+import numba
+import numpy as np
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
 """Sums over channels may be reordered, products fused into sums, x/y become x·(1/y), zeros lose their sign.
@@ -20,49 +25,56 @@ So a sum over T tokens is off by the rounding of 64 additions, not of T.
 """
 
 
-def compiled(function: Loop, allowed: set[str] = ALLOWED) -> Loop:
-    """Compile a loop on its first call for each dtype, without the interpreter lock, cached on disk.
+class Loop:
+    """A loop over arrays, compiled without the interpreter lock on its first call for each set of dtypes.
 
-    Where the package's folder cannot be written numba caches in the user's folder; NUMBA_CACHE_DIR moves it.
-
-    Args:
-        function: of numpy arrays and numbers.
-        allowed: what the compiler may change.
-
-    Returns:
-        The compiled function.
-    """
-    return njit(nogil=True, cache=True, fastmath=allowed, error_model="numpy")(function)
-
-
-def place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    """Where a number of an array lies, for what numba has no words for and LLVM does.
+    numba's cache keeps all signatures of a function in one index, which two processes can overwrite for each
+    other so that it names the machine code of the wrong one. Here each signature is a function with a name
+    of its own, and so are each version of this folder, of numba and each processor: all that is ever written
+    under a name is the same code.
 
     Args:
-        context: of the compilation, as numba hands it to an intrinsic.
-        builder: likewise.
-        kind: the array's type.
-        array: the array.
-        index: into its numbers in the order of memory.
-
-    Returns:
-        A pointer.
+        function: of numpy arrays and numbers. Later calls with arrays of the same dtypes but other axes or
+            another order in memory are a TypeError.
     """
-    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def of(self, *given: Any) -> Callable[..., Any]:
+        """The compiled function for arguments of these types."""
+        key = tuple(x.dtype for x in given if isinstance(x, np.ndarray))
+        if key not in self._compiled:
+            self._compiled[key] = _compile(self.function, tuple(map(numba.typeof, given)))
+        return self._compiled[key]
+
+    def __call__(self, *given: Any) -> Any:
+        """Run it."""
+        return self.of(*given)(*given)
 
 
-def inlined(function: Loop, allowed: set[str] = ALLOWED) -> Loop:
-    """Compile what a loop does with one row, as a part of every loop that calls it.
+def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
+    own = FunctionType(function.__code__, function.__globals__, function.__name__)
+    origin = _origin(Path(function.__code__.co_filename).parent)
+    digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
+    own.__module__, own.__qualname__ = function.__module__, f"{function.__name__}_{digest}"
+    return numba.njit(signature, nogil=True, cache=True, fastmath=ALLOWED, error_model="numpy")(own)
 
-    A call that is not inlined counts references to each row it is handed, in places all threads share: that
-    took more time than 64 channels did.
 
-    Args:
-        function: of numpy arrays and numbers.
-        allowed: what the compiler may change; its own, also where the loop around it allows more.
+@cache
+def _origin(folder: Path) -> str:
+    """All that the machine code of the loops in a folder depends on besides their signatures."""
+    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    versions = f"{numba.__version__} {llvmlite.__version__}"
+    processor = f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"
+    return f"{sha256(sources).hexdigest()} {versions} {processor}"
 
-    Returns:
-        The compiled function.
+
+def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[..., Any]:
+    """Compile what a loop does with a row as part of every loop that calls it: a call takes too long.
+
+    What is ``allowed`` to the compiler is so here only, also where the loop around it allows more.
     """
-    options = {"nogil": True, "cache": True, "fastmath": allowed, "error_model": "numpy"}
-    return njit(**options, forceinline=True)(function)
+    options = {"nogil": True, "fastmath": allowed, "error_model": "numpy", "forceinline": True}
+    return numba.njit(**options)(function)

@@ -5,7 +5,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import compiled, inlined
+from rankwise.ops.tssa.cpu.compiled import inlined
 
 
 @no_type_check
@@ -40,7 +40,7 @@ def exponentials(row):
             row[i] = exp(row[i])
 
 
-@compiled
+@inlined
 @no_type_check
 def softmax_rows(score, temperature, mask, out, low, high):
     """Π[t,·] = softmax over heads of temperature · score, 1/H without a temperature; zero where masked.
@@ -74,7 +74,7 @@ def softmax_rows(score, temperature, mask, out, low, high):
                 out[t] = zero
 
 
-@compiled
+@inlined
 @no_type_check
 def softmax_rows_back(membership, given, score, temperature, out, of_temperature, low, high):
     """Gradient of the scores from that of Π: temperature · Π (g - Σ_h Π g); adds up that of the temperature.
