@@ -211,8 +211,8 @@ def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_it():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("MyGatedDeltaNet", "the delta rule multiplies its state by a matrix"),
-        ("RwkvSelfAttention", "each row of its weights is divided by a decaying sum"),
+        ("MyGatedDeltaNet", "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`"),
+        ("RwkvSelfAttention", "no adapter reads this RWKV layer, whose weights decay"),
         ("sLSTMMixer", "its state goes through a nonlinear function"),
     ],
 )

@@ -7,6 +7,7 @@ from recipes.state_space_models import widen
 
 import rankwise as rw
 from rankwise.capture.adapters.rwkv import weighted_means
+from rankwise.operators import SumMixing
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -78,3 +79,17 @@ def test_a_step_that_goes_on_from_a_state_is_not_read():
     refused = pytest.raises(rw.RankwiseError, match="it went on from a cache that holds earlier tokens")
     with refused, rw.capture(made):
         made(input_ids=given["input_ids"][:, :1], state=state, use_cache=True)
+
+
+@torch.no_grad()
+def test_no_mask_is_looked_for_where_there_is_none(monkeypatch):
+    """The support is T² truth values a channel."""
+
+    def refuse(operator):
+        raise AssertionError("the support was formed")
+
+    monkeypatch.setattr(SumMixing, "support", refuse)
+    made = model()
+    with rw.capture(made) as trace:
+        made(input_ids=torch.randint(5, 60, (2, 12)))
+    assert len(trace.mixers) == 2

@@ -11,10 +11,14 @@ from rankwise.capture.module_calls import ABSENT, ModuleCall, parameter_names
 from rankwise.operators import (
     DenseMixing,
     DiagonalMixing,
+    GatedDeltaMixing,
     LinearAttentionMixing,
     MixingOperator,
+    PartMixing,
+    ProductMixing,
     SelectiveMixing,
     SemiseparableMixing,
+    SumMixing,
     ToeplitzMixing,
 )
 
@@ -38,6 +42,7 @@ CACHE_ARGUMENTS = (
 )
 UNMASKED = (
     DiagonalMixing,
+    GatedDeltaMixing,
     LinearAttentionMixing,
     SelectiveMixing,
     SemiseparableMixing,
@@ -145,6 +150,10 @@ def _could_hide(operator: MixingOperator) -> bool:
     """Whether its support shows a mask: zeros of weights changed after the softmax are none."""
     if isinstance(operator, UNMASKED):
         return False
+    if isinstance(operator, SumMixing | ProductMixing):
+        return any(map(_could_hide, operator.parts))
+    if isinstance(operator, PartMixing):
+        return _could_hide(operator.operator)
     if isinstance(operator, DenseMixing):
         return operator.allowed is not None
     return getattr(operator, "mask", True) is not None

@@ -19,18 +19,18 @@ MIXER_NAME = re.compile(
 WITHOUT_OPERATOR = (
     (
         re.compile("DeltaNet|DeltaAttention|GatedDelta|KimiDelta"),
-        "the delta rule multiplies its state by a matrix at each token, which no kind of operator here holds",
+        "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`",
     ),
     (
         re.compile("RWKV|Rwkv"),
-        "each row of its weights is divided by a decaying sum of them, which no kind of operator here holds",
+        "no adapter reads this RWKV layer, whose weights decay with the distance",
     ),
     (
         re.compile("LSTM|GRU|RNN"),
         "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
     ),
 )
-"""Classes of layers of which it is known that capture has no operator for them, with the reason."""
+"""Classes of layers that no adapter reads, with the reason."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model|Structure)$"
     r"|Channel_?Mix|C[Mm]ix"
