@@ -60,6 +60,46 @@ def test_what_stands_behind_the_projection_takes_the_numbers_away(behind: str) -
     assert any("nothing between its output projection and the sum" in note for note in certificate.notes)
 
 
+class Louder(nn.Linear):
+    """Ten times what its weights say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 10 * super().forward(x)
+
+
+class Turned(nn.Module):
+    """A linear map whose weight has its inputs first."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(like.weight.detach().mT.clone()), like.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("name", ["v", "o"])
+def test_a_linear_map_is_told_by_what_it_computes(name: str) -> None:
+    """A promise of 1.6 for any mixing, of a projection taken for a tenth of what it is."""
+    model, x = block(""), torch.randn(2, 5, WIDTH)
+    plain = getattr(model.attention, name)
+    wanted = certify_skip(model, x).layers[0]
+    setattr(model.attention, name, Turned(plain))
+    assert certify_skip(model, x).layers[0].value_norm == pytest.approx(wanted.value_norm)
+    louder = Louder(WIDTH, WIDTH)
+    louder.load_state_dict(plain.state_dict())
+    setattr(model.attention, name, louder)
+    assert all(getattr(certify_skip(model, x).layers[0], name) is None for name in NAMES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_other_dtypes_are_found(dtype: torch.dtype) -> None:
+    model = block("").to(dtype)
+    layer = certify_skip(model, torch.randn(2, 5, WIDTH, dtype=dtype)).layers[0]
+    wanted = (model.attention.o.weight.double() @ model.attention.v.weight.double()).norm().item()
+    assert layer.value_norm == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("init", [1.0, 0.3, -2.0])
 def test_with_nothing_there_they_are_given_at_any_scale(init: float) -> None:
     model, x = block(""), torch.randn(2, 5, WIDTH)

@@ -158,10 +158,15 @@ def _argument_of(call: NormCall, total: Tensor) -> int | str | None:
             isinstance(value, Tensor)
             and value.numel() == total.numel()
             and value.shape[-1:] == total.shape[-1:]
-            and torch.equal(value.reshape(total.shape).double(), total.double())
+            and torch.equal(_finite(value.reshape(total.shape)), _finite(total))
         ):
             return key
     return None
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """In float64, with 0 for what is not finite: rows of padding may be anything."""
+    return rows.double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def recognised(call: NormCall, at: int | str) -> Norm:
@@ -199,11 +204,12 @@ class _Again:
     def __init__(self, call: NormCall, at: int | str, dtype: torch.dtype) -> None:
         self._module = deepcopy(call.module).to(dtype)
         self._args, self._kwargs, self._at = _copied(call.args, dtype), _copied(call.kwargs, dtype), at
-        rows = self._args[at] if isinstance(at, int) else self._kwargs[at]
+        given = self._args[at] if isinstance(at, int) else self._kwargs[at]
         self._output, self._dtype = call.output, dtype
-        self.rows: Tensor = rows
-        self.width = rows.shape[-1]
-        self.size = float(rows.double().square().mean().sqrt()) or 1.0
+        self.finite = given.isfinite().all(-1)
+        self.rows: Tensor = _finite(given)
+        self.width = given.shape[-1]
+        self.size = float(self.rows.square().mean().sqrt()) or 1.0
 
     def __call__(self, rows: Tensor) -> Tensor | None:
         """What it gives, in float64; None if that is not of the same shape."""
@@ -222,11 +228,10 @@ class _Again:
         if gave is None or gives is None:
             return False
         first = self._output if isinstance(self._output, Tensor) else self._output[0]
-        centred = self.rows.double() - self.rows.double().mean(-1, keepdim=True)
-        lost = _amplified(self.rows.double(), centred)
+        lost = _amplified(self.rows, self.rows - self.rows.mean(-1, keepdim=True))
         # γ∘N(w) is not known yet: of all numbers of a row, the largest stands for it
         allowed = _tolerance(self.width, first.dtype) * lost * gives.abs().amax(-1, keepdim=True)
-        return bool(((gave - gives).abs() <= allowed).all())
+        return bool(((gave - gives).abs() <= allowed)[self.finite].all())
 
     def _state(self, output: Any) -> Tensor | None:
         first = output[0] if isinstance(output, tuple) and output else output
@@ -270,7 +275,7 @@ def _fitted(again: _Again, centre: bool) -> tuple[float, Tensor] | None:
         exponent = 2 * torch.rand(again.rows.shape[:-1], generator=generator, dtype=torch.float64) - 1
         return (10 ** (RANGE * exponent))[..., None].to(again.rows.device)
 
-    states = again.rows.double()
+    states = again.rows
     others = states.flatten(0, -2).flip(0).reshape(states.shape)
     tried = (
         rows,

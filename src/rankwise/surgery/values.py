@@ -1,5 +1,6 @@
 """The value and output weights of attention, found by what they compute; and what it mixes with."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,21 +34,53 @@ class Mixing:
     """What tells the branch from the paper's Σ_h M_h Y C_h; empty where nothing does."""
 
 
-class LinearTap:
-    """Keeps what linear maps of a model read and gave, while it runs."""
+@dataclass
+class MatrixCall:
+    """One call of a module that has a matrix."""
+
+    module: nn.Module
+    given: Tensor
+    gave: Tensor
+
+    def linear(self) -> tuple[Tensor, Tensor] | None:
+        """The matrix, outputs first, and the bias of the linear map that it computed; None if it is another.
+
+        Each number is a sum of K products, taken in float32 or finer: it may be off by 8√K roundings of that
+        of the sum of their magnitudes, and by two of its own dtype, for itself and its bias.
+        """
+        weight, bias = (getattr(self.module, name, None) for name in ("weight", "bias"))
+        given, gave = self.given.double(), self.gave.double()
+        assert isinstance(weight, Tensor)  # only such modules are tapped
+        shift = bias.detach().double() if isinstance(bias, Tensor) else gave.new_zeros(gave.shape[-1])
+        for matrix in (weight.detach().double(), weight.detach().double().mT):
+            if matrix.shape != (gave.shape[-1], given.shape[-1]) or shift.shape != gave.shape[-1:]:
+                continue
+            own = torch.finfo(self.gave.dtype).eps
+            summed = 8 * math.sqrt(given.shape[-1]) * min(own, torch.finfo(torch.float32).eps)
+            allowed = summed * (given.abs() @ matrix.abs().mT) + 2 * own * (gave.abs() + shift.abs())
+            if bool(((given @ matrix.mT + shift - gave).abs() <= allowed).all()):
+                return matrix.cpu(), shift.cpu()
+        return None
+
+
+class MatrixTap:
+    """Keeps what the modules of a model that have a matrix read and gave, while it runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self.calls: list[MatrixCall] = []
         self._handles = [
             module.register_forward_hook(self._note)
             for module in model.modules()
-            if getattr(getattr(module, "weight", None), "ndim", 0) == 2 and _matrix(module) is not None
+            if getattr(getattr(module, "weight", None), "ndim", 0) == 2
         ]
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and output.dim() >= 2:
+        given = args[0] if args else None
+        if not isinstance(given, Tensor) or not isinstance(output, Tensor) or output.dim() < 2:
+            return
+        if given.is_floating_point() and given.shape[:-1] == output.shape[:-1]:
             # Snapshots: a gate or a gain applied in place would otherwise pass for a part of the weights.
-            self.calls.append((module, args[0].detach().clone(), output.detach().clone()))
+            self.calls.append(MatrixCall(module, given.detach().clone(), output.detach().clone()))
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -76,7 +109,7 @@ def mixings(
         sums[of_sum[name]].append((residual, branch))
 
     with unhooked(model):  # what a projection gave is seen without the (λ − 1)·x that a hook may add to it
-        tap = LinearTap(model)
+        tap = MatrixTap(model)
         try:
             with (
                 probing(model),
@@ -113,9 +146,7 @@ def _common(one: str, other: str) -> int:
     return count
 
 
-def _mixing(
-    mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[tuple[nn.Module, Tensor, Tensor]]
-) -> Mixing:
+def _mixing(mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[MatrixCall]) -> Mixing:
     operator = mixer.operator
     batch, heads, tokens = operator.shape[0], operator.shape[1], operator.shape[2]
     squares = torch.zeros(batch, dtype=torch.float64)
@@ -127,41 +158,33 @@ def _mixing(
     found = Mixing(float(squares.max().sqrt()), (heads * tokens) ** 0.5 if stochastic else None)
     if not stochastic or mixer.values is None or mixer.output is None:
         return found
-    read = _columns_of(mixer.values, mixer.valid_sources, [out for _, _, out in calls])
-    gave = _columns_of(mixer.output, mixer.valid_tokens, [given for _, given, _ in calls])
+    read = _columns_of(mixer.values, mixer.valid_sources, [call.gave for call in calls])
+    gave = _columns_of(mixer.output, mixer.valid_tokens, [call.given for call in calls])
     if read is None or gave is None:
         return found
-    projection, _, projected = calls[gave[0]]
-    if not _same(projected, branch):  # a gain, a norm or another summand stands in between
-        return found
-    projected_from, source, _ = calls[read[0]]
-    value_weights = _picked(projected_from, read[1], columns=False)
-    output_weights = _picked(projection, gave[1], columns=True)
+    into, out = calls[read[0]], calls[gave[0]]
+    values, projection = into.linear(), out.linear()
+    if values is None or projection is None or not _same(out.gave, branch):
+        return found  # no linear maps, or a gain, a norm or another summand stands in between
+    value_weights = [values[0][head] for head in read[1]]
+    output_weights = [projection[0][:, head] for head in gave[1]]
     groups = heads // mixer.values.shape[1]
     square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
     for head in range(heads):
-        into, out = value_weights[head // groups], output_weights[head]
-        square += float((out @ into).square().sum())
-        moved = mixer.values[:, head // groups].double().cpu() @ out.mT
+        weights = output_weights[head]
+        square += float((weights @ value_weights[head // groups]).square().sum())
+        moved = mixer.values[:, head // groups].double().cpu() @ weights.mT
         lengths = moved.norm(dim=-1).masked_fill(~mixer.valid_sources.cpu(), 0)
         reach += lengths.amax(-1)
-    reach += float(_bias(projection).norm())
+    reach += float(projection[1].norm())
     found.value_norm, found.reach = square**0.5, reach
-    value_bias = _bias(projected_from)
-    if not _same(source, residual):
+    if not _same(into.given, residual):
         found.unlike = "the mixer reads something else than the state that the skip connection adds"
-    elif any(bool(value_bias[head].any()) for head in read[1]):
+    elif any(bool(values[1][head].any()) for head in read[1]):
         found.unlike = "its values have a bias"
     else:
-        found.unlike = "its output has a bias" if bool(_bias(projection).any()) else ""
+        found.unlike = "its output has a bias" if bool(projection[1].any()) else ""
     return found
-
-
-def _bias(module: nn.Module) -> Tensor:
-    """Of each output of a linear map; zeros where it has none."""
-    bias, matrix = getattr(module, "bias", None), _matrix(module)
-    assert matrix is not None  # only such modules are tapped
-    return (bias if isinstance(bias, Tensor) else matrix.new_zeros(len(matrix))).detach().double().cpu()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -198,18 +221,3 @@ def _columns_of(heads: Tensor, mask: Tensor, tables: Sequence[Tensor]) -> tuple[
 def _columns(table: Tensor) -> list[bytes]:
     numbers = (table.mT.double() + 0.0).cpu().contiguous()  # + 0.0: of the two zeros, the positive one
     return [column.tobytes() for column in numbers.numpy()]
-
-
-def _picked(module: nn.Module, heads: Sequence[list[int]], columns: bool) -> list[Tensor]:
-    matrix = _matrix(module)
-    assert matrix is not None  # only such modules are tapped
-    matrix = matrix.detach().double().cpu()
-    return [matrix[:, head] if columns else matrix[head] for head in heads]
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    """The matrix of a linear map, outputs first."""
-    weight = getattr(module, "weight", None)
-    if isinstance(module, nn.Linear):
-        return weight
-    return weight.mT if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else None

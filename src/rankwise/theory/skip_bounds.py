@@ -155,7 +155,8 @@ def norm_scale(
 
     Formula: by bisection, for the bound grows with |λ|; from above. What is kept is
     √D·μ(U), which is μ(Y) where Y lies on the sphere of the norm.
-    Range: (0, ∞], infinite where the directions of Y do not differ. Cost: O(T D), and O(T) some 70 times.
+    Range: (0, ∞], infinite where the directions of Y do not differ, or where B moves rows of zeros too far.
+    Cost: O(T D), and O(T) some 70 times.
     Source: own; proof in docs/proofs/skip-bound.md.
 
     Args:
