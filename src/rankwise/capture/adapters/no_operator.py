@@ -29,6 +29,11 @@ REASONS = (
         "its weights are chances that hashes of queries and keys collide, and its rows are brought to norm 1 "
         "after the values are weighed; no adapter forms its matrix",
     ),
+    (
+        re.compile(r"^GroupViTAssignAttention$"),
+        "each of its tokens is given to one group alone, and a group is the mean of its tokens; no adapter "
+        "forms the matrix of this choice",
+    ),
 )
 
 
