@@ -9,6 +9,14 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.capture.module_calls import parameter_names
+from rankwise.operators import (
+    DiagonalMixing,
+    GatedDeltaMixing,
+    MixingOperator,
+    ProductMixing,
+    SemiseparableMixing,
+    SumMixing,
+)
 
 LENGTHS, LONGEST = (9, 5), 9
 # Scores of size ≤ 100 in float32, their rounding carried through two blocks of gain ≤ 10 each.
@@ -275,3 +283,41 @@ def test_keys_of_a_context_are_cross_attention_also_at_equal_length(tokens):
 def test_the_zoo_splits_and_merges_heads():
     x = torch.randn(2, 7, WIDTH)
     assert torch.equal(merged(heads_of(x)), x)
+
+
+class Says(nn.Module):
+    """A layer that applies an operator, and says which."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+
+    def mixing_operator(self, x):
+        return self.operator
+
+    def forward(self, x):
+        return (self.operator @ x[:, None])[:, 0]
+
+
+def unmasked() -> dict[str, MixingOperator]:
+    scan = SemiseparableMixing(torch.randn(2, 1, 7, 3), torch.randn(2, 1, 7, 3), -torch.rand(2, 1, 7))
+    diagonal = DiagonalMixing(torch.randn(2, 1, 7))
+    rule = GatedDeltaMixing(torch.randn(2, 1, 7, 3), torch.randn(2, 1, 7, 3), torch.rand(2, 1, 7))
+    return {
+        "a scan": scan,
+        "a gated scan": ProductMixing(diagonal, scan),
+        "a scan and a skip": SumMixing(scan, diagonal),
+        "a delta rule": rule,
+    }
+
+
+@pytest.mark.parametrize("which", unmasked())
+def test_no_support_is_formed_of_an_operator_without_a_mask(which, monkeypatch):
+    """It would take T×T entries of each head or channel of a layer that runs in linear time."""
+    operator = unmasked()[which]
+    monkeypatch.setattr(type(operator), "support", lambda self: pytest.fail("it was searched for padding"))
+    model = nn.Sequential(Says(operator), Says(operator))
+    with torch.no_grad(), rw.capture(model) as trace:
+        model(torch.randn(2, 7, WIDTH))
+    assert len(trace.mixers) == 2
+    assert all(bool(site.valid_tokens.all() and site.valid_sources.all()) for site in trace.mixers)

@@ -109,6 +109,16 @@ def test_entries_outside_the_support_are_zero(kind, size):
     assert (op.dense()[~op.support()] == 0).all() or "-1e9" in kind
 
 
+@every_kind
+@some
+@given(size=sizes)
+def test_without_a_mask_every_column_is_seen(kind, size):
+    """A causal operator aside that has more columns than rows."""
+    op = KINDS[kind](*size)
+    if not op.may_hide and op.shape[-2] >= op.shape[-1]:
+        assert bool(op.support().any(-2).all())
+
+
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.startswith("softmax") and "transposed" not in k])
 @some
 @given(size=sizes)

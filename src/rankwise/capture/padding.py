@@ -8,19 +8,7 @@ from torch import Tensor
 
 from rankwise.capture.block_stacks import same
 from rankwise.capture.module_calls import ABSENT, ModuleCall, parameter_names
-from rankwise.operators import (
-    DenseMixing,
-    DiagonalMixing,
-    GatedDeltaMixing,
-    LinearAttentionMixing,
-    MixingOperator,
-    PartMixing,
-    ProductMixing,
-    SelectiveMixing,
-    SemiseparableMixing,
-    SumMixing,
-    ToeplitzMixing,
-)
+from rankwise.operators import MixingOperator
 
 CROSS_ARGUMENTS = (
     "encoder_hidden_states",
@@ -40,15 +28,6 @@ CACHE_ARGUMENTS = (
     "cache",
     "past",
 )
-UNMASKED = (
-    DiagonalMixing,
-    GatedDeltaMixing,
-    LinearAttentionMixing,
-    SelectiveMixing,
-    SemiseparableMixing,
-    ToeplitzMixing,
-)
-"""Kinds that hold no mask: each of their tokens sees itself."""
 OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
 
 
@@ -78,7 +57,7 @@ def valid_positions(
     batch, _, tokens, sources = operator.shape
     columns = told_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
     told = columns is not None
-    if not told and _could_hide(operator):
+    if not told and operator.may_hide:
         columns = operator.support().any(-2).any(-2)
     if cross:
         rows = told_mask(calls, OWN_MASK, batch, tokens, past_none=True)
@@ -144,16 +123,3 @@ def _has_second_stream(call: ModuleCall) -> bool:
     """Whether a module was given two (B, T, D) tensors that are not the same."""
     streams = [tensor for tensor in call.tensors if tensor.is_floating_point() and tensor.dim() == 3]
     return any(not same(streams[0], other) for other in streams[1:])
-
-
-def _could_hide(operator: MixingOperator) -> bool:
-    """Whether its support shows a mask: zeros of weights changed after the softmax are none."""
-    if isinstance(operator, UNMASKED):
-        return False
-    if isinstance(operator, SumMixing | ProductMixing):
-        return any(map(_could_hide, operator.parts))
-    if isinstance(operator, PartMixing):
-        return _could_hide(operator.operator)
-    if isinstance(operator, DenseMixing):
-        return operator.allowed is not None
-    return getattr(operator, "mask", True) is not None

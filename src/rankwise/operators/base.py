@@ -56,6 +56,14 @@ class MixingOperator(ABC):
         """Rows ``start`` to ``stop`` of the support; by default cut from all of it."""
         return self.support()[..., start:stop, :]
 
+    @property
+    def may_hide(self) -> bool:
+        """Whether a mask may keep a column from every row, as that of padding does.
+
+        By default it may, and padding is looked for in the support. A kind without a mask says False.
+        """
+        return True
+
     @abstractmethod
     def __getitem__(self, index: Index) -> "MixingOperator":
         """Pick sequences and heads, as a tensor of the leading axes would."""

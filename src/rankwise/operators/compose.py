@@ -98,6 +98,11 @@ class ProductMixing(_Composed):
             rows = part.apply_transposed(rows)
         return rows.mT
 
+    @property
+    def may_hide(self) -> bool:
+        """A column that no row sees, one of its factors must hide."""
+        return any(part.may_hide for part in self.parts)
+
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries that some chain of entries of its parts leads to."""
         return reduce(lambda one, two: (one.float() @ two.float()) > 0, (p.support() for p in self.parts))
@@ -154,6 +159,11 @@ class SumMixing(_Composed):
         """Rows of the parts, added."""
         first, *rest = (part.rows(start, stop) for part in self.parts)
         return sum(rest, start=first)
+
+    @property
+    def may_hide(self) -> bool:
+        """A column that no row sees, all of its terms must hide."""
+        return all(part.may_hide for part in self.parts)
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries of any part."""

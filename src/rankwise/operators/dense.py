@@ -81,6 +81,11 @@ class DenseMixing(MixingOperator):
         wide = torch.promote_types(self.dtype, values.dtype)  # an entry may be out of the values' range
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)
 
+    @property
+    def may_hide(self) -> bool:
+        """Whether it has a mask: zeros of the weights themselves are none."""
+        return self.allowed is not None
+
     def __getitem__(self, index: Index) -> "DenseMixing":
         """Pick sequences and heads."""
         allowed = None if self.allowed is None else leading(self.allowed.expand(self.shape), index)

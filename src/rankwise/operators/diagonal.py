@@ -76,6 +76,11 @@ class DiagonalMixing(MixingOperator):
         self._check(values, self.shape[-2], "M.mT @ values")
         return self.diagonal[..., None].to(values.dtype) * values
 
+    @property
+    def may_hide(self) -> bool:
+        """It has no mask: every token is seen by itself."""
+        return False
+
     def __getitem__(self, index: Index) -> "DiagonalMixing":
         """Pick sequences and heads."""
         return DiagonalMixing(leading(self.diagonal[..., None], index)[..., 0])

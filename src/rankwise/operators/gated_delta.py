@@ -106,6 +106,11 @@ class GatedDeltaMixing(MixingOperator):
         work = at_least_float32(torch.promote_types(self.dtype, values.dtype))
         return delta_scan_transposed(*self._inputs(work), values.to(work)).to(values.dtype)
 
+    @property
+    def may_hide(self) -> bool:
+        """It has no mask: every token is seen by itself."""
+        return False
+
     def __getitem__(self, index: Index) -> "GatedDeltaMixing":
         """Pick sequences and heads."""
         beta = leading(self.beta[..., None], index)[..., 0]

@@ -123,6 +123,11 @@ class LinearAttentionMixing(MixingOperator):
             mixed = key @ (query.mT @ given)
         return mixed.to(values.dtype)
 
+    @property
+    def may_hide(self) -> bool:
+        """It has no mask: every token is seen by itself."""
+        return False
+
     def __getitem__(self, index: Index) -> "LinearAttentionMixing":
         """Pick sequences and heads."""
         return self._map(lambda features: leading(features, index))

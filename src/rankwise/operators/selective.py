@@ -117,6 +117,11 @@ class SelectiveMixing(MixingOperator):
         mixed = selective_scan_transposed(c, b, rate, step, values.to(c.dtype))
         return (mixed * step[..., None]).to(values.dtype)
 
+    @property
+    def may_hide(self) -> bool:
+        """It has no mask: every token is seen by itself."""
+        return False
+
     def __getitem__(self, index: Index) -> "SelectiveMixing":
         """Pick sequences and channels; c and b stay shared by channels of one sequence."""
         channels = self.step.shape[:-1]

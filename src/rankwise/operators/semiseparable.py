@@ -109,6 +109,11 @@ class SemiseparableMixing(MixingOperator):
         mixed = mixed if self.step is None else mixed * self.step[..., None].to(work)
         return mixed.to(values.dtype)
 
+    @property
+    def may_hide(self) -> bool:
+        """It has no mask: every token is seen by itself."""
+        return False
+
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
         """Pick sequences and heads; c and b stay grouped where all heads are kept."""
         step = None if self.step is None else leading(self.step[..., None], index)[..., 0]

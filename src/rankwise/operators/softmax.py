@@ -123,6 +123,11 @@ class SoftmaxMixing(MixingOperator):
         query, key = self.query.to(dtype), self._ungrouped(self.key).to(dtype)
         return F.scaled_dot_product_attention(query, key, values, mask, 0.0, self.is_causal, scale=self.scale)
 
+    @property
+    def may_hide(self) -> bool:
+        """Whether it has a mask other than the causal one."""
+        return self.mask is not None
+
     def __getitem__(self, index: Index) -> "SoftmaxMixing":
         """Pick sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
         key = leading(self._ungrouped(self.key), index)

@@ -129,6 +129,11 @@ class ToeplitzMixing(MixingOperator):
         self._check(values, self.shape[-2], "M.mT @ values")
         return self._convolve(values, transposed=True)
 
+    @property
+    def may_hide(self) -> bool:
+        """It has no mask: every token is seen by itself."""
+        return False
+
     def __getitem__(self, index: Index) -> "ToeplitzMixing":
         """Pick sequences and heads."""
         return ToeplitzMixing(leading(self.kernel[..., None], index)[..., 0], self.is_causal)
