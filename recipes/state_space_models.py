@@ -102,6 +102,19 @@ STATE_SPACE: dict[str, StateSpaceFamily] = {
         },
         (SEMISEPARABLE, SOFTMAX) * 2,
     ),
+    "Zamba": StateSpaceFamily(
+        "ZambaModel",
+        ATTENTION
+        | {
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 3,
+            "n_mamba_heads": 2,
+            "num_hidden_layers": 3,  # it shares the attention of the second with the third
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        },
+        (SELECTIVE, SOFTMAX, SELECTIVE, SOFTMAX, SELECTIVE),
+        states=4,
+    ),
     "Zamba2": StateSpaceFamily(
         "Zamba2Model",
         ATTENTION

@@ -17,6 +17,7 @@ from rankwise.capture.adapters.protocol import ProtocolAdapter
 from rankwise.capture.adapters.rg_lru import RGLRUAdapter
 from rankwise.capture.adapters.rwkv import RwkvAdapter
 from rankwise.capture.adapters.short_conv import ShortConvAdapter
+from rankwise.capture.adapters.zamba import ZambaAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
     ProtocolAdapter(),
@@ -29,6 +30,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     LongformerAdapter(),
     BigBirdAdapter(),
     RwkvAdapter(),
+    ZambaAdapter(),
     NoOperatorAdapter(),
 )
 """Asked in this order."""

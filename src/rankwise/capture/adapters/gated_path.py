@@ -22,6 +22,28 @@ def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMi
     return ToeplitzMixing(kernel.expand(sequences, -1, -1))
 
 
+def convolved(mixer: Any, inner: Tensor) -> Tensor:
+    """The short causal convolution of a layer and its activation, (B, T, C), as transformers has them."""
+    weight, bias = mixer.conv1d.weight.detach(), mixer.conv1d.bias
+    tokens, channels = inner.shape[1:]
+    out = F.conv1d(
+        inner.transpose(1, 2).to(weight.dtype),
+        weight,
+        None if bias is None else bias.detach(),
+        padding=weight.shape[-1] - 1,
+        groups=channels,
+    )
+    return mixer.act(out[..., :tokens]).to(inner.dtype).transpose(1, 2)
+
+
+def without_padding(tokens: Tensor, mask: object) -> Tensor:
+    """Zeros where a token is padding, as transformers sets them."""
+    if mask is None or mask is ABSENT:
+        return tokens
+    assert isinstance(mask, Tensor)
+    return (tokens * mask[:, :, None]).to(tokens.dtype)
+
+
 def gated_path(
     call: ModuleCall,
     mixing: MixingOperator,

@@ -16,9 +16,9 @@ from rankwise.capture.adapters.base import (
     named,
     why_not_from_scratch,
 )
-from rankwise.capture.adapters.gated_path import gated_path
+from rankwise.capture.adapters.gated_path import convolved, gated_path, without_padding
 from rankwise.capture.mixing_calls import MixingCall
-from rankwise.capture.module_calls import ABSENT, ModuleCall
+from rankwise.capture.module_calls import ModuleCall
 from rankwise.capture.trace import Path
 from rankwise.operators import SemiseparableMixing
 
@@ -60,7 +60,7 @@ class Mamba2Adapter(Adapter):
         projected = projected if multiplier is None else projected * multiplier
         gate, inner, dt = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
         given = inner
-        inner = _masked(_convolved(mixer, inner), call.argument("attention_mask"))
+        inner = without_padding(convolved(mixer, inner), call.argument("attention_mask"))
         shared = (mixer.conv_dim - mixer.intermediate_size) // 2
         x, b, c = inner.split([mixer.intermediate_size, shared, shared], dim=-1)
         b, c = (part.unflatten(-1, (mixer.n_groups, -1)).transpose(1, 2).float() for part in (b, c))
@@ -74,28 +74,6 @@ class Mamba2Adapter(Adapter):
         finish = _finish(mixer, heads, gate)
         path = _path(call, operator, given[..., : mixer.intermediate_size].transpose(1, 2), gate)
         return MixingCall(operator, heads.float(), finish=finish, path=path, whole=True)
-
-
-def _convolved(mixer: Any, inner: Tensor) -> Tensor:
-    """The short causal convolution and its activation, (B, T, C)."""
-    weight, bias = mixer.conv1d.weight.detach(), mixer.conv1d.bias
-    tokens, channels = inner.shape[1:]
-    out = F.conv1d(
-        inner.transpose(1, 2).to(weight.dtype),
-        weight,
-        None if bias is None else bias.detach(),
-        padding=weight.shape[-1] - 1,
-        groups=channels,
-    )
-    return mixer.act(out[..., :tokens]).to(inner.dtype).transpose(1, 2)
-
-
-def _masked(tokens: Tensor, mask: object) -> Tensor:
-    """Zeros where a token is padding, as transformers sets them."""
-    if mask is None or mask is ABSENT:
-        return tokens
-    assert isinstance(mask, Tensor)
-    return (tokens * mask[:, :, None]).to(tokens.dtype)
 
 
 def _path(call: ModuleCall, heads: SemiseparableMixing, given: Tensor, gate: Tensor) -> Path | None:
