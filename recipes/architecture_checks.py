@@ -19,7 +19,7 @@ ATTENTION_LIKE = re.compile(
 )
 """Classes of modules that may mix tokens, by name: wider than what capture goes by."""
 NO_MIXER = re.compile(
-    r"(Output|Norm|Mask|Embeddings?|Bias|Pool(ing|er)|Mlp|MLP|Block|Layer|Model|Encoder|Decoder|Head)$"
+    r"(Output|Norm|Mask|Embeddings?|Bias|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model|Encoder|Decoder|Head)$"
 )
 CLOSE = 1e-4
 """Softmaxes of float32 scores of size ≤ 40 by two kernels: some hundred roundings of 6e-8, tenfold."""

@@ -29,7 +29,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"mamba_d_ssm", 2 * WIDTH),
     (r".*intermediate_(size|dim)|.*ffn_dim|mlp_dim|d_ff|n_inner|ffn_hidden_size|.*feedforward_dim", 48),
     (r"num_feat_extract_layers|num_conv_layers|number_of_conv_layers", 100),  # lists hold one entry for each
-    (r"num_hidden_layers|.*_layers|num_layers|n_layers?|depth|.*_depth", LAYERS),
+    (r"num_hidden_layers|.*_layers|num_layers|n_layers?|num_blocks|depth|.*_depth", LAYERS),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_moe_experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
     (r"(n|num)_groups?|num_expert_groups?|topk_groups?|n_shared_experts|num_shared_experts", 1),

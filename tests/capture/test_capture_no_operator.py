@@ -19,6 +19,7 @@ from rankwise.capture.adapters.no_operator import NoOperatorAdapter
         ("deformable_detr", "deformable attention: each query reads its values at a few places"),
         ("reformer", "hashed attention: tokens are sorted by random hashes"),
         ("yoso", "its weights are chances that hashes"),
+        ("xlstm", "the memory of an mLSTM: products of queries and keys that decay"),
         ("groupvit", "each of its tokens is given to one group alone"),
     ],
 )

@@ -32,7 +32,8 @@ WITHOUT_OPERATOR = (
 )
 """Classes of layers that no adapter reads, with the reason."""
 NOT_A_MIXER = re.compile(
-    r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|Block|Layer|Model|Structure)$"
+    r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
+    r"|Structure)$"
     r"|Channel_?Mix|C[Mm]ix"
 )
 EMBEDS = re.compile(r"Embed(ding|der)?s?$")

@@ -30,6 +30,11 @@ REASONS = (
         "after the values are weighed; no adapter forms its matrix",
     ),
     (
+        re.compile(r"^xLSTMBackend$"),
+        "the memory of an mLSTM: products of queries and keys that decay, each row divided by its sum where "
+        "that is large enough; no adapter forms its matrix",
+    ),
+    (
         re.compile(r"^GroupViTAssignAttention$"),
         "each of its tokens is given to one group alone, and a group is the mean of its tokens; no adapter "
         "forms the matrix of this choice",
