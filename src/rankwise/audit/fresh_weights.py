@@ -1,0 +1,171 @@
+"""A copy of a model at fresh weights: what training started from, as far as the model itself can say."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.errors import RankwiseError
+
+RESETS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+"""Methods by which modules draw their weights, in PyTorch and in the code that follows it."""
+
+TRANSFORMERS_FLAG = "_is_hf_initialized"
+"""On modules and weights that transformers has drawn or loaded: its ``init_weights`` leaves those alone."""
+
+
+class FreshWeightsError(RankwiseError):
+    """The weights of a model cannot be drawn anew."""
+
+
+def fresh_weights(
+    model: nn.Module, seed: int = 0, factory: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """The same architecture at weights drawn anew, on the same device and in the same dtypes and modes.
+
+    A transformers model is built from its configuration. Of any other module a deep copy is made, all its
+    weights are set to NaN, and its own methods (`reset_parameters`, `init_weights` and the like) draw them; a
+    weight that is NaN afterwards has no method that draws it, and the copy is refused. Buffers keep their
+    values, unless those methods change them. What a constructor does to weights after these methods (such
+    as GPT-2's smaller output projections in code that scales them in ``__init__``) is not repeated.
+
+    Cost: one more copy of the model. PyTorch's global random state is neither read nor moved.
+
+    Args:
+        model: any module with floating-point weights.
+        seed: of the weights.
+        factory: builds the model at fresh weights, where the model itself cannot say how; it is called
+            with PyTorch's random state seeded.
+
+    Returns:
+        The copy. The model is not changed.
+
+    Raises:
+        FreshWeightsError: if a weight has no method that draws it, the configuration cannot build the model,
+            or the factory's model has other weights.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 3)
+        >>> fresh = fresh_weights(model, seed=1)
+        >>> bool((fresh.weight != model.weight).all()), fresh.weight.shape == model.weight.shape
+        (True, True)
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    with _seeded(seed, devices):
+        if factory is not None:
+            fresh = factory()
+        elif _has_configuration(model):
+            fresh = _from_configuration(model)
+        else:
+            fresh = _drawn_anew(model)
+    _check_same_weights(model, fresh)
+    return _placed_like(model, fresh)
+
+
+@contextmanager
+def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
+    cuda = [device.index or 0 for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(cuda):
+        torch.manual_seed(seed)
+        yield
+
+
+def _has_configuration(model: nn.Module) -> bool:
+    """Whether it is a transformers model; the library is not loaded to find out."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
+
+
+def _from_configuration(model: nn.Module) -> nn.Module:
+    try:
+        return type(model)(copy.deepcopy(model.config))
+    except Exception as error:
+        raise FreshWeightsError(
+            f"configuration of {type(model).__name__}",
+            wanted="one that builds the model at fresh weights",
+            got=f"{type(error).__name__}: {error}",
+            fix="Give a function without arguments that builds it: `baseline=build`.",
+        ) from error
+
+
+def _drawn_anew(model: nn.Module) -> nn.Module:
+    fresh = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                raise _no_way(model, [name], f"{parameter.dtype} weights, which no method draws")
+            parameter.fill_(torch.nan)
+            vars(parameter).pop(TRANSFORMERS_FLAG, None)
+        for module in fresh.modules():
+            vars(module).pop(TRANSFORMERS_FLAG, None)
+        for module in reversed(list(fresh.modules())):  # the parts first: the whole has the last word
+            for method in RESETS:
+                _reset(fresh, module, method)
+    missed = [name for name, parameter in fresh.named_parameters() if bool(parameter.isnan().any())]
+    if missed:
+        raise _no_way(model, missed, "no method that draws them")
+    return fresh
+
+
+def _reset(model: nn.Module, module: nn.Module, method: str) -> None:
+    found = getattr(module, method, None)
+    if not callable(found):
+        return
+    needed = [
+        one
+        for one in inspect.signature(found).parameters.values()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if not needed:
+        found()
+    elif len(needed) == 1 and module is model:  # for `model.apply`
+        model.apply(found)
+
+
+def _no_way(model: nn.Module, names: list[str], got: str) -> FreshWeightsError:
+    several = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return FreshWeightsError(
+        f"weight {names[0]!r}{several} of {type(model).__name__}",
+        wanted=f"a method that draws it: {', '.join(RESETS[:3])} of its module",
+        got=got,
+        fix="Give a function without arguments that builds the model at fresh weights: `baseline=build`.",
+    )
+
+
+def _check_same_weights(model: nn.Module, fresh: Any) -> None:
+    if not isinstance(fresh, nn.Module):
+        raise FreshWeightsError(
+            "the factory of fresh weights",
+            wanted="a module",
+            got=type(fresh).__name__,
+            fix="Return the model.",
+        )
+    old = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    new = {name: tuple(one.shape) for name, one in fresh.named_parameters()}
+    if old != new:
+        name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+        raise FreshWeightsError(
+            f"fresh weights of {type(model).__name__}",
+            wanted=f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}",
+            got=f"shape {new[name]}" if name in new else "none of that name",
+            fix="λ-skips, adapters and other changes to a model are not in its configuration: give a "
+            "function that builds the changed model at fresh weights, `baseline=build`.",
+        )
+
+
+def _placed_like(model: nn.Module, fresh: nn.Module) -> nn.Module:
+    """Devices, dtypes and modes, tensor by tensor and module by module; shared weights stay shared."""
+    with torch.no_grad():
+        for tensors in ("named_parameters", "named_buffers"):
+            like = dict(getattr(model, tensors)())
+            for name, tensor in getattr(fresh, tensors)():
+                if name in like:
+                    tensor.data = tensor.data.to(device=like[name].device, dtype=like[name].dtype)
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in fresh.named_modules():
+        module.training = modes.get(name, model.training)
+    return fresh
