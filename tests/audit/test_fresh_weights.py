@@ -8,7 +8,7 @@ from recipes.families import FAMILIES
 from recipes.tiny_models import BERT, hugging_face, nano_gpt
 from torch import nn
 
-from rankwise.audit.fresh_weights import FreshWeightsError, fresh_weights
+from rankwise.audit import FreshWeightsError, fresh_weights
 
 
 class Positions(nn.Module):
@@ -108,7 +108,7 @@ def test_a_weight_that_no_method_draws_is_refused_by_name(weights: str) -> None:
     model = Positions()
     if weights == "and others":
         model.more = nn.Parameter(torch.zeros(2))
-    with pytest.raises(FreshWeightsError, match=r"'table'.*baseline=build"):
+    with pytest.raises(FreshWeightsError, match=r"'table'.*factory=build"):
         fresh_weights(model)
 
 

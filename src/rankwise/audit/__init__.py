@@ -2,6 +2,7 @@
 
 from rankwise.audit.comparison import Comparison, compare
 from rankwise.audit.findings import CODES, check_codes
+from rankwise.audit.fresh_weights import FreshWeightsError, fresh_weights
 from rankwise.audit.numbers import check_method
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.audit.result import Audit
@@ -13,6 +14,7 @@ __all__ = [
     "AuditError",
     "Comparison",
     "Finding",
+    "FreshWeightsError",
     "HeadRecord",
     "LayerRecord",
     "Place",
@@ -22,4 +24,5 @@ __all__ = [
     "check_codes",
     "check_method",
     "compare",
+    "fresh_weights",
 ]

@@ -88,7 +88,7 @@ def _from_configuration(model: nn.Module) -> nn.Module:
             f"configuration of {type(model).__name__}",
             wanted="one that builds the model at fresh weights",
             got=f"{type(error).__name__}: {error}",
-            fix="Give a function without arguments that builds it: `baseline=build`.",
+            fix="Give a function without arguments that builds it: `factory=build`.",
         ) from error
 
 
@@ -132,7 +132,7 @@ def _no_way(model: nn.Module, names: list[str], got: str) -> FreshWeightsError:
         f"weight {names[0]!r}{several} of {type(model).__name__}",
         wanted=f"a method that draws it: {', '.join(RESETS[:3])} of its module",
         got=got,
-        fix="Give a function without arguments that builds the model at fresh weights: `baseline=build`.",
+        fix="Give a function without arguments that builds the model at fresh weights: `factory=build`.",
     )
 
 
@@ -153,7 +153,7 @@ def _check_same_weights(model: nn.Module, fresh: Any) -> None:
             wanted=f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}",
             got=f"shape {new[name]}" if name in new else "none of that name",
             fix="λ-skips, adapters and other changes to a model are not in its configuration: give a "
-            "function that builds the changed model at fresh weights, `baseline=build`.",
+            "function that builds the changed model at fresh weights, `factory=build`.",
         )
 
 
