@@ -16,6 +16,15 @@ from rankwise.errors import CaptureError, InputError, did_you_mean
 from rankwise.operators import MixingOperator
 from rankwise.torch_internals import drops, is_compiled, runs_compiled_eagerly
 
+NO_STATES = (
+    "no token states were found: no item of a list of modules mixes and gives back (B, T, D) states of the "
+    "shape it read; name the residual blocks in `blocks=` if there are any"
+)
+OTHER_THREAD = (
+    "the model was also called in another thread than the one that entered `capture`; those calls were not "
+    "looked at"
+)
+
 
 def check_capturable(model: object) -> None:
     """Refuse what hooks and modes cannot see into.

@@ -26,6 +26,8 @@ from rankwise.capture.adapters.reader import AdapterReader
 from rankwise.capture.block_finder import BlockFinder
 from rankwise.capture.block_stacks import BlockStacks
 from rankwise.capture.checks import (
+    NO_STATES,
+    OTHER_THREAD,
     SHARD,
     check_capturable,
     check_sites,
@@ -64,16 +66,6 @@ from rankwise.torch_internals import original_of, without_torch_function
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """From a module, its arguments and its output to the operator it applied."""
-
-
-NO_STATES = (
-    "no token states were found: no item of a list of modules mixes and gives back (B, T, D) states of the "
-    "shape it read; name the residual blocks in `blocks=` if there are any"
-)
-OTHER_THREAD = (
-    "the model was also called in another thread than the one that entered `capture`; those calls were not "
-    "looked at"
-)
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)

@@ -105,7 +105,7 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 class ModuleCalls:
     """The calls under way in one model.
 
-    Ordinary modules get hooks of their own. Modules inside PyTorch's stock attention layers must not: a hook
+    Ordinary modules get hooks of their own. Modules inside PyTorch's own attention layers must not: a hook
     there switches off the inference fast path and so changes the computation. They are followed through
     PyTorch's global hooks instead, which that path does not look at.
 

@@ -45,7 +45,7 @@ def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
     modules = list(model.named_modules())
     outer = [name for name, module in modules if is_torch_layer(module)]
     return frozenset(
-        name for name, _ in modules if any(not stock or f"{name}.".startswith(f"{stock}.") for stock in outer)
+        name for name, _ in modules if any(not layer or f"{name}.".startswith(f"{layer}.") for layer in outer)
     )
 
 
