@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankwise.audit.fields import HeadMeasure, Measure
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, Measure
 
 PAGE = Path(__file__).parent.parent / "docs" / "measures.md"
 START, END = "<!-- {}: from the table of measures -->", "<!-- end of {} -->"

@@ -130,7 +130,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     package = tmp_path / "rankwise"
     shutil.copytree(Path(rw.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     rows = package / "measures" / "rows.py"
-    source = rows.read_text(encoding="utf-8").replace("import Mixing,", "import Mixing, measured_in_parts,")
+    source = rows.read_text(encoding="utf-8").replace("import Mixing,", "import Mixing, all_finite,")
     rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
     with (package / "measures" / "__init__.py").open("a", encoding="utf-8") as exported:
         exported.write("\nfrom rankwise.measures.rows import attention_distance\n")

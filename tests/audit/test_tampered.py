@@ -17,7 +17,7 @@ from tests.report import samples
 from rankwise.audit import Audit, compare
 from rankwise.errors import RecordError
 from rankwise.files import parse_json
-from rankwise.report import html, render_comparison, render_console
+from rankwise.report import page, render_comparison, render_console
 
 Content = dict[str, Any]
 NAN, INFINITY = math.nan, math.inf
@@ -35,7 +35,7 @@ ORIGINALS = {name: small(samples.ALL[name]()) for name in ("encoder", "membershi
 @pytest.fixture(autouse=True)
 def _without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four megabytes that no audit has any part in."""
-    monkeypatch.setattr(html, "_plotly_source", lambda: "")
+    monkeypatch.setattr(page, "_plotly_source", lambda: "")
 
 
 def loaded(content: Content, folder: Path) -> Audit:
@@ -48,8 +48,8 @@ def shown_everywhere(audit: Audit, original: Audit, folder: Path) -> str:
     out = io.StringIO()
     console = Console(file=out, width=100)
     render_console(audit, console)
-    page = html.render_html(audit)
-    data = page.split('id="report-data">')[1].split("</script>")[0]
+    text = page.render_html(audit)
+    data = text.split('id="report-data">')[1].split("</script>")[0]
     json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} in the data of the page"))
     for before, after in ((audit, original), (original, audit)):
         comparison = compare(before, after)
@@ -58,7 +58,7 @@ def shown_everywhere(audit: Audit, original: Audit, folder: Path) -> str:
     assert compare(audit, audit).is_empty
     again = Audit.load(audit.save(folder / "again.json"))
     assert again.model_dump_json() == audit.model_dump_json()
-    return page.split("<body")[1].split('id="report-data"')[0] + out.getvalue()
+    return text.split("<body")[1].split('id="report-data"')[0] + out.getvalue()
 
 
 def head(**fields: Any) -> Callable[[Content], None]:
@@ -121,7 +121,7 @@ def test_heads_that_form_no_grid_are_refused_by_the_page_and_listed_in_a_frame(t
     one = content["heads"][0]
     content["heads"] = [one | {"layer": at, "head": at} for at in range(1100)]
     audit = loaded(content, tmp_path)
-    for show in (render_console, html.render_html):
+    for show in (render_console, page.render_html):
         with pytest.raises(RecordError, match="1,210,000 cells"):
             show(audit)
     assert len(compare(audit, audit).changes) == 0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.measures.measure_cases import close, make, matrices, normal
 
-import rankwise.measures.inputs as parts
+import rankwise.measures.dense_spectrum as parts
 from rankwise.measures import numerical_rank, rank_summary, singular_values
 from rankwise.measures.dense_spectrum import (
     _eigenvalues,
@@ -18,8 +18,8 @@ from rankwise.measures.dense_spectrum import (
     in_range,
     inertia_count,
     lower_gram,
+    measured_in_parts,
 )
-from rankwise.measures.inputs import measured_in_parts
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 # --- Gram matrices ---------------------------------------------------------------------------------------

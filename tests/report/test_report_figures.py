@@ -5,10 +5,11 @@ import math
 import pytest
 from tests.report import samples
 
+from rankwise.audit.measures import MISSING
 from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.panels import make_panels
-from rankwise.report.text import MISSING, rank_share
+from rankwise.report.text import rank_share
 
 
 def test_each_cell_shows_its_own_head() -> None:

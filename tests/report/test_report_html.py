@@ -12,7 +12,7 @@ from tests.report import samples
 
 from rankwise.errors import InputError
 from rankwise.report import write_html
-from rankwise.report.html import render_html, without_nan
+from rankwise.report.page import render_html, without_nan
 
 
 class Page(HTMLParser):

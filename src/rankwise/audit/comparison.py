@@ -7,8 +7,8 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from rankwise.audit.fields import HeadMeasure, LayerMeasure, Number, Record
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.audit.fields import Number, Record
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
 from rankwise.audit.same_finding import missing_from
 

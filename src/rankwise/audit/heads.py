@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankwise.audit.accumulate import Floats, RunningMoments
 from rankwise.audit.masks import Pattern
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
@@ -19,6 +18,7 @@ from rankwise.audit.numbers import (
     ERRORS,
     RANKS_AT,
     WAYS,
+    Floats,
     Measured,
     Method,
     column_at,
@@ -36,6 +36,45 @@ MAX_CHANNELS = 16
 SIGMA = COLUMNS.index("sigma_max")
 WHOLE = [COLUMNS.index(column_at(name, step)) for name in RANKS_AT for step in range(len(BAND))]
 """Numbers that may not be known of a sequence: a mean over the others would be biased, and is not taken."""
+
+
+@dataclass
+class RunningMoments:
+    """Mean and standard deviation of a stream of arrays of one shape, entry by entry, NaN left out.
+
+    Welford's update: one pass, no cancellation.
+
+    Args:
+        shape: shape of each array.
+    """
+
+    shape: tuple[int, ...]
+    count: Floats = field(init=False)
+    _mean: Floats = field(init=False)
+    _squares: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = np.zeros(self.shape)
+        self._mean = np.zeros(self.shape)
+        self._squares = np.zeros(self.shape)
+
+    def add(self, values: Floats) -> None:
+        """Take one more array into account."""
+        known = ~np.isnan(values)
+        self.count += known
+        step = np.where(known, values - self._mean, 0.0)
+        self._mean += step / np.maximum(self.count, 1)
+        self._squares += step * np.where(known, values - self._mean, 0.0)
+
+    @property
+    def mean(self) -> Floats:
+        """Mean of what was not NaN; NaN where nothing was."""
+        return np.where(self.count > 0, self._mean, np.nan)
+
+    @property
+    def spread(self) -> Floats:
+        """Standard deviation (over n − 1); NaN below two values."""
+        return np.where(self.count > 1, np.sqrt(self._squares / np.maximum(self.count - 1, 1)), np.nan)
 
 
 class SiteKey(NamedTuple):

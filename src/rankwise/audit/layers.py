@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankwise import measures
-from rankwise.audit.accumulate import RunningMoments
+from rankwise.audit.heads import RunningMoments
 from rankwise.audit.measures import LAYER_MEASURES
 from rankwise.audit.records import LayerRecord
 from rankwise.capture import StateSite

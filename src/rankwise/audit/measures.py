@@ -6,10 +6,22 @@ read it where there is none.
 """
 
 import math
-from dataclasses import replace
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rankwise.audit.fields import HeadMeasure, LayerMeasure, Measure, Number, Record
+from rankwise.audit.fields import Number, Record
+
+if TYPE_CHECKING:
+    from rankwise.audit.layers import StatesAtHand
+    from rankwise.audit.numbers import HeadsAtHand
+
+MISSING = "–"
+"""Stands where there is no finite number. Never 0: a missing number is not a small one."""
+Bad = Literal["low", "high", "null", "neither"]
+"""The end that is drawn as worrying; ``null``: everything below what chance would give."""
+Bounds = Callable[[Any], tuple[float, float]]
+"""The ends of the range that a measure can have in a record."""
 
 NULLS = {
     "null_rank": "random winners",
@@ -17,6 +29,157 @@ NULLS = {
     "uniform_rank": "equal weights",
 }
 """What numerical ranks are held against: the fields of the record, and what a reader is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A measure of heads or of token states."""
+
+    name: str = ""
+    """That of the field, filled in from it."""
+    title: str
+    formula: str
+    range: str
+    low: str
+    """What the low end means …"""
+    high: str
+    """… and the high one."""
+    digits: int
+    """Decimals that are shown."""
+    cost: str
+    bounds: Bounds | None = None
+    """The ends of the range in numbers; None where it has no upper end."""
+    to_the_largest: bool = False
+    """Whether a scale of colours ends at the largest value there is, and not at that of the range."""
+    short: str = ""
+    """A title for the head of a narrow column."""
+    symbol: str = ""
+    """What it is called among numbers, such as ``μ/‖Y‖``; else its name."""
+    meaning: str = ""
+    """Said beside its picture; a measure without has no picture."""
+    bad: Bad = "neither"
+    console: str = ""
+    """The head of its column on the console; a measure without has no column."""
+    summed: bool = False
+    """Whether a layer has the sum of its heads, and not their mean."""
+    share: bool = False
+    """Whether it is shown as a share of min(T, S)."""
+    nulls: Sequence[str] = ()
+    """Fields that hold what chance gives."""
+
+    @property
+    def head(self) -> str:
+        """A title for the head of a narrow column."""
+        return self.short or self.title
+
+    @property
+    def label(self) -> str:
+        """Its name among numbers."""
+        return self.symbol or self.name.replace("_", " ")
+
+    def value(self, record: Any) -> float:
+        """What is shown of it: a share where it is one, NaN where there are no tokens.
+
+        Args:
+            record: of a head or of states.
+        """
+        number: float = getattr(record, self.name)
+        return share(number, record) if self.share else number
+
+    def said(self, record: Any) -> str:
+        """`value` in few characters, with ≈ before an estimate, and as a range where that is all it gives.
+
+        Args:
+            record: of a head or of states.
+        """
+        value = self.value(record)
+        if self.name not in getattr(record, "stderr", ()):
+            return shown(value, self.digits)
+        if math.isfinite(value) or not self.share:
+            return f"{'≈' if math.isfinite(value) else ''}{shown(value, self.digits)}"
+        low, high = share(record.least_rank, record), share(record.most_rank, record)
+        known = math.isfinite(low) and math.isfinite(high)
+        return f"{shown(low, self.digits)}–{shown(high, self.digits)}" if known else MISSING
+
+    def ends(self, record: Any) -> tuple[float, float]:
+        """The range of `value`; (NaN, NaN) where it has no upper end.
+
+        Args:
+            record: of a head or of states.
+        """
+        if self.bounds is None:
+            return math.nan, math.nan
+        return (0.0, 1.0) if self.share else self.bounds(record)
+
+    def span(self, record: Any) -> float:
+        """How far two numbers of it can lie apart; NaN where it has no upper end.
+
+        Args:
+            record: of a head or of states.
+        """
+        low, high = (math.nan, math.nan) if self.bounds is None else self.bounds(record)
+        return high - min(low, 0.0)
+
+    def limits(self, records: Sequence[Any]) -> tuple[float, float]:
+        """Find the ends of a scale that holds every finite value of these records."""
+        points = [self.value(record) for record in records]
+        for record in records:
+            low, high = self.ends(record)
+            points += [low] if self.to_the_largest else [low, high]
+        finite = [point for point in points if math.isfinite(point)]
+        low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        return (low, high) if high > low else (low, low + 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadMeasure(Measure):
+    """A measure of heads, as it is taken from the heads of one mixer on sequences of one length."""
+
+    kinds: Sequence[str] = ()
+    """Kinds of mixers that have it; all of them where none is named."""
+    take: "Callable[[HeadsAtHand], Any] | None"
+    """Numbers (B, H), or one for all; None where it needs all sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMeasure(Measure):
+    """A measure of token states, as it is taken from a batch of them."""
+
+    take: "Callable[[StatesAtHand], Any]"
+    """Numbers (B,)."""
+
+
+def share(rank: float, head: Any) -> float:
+    """A rank over min(T, S); NaN where there are no tokens.
+
+    Args:
+        rank: of a head, or what a null gives.
+        head: its record.
+    """
+    return rank / head.smaller if head.smaller > 0 else math.nan
+
+
+def shown(value: float, digits: int | None = None) -> str:
+    """Write a number in few characters.
+
+    Args:
+        value: the number.
+        digits: decimals; without them three significant digits.
+
+    Returns:
+        The number; a dash where it is not finite; in powers of ten where the decimals would hide it.
+
+    Examples:
+        >>> shown(0.6321), shown(0.6321, 2), shown(0.00004, 2), shown(2048.0), shown(float("nan"))
+        ('0.632', '0.63', '4e-05', '2048', '–')
+    """
+    if not math.isfinite(value):
+        return MISSING
+    if digits is None:
+        return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
+    if 0 < abs(value) < 0.5 * 10**-digits:
+        return f"{value:.0e}"
+    return f"{value:.{digits}f}"
 
 
 def _unit(_: Any) -> tuple[float, float]:
@@ -31,316 +194,146 @@ def _entropy(head: Any) -> tuple[float, float]:
     return 0.0, math.log(head.sources) if head.sources > 1 else math.nan
 
 
+# fmt: off
 class HeadMeasures(Record):
     """The measures of a head, in the order in which they are shown: means over the sequences of the audit."""
 
-    numerical_rank: Annotated[
-        Number,
-        HeadMeasure(
-            title="Numerical rank share",
-            short="Rank share",
-            formula="#{i : σ_i ≥ δ}, δ absolute; NaN where an estimate can only bound it",
-            range="[0, min(T, S)]",
-            low="no direction",
-            high="full rank",
-            digits=2,
-            cost="¼ of an SVD",
-            bounds=lambda head: (0.0, head.smaller),
-            share=True,
-            nulls=tuple(NULLS),
-            bad="null",
-            meaning="Singular values at or above δ, as a share of min(T, S). The null is the share that "
-            "chance gives: every row picks one token at random under the same mask. Orange heads mix in "
-            "fewer directions than chance, blue ones in more.",
-            take=lambda heads: heads.ranks["numerical_rank"],
-        ),
-    ]
-    effective_rank: Annotated[
-        Number,
-        HeadMeasure(
-            title="Effective rank",
-            formula="exp(−Σ p_i log p_i), p = σ/Σσ",
-            range="[1, min(T, S)]",
-            low="few directions",
-            high="many directions",
-            digits=1,
-            cost="one SVD, in `rank_summary` less than half",
-            bounds=_to_full_rank,
-            to_the_largest=True,
-            bad="low",
-            meaning="The exponential of the entropy of the singular values: how many directions carry "
-            "weight. Low is worrying.",
-            console="effective\nrank",
-            take=lambda heads: heads.ranks["effective_rank"],
-        ),
-    ]
-    stable_rank: Annotated[
-        Number,
-        HeadMeasure(
-            title="Stable rank",
-            formula="‖M‖_F²/σ_1²",
-            range="[1, min(T, S)]",
-            low="all rows alike",
-            high="rows differ",
-            digits=1,
-            cost="less than half an SVD",
-            bounds=_to_full_rank,
-            to_the_largest=True,
-            bad="low",
-            meaning="‖M‖² over the largest singular value squared. 1 is worrying: every token gets the same "
-            "mixture.",
-            console="stable\nrank",
-            take=lambda heads: heads.ranks["stable_rank"],
-        ),
-    ]
-    row_entropy: Annotated[
-        Number,
-        HeadMeasure(
-            title="Row entropy",
-            formula="mean over rows of −Σ_j p_j log p_j",
-            range="[0, log S] nats",
-            low="picks one token",
-            high="averages all",
-            digits=2,
-            cost="O(T S)",
-            bounds=_entropy,
-            meaning="How widely a row spreads its weight, in nats. Neither end is bad in itself: 0 picks a "
-            "single token, log S averages over all.",
-            take=lambda heads: heads.rows.row_entropy,
-        ),
-    ]
-    sink_mass: Annotated[
-        Number,
-        HeadMeasure(
-            title="Sink mass",
-            formula="mean share of a row on the first token",
-            range="[0, 1]",
-            low="none of it",
-            high="all of it",
-            digits=2,
-            cost="O(T S)",
-            bounds=_unit,
-            bad="high",
-            meaning="The mean share of a row that is spent on the first token. High is worrying: the head is "
-            "parked there.",
-            console="sink\nmass",
-            take=lambda heads: heads.rows.sink_mass,
-        ),
-    ]
-    peak_mass: Annotated[
-        Number,
-        HeadMeasure(
-            title="Peak mass",
-            formula="largest mean share of a row on any one token",
-            range="[1/S, 1]",
-            low="spread out",
-            high="all on one token",
-            digits=2,
-            cost="O(T S)",
-            bounds=_unit,
-            bad="high",
-            meaning="The largest mean share of a row that one token gets. High is worrying: the head passes "
-            "on little else.",
-            take=lambda heads: heads.rows.peak_mass,
-        ),
-    ] = math.nan
-    row_distance: Annotated[
-        Number,
-        HeadMeasure(
-            title="Row distance",
-            formula="‖M − 1m̄ᵀ‖_F/‖M‖_F",
-            range="[0, 1]",
-            low="constant",
-            high="rows differ",
-            digits=2,
-            cost="O(T S)",
-            bounds=_unit,
-            bad="low",
-            meaning="The distance to the nearest matrix with equal rows. 0 is worrying: every token gets the "
-            "same mixture.",
-            take=lambda heads: heads.rows.row_distance,
-        ),
-    ]
-    identity_distance: Annotated[
-        Number,
-        HeadMeasure(
-            title="Identity distance",
-            formula="‖M − I‖_F/√(‖M‖_F² + T); NaN where T ≠ S",
-            range="[0, 1] for M ≥ 0",
-            low="no mixing",
-            high="far from it",
-            digits=2,
-            cost="O(T S)",
-            bounds=_unit,
-            bad="low",
-            meaning="The distance to the identity. 0 is worrying: every token keeps to itself and nothing is "
-            "mixed.",
-            take=lambda heads: heads.rows.identity_distance,
-        ),
-    ]
-    nearest_distance: Annotated[
-        Number,
-        HeadMeasure(
-            title="Distance to nearest head",
-            short="Nearest distance",
-            formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
-            range="[0, 1] for M, M' ≥ 0",
-            low="a twin",
-            high="unlike any",
-            digits=2,
-            cost="O(H² T S)",
-            bounds=_unit,
-            bad="low",
-            meaning="The distance to the head of the same layer that mixes most alike. 0 is worrying: the "
-            "two are twins.",
-            take=None,  # the nearest on average over the sequences
-        ),
-    ] = math.nan
-    sigma_max: Annotated[
-        Number,
-        HeadMeasure(
-            title="Largest singular value",
-            short="σ max",
-            symbol="σ_max",
-            formula="σ_1",
-            range="[0, ∞)",
-            low="smallest here",
-            high="largest here",
-            digits=2,
-            cost="less than half an SVD",
-            meaning="How much the head can stretch its input. 1 for a matrix that averages evenly; neither "
-            "end is bad in itself.",
-            take=lambda heads: heads.ranks["sigma_max"],
-        ),
-    ]
-    membership: Annotated[
-        Number,
-        HeadMeasure(
-            title="Mean membership",
-            formula="mean over tokens of Π in the head; of TSSA, NaN elsewhere",
-            range="[0, 1]",
-            low="no token's",
-            high="all tokens'; 1/H in every head is no grouping on average",
-            digits=2,
-            cost="O(T)",
-            bounds=_unit,
-            console="mean\nΠ",
-            take=lambda heads: heads.membership,
-        ),
-    ] = math.nan
-    coding_rate: Annotated[
-        Number,
-        HeadMeasure(
-            title="Share in R_c^var",
-            symbol="R_c^var",
-            formula="½ (n_h/n) Σ_k log(1 + m_hk); of TSSA, NaN elsewhere",
-            range="[0, ∞) nats",
-            low="each group lies near few axes of its head",
-            high="the groups fill their heads",
-            digits=2,
-            cost="O(T K)",
-            console="R_c^var",
-            summed=True,
-            take=lambda heads: heads.coding_rate,
-        ),
-    ] = math.nan
+    numerical_rank: Annotated[Number, HeadMeasure(
+        title="Numerical rank share", short="Rank share",
+        formula="#{i : σ_i ≥ δ}, δ absolute; NaN where an estimate can only bound it", range="[0, min(T, S)]",
+        low="no direction", high="full rank", digits=2, cost="¼ of an SVD",
+        bounds=lambda head: (0.0, head.smaller), share=True, nulls=tuple(NULLS), bad="null",
+        meaning="Singular values at or above δ, as a share of min(T, S). The null is the share that chance "
+        "gives: every row picks one token at random under the same mask. Orange heads mix in fewer "
+        "directions than chance, blue ones in more.",
+        take=lambda heads: heads.ranks["numerical_rank"],
+    )]
+    effective_rank: Annotated[Number, HeadMeasure(
+        title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range="[1, min(T, S)]",
+        low="few directions", high="many directions", digits=1,
+        cost="one SVD, in `rank_summary` less than half", bounds=_to_full_rank, to_the_largest=True,
+        bad="low", console="effective\nrank",
+        meaning="The exponential of the entropy of the singular values: how many directions carry weight. "
+        "Low is worrying.",
+        take=lambda heads: heads.ranks["effective_rank"],
+    )]
+    stable_rank: Annotated[Number, HeadMeasure(
+        title="Stable rank", formula="‖M‖_F²/σ_1²", range="[1, min(T, S)]", low="all rows alike",
+        high="rows differ", digits=1, cost="less than half an SVD", bounds=_to_full_rank, to_the_largest=True,
+        bad="low", console="stable\nrank",
+        meaning="‖M‖² over the largest singular value squared. 1 is worrying: every token gets the same "
+        "mixture.",
+        take=lambda heads: heads.ranks["stable_rank"],
+    )]
+    row_entropy: Annotated[Number, HeadMeasure(
+        title="Row entropy", formula="mean over rows of −Σ_j p_j log p_j", range="[0, log S] nats",
+        low="picks one token", high="averages all", digits=2, cost="O(T S)", bounds=_entropy,
+        meaning="How widely a row spreads its weight, in nats. Neither end is bad in itself: 0 picks a "
+        "single token, log S averages over all.",
+        take=lambda heads: heads.rows.row_entropy,
+    )]
+    sink_mass: Annotated[Number, HeadMeasure(
+        title="Sink mass", formula="mean share of a row on the first token", range="[0, 1]", low="none of it",
+        high="all of it", digits=2, cost="O(T S)", bounds=_unit, bad="high", console="sink\nmass",
+        meaning="The mean share of a row that is spent on the first token. High is worrying: the head is "
+        "parked there.",
+        take=lambda heads: heads.rows.sink_mass,
+    )]
+    peak_mass: Annotated[Number, HeadMeasure(
+        title="Peak mass", formula="largest mean share of a row on any one token", range="[1/S, 1]",
+        low="spread out", high="all on one token", digits=2, cost="O(T S)", bounds=_unit, bad="high",
+        meaning="The largest mean share of a row that one token gets. High is worrying: the head passes on "
+        "little else.",
+        take=lambda heads: heads.rows.peak_mass,
+    )] = math.nan
+    row_distance: Annotated[Number, HeadMeasure(
+        title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range="[0, 1]", low="constant",
+        high="rows differ", digits=2, cost="O(T S)", bounds=_unit, bad="low",
+        meaning="The distance to the nearest matrix with equal rows. 0 is worrying: every token gets the "
+        "same mixture.",
+        take=lambda heads: heads.rows.row_distance,
+    )]
+    identity_distance: Annotated[Number, HeadMeasure(
+        title="Identity distance", formula="‖M − I‖_F/√(‖M‖_F² + T); NaN where T ≠ S",
+        range="[0, 1] for M ≥ 0", low="no mixing", high="far from it", digits=2, cost="O(T S)", bounds=_unit,
+        bad="low",
+        meaning="The distance to the identity. 0 is worrying: every token keeps to itself and nothing is "
+        "mixed.",
+        take=lambda heads: heads.rows.identity_distance,
+    )]
+    nearest_distance: Annotated[Number, HeadMeasure(
+        title="Distance to nearest head", short="Nearest distance",
+        formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
+        range="[0, 1] for M, M' ≥ 0", low="a twin", high="unlike any", digits=2, cost="O(H² T S)",
+        bounds=_unit, bad="low",
+        meaning="The distance to the head of the same layer that mixes most alike. 0 is worrying: the two "
+        "are twins.",
+        take=None,  # the nearest on average over the sequences
+    )] = math.nan
+    sigma_max: Annotated[Number, HeadMeasure(
+        title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range="[0, ∞)",
+        low="smallest here", high="largest here", digits=2, cost="less than half an SVD",
+        meaning="How much the head can stretch its input. 1 for a matrix that averages evenly; neither end "
+        "is bad in itself.",
+        take=lambda heads: heads.ranks["sigma_max"],
+    )]
+    membership: Annotated[Number, HeadMeasure(
+        title="Mean membership", formula="mean over tokens of Π in the head; of TSSA, NaN elsewhere",
+        range="[0, 1]", low="no token's", high="all tokens'; 1/H in every head is no grouping on average",
+        digits=2, cost="O(T)", bounds=_unit, console="mean\nΠ", kinds=("diagonal",),
+        take=lambda heads: heads.membership,
+    )] = math.nan
+    coding_rate: Annotated[Number, HeadMeasure(
+        title="Share in R_c^var", symbol="R_c^var",
+        formula="½ (n_h/n) Σ_k log(1 + m_hk); of TSSA, NaN elsewhere", range="[0, ∞) nats",
+        low="each group lies near few axes of its head", high="the groups fill their heads", digits=2,
+        cost="O(T K)", console="R_c^var", summed=True, kinds=("diagonal",),
+        take=lambda heads: heads.coding_rate,
+    )] = math.nan
 
 
 class LayerMeasures(Record):
     """The measures of token states, in the order in which they are shown."""
 
-    norm: Annotated[
-        Number,
-        LayerMeasure(
-            title="Norm",
-            symbol="‖Y‖",
-            formula="‖Y‖_F",
-            range="[0, ∞)",
-            low="all zero",
-            high="large",
-            digits=1,
-            cost="O(T D)",
-            take=lambda states: states.measure("token_norm"),
-        ),
-    ]
-    collapse: Annotated[
-        Number,
-        LayerMeasure(
-            title="Collapse μ",
-            symbol="μ",
-            formula="‖Y − 1ȳᵀ‖_F",
-            range="[0, ‖Y‖_F]",
-            low="all tokens the same",
-            high="the mean token is 0",
-            digits=3,
-            cost="O(T D)",
-            take=lambda states: states.measure("token_collapse", normalized=False),
-        ),
-    ]
-    relative_collapse: Annotated[
-        Number,
-        LayerMeasure(
-            title="Distance from collapse, μ/‖Y‖",
-            symbol="μ/‖Y‖",
-            formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F",
-            range="[0, 1]",
-            low="all tokens the same",
-            high="the mean token is 0",
-            digits=3,
-            cost="O(T D)",
-            bounds=_unit,
-            meaning="How far the tokens are from being all the same. Falling to 0 is bad.",
-            console="μ/‖Y‖",
-            take=lambda states: states.measure("token_collapse"),
-        ),
-    ]
-    mean_cosine: Annotated[
-        Number,
-        LayerMeasure(
-            title="Mean cosine of two tokens",
-            formula="mean cosine of two different tokens",
-            range="[−1/(T−1), 1]",
-            low="tokens point apart",
-            high="all tokens parallel",
-            digits=3,
-            cost="O(T D)",
-            bounds=lambda _: (-1.0, 1.0),
-            meaning="How parallel the tokens are. Rising to 1 is bad.",
-            console="mean\ncosine",
-            take=lambda states: states.measure("mean_cosine"),
-        ),
-    ]
-    effective_rank: Annotated[
-        Number,
-        LayerMeasure(
-            title="Effective rank of the states",
-            formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the T×D states",
-            range="[1, min(T, D)]",
-            low="one direction only",
-            high="many directions",
-            digits=1,
-            cost="one SVD",
-            bounds=_to_full_rank,
-            to_the_largest=True,
-            meaning="How many directions the tokens span. Falling to 1 is bad.",
-            console="effective\nrank",
-            take=lambda states: states.measure("state_effective_rank"),
-        ),
-    ]
-    turn: Annotated[
-        Number,
-        LayerMeasure(
-            title="Turn",
-            formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",
-            range="[0, 1]",
-            low="the block only scales what it reads",
-            high="nothing is left of it",
-            digits=3,
-            cost="O(T D)",
-            bounds=_unit,
-            take=lambda states: states.turn(),
-        ),
-    ] = math.nan
+    norm: Annotated[Number, LayerMeasure(
+        title="Norm", symbol="‖Y‖", formula="‖Y‖_F", range="[0, ∞)", low="all zero", high="large", digits=1,
+        cost="O(T D)",
+        take=lambda states: states.measure("token_norm"),
+    )]
+    collapse: Annotated[Number, LayerMeasure(
+        title="Collapse μ", symbol="μ", formula="‖Y − 1ȳᵀ‖_F", range="[0, ‖Y‖_F]", low="all tokens the same",
+        high="the mean token is 0", digits=3, cost="O(T D)",
+        take=lambda states: states.measure("token_collapse", normalized=False),
+    )]
+    relative_collapse: Annotated[Number, LayerMeasure(
+        title="Distance from collapse, μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range="[0, 1]",
+        low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", bounds=_unit,
+        console="μ/‖Y‖",
+        meaning="How far the tokens are from being all the same. Falling to 0 is bad.",
+        take=lambda states: states.measure("token_collapse"),
+    )]
+    mean_cosine: Annotated[Number, LayerMeasure(
+        title="Mean cosine of two tokens", formula="mean cosine of two different tokens",
+        range="[−1/(T−1), 1]", low="tokens point apart", high="all tokens parallel", digits=3, cost="O(T D)",
+        bounds=lambda _: (-1.0, 1.0), console="mean\ncosine",
+        meaning="How parallel the tokens are. Rising to 1 is bad.",
+        take=lambda states: states.measure("mean_cosine"),
+    )]
+    effective_rank: Annotated[Number, LayerMeasure(
+        title="Effective rank of the states", formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the T×D states",
+        range="[1, min(T, D)]", low="one direction only", high="many directions", digits=1, cost="one SVD",
+        bounds=_to_full_rank, to_the_largest=True, console="effective\nrank",
+        meaning="How many directions the tokens span. Falling to 1 is bad.",
+        take=lambda states: states.measure("state_effective_rank"),
+    )]
+    turn: Annotated[Number, LayerMeasure(
+        title="Turn", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0", range="[0, 1]",
+        low="the block only scales what it reads", high="nothing is left of it", digits=3, cost="O(T D)",
+        bounds=_unit,
+        take=lambda states: states.turn(),
+    )] = math.nan
+
+# fmt: on
 
 
 def _rows(of: type[Record]) -> list[Any]:

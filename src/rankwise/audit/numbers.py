@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rankwise import measures
-from rankwise.audit.accumulate import Floats
 from rankwise.audit.masks import Pattern, barrier_of, patterns_of
 from rankwise.audit.measures import HEAD_MEASURES, NULLS
 from rankwise.audit.nulls import BAND, random_rank, thresholds, uniform_null
@@ -17,6 +17,8 @@ from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError, did_you_mean
 from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing, SoftmaxMixing
+
+Floats = NDArray[np.float64]
 
 Method = Literal["auto", "exact", "estimate"]
 """How ranks are taken; "auto" is exact while one float64 matrix takes at most `EXACT_BYTES`."""

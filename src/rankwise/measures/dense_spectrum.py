@@ -6,10 +6,12 @@ The rule, as measured on a CPU by benchmarks/rank.py (decision 004):
 - a count alone, on a CPU: the inertia; what that leaves open: the eigenvalues of the Gram matrix;
 - a count on another device, or more than a count: the eigenvalues of the Gram matrix;
 - what they leave open: the SVD.
+
+Matrices are decomposed a few at a time, so that what is formed on the way stays small.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +20,21 @@ from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from rankwise.linalg import MATRIX, ratio, unit_scale
+from rankwise.measures.inputs import Mixing, as_matrices
+from rankwise.operators import MixingOperator
 
 DIRECT = 96
 """Fewer rows or columns than this go straight to the SVD, which is about as fast there."""
 EFFECTIVE_RTOL = 1e-2
 """Relative error the effective rank may have where the SVD is spared."""
+PART_BYTES = {"cpu": 2**23}
+"""Float64 matrices measured at once: few enough for a CPU's cache."""
+DEVICE_PART_BYTES = 2**29
+"""The same on an accelerator, which wants many."""
+
+PartMeasure = Callable[[Tensor], tuple[Tensor, ...]]
+"""A function of finite float64 matrices (N, T, S) that answers with tensors (N, ...)."""
+
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
 """Of the Gram matrix: its lower half is formed in this many blocks of rows, 9/16 of the work."""
@@ -259,3 +271,44 @@ def _growth(factor: Float64[Tensor, "N R R"], paired: Bool[Tensor, "N R"]) -> Fl
     below.masked_fill_(first[:, :-1], 0)
     lengths = (1 + torch.linalg.vector_norm(factor, dim=-2).square()).sqrt()
     return (weights * lengths.square() + 2 * beside * lengths * lengths.roll(-1, -1)).sum(-1)
+
+
+def measured_in_parts(mixing: Mixing, subject: str, measure: PartMeasure) -> tuple[Tensor, ...]:
+    """Apply a measure part by part; a matrix that is not finite answers NaN and leaves the others alone.
+
+    Memory: one part at a time, or the heads of one sequence where those are more.
+    """
+    answers = [_measure_part(part, measure) for part in _parts(mixing, subject)]
+    lead = mixing.shape[:-2]
+    joined = (torch.cat(numbers) for numbers in zip(*answers, strict=True))
+    return tuple(numbers.reshape(lead + numbers.shape[1:]) for numbers in joined)
+
+
+def _measure_part(part: Float64[Tensor, "N T S"], measure: PartMeasure) -> list[Tensor]:
+    finite = part.amax((-2, -1)).isfinite() & part.amin((-2, -1)).isfinite()
+    if not bool(finite.all()):
+        part = part.masked_fill(~finite[:, None, None], 0)
+    numbers = measure(part)
+    return [one.masked_fill(~finite.view(-1, *[1] * (one.ndim - 1)), math.nan) for one in numbers]
+
+
+def _parts(mixing: Mixing, subject: str) -> Iterator[Float64[Tensor, "N T S"]]:
+    """The matrices, at least one part even where there are none."""
+    whole = not isinstance(mixing, MixingOperator | Tensor) or len(mixing.shape) < 3 or 0 in mixing.shape
+    if whole:
+        matrices = as_matrices(mixing, subject)
+        yield from _split(matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]))
+        return
+    at_once = _at_once(mixing.shape[1:], mixing.device)
+    for start in range(0, mixing.shape[0], at_once):
+        index = slice(start, min(start + at_once, mixing.shape[0]))
+        yield from _split(as_matrices(mixing[index], subject).flatten(0, -3))
+
+
+def _split(matrices: Float64[Tensor, "N T S"]) -> tuple[Tensor, ...]:
+    return matrices.split(_at_once(matrices.shape[1:], matrices.device))
+
+
+def _at_once(shape: torch.Size, device: torch.device) -> int:
+    limit = PART_BYTES.get(device.type, DEVICE_PART_BYTES)
+    return max(1, limit // (8 * math.prod(shape)))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rankwise.errors import RankwiseError
 from rankwise.linalg import ratio
-from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, scaled_svd
-from rankwise.measures.inputs import Mixing, measured_in_parts
+from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, measured_in_parts, scaled_svd
+from rankwise.measures.inputs import Mixing
 
 DELTA = 1e-2
 """Singular values below this count as zero, unless the caller says otherwise."""

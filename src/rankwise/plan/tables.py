@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rankwise.audit.measures import shown
 from rankwise.plan.records import HeadDimPlan, Option
-from rankwise.report.text import shown
 
 
 class PlanTable(NamedTuple):

@@ -2,6 +2,6 @@
 
 from rankwise.report.comparison import render_comparison
 from rankwise.report.console import render_console
-from rankwise.report.html import write_html
+from rankwise.report.page import write_html
 
 __all__ = ["render_comparison", "render_console", "write_html"]

@@ -6,9 +6,10 @@ from rich.console import Console
 from rich.text import Text
 
 from rankwise.audit.comparison import Change, Comparison
+from rankwise.audit.measures import shown
 from rankwise.audit.records import Place
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
-from rankwise.report.text import count, plain, shown, title
+from rankwise.report.text import count, plain, title
 
 _MOST_CHANGES = 20
 _MOST_PLACES = 5

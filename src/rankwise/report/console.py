@@ -7,21 +7,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.audit.fields import HeadMeasure
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord, Provenance
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import (
     count,
-    highest_share,
-    lowest_share,
     mean,
     null_share,
     plain,
     random_share,
     rank_share,
-    shown,
     uniform_share,
 )
 
@@ -104,9 +100,9 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
         *(f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
     tokens = ["tokens"] if len(lengths) > 1 else []
-    nulls = [name for name, share in _NULLS.items() if any(math.isfinite(share(head)) for head in mine)]
+    nulls = [name for name, of in _NULLS.items() if any(math.isfinite(of(head)) for head in mine)]
     shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
-    measures = [one for one in _HEAD_COLUMNS if any(math.isfinite(one.value(head)) for head in mine)]
+    measures = [measure for measure in _HEAD_COLUMNS if not measure.kinds or kinds & set(measure.kinds)]
     numbers = [*tokens, *shares, *(measure.console for measure in measures)]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
     for row in panel.rows:
@@ -123,12 +119,12 @@ def _add_layer(
     nulls: Sequence[str],
     measures: Sequence[HeadMeasure],
 ) -> None:
-    share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
+    rank, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
     words = [name for name in varied if name != "tokens"]
     texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in words]
     numbers: list[str | Text] = [
         *([shown(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
-        Text(_share_words(heads, share), "yellow" if share < null else ""),
+        Text(_share_words(heads, rank), "yellow" if rank < null else ""),
         shown(null, 2),
         *(shown(mean(map(_NULLS[name], heads)), 2) for name in nulls),
         *(_measure_words(measure, heads) for measure in measures),
@@ -143,11 +139,11 @@ def _measure_words(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
     return mark + shown(whole, measure.digits)
 
 
-def _share_words(heads: Sequence[HeadRecord], share: float) -> str:
+def _share_words(heads: Sequence[HeadRecord], rank: float) -> str:
     """The mean rank share; from the least to the most it can be where an estimate only bounds some."""
     if all(math.isfinite(head.numerical_rank) or not head.estimated for head in heads):
-        return ("≈" if any(head.estimated for head in heads) else "") + shown(share, 2)
-    ends = (mean(map(lowest_share, heads)), mean(map(highest_share, heads)))
+        return ("≈" if any(head.estimated for head in heads) else "") + shown(rank, 2)
+    ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
     return "–".join(shown(end, 2) for end in ends)
 
 
@@ -156,7 +152,7 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
     name = f"{stack}, token states" if stack else "token states"
     table = new_table([(column, True) for column in columns])
     for layer in sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer):
-        measured = [shown(measure.value(layer), measure.digits) for measure in _LAYER_COLUMNS]
+        measured = [measure.said(layer) for measure in _LAYER_COLUMNS]
         table.add_row(str(layer.layer), shown(layer.tokens, 0), *measured)
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 

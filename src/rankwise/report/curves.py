@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.audit.fields import LayerMeasure
-from rankwise.audit.measures import DRAWN
+from rankwise.audit.measures import DRAWN, LayerMeasure, shown
 from rankwise.audit.records import HeadRecord, LayerRecord
-from rankwise.report.text import rank_share, shown
+from rankwise.report.text import rank_share
 
 _SMALLEST = 1e-12
 """Below this share of the largest, a float64 singular value is rounding noise and is not drawn."""

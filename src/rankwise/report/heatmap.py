@@ -6,17 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.audit.fields import HeadMeasure
-from rankwise.audit.measures import PICTURED
+from rankwise.audit.measures import MISSING, PICTURED, HeadMeasure, shown
 from rankwise.audit.records import HeadRecord, Severity
 from rankwise.report.panels import Panel, Row
 from rankwise.report.text import (
-    MISSING,
-    estimated_words,
     null_share,
     random_share,
-    rank_words,
-    shown,
     uniform_share,
 )
 
@@ -74,13 +69,12 @@ def describe(head: HeadRecord) -> str:
     Returns:
         Plain text, not escaped.
     """
-    facts = [f"{head.kind}, {head.mask} mask", f"rank share {rank_words(head)}"]
+    facts = [f"{head.kind}, {head.mask} mask", f"rank share {PICTURED[0].said(head)}"]
     facts[1] += f" (null {shown(null_share(head), 2)}{_other_nulls(head)})"
     for measure in PICTURED[1:]:
         spread = head.spread.get(measure.name, math.nan)
         around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
-        value = estimated_words(head, measure.name, measure.value(head), measure.digits)
-        facts.append(f"{measure.head.lower()} {value}{around}{_error_words(head, measure)}")
+        facts.append(f"{measure.head.lower()} {measure.said(head)}{around}{_error_words(head, measure)}")
     if head.nonfinite:
         facts.append(f"not finite in {head.nonfinite} of {head.nonfinite + head.sequences} sequences")
     return " · ".join(facts)
@@ -133,10 +127,7 @@ def _colour(
 def _words(measure: HeadMeasure, index: int | None, heads: Sequence[HeadRecord]) -> str:
     if index is None:
         return ""
-    head = heads[index]
-    if measure.share:
-        return rank_words(head)
-    return estimated_words(head, measure.name, measure.value(head), measure.digits)
+    return measure.said(heads[index])
 
 
 def _marks(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity]) -> list[Any]:

@@ -1,36 +1,93 @@
-"""What the page says, in the order and words of the page."""
+"""The report as one HTML file that needs nothing else: what the page says, in its order and words."""
 
+import base64
+import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, PICTURED
-from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Severity
+from rankwise.audit.measures import DRAWN, PICTURED, shown
+from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
+from rankwise.files import write_whole
 from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import describe, draw_panel
 from rankwise.report.memberships import membership_maps
 from rankwise.report.panels import Panel, make_panels
-from rankwise.report.targets import Target, find_target
+from rankwise.report.targets import find_target, finding_groups, marks_of, severity_counts
 from rankwise.report.text import (
     SEVERITIES,
     count,
-    estimated_words,
     mean,
     null_share,
-    pieces,
     random_share,
     rank_share,
-    rank_words,
-    shown,
-    title,
     uniform_share,
 )
 
-_GRAVEST = list(SEVERITIES)
+_SCRIPTS = ("theme.js", "heatmap.js", "curves.js", "memberships.js", "page.js")
 
-_OPEN = 4
-"""Findings of one kind shown before the rest is folded away."""
+
+def write_html(audit: AuditRecord, path: Path) -> Path:
+    """Write an audit as one self-contained HTML file.
+
+    The file holds its scripts, styles and data; it asks the network for nothing, and a policy in it forbids
+    the browser to. It is written beside its place under another name and then renamed, so that a reader never
+    meets half a report.
+
+    Args:
+        audit: the audit.
+        path: the file to write; for an existing folder, ``index.html`` in it.
+
+    Returns:
+        The file written.
+
+    Raises:
+        InputError: where the file cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> from rankwise.audit.records import Provenance
+        >>> about = Provenance(model="m", delta=0.01)
+        >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_html(audit, Path(folder)).name
+        'index.html'
+    """
+    path = path / "index.html" if path.is_dir() else path
+    return write_whole(path, render_html(audit), "report")
+
+
+def render_html(audit: AuditRecord) -> str:
+    """Render the page that `write_html` writes.
+
+    Args:
+        audit: the audit.
+
+    Returns:
+        The HTML text.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("rankwise.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    plotly, script = _plotly_source(), "\n".join(_template_text(name) for name in _SCRIPTS)
+    return environment.get_template("report.html").render(
+        page_context(audit),
+        data=without_nan(page_data(audit)),
+        style=Markup(_template_text("report.css")),
+        plotly=Markup(plotly),
+        script=Markup(script),
+        hashes=[_hash(plotly), _hash(script)],
+    )
 
 
 def page_context(audit: AuditRecord) -> dict[str, Any]:
@@ -74,7 +131,7 @@ def page_data(audit: AuditRecord) -> dict[str, Any]:
     """
     panels = make_panels(audit.heads)
     targets = [find_target(finding, audit) for finding in audit.findings]
-    marks = _marks(audit.findings, targets)
+    marks = marks_of(audit.findings, targets)
     names = [panel.title for panel in panels]
     return {
         "panels": [draw_panel(panel, audit.heads, marks) for panel in panels],
@@ -85,15 +142,9 @@ def page_data(audit: AuditRecord) -> dict[str, Any]:
         "details": [describe(head) for head in audit.heads],
         "panel_names": names,
         "opening": opening_heads(audit.heads),
-        "targets": [_target_data(target) for target in targets],
+        "targets": [target.data() for target in targets],
         "memberships": membership_maps(panels, audit.heads),
     }
-
-
-def severity_counts(findings: Sequence[Finding]) -> list[tuple[Severity, int, str]]:
-    """Count findings by severity, the worst first, each with its word; none that does not occur."""
-    counted = [(severity, sum(f.severity == severity for f in findings)) for severity in SEVERITIES]
-    return [(severity, number, SEVERITIES[severity][number > 1]) for severity, number in counted if number]
 
 
 def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
@@ -123,47 +174,6 @@ def _nan_last(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def finding_groups(
-    findings: Sequence[Finding], targets: Sequence[Target], panels: Sequence[Panel]
-) -> list[dict[str, Any]]:
-    """Put findings of one severity and code together, the worst first."""
-    homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
-    stacks = [panel.stack for panel in panels]
-    grouped: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
-    for index, (finding, target) in enumerate(zip(findings, targets, strict=True)):
-        link = f"panel-{homes[target.heads[0]]}" if target.section == "heads" else target.section
-        evidence = [(title(name), shown(value)) for name, value in finding.evidence.items()]
-        where = finding.where
-        item = {"index": index, "finding": finding, "place": str(where), "link": link, "evidence": evidence}
-        item["remedy"] = pieces(finding.remedy)
-        item["site"] = where.site if stacks.count(where.stack) > 1 and where.site != str(where) else ""
-        grouped[_GRAVEST.index(finding.severity), finding.code].append(item)
-    return [
-        {"severity": _GRAVEST[rank], "code": code, "shown": items[:_OPEN], "folded": items[_OPEN:]}
-        for (rank, code), items in sorted(grouped.items(), key=lambda group: group[0][0])
-    ]
-
-
-def _marks(findings: Sequence[Finding], targets: Sequence[Target]) -> dict[int, Severity]:
-    """The worst finding of each head that has one of its own."""
-    marks: dict[int, Severity] = {}
-    for finding, target in zip(findings, targets, strict=True):
-        for index in target.heads if finding.where.head is not None else ():
-            worst = min(finding.severity, marks.get(index, finding.severity), key=_GRAVEST.index)
-            marks[index] = worst
-    return marks
-
-
-def _target_data(target: Target) -> dict[str, Any]:
-    return {
-        "section": target.section,
-        "heads": list(target.heads),
-        "measure": target.measure,
-        "stack": target.stack,
-        "layer": target.layer,
-    }
-
-
 def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     mine = [heads[index] for index in panel.indices]
     kinds = dict.fromkeys(head.kind for head in mine)
@@ -184,12 +194,10 @@ def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
     ranks, others = PICTURED[0], PICTURED[1:]
-    values = [(ranks.value(head), rank_words(head))]
+    values = [(ranks.value(head), ranks.said(head))]
     nulls = (share(head) for share in (null_share, random_share, uniform_share))
     values += [(value, shown(value, 2)) for value in nulls]
-    for measure in others:
-        value = measure.value(head)
-        values.append((value, estimated_words(head, measure.name, value, measure.digits)))
+    values += [(measure.value(head), measure.said(head)) for measure in others]
     nearest = "" if head.nearest_head is None else str(head.nearest_head)
     numbers = [(value if math.isfinite(value) else "", words) for value, words in values]
     tokens = (head.tokens if math.isfinite(head.tokens) else "", shown(head.tokens, 0))
@@ -197,7 +205,7 @@ def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
 
 
 def _state_words(layer: LayerRecord) -> list[str]:
-    measured = [shown(measure.value(layer), measure.digits) for measure in DRAWN]
+    measured = [measure.said(layer) for measure in DRAWN]
     return [shown(layer.tokens, 0), shown(layer.norm, 1), *measured]
 
 
@@ -221,3 +229,36 @@ def _provenance(audit: AuditRecord) -> list[tuple[str, str]]:
         "Versions": versions,
     }
     return [(name, value) for name, value in facts.items() if value]
+
+
+def without_nan(value: Any) -> Any:
+    """Replace what JSON cannot say, NaN and infinities, by None, however deep it lies.
+
+    Examples:
+        >>> without_nan({"a": [1.0, float("nan")]})
+        {'a': [1.0, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return value
+
+
+def _hash(script: str) -> str:
+    """Name a script to the browser's content security policy, which then runs no other."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _template_text(name: str) -> str:
+    return (resources.files("rankwise.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly_source() -> str:
+    """Plotly's script, safe within a script element."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs().replace("</script", "<\\/script").replace("\r\n", "\n")

@@ -1,14 +1,20 @@
-"""Where a finding leads in the report: its heads, and the measure that is its evidence."""
+"""Findings in the report: in groups, and where each leads, to its heads and to the measure that shows it."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rankwise.audit.measures import DRAWN, NULLS, PICTURED
-from rankwise.audit.records import AuditRecord, Finding
-from rankwise.report.panels import heads_at
+from rankwise.audit.measures import DRAWN, NULLS, PICTURED, shown
+from rankwise.audit.records import AuditRecord, Finding, Severity
+from rankwise.report.panels import Panel, heads_at
+from rankwise.report.text import SEVERITIES, pieces, title
 
 Section = Literal["heads", "states", "unseen", "provenance"]
 
+_GRAVEST = list(SEVERITIES)
+_OPEN = 4
+"""Findings of one kind shown before the rest is folded away."""
 _HEAD_NAMES = {measure.name for measure in PICTURED}
 _STATE_NAMES = {measure.name for measure in DRAWN}
 _ALIASES = dict.fromkeys(NULLS, "numerical_rank")
@@ -33,6 +39,16 @@ class Target:
     """The measure to show there; empty: leave the reader's choice."""
     stack: str = ""
     layer: int | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As the page's script reads it."""
+        return {
+            "section": self.section,
+            "heads": list(self.heads),
+            "measure": self.measure,
+            "stack": self.stack,
+            "layer": self.layer,
+        }
 
 
 def find_target(finding: Finding, audit: AuditRecord) -> Target:
@@ -85,3 +101,40 @@ def _measure(finding: Finding) -> str:
     named = [_ALIASES.get(name, name) for name in finding.evidence]
     shown = [name for name in named if name in _HEAD_NAMES]
     return own if own in shown or not shown else shown[0]
+
+
+def severity_counts(findings: Sequence[Finding]) -> list[tuple[Severity, int, str]]:
+    """Count findings by severity, the worst first, each with its word; none that does not occur."""
+    counted = [(severity, sum(f.severity == severity for f in findings)) for severity in SEVERITIES]
+    return [(severity, number, SEVERITIES[severity][number > 1]) for severity, number in counted if number]
+
+
+def finding_groups(
+    findings: Sequence[Finding], targets: Sequence[Target], panels: Sequence[Panel]
+) -> list[dict[str, Any]]:
+    """Put findings of one severity and code together, the worst first."""
+    homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
+    stacks = [panel.stack for panel in panels]
+    grouped: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for index, (finding, target) in enumerate(zip(findings, targets, strict=True)):
+        link = f"panel-{homes[target.heads[0]]}" if target.section == "heads" else target.section
+        evidence = [(title(name), shown(value)) for name, value in finding.evidence.items()]
+        where = finding.where
+        item = {"index": index, "finding": finding, "place": str(where), "link": link, "evidence": evidence}
+        item["remedy"] = pieces(finding.remedy)
+        item["site"] = where.site if stacks.count(where.stack) > 1 and where.site != str(where) else ""
+        grouped[_GRAVEST.index(finding.severity), finding.code].append(item)
+    return [
+        {"severity": _GRAVEST[rank], "code": code, "shown": items[:_OPEN], "folded": items[_OPEN:]}
+        for (rank, code), items in sorted(grouped.items(), key=lambda group: group[0][0])
+    ]
+
+
+def marks_of(findings: Sequence[Finding], targets: Sequence[Target]) -> dict[int, Severity]:
+    """The worst finding of each head that has one of its own, by the index of the head."""
+    found: dict[int, Severity] = {}
+    for finding, target in zip(findings, targets, strict=True):
+        for index in target.heads if finding.where.head is not None else ():
+            worst = min(finding.severity, found.get(index, finding.severity), key=_GRAVEST.index)
+            found[index] = worst
+    return found

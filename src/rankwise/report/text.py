@@ -4,12 +4,8 @@ import math
 import unicodedata
 from collections.abc import Iterable
 
-from rankwise.audit.fields import share
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, share
 from rankwise.audit.records import HeadRecord, Severity
-
-MISSING = "–"
-"""Stands where there is no finite number. Never 0: a missing number is not a small one."""
 
 SEVERITIES: dict[Severity, tuple[str, str]] = {
     "error": ("error", "errors"),
@@ -24,30 +20,7 @@ _TITLES = {
     "nonfinite": "not finite",
     "delta_low": "δ from",
     "delta_high": "δ to",
-} | {measure.name: measure.words for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}
-
-
-def shown(value: float, digits: int | None = None) -> str:
-    """Write a number in few characters.
-
-    Args:
-        value: the number.
-        digits: decimals; without them three significant digits.
-
-    Returns:
-        The number; a dash where it is not finite; in powers of ten where the decimals would hide it.
-
-    Examples:
-        >>> shown(0.6321), shown(0.6321, 2), shown(0.00004, 2), shown(2048.0), shown(float("nan"))
-        ('0.632', '0.63', '4e-05', '2048', '–')
-    """
-    if not math.isfinite(value):
-        return MISSING
-    if digits is None:
-        return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
-    if 0 < abs(value) < 0.5 * 10**-digits:
-        return f"{value:.0e}"
-    return f"{value:.{digits}f}"
+} | {measure.name: measure.label for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}
 
 
 def plain(name: str) -> str:
@@ -131,33 +104,6 @@ def lowest_share(head: HeadRecord) -> float:
 def highest_share(head: HeadRecord) -> float:
     """Greatest share the numerical rank may have: the upper end of its interval."""
     return share(head.most_rank, head)
-
-
-def rank_words(head: HeadRecord) -> str:
-    """The rank share, with ≈ before an estimate; the interval where that is all an estimate can give.
-
-    Args:
-        head: the head.
-    """
-    if not head.estimated:
-        return shown(rank_share(head), 2)
-    if math.isfinite(head.numerical_rank):
-        return f"≈{shown(rank_share(head), 2)}"
-    ends = (lowest_share(head), highest_share(head))
-    return "–".join(shown(end, 2) for end in ends) if all(map(math.isfinite, ends)) else MISSING
-
-
-def estimated_words(head: HeadRecord, name: str, value: float, digits: int) -> str:
-    """A measure of a head, with ≈ before it where it is an estimate.
-
-    Args:
-        head: the head.
-        name: of the measure.
-        value: what it is.
-        digits: decimals.
-    """
-    mark = "≈" if name in head.stderr and math.isfinite(value) else ""
-    return mark + shown(value, digits)
 
 
 def count(number: int, one: str, many: str = "") -> str:
