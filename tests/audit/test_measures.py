@@ -153,3 +153,23 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "added\n"
+
+
+def test_the_way_of_a_number_is_as_short_as_its_page_says() -> None:
+    """And leads from each module to the next: one of them names the other, or is named by it."""
+    page = (ROOT / "docs" / "decisions" / "008-one-number.md").read_text(encoding="utf-8")
+    way = re.findall(r"^ +\d +(\S+\.py) ", page, re.MULTILINE)
+    assert len(way) == 9
+    assert re.findall(r"^\| `(\S+\.py)`", page, re.MULTILINE) == way
+    package = Path(rw.__file__).parent
+    sources = [(package / module).read_text(encoding="utf-8") for module in way]
+    names = ["rankwise." + module.removesuffix(".py").replace("/", ".") for module in way]
+    known = {
+        (0, 1): "HeadTable", (1, 2): "measured", (2, 3): "HEAD_MEASURES", (4, 5): "gram_or_svd",
+        (1, 6): "HeadRecord", (6, 3): "HeadMeasures", (0, 7): "Audit", (7, 6): "AuditRecord",
+        (8, 3): "PICTURED", (8, 6): "AuditRecord",
+    }  # fmt: skip
+    for (reader, read), name in known.items():
+        assert re.search(rf"from {re.escape(names[read])} import \(?[^)]*?\b{name}\b", sources[reader]), (
+            f"{way[reader]} reads no {name} of {way[read]}"
+        )
