@@ -31,10 +31,10 @@ import rankwise
 from rankwise.assets import demo_model, demo_text
 from rankwise.data import load_text, text_batches
 from rankwise.files import write_whole
-from rankwise.surgery.norms import NormTap
-from rankwise.surgery.probe import find_places
+from rankwise.surgery.norms import NormCalls
+from rankwise.surgery.probe import find_skip_locations
+from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.skips import name_sites
-from rankwise.surgery.watch import watch_sums
 from rankwise.theory import norm_bound, norm_scale, paper_strength, sum_scale
 from recipes.real_models import minilm
 
@@ -238,10 +238,10 @@ def least_by_rows(y: Tensor, b: Tensor, mask: Tensor, centre: bool, eps: float) 
 def least_scales(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
     """By layer: the least |λ| that is sure to keep √½ of μ, by rows alone and by the better of both."""
     found = []
-    sites = name_sites(find_places(model, batch)[0])
-    tap = NormTap(model, sites)
+    sites = name_sites(find_skip_locations(model, batch)[0])
+    tap = NormCalls(model, sites)
     with tap.following():
-        seen = watch_sums(model, batch, sites, {site.name: 1.0 for site in sites})
+        seen = skip_sums(model, batch, sites, {site.name: 1.0 for site in sites})
     norms = tap.norms(seen)
     for one in seen:
         y, b, mask, norm = one.residual, one.branch, one.mask, norms[one.site.name]

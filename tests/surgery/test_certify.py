@@ -16,9 +16,9 @@ from rankwise.errors import RankwiseError
 from rankwise.measures import token_collapse
 from rankwise.surgery import SkipError, add_lambda_skip, certify_skip, skips_of
 from rankwise.surgery.norms import normed
+from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.threshold import GRID
-from rankwise.surgery.watch import watch_sums
-from rankwise.theory import spread
+from rankwise.theory import token_collapse as mu
 
 EPS = (0.0, 1e-12)
 """Of what is read, whose directions count, and of BERT's norms."""
@@ -63,13 +63,13 @@ def test_each_layer_keeps_what_the_sound_scale_promises(name: str) -> None:
             continue
         for factor in (1.0, -1.3):
             scales = dict.fromkeys(skips, 1.0) | {layer.site: factor * layer.sound_scale}
-            added = watch_sums(model, batch, sites, scales)[number]
+            added = skip_sums(model, batch, sites, scales)[number]
             ends = [added.residual.double(), added.total.double()]
             if layer.norm != "none":
                 ends = [
                     normed(rows, layer.norm == "LayerNorm", eps) for rows, eps in zip(ends, EPS, strict=True)
                 ]
-            before, after = (spread(x, added.mask) for x in ends)
+            before, after = (mu(x, added.mask) for x in ends)
             assert (after >= math.sqrt(a) * before * (1 - 1e-5)).all()  # sums are taken in float32
 
 

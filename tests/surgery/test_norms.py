@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from rankwise.surgery import SkipCertificate, add_lambda_skip, certify_skip
 from rankwise.surgery.norms import NormCall, recognised
-from rankwise.theory import spread
+from rankwise.theory import token_collapse as mu
 
 SLACK = 1e-4
 """Relative: a model's states are sums of float32 numbers, with a constant of some ten times their size."""
@@ -49,8 +49,8 @@ def test_what_is_promised_holds_for_the_state_behind_the_norm(name: str, alike: 
     read = (x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x).double()
     if kind != "none":
         read = math.sqrt(WIDTH) * read / read.norm(dim=-1, keepdim=True)
-    true = spread(model.state)
-    assert (true >= layer.norm_gain * layer.sound_bound * spread(read) * (1 - SLACK)).all()
+    true = mu(model.state)
+    assert (true >= layer.norm_gain * layer.sound_bound * mu(read) * (1 - SLACK)).all()
     if layer.norm_gain > 0.9:  # all channels have the same gain
         assert float(true.mean()) >= layer.norm_gain * layer.collapse_out * (1 - SLACK)
 
@@ -75,7 +75,7 @@ def test_nanogpt_s_layer_norm_is_no_rms_norm() -> None:
     nn.init.ones_(norm.weight)
     model = post_norm(norm, strength=0.01)
     layer = certified(model, x, 1.0).layers[0]
-    assert layer.sound_bound * layer.collapse_in <= float(spread(model.state)) < 1
+    assert layer.sound_bound * layer.collapse_in <= float(mu(model.state)) < 1
     assert layer.norm == "LayerNorm"
 
 

@@ -8,12 +8,12 @@ from recipes.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from torch import nn
 
 from rankwise.surgery import SkipError, add_lambda_skip, certify_skip
-from rankwise.surgery.norms import NormTap, normed
-from rankwise.surgery.probe import find_places
+from rankwise.surgery.norms import NormCalls, normed
+from rankwise.surgery.probe import find_skip_locations
+from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.skips import name_sites
 from rankwise.surgery.threshold import Both, kept_by, threshold
-from rankwise.surgery.watch import watch_sums
-from rankwise.theory import spread
+from rankwise.theory import token_collapse as mu
 
 llama = hugging_face("LlamaModel", **LLAMA)
 bert = hugging_face("BertModel", **BERT)
@@ -44,32 +44,32 @@ def test_with_no_other_sequence_nothing_is_said() -> None:
 @pytest.mark.parametrize("build", [llama, bert], ids=["pre-norm", "post-norm"])
 def test_both_measures_are_means_of_ratios(build) -> None:
     model, batch = build(), text_inputs()
-    sites = name_sites(find_places(model, batch)[0])
-    tap = NormTap(model, sites)
+    sites = name_sites(find_skip_locations(model, batch)[0])
+    tap = NormCalls(model, sites)
     with tap.following():
-        seen = watch_sums(model, batch, sites, {site.name: 1.5 for site in sites})
+        seen = skip_sums(model, batch, sites, {site.name: 1.5 for site in sites})
     first, last = seen[0].residual.double(), seen[-1].total.double()
-    share = (spread(last) / last.norm(dim=(-2, -1))) / (spread(first) / first.norm(dim=(-2, -1)))
+    share = (mu(last) / last.norm(dim=(-2, -1))) / (mu(first) / first.norm(dim=(-2, -1)))
     end = normed(last, True, 1e-12) if build is bert else last
     (found,) = kept_by(seen, tap.norms(seen)).values()
     assert found.share == pytest.approx(float(share.mean()))
-    assert found.mu == pytest.approx(float((spread(end) / spread(first)).mean()))
+    assert found.mu == pytest.approx(float((mu(end) / mu(first)).mean()))
 
 
 @pytest.mark.parametrize("target", [0.3, 0.9])
 def test_each_measure_has_its_own_threshold(target: float) -> None:
     model, batch = bert(), text_inputs()
-    sites = name_sites(find_places(model, batch)[0])
-    tap = NormTap(model, sites)
+    sites = name_sites(find_skip_locations(model, batch)[0])
+    tap = NormCalls(model, sites)
     with tap.following():
-        norms = tap.norms(watch_sums(model, batch, sites, {site.name: 1.0 for site in sites}))
+        norms = tap.norms(skip_sums(model, batch, sites, {site.name: 1.0 for site in sites}))
     (found,) = threshold(model, batch, sites, target, norms).values()
     for at in range(2):
         least = found[at]
         assert least is not None
         if 0 < least < math.inf:
             scales = {site.name: least for site in sites}
-            (kept,) = kept_by(watch_sums(model, batch, sites, scales), norms).values()
+            (kept,) = kept_by(skip_sums(model, batch, sites, scales), norms).values()
             assert kept[at] >= target
     assert isinstance(found, Both)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rankwise.surgery import SkipError
 from rankwise.surgery.hooks import SkipHook
-from rankwise.surgery.places import Place
-from rankwise.surgery.probe import find_places
+from rankwise.surgery.probe import find_skip_locations
+from rankwise.surgery.skip_locations import SkipLocation
 from rankwise.surgery.skips import SkipSite, name_sites, put_in
 from rankwise.surgery.verify import SumCheck, verify
 
@@ -64,14 +64,14 @@ class OffScale(SkipHook):
 
 
 def with_hooks(model: nn.Module, batch: dict[str, Any]) -> list[SkipSite]:
-    found = name_sites(find_places(model, batch)[0])
+    found = name_sites(find_skip_locations(model, batch)[0])
     for site in found:
         put_in(model, site, learnable=True, per="layer")
     return found
 
 
 def spoil(model: nn.Module, site: SkipSite, by: float) -> None:
-    module = model.get_submodule(site.place.module)
+    module = model.get_submodule(site.location.module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in hooks.items():
             if isinstance(hook, SkipHook) and hook.parameter == site.parameter:
@@ -86,7 +86,7 @@ def test_one_percent_at_one_site_is_found_and_named(build: Build, at: int) -> No
     with pytest.raises(SkipError) as error:
         verify(model, batch, found, found)
     assert f"at λ ≠ 1, got something else at {found[at].name}." in str(error.value)
-    scales = [model.get_submodule(site.place.module).get_parameter(site.parameter) for site in found]
+    scales = [model.get_submodule(site.location.module).get_parameter(site.parameter) for site in found]
     assert all(bool((scale == 1).all()) for scale in scales)
 
 
@@ -104,14 +104,14 @@ def test_right_hooks_pass(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sites", [slice(None), slice(1)], ids=["all", "the first"])
 def test_right_hooks_of_deep_models_pass(name: str, sites: slice, dtype: torch.dtype) -> None:
     model, batch = DEEP[name]()
-    found = name_sites(find_places(model.to(dtype), batch)[0])
+    found = name_sites(find_skip_locations(model.to(dtype), batch)[0])
     for site in found[sites]:
         put_in(model, site, learnable=True, per="layer")
     verify(model, batch, found[sites], found)
 
 
 NAME = ("", 0, 0)
-SITE = SkipSite("site", "lambda_skip", Place("", "argument"), (NAME,))
+SITE = SkipSite("site", "lambda_skip", SkipLocation("", "argument"), (NAME,))
 SCALE = 0.75
 
 
@@ -204,7 +204,7 @@ def test_what_a_module_gives_is_compared_when_it_ends() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Sum()), torch.randn(2, 5, 64)
     found = with_hooks(model, {"input": x})
-    assert [site.place.how for site in found] == ["sum"]
+    assert [site.location.how for site in found] == ["sum"]
     verify(model, {"input": x}, found, found)
     hooks = model[0]._forward_hooks
     right = dict(hooks)
@@ -220,7 +220,7 @@ def test_what_a_module_gives_is_compared_when_it_ends() -> None:
 def test_a_residual_sum_without_a_skip_must_stay() -> None:
     """A hook whose λ also acts in the block behind it."""
     model, batch = FOUND["GPT-2"][0]()
-    found = name_sites(find_places(model, batch)[0])
+    found = name_sites(find_skip_locations(model, batch)[0])
     put_in(model, found[0], learnable=True, per="layer")
     scale = model.get_submodule(found[0].name).get_parameter(found[0].parameter)
 

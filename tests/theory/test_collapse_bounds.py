@@ -16,8 +16,8 @@ from rankwise.theory import (
     diameter_of,
     linear_decay,
     selective_decay,
-    spread,
 )
+from rankwise.theory import token_collapse as mu
 
 LAYERS = 5
 SLACK = 1 + 1e-9
@@ -36,15 +36,15 @@ def diameter(y: Tensor) -> float:
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), width=st.integers(1, 5))
 def test_diameter_and_collapse_bound_each_other(seed: int, tokens: int, width: int) -> None:
     (y,) = drawn(seed, (tokens, width))
-    assert diameter(y) <= diameter_of(float(spread(y))) * SLACK + 1e-12
-    assert float(spread(y)) <= collapse_of(diameter(y), tokens) * SLACK + 1e-12
+    assert diameter(y) <= diameter_of(float(mu(y))) * SLACK + 1e-12
+    assert float(mu(y)) <= collapse_of(diameter(y), tokens) * SLACK + 1e-12
 
 
 def test_both_are_attained() -> None:
     two = torch.tensor([[1.0], [-1.0]])
-    assert diameter_of(float(spread(two))) == pytest.approx(diameter(two))
+    assert diameter_of(float(mu(two))) == pytest.approx(diameter(two))
     simplex = torch.eye(4)
-    assert collapse_of(diameter(simplex), 4) == pytest.approx(float(spread(simplex)))
+    assert collapse_of(diameter(simplex), 4) == pytest.approx(float(mu(simplex)))
 
 
 @settings(max_examples=50)
@@ -68,7 +68,7 @@ def test_attention_decays_as_fast_as_promised(
     for layer in range(LAYERS):
         y = (y @ a[layer] @ y.mT).softmax(-1) @ y @ c[layer]
         assert diameter(y) <= bound[layer + 1] * SLACK + 1e-14  # tokens that differ by rounding alone
-        assert float(spread(y)) <= collapse_of(bound[layer + 1], tokens) * SLACK + 1e-14
+        assert float(mu(y)) <= collapse_of(bound[layer + 1], tokens) * SLACK + 1e-14
 
 
 def test_heads_side_by_side_add_up() -> None:
@@ -111,7 +111,7 @@ def test_linear_layers_decay_as_fast_as_promised(seed: int, tokens: int, width: 
     )
     for layer in range(LAYERS):
         y = ms[layer] @ y @ c[layer]
-        assert float(spread(y)) <= bound[layer + 1] * SLACK
+        assert float(mu(y)) <= bound[layer + 1] * SLACK
 
 
 def test_linear_layers_of_equal_row_sums_contract_the_deviations() -> None:
@@ -120,7 +120,7 @@ def test_linear_layers_of_equal_row_sums_contract_the_deviations() -> None:
     centring = torch.eye(6, dtype=torch.float64) - 1 / 6
     norm = float(torch.linalg.matrix_norm(centring @ m @ centring, 2))
     assert norm < 1
-    assert float(spread(m @ y)) <= linear_decay(float(spread(y)), [norm], [1.0])[-1] * SLACK
+    assert float(mu(m @ y)) <= linear_decay(float(mu(y)), [norm], [1.0])[-1] * SLACK
 
 
 @settings(max_examples=50)
@@ -151,7 +151,7 @@ def test_selective_layers_decay_as_fast_as_promised(
         decay = (log_decay[:, None] - log_decay[None]).exp().tril()
         m = (y @ w_c[layer]) @ (y @ w_b[layer]).mT * decay * delta
         y = m @ y @ c[layer]
-        assert float(spread(y)) <= bound[layer + 1] * SLACK
+        assert float(mu(y)) <= bound[layer + 1] * SLACK
 
 
 def test_for_selective_layers_the_input_decides() -> None:

@@ -20,10 +20,10 @@ from rankwise.theory import (
     paper_scale,
     paper_scale_with_floor,
     paper_strength,
-    spread,
     sum_bound,
     sum_scale,
 )
+from rankwise.theory import token_collapse as mu
 
 SLACK = 1e-9
 """Relative: sums of T·D float64 terms lose less than T·D·1e-16 < 1e-12; a hundredfold and more beside it."""
@@ -66,7 +66,7 @@ def test_sum_bound_holds(
 ) -> None:
     y = states(seed, tokens, width, alike)
     b = branch_of(y, seed, size, opposed)
-    after = spread(scale * y + b)
+    after = mu(scale * y + b)
     assert sum_bound(y, b, scale) <= after + SLACK * (1 + scale**2) * y.norm()
 
 
@@ -80,7 +80,7 @@ def test_norm_bound_holds(
 ) -> None:  # fmt: skip
     y = states(seed, tokens, width, alike)
     b = branch_of(y, seed, size, opposed)
-    after = spread(normed(scale * y + b, centre, eps))
+    after = mu(normed(scale * y + b, centre, eps))
     # rows that cancel to rounding have any direction: those are where the bound must be careful itself
     assert norm_bound(y, b, scale, centre=centre, eps=eps) <= after + SLACK * math.sqrt(tokens * width)
 
@@ -122,20 +122,20 @@ def test_the_least_scale_does_what_it_says(
     a = 0.3
     for relative in (False, True):
         least = sum_scale(y, b, a, relative=relative)
-        if spread(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 stands for any λ but 0 itself
+        if mu(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 stands for any λ but 0 itself
             continue
         for factor in (1, -1.7, 30):
             out = factor * least * y + b
-            before = spread(y) / (y.norm() if relative else 1)
-            after = spread(out) / (out.norm() if relative else 1)
+            before = mu(y) / (y.norm() if relative else 1)
+            after = mu(out) / (out.norm() if relative else 1)
             assert after >= math.sqrt(a) * before * (1 - 1e-6)
     for centre in (True, False):
         least = norm_scale(y, b, a, centre=centre)
-        before = spread(normed(y, centre))
+        before = mu(normed(y, centre))
         if before < 1e-6 or not least.isfinite():
             continue
         for factor in (1, -1.7, 30):
-            assert spread(normed(factor * least * y + b, centre)) >= math.sqrt(a) * before * (1 - 1e-6)
+            assert mu(normed(factor * least * y + b, centre)) >= math.sqrt(a) * before * (1 - 1e-6)
 
 
 def test_least_scales_are_infinite_where_nothing_can_be_kept() -> None:
@@ -221,13 +221,13 @@ def test_rows_that_are_zero() -> None:
     y = states(0, 4, 3, 0.0)
     y[1:3] = 0
     b = torch.zeros(4, 3, dtype=torch.float64)
-    before = spread(normed(y, centre=False))
+    before = mu(normed(y, centre=False))
     assert torch.allclose(norm_bound(y, b, 1.0, centre=False), before)
     b[1] = 1e-9  # turned into any direction, at full length
     assert norm_bound(y, b, 1.0, centre=False) < before - 0.5
     for sign in (1, -1):
         moved = normed(y + sign * b, centre=False)
-        assert norm_bound(y, b, 1.0, centre=False) <= spread(moved)
+        assert norm_bound(y, b, 1.0, centre=False) <= mu(moved)
 
 
 def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
@@ -246,10 +246,10 @@ def test_without_a_skip_nothing_is_sure() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_ascent_finds_no_violation_of_the_sum_bound(seed: int) -> None:
     def violation(y: Tensor, b: Tensor) -> Tensor:
-        def mu(x: Tensor) -> Tensor:
+        def size(x: Tensor) -> Tensor:
             return (x - x.mean(0)).norm()
 
-        return (1.5 * mu(y) - mu(b) - mu(1.5 * y + b)) / (mu(y) + mu(b))
+        return (1.5 * size(y) - size(b) - size(1.5 * y + b)) / (size(y) + size(b))
 
     assert -1e-3 < ascend(violation, seed, (4, 5), steps=250) <= 1e-12
 
@@ -261,13 +261,13 @@ def test_ascent_finds_no_violation_of_the_sum_bound(seed: int) -> None:
 def test_the_sum_bound_takes_the_scale_as_it_is(scale: float) -> None:
     """A λ rounded to float32 would promise up to 6·10⁻⁸ too much, or infinity."""
     y = torch.randn(5, 3, dtype=torch.float64)
-    bound, kept = sum_bound(y, 0 * y, scale), spread(scale * y)
+    bound, kept = sum_bound(y, 0 * y, scale), mu(scale * y)
     assert abs(bound - kept) <= 1e-14 * kept
 
 
 def test_the_sum_bound_is_attained() -> None:
     y = states(3, 6, 4, 0.5)
-    assert torch.allclose(sum_bound(y, -0.7 * y, 2.0), spread(2.0 * y - 0.7 * y))
+    assert torch.allclose(sum_bound(y, -0.7 * y, 2.0), mu(2.0 * y - 0.7 * y))
     assert torch.allclose(sum_scale(y, -0.7 * y, 0.25), torch.tensor(0.5 + 0.7, dtype=torch.float64))
 
 
@@ -284,7 +284,7 @@ def test_the_norm_bound_is_nearly_attained(angle: float) -> None:
     )
     b = math.cos(turn) * turned - y  # right-angled: the shortest way to turn a row by that much
     assert torch.allclose(normed(y + b, centre=False), turned)
-    bound, truth = norm_bound(y, b, 1.0, centre=False), spread(turned)
+    bound, truth = norm_bound(y, b, 1.0, centre=False), mu(turned)
     assert bound <= truth * (1 + SLACK)
     assert bound >= truth * (1 - angle * turn)
 
@@ -317,7 +317,7 @@ def test_the_condition_on_the_scale_alone_guarantees_nothing() -> None:
     assert strength == pytest.approx(1)
     assert paper_condition(1.0, strength, a=0.2) > 0
     after = normed(m @ y @ c + 1.0 * y, centre=False)
-    assert spread(after) < 1e-12
+    assert mu(after) < 1e-12
     assert paper_floor(1.0, strength, 0.2, tokens=2, width=2) > 2 * 2  # b > T·D: no state has μ² ≥ b
 
 
@@ -325,8 +325,8 @@ def test_the_step_of_its_proof_that_is_false() -> None:
     """μ(DZ) ≥ min(D)·μ(Z) for a diagonal D ≥ 0: two parallel rows of different length become equal."""
     z = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     d = torch.tensor([1.0, 0.5])
-    assert spread(z) > 0.7
-    assert spread(d[:, None] * z) == 0
+    assert mu(z) > 0.7
+    assert mu(d[:, None] * z) == 0
 
 
 @pytest.mark.parametrize("on_sphere", [True, False])
@@ -409,7 +409,7 @@ def test_with_the_usual_skip_a_row_stochastic_mixer_can_collapse_at_once() -> No
     m = 0.5 * torch.eye(5, dtype=torch.float64) + 0.1
     after = y + m @ y @ (-2 * torch.eye(4, dtype=torch.float64))
     assert torch.allclose(m.sum(-1), torch.ones(5, dtype=torch.float64))
-    assert spread(after) < 1e-12 < 0.1 < spread(y)
+    assert mu(after) < 1e-12 < 0.1 < mu(y)
     assert sum_bound(y, m @ y @ (-2 * torch.eye(4, dtype=torch.float64)), 1.0) <= 1e-12
 
 
@@ -423,11 +423,11 @@ def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
     m = -strength * torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
     assert float(m.norm() * c.norm()) == pytest.approx(strength)
     assert paper_scale(strength, a) == pytest.approx(strength)
-    assert spread(m @ y @ c + strength * y) < 1e-12 * strength
+    assert mu(m @ y @ c + strength * y) < 1e-12 * strength
     # without a norm, μ is kept to √a from |λ| = √a + η on, and no sooner: what the sum bound asks for
     least = sum_scale(y, m @ y @ c, a)
     assert least == pytest.approx(math.sqrt(a) + strength)
-    assert spread(m @ y @ c + least * y) == pytest.approx(math.sqrt(a) * float(spread(y)))
+    assert mu(m @ y @ c + least * y) == pytest.approx(math.sqrt(a) * float(mu(y)))
 
 
 @pytest.mark.parametrize("a", [0.0, 1.0, -0.1, math.nan])

@@ -134,10 +134,10 @@ def _inside_switched_off(site: str, findings: Sequence[Finding]) -> bool:
 def _shares(model: nn.Module, batch: Any) -> Mapping[str, float]:
     """Mean ‖b‖/‖λy + b‖ of a token by site, b what the mixer adds; none without λ-skips and LayerScale."""
     from rankwise.surgery import skips_of
-    from rankwise.surgery.probe import check_traceable, find_places
+    from rankwise.surgery.probe import check_traceable, find_skip_locations
+    from rankwise.surgery.skip_sums import skip_sums
     from rankwise.surgery.skips import name_sites
     from rankwise.surgery.verify import unhooked
-    from rankwise.surgery.watch import watch_sums
 
     skips, layer_scales = skips_of(model), _layer_scales(model)
     if not skips and not layer_scales:
@@ -146,10 +146,10 @@ def _shares(model: nn.Module, batch: Any) -> Mapping[str, float]:
     sites = list(skips.sites.values())
     if layer_scales:
         with unhooked(model), _open(layer_scales):
-            sites = name_sites(find_places(model, batch)[0])
+            sites = name_sites(find_skip_locations(model, batch)[0])
     scales = {site.name: skips[site.name].detach() if site.name in skips else 1.0 for site in sites}
     shares: dict[str, float] = {}
-    for one in watch_sums(model, batch, sites, scales) if sites else ():
+    for one in skip_sums(model, batch, sites, scales) if sites else ():
         branch, total = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (one.branch, one.total))
         share = float((branch / total)[one.mask].mean())
         shares[one.site.name] = max(share, shares.get(one.site.name, 0.0))  # of several calls one is enough

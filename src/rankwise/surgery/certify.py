@@ -11,13 +11,13 @@ from rankwise.surgery.certificate import LayerCertificate, SkipCertificate, Stac
 from rankwise.surgery.certify_layer import layer_certificate
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example
-from rankwise.surgery.norms import Norm, NormTap
-from rankwise.surgery.probe import check_traceable, find_places
+from rankwise.surgery.norms import Norm, NormCalls
+from rankwise.surgery.probe import check_traceable, find_skip_locations
+from rankwise.surgery.skip_sums import SkipSum, check_tokens, skip_sums
 from rankwise.surgery.skips import SkipSite, name_sites, skip_sites
 from rankwise.surgery.threshold import equal_at_start, kept_by, stacks_of, threshold
-from rankwise.surgery.values import mixings
+from rankwise.surgery.value_weights import mixings
 from rankwise.surgery.verify import unhooked
-from rankwise.surgery.watch import Added, check_tokens, watch_sums
 from rankwise.theory import paper_scale
 
 
@@ -66,9 +66,9 @@ def certify_skip(
     check_tokens(batch)
     sites = skip_sites(model) or _found(model, batch)
     scales = _scales(model, sites)
-    tap = NormTap(model, sites)
+    tap = NormCalls(model, sites)
     with tap.following():
-        seen = watch_sums(model, batch, sites, scales)
+        seen = skip_sums(model, batch, sites, scales)
     if not any(bool((one.mask.sum(-1) > 1).any()) for one in seen):
         raise SkipError(
             "`batch`",
@@ -113,21 +113,21 @@ def check_share(a: float) -> None:
 
 def _found(model: nn.Module, batch: Example) -> list[SkipSite]:
     with unhooked(model):
-        places, missed = find_places(model, batch)
-    if not places:
+        locations, missed = find_skip_locations(model, batch)
+    if not locations:
         raise SkipError(
             f"model {type(model).__name__}",
             wanted="residual connections around mixers",
             got=f"none in reach ({', '.join(missed[:3])})" if missed else "none",
             fix="A block must compute x + f(x), and the batch have sequences of two tokens or more.",
         )
-    return name_sites(places)
+    return name_sites(locations)
 
 
 def _scales(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
     scales = {}
     for site in sites:
-        module = model.get_submodule(site.place.module)
+        module = model.get_submodule(site.location.module)
         found = dict(module.named_parameters(recurse=False)).get(site.parameter)
         scale = torch.ones(1) if found is None else found.detach()
         if not bool(scale.isfinite().all()):
@@ -141,7 +141,7 @@ def _scales(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
     return scales
 
 
-def _check_finite(seen: Sequence[Added]) -> None:
+def _check_finite(seen: Sequence[SkipSum]) -> None:
     for one in seen:
         for what, value in (("the residual", one.residual), ("what the mixer gave", one.branch)):
             if not bool(value[one.mask].isfinite().all()):
@@ -157,7 +157,7 @@ def _stacks(
     model: nn.Module,
     batch: Example,
     sites: Sequence[SkipSite],
-    seen: Sequence[Added],
+    seen: Sequence[SkipSum],
     norms: Mapping[str, Norm],
     layers: Sequence[LayerCertificate],
     target: float,
@@ -165,8 +165,8 @@ def _stacks(
     kept, equal = kept_by(seen, norms), equal_at_start(seen)
     least = threshold(model, batch, sites, target, norms)
     found = []
-    for stack, places in stacks_of(seen).items():
-        inside, share, scale = [layers[at] for at in places], kept[stack].share, least[stack].share
+    for stack, numbers in stacks_of(seen).items():
+        inside, share, scale = [layers[at] for at in numbers], kept[stack].share, least[stack].share
         helps = share is not None and share < target and scale is not None and math.isfinite(scale)
         found.append(
             StackCertificate(

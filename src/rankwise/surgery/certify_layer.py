@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rankwise.surgery.certificate import LayerCertificate
 from rankwise.surgery.norms import Norm
-from rankwise.surgery.values import Mixing
-from rankwise.surgery.watch import Added
+from rankwise.surgery.skip_sums import SkipSum
+from rankwise.surgery.value_weights import Mixing
 from rankwise.theory import (
     norm_bound,
     norm_scale,
@@ -19,9 +19,9 @@ from rankwise.theory import (
     paper_scale,
     paper_scale_with_floor,
     paper_strength,
-    spread,
     sum_bound,
     sum_scale,
+    token_collapse,
 )
 
 SPHERE = 0.01
@@ -59,7 +59,7 @@ class _Sum:
 
 
 def layer_certificate(
-    added: Added, scale: Tensor, norm: Norm, mixing: Mixing | None, a: float
+    added: SkipSum, scale: Tensor, norm: Norm, mixing: Mixing | None, a: float
 ) -> tuple[LayerCertificate, str]:
     """The certificate of one λ-skip, and why the paper's theorem says nothing of it; empty if it does.
 
@@ -86,8 +86,8 @@ def layer_certificate(
         collapse_in=one.mean(before),
         collapse_out=one.mean(ends) if known else None,
         kept=one.least(kept) if known else None,
-        relative_in=one.mean(spread(y, mask) / sizes[0]),
-        relative_out=one.mean(spread(one.after, mask) / sizes[2]),
+        relative_in=one.mean(token_collapse(y, mask) / sizes[0]),
+        relative_out=one.mean(token_collapse(one.after, mask) / sizes[2]),
         price=one.mean(sizes[1] / sizes[2]),
         gain=_gain(one),
         mixing_norm=None if mixing is None else mixing.norm,
@@ -101,9 +101,9 @@ def layer_certificate(
 
 def _collapses(one: _Sum) -> tuple[Tensor, Tensor]:
     """μ of what is read and of what comes of it, by sequence; before a norm, that of directions times √D."""
-    ends = spread(one.norm.of(one.after), one.mask)
+    ends = token_collapse(one.norm.of(one.after), one.mask)
     if not one.norm.known:
-        return spread(one.y, one.mask), ends
+        return token_collapse(one.y, one.mask), ends
     return norm_bound(one.y, 0 * one.b, 1.0, one.mask, one.norm.centre), ends
 
 
@@ -153,7 +153,7 @@ def _any_mixing(one: _Sum, mixing: Mixing | None, a: float) -> float | None:
     reach = mixing.reach.to(one.y.device)
     if not one.norm.known:
         farthest = reach * one.mask.sum(-1).sqrt()
-        return one.largest(math.sqrt(a) + farthest / spread(one.y, one.mask))
+        return one.largest(math.sqrt(a) + farthest / token_collapse(one.y, one.mask))
     way = one.y.new_zeros(one.y.shape[-1])
     way[:2] = way.new_tensor([1, -1])[: len(way)]  # without a mean that centring would take off
     any_way = (reach[:, None, None] * way / way.norm()).expand_as(one.y)

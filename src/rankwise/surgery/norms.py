@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rankwise.surgery.skip_sums import SkipSum
 from rankwise.surgery.skips import SkipSite
-from rankwise.surgery.watch import Added
 
 Kind = Literal["none", "LayerNorm", "RMSNorm", "unknown"]
 RANGE = 6
@@ -71,7 +71,7 @@ class NormCall:
     output: Any = None
 
 
-class NormTap:
+class NormCalls:
     """Keeps what the modules that alone read a sum were given and gave, while a model runs.
 
     Args:
@@ -81,7 +81,7 @@ class NormTap:
 
     def __init__(self, model: nn.Module, sites: Sequence[SkipSite]) -> None:
         self._model = model
-        self._names = {site.place.norm for site in sites} - {""}
+        self._names = {site.location.norm for site in sites} - {""}
         self._calls: dict[str, list[NormCall]] = {name: [] for name in self._names}
 
     @contextmanager
@@ -98,7 +98,7 @@ class NormTap:
             for handle in handles:
                 handle.remove()
 
-    def norms(self, seen: Sequence[Added]) -> dict[str, Norm]:
+    def norms(self, seen: Sequence[SkipSum]) -> dict[str, Norm]:
         """The norm behind each skip connection, by the name of its site.
 
         Args:
@@ -111,18 +111,20 @@ class NormTap:
                 found[one.site.name] = self._norm_behind(one)
         return found
 
-    def _norm_behind(self, added: Added) -> Norm:
-        place = added.site.place
-        if place.read_by:
-            return Norm("unknown", reason=f"the function {place.read_by} reads the sum outside of any module")
-        if not place.norm:
+    def _norm_behind(self, added: SkipSum) -> Norm:
+        location = added.site.location
+        if location.read_by:
+            return Norm(
+                "unknown", reason=f"the function {location.read_by} reads the sum outside of any module"
+            )
+        if not location.norm:
             return Norm("none")
-        total = added.total.transpose(0, 1) if place.axis == 0 and added.total.dim() == 3 else added.total
-        for call in self._calls[place.norm]:
+        total = added.total.transpose(0, 1) if location.axis == 0 and added.total.dim() == 3 else added.total
+        for call in self._calls[location.norm]:
             at = _argument_of(call, total)
             if at is not None:
                 return recognised(call, at)
-        return Norm("unknown", reason=f"{place.norm} was not given the sum as it is")
+        return Norm("unknown", reason=f"{location.norm} was not given the sum as it is")
 
 
 def _before(calls: list[NormCall]) -> Any:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from rankwise.capture.module_calls import ModuleCalls
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, call, tensors_in
-from rankwise.surgery.places import Place, Traffic, place, reader, with_readers
 from rankwise.surgery.residuals import Residual, find_residuals, not_finite
-from rankwise.surgery.sums import Change, History, SumName, SumRecorder, SumTap
+from rankwise.surgery.skip_locations import SkipLocation, Traffic, locate, reader, with_readers
+from rankwise.surgery.sums import Change, History, SumName, SumRecorder, SumReplacer
 from rankwise.torch_internals import is_compiled
 
 
-def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[str]]:
+def find_skip_locations(model: nn.Module, example: Example) -> tuple[list[SkipLocation], list[str]]:
     """Find where the λ-skips of a model go.
 
     Runs the model once, in evaluation mode and with gradients; nothing of it changes.
@@ -26,7 +26,7 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
         example: something to run it on.
 
     Returns:
-        One place for each residual connection around a mixer, and the names of the blocks in which there
+        One location for each residual connection around a mixer, and the names of the blocks in which there
         is one that no module is near enough to reach.
 
     Raises:
@@ -41,15 +41,15 @@ def find_places(model: nn.Module, example: Example) -> tuple[list[Place], list[s
     residuals = find_residuals(history)
     if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
         raise not_finite("what the model gives")
-    places, readers, missed = [], [], []
+    locations, readers, missed = [], [], []
     for residual in residuals:
-        found = place(residual, traffic)
+        found = locate(residual, traffic)
         if found is None:
             missed.append(_block(residual))
         else:
-            places.append(found)
+            locations.append(found)
             readers.append(reader(residual, traffic))
-    return with_readers(places, readers), missed
+    return with_readers(locations, readers), missed
 
 
 def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Change]) -> list[Tensor]:
@@ -60,15 +60,15 @@ def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Chang
         example: what to run it on.
         changes: name of a sum → what it is to be.
     """
-    with probing(model), tapping(model, changes):
+    with probing(model), replacing_sums(model, changes):
         return [tensor.detach() for tensor in tensors_in(call(model, example))]
 
 
 @contextmanager
-def tapping(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
+def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
     """Put something else in the place of some sums of a model, for as long as the block runs."""
     frames = ModuleCalls(model)
-    with frames.following(), SumTap(frames.running, changes):
+    with frames.following(), SumReplacer(frames.running, changes):
         yield
 
 

@@ -15,8 +15,8 @@ from rankwise.errors import did_you_mean
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, example_for
 from rankwise.surgery.hooks import remove_hooks
-from rankwise.surgery.places import Place
-from rankwise.surgery.probe import check_traceable, find_places
+from rankwise.surgery.probe import check_traceable, find_skip_locations
+from rankwise.surgery.skip_locations import SkipLocation
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import verify
 
@@ -35,7 +35,7 @@ class SkipSite:
     """Module that carries λ, such as ``transformer.h.0.attn``."""
     parameter: str
     """Name of λ in it."""
-    place: Place
+    location: SkipLocation
     sums: tuple[SumName, ...] = ()
     """The sums of a forward pass that it scales: several where its module is called several times."""
 
@@ -56,7 +56,7 @@ class Skips(Mapping[str, nn.Parameter]):
 
     def __getitem__(self, name: str) -> nn.Parameter:
         site = self.sites[name]
-        return self._model.get_submodule(site.place.module).get_parameter(site.parameter)
+        return self._model.get_submodule(site.location.module).get_parameter(site.parameter)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -128,8 +128,8 @@ def add_lambda_skip(
             fix="Change the λ it has (`surgery.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
         )
     example = example_for(model) if example is None else example
-    places, missed = find_places(model, example)
-    found = name_sites(places)
+    locations, missed = find_skip_locations(model, example)
+    found = name_sites(locations)
     if not found:
         raise _no_residual(model, missed)
     chosen = choose(found, sites)
@@ -192,12 +192,14 @@ def skip_sites(model: nn.Module) -> list[SkipSite]:
     sites = [
         _renamed(site, name) for name, module in model.named_modules() for site in vars(module).get(NOTES, ())
     ]
-    return sorted(sites, key=lambda site: site.place.time)
+    return sorted(sites, key=lambda site: site.location.time)
 
 
 def _renamed(site: SkipSite, module: str) -> SkipSite:
-    place = site.place.renamed(module)
-    return replace(site, place=place, sums=tuple((place.sum[0], call, at) for _, call, at in site.sums))
+    location = site.location.renamed(module)
+    return replace(
+        site, location=location, sums=tuple((location.sum[0], call, at) for _, call, at in site.sums)
+    )
 
 
 def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
@@ -209,13 +211,13 @@ def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
         learnable: whether gradients reach λ.
         per: one λ for the layer or for each channel.
     """
-    module, place = model.get_submodule(site.place.module), site.place
+    module, location = model.get_submodule(site.location.module), site.location
     device = next((one.device for one in (*module.parameters(), *model.parameters())), torch.device("cpu"))
-    dtype = torch.promote_types(place.dtype, torch.float32)
-    scale = torch.ones(place.width if per == "channel" else 1, dtype=dtype, device=device)
+    dtype = torch.promote_types(location.dtype, torch.float32)
+    scale = torch.ones(location.width if per == "channel" else 1, dtype=dtype, device=device)
     module.register_parameter(site.parameter, nn.Parameter(scale, requires_grad=learnable))
     vars(module).setdefault(NOTES, []).append(site)
-    place.install(model, site.parameter)
+    location.install(model, site.parameter)
 
 
 def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
@@ -284,24 +286,24 @@ def check_scale(subject: str, value: object) -> None:
         )
 
 
-def name_sites(places: list[Place]) -> list[SkipSite]:
-    """Give each place a name; a module that is called several times in a forward pass is one.
+def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
+    """Give each location a name; a module that is called several times in a forward pass is one.
 
     Args:
-        places: the places, in the order they run.
+        locations: the locations, in the order they run.
     """
     sites: list[SkipSite] = []
-    for place in dict.fromkeys(places):
-        number = sum(site.place.module == place.module for site in sites)
+    for location in dict.fromkeys(locations):
+        number = sum(site.location.module == location.module for site in sites)
         suffix = f"_{number + 1}" if number else ""
-        sums = tuple(one.sum for one in places if one == place)
-        sites.append(SkipSite(f"{place.module}{suffix}", f"{PARAMETER}{suffix}", place, sums))
+        sums = tuple(one.sum for one in locations if one == location)
+        sites.append(SkipSite(f"{location.module}{suffix}", f"{PARAMETER}{suffix}", location, sums))
     return sites
 
 
 def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
     notes = []
-    dropping = [site.name for site in sites if site.place.drops]
+    dropping = [site.name for site in sites if site.location.drops]
     if dropping:
         notes.append(
             f"in training, the dropout behind {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "

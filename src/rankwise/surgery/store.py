@@ -78,7 +78,7 @@ def save_skips(
         model_class=_class(model),
         per="channel" if any(one.numel() > 1 for one in skips.values()) else "layer",
         learnable=any(one.requires_grad for one in skips.values()),
-        sites={name: site.place.width for name, site in skips.sites.items()},
+        sites={name: site.location.width for name, site in skips.sites.items()},
         parameters=_digest(model, skips),
         fitted=fitted or {},
     )

@@ -285,7 +285,7 @@ class SumRecorder(TorchFunctionMode):
         return out
 
 
-class SumTap(TorchFunctionMode):
+class SumReplacer(TorchFunctionMode):
     """Puts something else in the place of chosen sums.
 
     Args:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from rankwise.capture.block_candidates import stack_of
 from rankwise.surgery.examples import Example
 from rankwise.surgery.norms import Norm
+from rankwise.surgery.skip_sums import SkipSum, skip_sums
 from rankwise.surgery.skips import SkipSite
-from rankwise.surgery.watch import Added, watch_sums
-from rankwise.theory import spread
+from rankwise.theory import token_collapse
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 PARTS = 50
@@ -30,7 +30,7 @@ class Both(NamedTuple):
     """Of μ."""
 
 
-def stacks_of(seen: Sequence[Added]) -> dict[str, list[int]]:
+def stacks_of(seen: Sequence[SkipSum]) -> dict[str, list[int]]:
     """Which skips belong to one stack of blocks, by its name.
 
     Args:
@@ -42,21 +42,21 @@ def stacks_of(seen: Sequence[Added]) -> dict[str, list[int]]:
     return found
 
 
-def equal_at_start(seen: Sequence[Added]) -> dict[str, Bool[Tensor, " B"]]:
+def equal_at_start(seen: Sequence[SkipSum]) -> dict[str, Bool[Tensor, " B"]]:
     """The sequences of several tokens that are all equal, up to rounding, where a stack starts.
 
     Args:
         seen: what each skip adds.
     """
     found = {}
-    for stack, places in stacks_of(seen).items():
-        first = seen[places[0]]
+    for stack, numbers in stacks_of(seen).items():
+        first = seen[numbers[0]]
         rounding = torch.finfo(first.residual.dtype).eps
         found[stack] = (first.mask.sum(-1) > 1) & (_share(first.residual, first.mask) <= rounding)
     return found
 
 
-def kept_by(seen: Sequence[Added], norms: Mapping[str, Norm]) -> dict[str, Both]:
+def kept_by(seen: Sequence[SkipSum], norms: Mapping[str, Norm]) -> dict[str, Both]:
     """What each stack keeps, from its first skip's residual to its last skip's sum, as a mean over sequences.
 
     Those of equal tokens at the start are left out; so is μ where the norm behind the last sum is not known.
@@ -67,16 +67,16 @@ def kept_by(seen: Sequence[Added], norms: Mapping[str, Norm]) -> dict[str, Both]
     """
     equal = equal_at_start(seen)
     found = {}
-    for stack, places in stacks_of(seen).items():
-        first, last = seen[places[0]], seen[places[-1]]
+    for stack, numbers in stacks_of(seen).items():
+        first, last = seen[numbers[0]], seen[numbers[-1]]
         apart = (first.mask.sum(-1) > 1) & ~equal[stack]
         if not bool(apart.any()):
             found[stack] = Both(None, None)
             continue
         norm = norms[last.site.name]
         shares = _share(last.total, last.mask) / _share(first.residual, first.mask)
-        ends = spread(norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-        mus = ends / spread(first.residual, first.mask)
+        ends = token_collapse(norm.of(last.total.double()), last.mask).nan_to_num(0.0)
+        mus = ends / token_collapse(first.residual, first.mask)
         mu = None if norm.kind == "unknown" else float(mus[apart].mean())
         found[stack] = Both(float(shares[apart].mean()), mu)
     return found
@@ -104,7 +104,7 @@ def threshold(
 
     @cache
     def kept(scale: float) -> dict[str, Both]:
-        return kept_by(watch_sums(model, batch, sites, {site.name: scale for site in sites}), norms)
+        return kept_by(skip_sums(model, batch, sites, {site.name: scale for site in sites}), norms)
 
     def least(stack: str, measure: int) -> float | None:
         if all(kept(scale)[stack][measure] is None for scale in GRID):
@@ -141,7 +141,7 @@ def _between(below: float, above: float, part: int) -> float:
 
 def _share(rows: Tensor, mask: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(rows.double().masked_fill(~mask[..., None], 0), dim=(-2, -1))
-    return (spread(rows, mask) / size).nan_to_num(0.0)
+    return (token_collapse(rows, mask) / size).nan_to_num(0.0)
 
 
 def _stack(site: SkipSite) -> str:

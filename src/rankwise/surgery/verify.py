@@ -80,7 +80,7 @@ def scaled_sums(
     """
     return {
         name: ScaledSum(
-            site.place.which, scales[site.name], None if on_sum is None else partial(on_sum, name)
+            site.location.which, scales[site.name], None if on_sum is None else partial(on_sum, name)
         )
         for site in sites
         if site.name in scales
@@ -128,7 +128,7 @@ class SumCheck:
 
     def __init__(self, site: "SkipSite", scale: float) -> None:
         self.site, self._scale = site, scale
-        self._scaled = ScaledSum(site.place.which, scale)
+        self._scaled = ScaledSum(site.location.which, scale)
         self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
         self._agreed: set[SumName] = set()
         self._inside = False
@@ -155,8 +155,8 @@ class SumCheck:
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Compare the outputs of a module that λ corrects, for as long as the block runs."""
-        module = model.get_submodule(self.site.place.module)
-        if self.site.place.how != "sum":
+        module = model.get_submodule(self.site.location.module)
+        if self.site.location.how != "sum":
             yield
             return
         handles = (
@@ -176,7 +176,7 @@ class SumCheck:
         self._inside, name, self._due = False, self._due, None
         if name is None:
             return None
-        key = self.site.place.key
+        key = self.site.location.key
         return placed(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class SumCheck:
         operands = self._operands[name]
         one, other = (value.double().abs() for value in operands)
         rounding = 2.5 * max(torch.finfo(value.dtype).eps for value in operands) * (one + other).norm(dim=-1)
-        residual = (one, other)[self.site.place.which]
+        residual = (one, other)[self.site.location.which]
         allowed = 0.0025 * self._scale * residual.norm(dim=-1) + rounding
         return bool((_difference(wanted, got).norm(dim=-1) <= allowed).all())
 
@@ -208,7 +208,7 @@ def unhooked(model: nn.Module) -> Iterator[None]:
 def _fill(model: nn.Module, sites: Sequence["SkipSite"], scales: Mapping[str, float]) -> None:
     with torch.no_grad():
         for site in sites:
-            module = model.get_submodule(site.place.module)
+            module = model.get_submodule(site.location.module)
             module.get_parameter(site.parameter).fill_(scales[site.name])
 
 

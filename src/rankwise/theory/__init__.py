@@ -18,7 +18,7 @@ from rankwise.theory.paper_skip import (
     paper_strength,
 )
 from rankwise.theory.random_heads import NullRank
-from rankwise.theory.skip_bounds import norm_bound, norm_scale, spread, sum_bound, sum_scale
+from rankwise.theory.skip_bounds import norm_bound, norm_scale, sum_bound, sum_scale, token_collapse
 from rankwise.theory.theorem1 import almost_orthonormal, theorem1_bound, theorem1_epsilon, theorem1_rank
 from rankwise.theory.uniform import uniform_rank
 
@@ -42,11 +42,11 @@ __all__ = [
     "rank_barrier",
     "rank_barrier_of_rows",
     "selective_decay",
-    "spread",
     "sum_bound",
     "sum_scale",
     "theorem1_bound",
     "theorem1_epsilon",
     "theorem1_rank",
+    "token_collapse",
     "uniform_rank",
 ]

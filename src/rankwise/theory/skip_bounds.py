@@ -16,7 +16,7 @@ DOUBLINGS, HALVINGS = 30, 40
 """Of a search for the least |λ|: up to 1e9 times its first guess, to 1e-12 of it."""
 
 
-def spread(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[Tensor, "*batch"]:
+def token_collapse(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[Tensor, "*batch"]:
     """μ of rows: the norm of what tells them from their mean.
 
     Formula: ‖Y − 1ȳᵀ‖_F over the rows of the mask. Range: [0, ‖Y‖_F]. Cost: O(T D).
@@ -27,7 +27,7 @@ def spread(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[
 
     Examples:
         >>> import torch
-        >>> spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item() ** 2
+        >>> token_collapse(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item() ** 2
         2.0000000000000004
     """
     return mean_distance(*_counted(rows, mask))
@@ -52,11 +52,11 @@ def sum_bound(
     Examples:
         >>> import torch
         >>> y = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-        >>> round(sum_bound(y, -y, 3.0).item() / spread(y).item(), 9)
+        >>> round(sum_bound(y, -y, 3.0).item() / token_collapse(y).item(), 9)
         2.0
     """
     size = torch.as_tensor(scale, dtype=torch.float64).abs()
-    return (size * spread(residual, mask) - spread(branch, mask)).clamp(min=0)
+    return (size * token_collapse(residual, mask) - token_collapse(branch, mask)).clamp(min=0)
 
 
 def sum_scale(
@@ -91,7 +91,7 @@ def sum_scale(
         1.0
     """
     check_share(a)
-    ratio = _over(spread(branch, mask), spread(residual, mask))
+    ratio = _over(token_collapse(branch, mask), token_collapse(residual, mask))
     if not relative:
         return math.sqrt(a) + ratio
     sizes = _over(_size(branch, mask), _size(residual, mask))
@@ -180,7 +180,7 @@ def norm_scale(
     """
     check_share(a)
     polar = _polar(residual, branch, mask, centre)
-    wanted = math.sqrt(a) * polar.radius * polar.spread
+    wanted = math.sqrt(a) * polar.radius * polar.collapse
     low = torch.zeros_like(wanted)
     high = 1 + _over(polar.moves, polar.lengths, 0.0).amax(-1)
     for _ in range(DOUBLINGS):
@@ -200,7 +200,7 @@ class _Polar(NamedTuple):
     moves: Tensor
     """‖m_i‖."""
     real: Tensor
-    spread: Tensor
+    collapse: Tensor
     """μ(U), U the directions of the rows."""
     mean: Tensor
     """‖ū‖."""
@@ -217,13 +217,13 @@ def _kept(polar: _Polar, scale: Tensor, eps: float) -> Tensor:
     length = _over(least, (least.square() + eps).sqrt())
     exists = polar.lengths > 0
     lost = torch.where(exists, (chords + 1 - length).clamp(max=2), (polar.moves > 0).double())
-    by_rows = polar.spread - torch.linalg.vector_norm(lost, dim=-1)
+    by_rows = polar.collapse - torch.linalg.vector_norm(lost, dim=-1)
     # Σ r_i² − T(‖ū‖ + ē)², with μ(U)² = Σ‖u_i‖² − T‖ū‖² taken out: where tokens are alike, the difference of
     # the two sums would be rounding.
     shorter = torch.where(exists, 1 - length.square(), 0.0).sum(-1)
     number = polar.real.sum(-1).clamp(min=1)
     moved = lost.sum(-1) / number
-    square = polar.spread.square() - shorter - number * moved * (2 * polar.mean + moved)
+    square = polar.collapse.square() - shorter - number * moved * (2 * polar.mean + moved)
     return polar.radius * torch.maximum(by_rows, square.clamp(min=0).sqrt())
 
 
@@ -238,7 +238,7 @@ def _polar(residual: Rows, branch: Rows, mask: Tensor | None, centre: bool) -> _
     directions = _over(y, radius * lengths[..., None], 0.0)
     mean = directions.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
-    return _Polar(lengths, moves, real, spread(directions, mask), size, radius)
+    return _Polar(lengths, moves, real, token_collapse(directions, mask), size, radius)
 
 
 def _counted(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def _items(output: Any) -> Iterator[tuple[Key, Any]]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SkipLocation:
     """How one λ-skip is put into a model."""
 
     module: str
@@ -146,8 +146,8 @@ class Place:
         module.register_forward_hook(CorrectBranch(parameter, self.key, held))
         scope.register_forward_hook(CloseSlot(held), always_call=True)
 
-    def renamed(self, module: str) -> "Place":
-        """The same place where its module has another name: in a part of the model, or a larger one."""
+    def renamed(self, module: str) -> "SkipLocation":
+        """The same location where its module has another name: in a part of the model, or a larger one."""
         old, new = _parts(self.module), _parts(module)
         while old and new and old[-1] == new[-1]:
             old.pop()
@@ -172,7 +172,7 @@ def _parts(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
-def place(residual: Residual, traffic: Traffic) -> Place | None:
+def locate(residual: Residual, traffic: Traffic) -> SkipLocation | None:
     """Find where λ can go, the most exact way first; None if no module is near enough."""
     common: dict[str, Any] = {
         "block": residual.sum.frames[-1].name if residual.sum.frames else "",
@@ -189,7 +189,7 @@ def place(residual: Residual, traffic: Traffic) -> Place | None:
         or _as_branch(residual, traffic, drops=False)
         or _as_branch(residual, traffic, drops=True)
     )
-    return None if found is None else Place(**found, **common)
+    return None if found is None else SkipLocation(**found, **common)
 
 
 @dataclass(frozen=True)
@@ -232,15 +232,15 @@ def reader(residual: Residual, traffic: Traffic) -> Reader:
     return Reader("", reads[0].function, inside)
 
 
-def with_readers(places: Sequence[Place], readers: Sequence[Reader]) -> list[Place]:
-    """Places with what reads their sums.
+def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -> list[SkipLocation]:
+    """Locations with what reads their sums.
 
     A reader outside of the block counts only if every sum has one: else it is the norm behind a stack.
     """
     every = all(readers)
     return [
         replace(one, norm=by.module, read_by=by.function) if by.inside or every else one
-        for one, by in zip(places, readers, strict=True)
+        for one, by in zip(locations, readers, strict=True)
     ]
 
 

@@ -9,12 +9,12 @@ from tests.surgery.surgery_cases import FOUND
 from torch import Tensor, nn
 
 from rankwise.surgery import add_lambda_skip, certify_skip, skips_of
-from rankwise.surgery.watch import Added, watch_sums
+from rankwise.surgery.skip_sums import SkipSum, skip_sums
 
 
-def watched(model: nn.Module, ids: Tensor, scale: float = 0.5) -> list[Added]:
+def watched(model: nn.Module, ids: Tensor, scale: float = 0.5) -> list[SkipSum]:
     sites = list(skips_of(model).sites.values())
-    return watch_sums(model, {"input_ids": ids}, sites, {site.name: scale for site in sites})
+    return skip_sums(model, {"input_ids": ids}, sites, {site.name: scale for site in sites})
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Bamba", "GPT-2", "ALBERT"])
@@ -72,8 +72,8 @@ def test_sites_are_found_again_in_a_larger_model() -> None:
     inside = watched(Wrapper(copy.deepcopy(model)), ids)
     for one, other in zip(inside, watched(model, ids), strict=True):
         assert torch.equal(one.total, other.total)
-        assert one.site.place.norm == f"inner.{other.site.place.norm}"
+        assert one.site.location.norm == f"inner.{other.site.location.norm}"
     part = skips_of(copy.deepcopy(model.encoder.layer[1])).sites
     (site,) = part.values()
     assert len(skips_of(model)) == BERT["num_hidden_layers"]
-    assert (site.place.block, site.place.norm) == ("attention.output", "attention.output.LayerNorm")
+    assert (site.location.block, site.location.norm) == ("attention.output", "attention.output.LayerNorm")

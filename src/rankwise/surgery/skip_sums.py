@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rankwise.surgery.errors import SkipError
 from rankwise.surgery.examples import Example, call
-from rankwise.surgery.probe import probing, tapping
+from rankwise.surgery.probe import probing, replacing_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked
@@ -18,7 +18,7 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass
-class Added:
+class SkipSum:
     """One sum λ·Y + B, as (B, T, D)."""
 
     site: SkipSite
@@ -28,9 +28,9 @@ class Added:
     mask: Tensor
 
 
-def watch_sums(
+def skip_sums(
     model: nn.Module, batch: Example, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
-) -> list[Added]:
+) -> list[SkipSum]:
     """Run a model, its hooks off, with these λ, and see what each skip adds, in the order it runs.
 
     Args:
@@ -42,18 +42,18 @@ def watch_sums(
     Raises:
         SkipError: if a sequence of the batch is all padding.
     """
-    seen: list[Added] = []
+    seen: list[SkipSum] = []
     of_sum = {name: site for site in sites for name in site.sums}
 
     def note(name: SumName, residual: Tensor, branch: Tensor, total: Tensor) -> None:
         site = of_sum[name]
-        if residual.shape != branch.shape or residual.shape[-1] != site.place.width:
+        if residual.shape != branch.shape or residual.shape[-1] != site.location.width:
             raise _other_sums(site)
-        one, other, both = (_as_batch(value, site.place.axis) for value in (residual, branch, total))
-        seen.append(Added(site, one, other, both, _mask(batch, one, site)))
+        one, other, both = (_as_batch(value, site.location.axis) for value in (residual, branch, total))
+        seen.append(SkipSum(site, one, other, both, _mask(batch, one, site)))
 
     scaled = scaled_sums(sites, scales, note)
-    with unhooked(model), probing(model), torch.no_grad(), tapping(model, scaled):
+    with unhooked(model), probing(model), torch.no_grad(), replacing_sums(model, scaled):
         call(model, batch)
     missing = {site.name for site in sites} - {one.site.name for one in seen}
     if missing:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rankwise.capture import MixerSite, capture
 from rankwise.errors import CaptureError
 from rankwise.surgery.examples import Example, call
-from rankwise.surgery.probe import probing, tapping
+from rankwise.surgery.probe import probing, replacing_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked
@@ -63,7 +63,7 @@ class MatrixCall:
         return None
 
 
-class MatrixTap:
+class MatrixCalls:
     """Keeps what the modules of a model that have a matrix read and gave, while it runs."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,13 +109,13 @@ def mixings(
         sums[of_sum[name]].append((residual, branch))
 
     with unhooked(model):  # what a projection gave is seen without the (λ − 1)·x that a hook may add to it
-        tap = MatrixTap(model)
+        tap = MatrixCalls(model)
         try:
             with (
                 probing(model),
                 torch.no_grad(),
                 capture(model, on_mixer=mixers.append, values=True),
-                tapping(model, scaled_sums(sites, scales, note)),
+                replacing_sums(model, scaled_sums(sites, scales, note)),
             ):
                 call(model, batch)
         except CaptureError:
@@ -203,14 +203,14 @@ def _columns_of(heads: Tensor, mask: Tensor, tables: Sequence[Tensor]) -> tuple[
         # One row tells most tables apart; only then are whole columns compared.
         if table.dtype != heads.dtype or not torch.isin(wanted[0].double(), table[0].double()).all():
             continue
-        places = defaultdict(list)
-        for place, column in enumerate(_columns(table)):
-            places[column].append(place)
+        positions = defaultdict(list)
+        for position, column in enumerate(_columns(table)):
+            positions[column].append(position)
         # From the end, where the values of a joint projection are; of equal columns each is taken once, and
         # the last of them again: groups of heads may come with their values repeated.
         found = []
         for column in reversed(_columns(wanted)):
-            left = places[column]
+            left = positions[column]
             found.append(left.pop() if len(left) > 1 else left[0] if left else -1)
         found.reverse()
         if -1 not in found:
