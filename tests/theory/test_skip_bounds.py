@@ -237,6 +237,28 @@ def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
     assert norm_scale(y, 0 * y, 0.5) == math.inf
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_numbers_far_from_zero_promise_nothing_that_is_not_so(moved: bool) -> None:
+    """A row 1e12 ± 1e-3 is no row of equal numbers, though its mean takes most of its digits."""
+    torch.manual_seed(0)
+    width, far = 1000, 1e12
+    y = 1e-3 * torch.randn(6, width, dtype=torch.float64)
+    undone = 1e-3 * torch.randn(width, dtype=torch.float64) - y  # y + undone: all rows the same
+    residual, branch = (y, undone + far) if moved else (y + far, undone)
+    shifted = y + (branch - far) if moved else (residual - far) + undone  # LayerNorm takes `far` off
+    assert norm_bound(residual, branch, 1.0) <= spread(normed(shifted, True, 0.0)) + 1e-9
+
+
+def test_rows_whose_squares_leave_float64_promise_nothing_that_is_not_so() -> None:
+    """Alike but for 1e-200, and with a λ of 1e-200: what is kept is all, and the bound is a number."""
+    row = torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    alike = torch.stack([row, row, 1e-200 * row])
+    assert norm_bound(alike, 0 * alike, 1.0, centre=False) <= 1e-9
+    apart = torch.eye(3, dtype=torch.float64)
+    kept = norm_bound(apart, 0 * apart, 1e-200, centre=False)
+    torch.testing.assert_close(kept, 3**0.5 * spread(apart))
+
+
 def test_without_a_skip_nothing_is_sure() -> None:
     y = states(0, 4, 3, 0.0)
     for b in (0 * y, y):

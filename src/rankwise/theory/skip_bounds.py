@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from rankwise.linalg import mean_distance
+from rankwise.linalg import mean_distance, norm
 from rankwise.theory.paper_skip import check_share
 
 Rows = Float[Tensor, "*batch T D"]
@@ -214,7 +214,7 @@ def _kept(polar: _Polar, scale: Tensor, eps: float) -> Tensor:
     ratio = _over(polar.moves, size)
     chords = torch.where(ratio < 1, 2 * torch.sin(torch.asin(ratio.clamp(max=1)) / 2), 2.0)
     least = (size - polar.moves).clamp(min=0)
-    length = _over(least, (least.square() + eps).sqrt())
+    length = _over(least, torch.hypot(least, torch.full_like(least, math.sqrt(eps))))
     exists = polar.lengths > 0
     lost = torch.where(exists, (chords + 1 - length).clamp(max=2), (polar.moves > 0).double())
     by_rows = polar.collapse - torch.linalg.vector_norm(lost, dim=-1)
@@ -231,10 +231,13 @@ def _polar(residual: Rows, branch: Rows, mask: Tensor | None, centre: bool) -> _
     """Directions and lengths of the rows of Y, and how far B moves each of them."""
     y, real = _counted(residual, mask)
     m, _ = _counted(branch, mask)
+    unclear = torch.zeros_like(real)
     if centre:
-        y, m = _centred(y), _centred(m)
+        unclear = _lost_in_rounding(y)
+        y, m = _centred(y).masked_fill(unclear[..., None], 0), _centred(m)
     radius = math.sqrt(residual.shape[-1])
-    lengths, moves = (torch.linalg.vector_norm(rows, dim=-1) / radius for rows in (y, m))
+    lengths, moves = (norm(rows, (-1,)) / radius for rows in (y, m))
+    moves = moves.masked_fill(unclear, math.inf)  # its direction is not known: it may lie anywhere
     directions = _over(y, radius * lengths[..., None], 0.0)
     mean = directions.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
@@ -249,10 +252,18 @@ def _counted(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _centred(rows: Tensor) -> Tensor:
     """Each row without its mean: exactly 0 for a row of equal numbers, where a difference is rounding."""
-    centred = rows - rows.mean(-1, keepdim=True)
+    return (rows - rows.mean(-1, keepdim=True)).masked_fill(_constant(rows)[..., None], 0)
+
+
+def _constant(rows: Tensor) -> Tensor:
+    return rows.amax(-1) == rows.amin(-1)
+
+
+def _lost_in_rounding(rows: Tensor) -> Tensor:
+    """Rows of numbers that differ by no more than what the rounding of their mean may be."""
     rounding = rows.shape[-1] * torch.finfo(rows.dtype).eps
-    nothing = centred.abs().amax(-1, keepdim=True) <= rounding * rows.abs().amax(-1, keepdim=True)
-    return centred.masked_fill(nothing, 0)
+    largest = (rows - rows.mean(-1, keepdim=True)).abs().amax(-1)
+    return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)
 
 
 def _size(rows: Rows, mask: Tensor | None) -> Tensor:
