@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.surgery import Skips, add_lambda_skip, remove_lambda_skip
-from rankwise.surgery.examples import tensors_in
-from rankwise.surgery.probe import run_with
+from rankwise.surgery.probe import run_with, tensors_in
 from rankwise.surgery.verify import scaled_sums, unhooked
 from recipes.families import FAMILIES, shown
 from recipes.family_checks import check

@@ -27,6 +27,10 @@ class CaptureError(RankwiseError):
     """A model whose mixing operators could not be captured."""
 
 
+class SkipError(RankwiseError):
+    """λ-skips that cannot be put in, taken out, saved or loaded."""
+
+
 class InputError(RankwiseError):
     """A text, image, data set, model or folder that cannot be used."""
 

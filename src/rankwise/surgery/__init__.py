@@ -1,10 +1,9 @@
 """Changes to a model that exists: λ-skips, put in, taken out, fitted, certified, saved and loaded."""
 
+from rankwise.errors import SkipError
 from rankwise.surgery.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.surgery.certify import certify_skip
-from rankwise.surgery.errors import SkipError
-from rankwise.surgery.fit import Fit, fit_skips, mean_loss, state_collapse
-from rankwise.surgery.groups import skip_parameter_groups
+from rankwise.surgery.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, state_collapse
 from rankwise.surgery.skips import Skips, SkipSite, add_lambda_skip, remove_lambda_skip, skips_of
 from rankwise.surgery.store import apply_saved_skips, has_skips, load_skips, save_skips
 

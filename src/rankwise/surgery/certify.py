@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, SkipError
 from rankwise.surgery.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.surgery.certify_layer import layer_certificate
-from rankwise.surgery.errors import SkipError
-from rankwise.surgery.examples import Example
 from rankwise.surgery.norms import Norm, NormCalls
-from rankwise.surgery.probe import check_traceable, find_skip_locations
+from rankwise.surgery.probe import Example, check_traceable, find_skip_locations
 from rankwise.surgery.skip_sums import SkipSum, check_tokens, skip_sums
 from rankwise.surgery.skips import SkipSite, name_sites, skip_sites
 from rankwise.surgery.threshold import equal_at_start, kept_by, stacks_of, threshold
 from rankwise.surgery.value_weights import mixings
 from rankwise.surgery.verify import unhooked
-from rankwise.theory import paper_scale
+from rankwise.theory.paper_skip import check_share as check_share
 
 
 def certify_skip(
@@ -97,18 +95,6 @@ def certify_skip(
         stacks=stacks,
         notes=[*_notes(layers, stacks, norms, unlike), *_padding_notes(batch)],
     )
-
-
-def check_share(a: float) -> None:
-    """Refuse a part of μ² that no layer can be asked to keep.
-
-    Args:
-        a: the part.
-
-    Raises:
-        RankwiseError: if it is not in (0, 1).
-    """
-    paper_scale(1.0, a)
 
 
 def _found(model: nn.Module, batch: Example) -> list[SkipSite]:

@@ -6,7 +6,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor, nn
 
-from rankwise.surgery.errors import SkipError
+from rankwise.errors import SkipError
 from rankwise.torch_internals import in_backward, remove_forward_hooks
 
 Key = int | str | None

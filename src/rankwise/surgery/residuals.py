@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from rankwise.surgery.errors import SkipError
+from rankwise.errors import SkipError
 from rankwise.surgery.sums import History, Sum, SumName
 
 

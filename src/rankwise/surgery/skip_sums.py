@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.surgery.errors import SkipError
-from rankwise.surgery.examples import Example, call
-from rankwise.surgery.probe import probing, replacing_sums
+from rankwise.errors import SkipError
+from rankwise.surgery.probe import Example, call, probing, replacing_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked

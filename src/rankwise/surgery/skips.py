@@ -11,11 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import did_you_mean
-from rankwise.surgery.errors import SkipError
-from rankwise.surgery.examples import Example, example_for
+from rankwise.errors import SkipError, did_you_mean
 from rankwise.surgery.hooks import remove_hooks
-from rankwise.surgery.probe import check_traceable, find_skip_locations
+from rankwise.surgery.probe import Example, check_traceable, example_for, find_skip_locations
 from rankwise.surgery.skip_locations import SkipLocation
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import verify

@@ -12,10 +12,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from rankwise.errors import did_you_mean
+from rankwise.errors import SkipError, did_you_mean
 from rankwise.files import parse_json, write_whole
-from rankwise.surgery.errors import SkipError
-from rankwise.surgery.examples import Example
+from rankwise.surgery.probe import Example
 from rankwise.surgery.skips import Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"

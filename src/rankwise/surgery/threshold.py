@@ -10,8 +10,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise.capture.block_candidates import stack_of
-from rankwise.surgery.examples import Example
 from rankwise.surgery.norms import Norm
+from rankwise.surgery.probe import Example
 from rankwise.surgery.skip_sums import SkipSum, skip_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.theory import token_collapse

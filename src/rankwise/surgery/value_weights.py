@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
 from rankwise.errors import CaptureError
-from rankwise.surgery.examples import Example, call
-from rankwise.surgery.probe import probing, replacing_sums
+from rankwise.surgery.probe import Example, call, probing, replacing_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked

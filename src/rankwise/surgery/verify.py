@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.surgery.errors import SkipError
-from rankwise.surgery.examples import Example
+from rankwise.errors import SkipError
 from rankwise.surgery.hooks import SkipHook, picked, placed
-from rankwise.surgery.probe import run_with
+from rankwise.surgery.probe import Example, run_with
 from rankwise.surgery.sums import SumName
 from rankwise.torch_internals import without_forward_hooks
 
