@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, bench, compare, convert, plan, skip
+from rankwise.cli import audit, compare, convert, plan, skip
 
 app = typer.Typer(
     name="rankwise",
@@ -19,7 +19,6 @@ app.command("compare", help=compare.HELP)(compare.command)
 app.command("plan", help=plan.HELP)(plan.command)
 app.command("skip", help=skip.HELP)(skip.command)
 app.command("convert", help=convert.HELP)(convert.command)
-app.command("bench", help=bench.HELP)(bench.command)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,19 +1,16 @@
 """The benchmark: every size, forward and backward, decoding, memory, and whether the answers are right."""
 
 import os
-import platform
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import exp, log
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
-from rankwise.ops.tssa.api import tssa
-from rankwise.ops.tssa.bench.clock import race
-from rankwise.ops.tssa.bench.contenders import (
+from benchmarks import harness
+from benchmarks.tssa.clock import race
+from benchmarks.tssa.contenders import (
     CLONE,
     COPY,
     EAGER,
@@ -25,7 +22,11 @@ from rankwise.ops.tssa.bench.contenders import (
     inputs,
     missing,
 )
-from rankwise.ops.tssa.bench.memory import fresh_peak, kept
+from benchmarks.tssa.memory import fresh_peak, kept
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rankwise.ops import tssa
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 QUICK = (256, 1024, 4096)
@@ -40,35 +41,13 @@ Row = dict[str, Any]
 
 
 def machine(device: str, dtype: torch.dtype) -> Row:
-    """What a time means nothing without.
-
-    Args:
-        device: where the benchmark runs.
-        dtype: of w.
-
-    Returns:
-        Names and numbers.
-    """
-    cpu = platform.processor()
-    try:
-        with open("/proc/cpuinfo") as file:
-            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
-    except OSError:
-        pass
-    load = os.getloadavg() if hasattr(os, "getloadavg") else ()
+    """What a time means nothing without."""
     with kept() as most:
         pass
-    name = torch.cuda.get_device_name() if device == "cuda" else device
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": [round(x, 2) for x in load],
-        "device": name,
+    return harness.machine(torch.device(device)) | {
+        "load": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else [],
         "tensors_kept_up_to_bytes": most,
         "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "no_linear_attention": {"bidirectional": missing(device, False), "causal": missing(device, True)},
     }
 
@@ -99,16 +78,16 @@ def sizes(
                 runs = _directed(x, contenders(x), backward)
                 if slow > PATIENCE:
                     del runs[SDPA]
-                seconds, plain = race(runs, x.w.device, repeats), {}
+                taken, plain = race(runs, x.w.device, repeats), {}
                 if x.w.device.type == "cpu" and limit:
                     both = {name: runs[name] for name in (OURS, EAGER)}
-                    plain = race(both, x.w.device, repeats, keep=False)
-                if SDPA in seconds and at + 1 < len(tokens):
-                    slow = seconds[SDPA] * (tokens[at + 1] / length) ** 2
-                row = _row(x, seconds, backward)
-                row["milliseconds_refetching"] = {name: 1e3 * taken for name, taken in plain.items()}
+                    plain = medians(race(both, x.w.device, repeats, keep=False))
+                if SDPA in taken and at + 1 < len(tokens):
+                    slow = min(taken[SDPA]) * (tokens[at + 1] / length) ** 2
+                row = _row(x, taken, backward)
+                row["milliseconds_refetching"] = {name: 1e3 * each for name, each in plain.items()}
                 if memory:
-                    row["peak_bytes"] = _peaks(x, backward, dtype)
+                    row["peak_mib"] = _peaks(x, backward, dtype)
                 yield row
 
 
@@ -131,27 +110,44 @@ def _directed(
     return {name: run if name in (COPY, CLONE) else both(run) for name, run in runs.items()}
 
 
-def _row(x: Inputs, seconds: dict[str, float], backward: bool) -> Row:
+def medians(taken: dict[str, list[float]]) -> dict[str, float]:
+    return {name: median(each) for name, each in taken.items()}
+
+
+def _row(x: Inputs, taken: dict[str, list[float]], backward: bool) -> Row:
+    seconds, fastest = medians(taken), {name: min(each) for name, each in taken.items()}
     ours, copy = seconds[OURS], seconds[COPY]
     row: Row = {"causal": x.causal, "backward": backward, "tokens": x.w.shape[1]}
     row["milliseconds"] = {name: 1e3 * taken for name, taken in seconds.items()}
+    row["fastest_milliseconds"] = {name: 1e3 * each for name, each in fastest.items()}
+    row["fastest_times_ours"] = {name: each / fastest[OURS] for name, each in fastest.items()}
     row["times_ours"] = {name: taken / ours for name, taken in seconds.items()}
     row["times_copy"] = {name: taken / copy for name, taken in seconds.items()}
     row["times_limit"] = ours / (copy * (BACKWARD_BYTES if backward else 1))
-    row["error"] = _errors(x, backward)
-    row["right"] = row["error"][OURS] <= 2 * row["error"][REFERENCE] + 8 * torch.finfo(x.w.dtype).eps
+    row["error"] = errors(x, backward)
+    row["right"] = right(row["error"], x.w.dtype)
     return row
 
 
-def _errors(x: Inputs, backward: bool) -> dict[str, float]:
-    """Distance of the output, or of the gradient of w, from float64, relative to its norm."""
+def right(error: dict[str, float], dtype: torch.dtype) -> bool:
+    """At most twice as far from float64 as the formulas in the same dtype, and eight roundings; no NaN."""
+    return error[OURS] <= 2 * error[REFERENCE] + 8 * torch.finfo(dtype).eps
+
+
+def errors(x: Inputs, backward: bool) -> dict[str, float]:
+    """Distance of the output, or of w times its gradient, from float64, relative to its norm.
+
+    w times the gradient is what the output changes by where w changes relatively, as rounding does: of the
+    size of the output everywhere. The gradient itself grows as 1/w at an entry near zero where a sum begins,
+    and the rounding of that entry would be all that is judged.
+    """
 
     def answer(run: Callable[[], Tensor], w: Tensor) -> Tensor:
         if not backward:
             return run()
         g = torch.Generator().manual_seed(1)
         given = torch.randn(w.shape, generator=g).to(w)  # ones would hide what a sum hides
-        return torch.autograd.grad(run(), w, given)[0]
+        return w.detach() * torch.autograd.grad(run(), w, given)[0]
 
     wide = x._replace(w=x.w.detach().double().requires_grad_(backward), temperature=x.temperature.double())
     with torch.set_grad_enabled(backward):
@@ -160,7 +156,7 @@ def _errors(x: Inputs, backward: bool) -> dict[str, float]:
     return {name: float((y - truth).norm() / truth.norm()) for name, y in found.items()}
 
 
-def _peaks(x: Inputs, backward: bool, dtype: torch.dtype) -> dict[str, int | None]:
+def _peaks(x: Inputs, backward: bool, dtype: torch.dtype) -> dict[str, float | None]:
     job = {"causal": x.causal, "backward": backward, "tokens": x.w.shape[1], "device": x.w.device.type}
     job["dtype"] = str(dtype).removeprefix("torch.")
     return {name: fresh_peak(job | {"name": name}) for name in (OURS, EAGER)}
@@ -202,7 +198,7 @@ def decoding(
             return scaled_dot_product_attention(query, key, value)
 
         with torch.no_grad():
-            seconds = race({OURS: ten(ours), SDPA: ten(attention)}, x.w.device, repeats)
+            seconds = medians(race({OURS: ten(ours), SDPA: ten(attention)}, x.w.device, repeats))
         size = sum(part.numel() * part.element_size() for part in state)
         cached = 2 * key.numel() * key.element_size()
         rows.append(

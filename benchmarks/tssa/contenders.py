@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from rankwise.ops.tssa.api import tssa
+from rankwise.ops import tssa
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
 
 OURS, REFERENCE, EAGER, SDPA = "rankwise", "reference", "eager", "sdpa"

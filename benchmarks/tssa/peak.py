@@ -1,16 +1,15 @@
-"""Peak memory of one contender, for `memory.fresh_peak`: python -m rankwise.ops.tssa.bench.peak JSON."""
+"""Peak memory of one contender, in MiB, for `memory.fresh_peak`: python -m benchmarks.tssa.peak JSON."""
 
 import json
 import sys
 
 import torch
-
-from rankwise.ops.tssa.bench.contenders import contenders, inputs
-from rankwise.ops.tssa.bench.memory import peak_bytes
+from benchmarks.harness import peak_mib
+from benchmarks.tssa.contenders import contenders, inputs
 
 
 def main() -> None:
-    """Warm up on a short text, then measure one call and print its bytes."""
+    """Warm up on a short text, then measure one call and print its MiB."""
     job = json.loads(sys.argv[1])
     dtype = getattr(torch, job["dtype"])
     for tokens in (64, job["tokens"]):
@@ -25,7 +24,7 @@ def main() -> None:
             if job["backward"]:
                 output.backward(given)
 
-        found = peak_bytes(call, x.w.device)
+        found = peak_mib(call, x.w.device)
     print(json.dumps(found))
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rankwise.ops.tssa.bench.contenders import CLONE, COPY, EAGER, OURS, REFERENCE, SDPA
-from rankwise.ops.tssa.bench.run import crossover
+from benchmarks.tssa.contenders import CLONE, COPY, EAGER, OURS, REFERENCE, SDPA
+from benchmarks.tssa.run import crossover
 
 LABELS = {
     OURS: "TSSA, Rankwise",
@@ -42,12 +42,13 @@ def line(row: dict[str, Any]) -> str:
     text = f"{title(row):37} T={row['tokens']:<6} {ours:9.2f} ms = {row['times_copy'][OURS]:5.1f} copies, "
     text += f"{row['times_limit']:5.1f} limits; "
     text += ", ".join(others)
+    text += f"; fastest readings: eager {row['fastest_times_ours'][EAGER]:.1f}x"
     if refetching := row.get("milliseconds_refetching"):
         text += f"; memory not kept: eager {refetching[EAGER] / refetching[OURS]:.1f}x"
     text += f"; error {row['error'][OURS]:.1e} (eager {row['error'][EAGER]:.1e})"
     text += "" if row["right"] else " WRONG"
-    if row.get("peak_bytes") and row["peak_bytes"][OURS] is not None:
-        peaks = {name: f"{value / 2**20:.1f}" for name, value in row["peak_bytes"].items()}
+    if row.get("peak_mib") and row["peak_mib"][OURS] is not None:
+        peaks = {name: f"{value:.1f}" for name, value in row["peak_mib"].items()}
         text += f"; peak {peaks[OURS]} MiB (eager {peaks[EAGER]})"
     return text
 
@@ -95,6 +96,8 @@ def picture(report: dict[str, Any]) -> str:
             figure.add_vline(x=cross[name], line_dash="dot", annotation_text=text, **place)
     figure.update_xaxes(type="log").update_yaxes(type="log")
     machine = report["machine"]
-    where = f"{machine['device']}, {machine['dtype']}, {machine['threads']} threads, load {machine['load']}"
+    where = (
+        f"{machine['device']}, {machine['dtype']}, {machine['torch_threads']} threads, load {machine['load']}"
+    )
     figure.update_layout(title=f"Token statistics attention on {where}", template="simple_white", height=900)
     return str(figure.to_html(include_plotlyjs=True))

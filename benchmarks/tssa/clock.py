@@ -1,14 +1,12 @@
 """Times taken in turns, so that whatever else the machine does hits every contender."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-
-from rankwise.ops.tssa.bench.memory import kept
+from benchmarks.tssa.memory import kept
 
 ENOUGH = 0.001
 """Seconds that one reading lasts at least: shorter calls are repeated within it."""
@@ -41,8 +39,8 @@ def race(
     repeats: int,
     budget: float = 60.0,
     keep: bool = True,
-) -> dict[str, float]:
-    """Median seconds of every run, in rounds: each round runs all, beginning with another one.
+) -> dict[str, list[float]]:
+    """Seconds of every run, in rounds: each round runs all, beginning with another one.
 
     Each run has one call before the one that is timed: nobody pays for what the one before has left behind.
     A run that took longer than its share of the budget takes part in fewer rounds.
@@ -55,7 +53,7 @@ def race(
         keep: whether memory is `kept` meanwhile; otherwise each run pays for what the C library fetches anew.
 
     Returns:
-        Medians by name.
+        Readings by name.
     """
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -68,4 +66,4 @@ def race(
                 if 2 * calls[name] * sum(seconds[name]) < budget or not seconds[name]:
                     once(runs[name], device)
                     seconds[name].append(once(runs[name], device, calls[name]))
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    return seconds
