@@ -1,5 +1,8 @@
 """Every refusal says what was wanted, what came, and what to do."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tests.unchecked import unchecked
@@ -135,27 +138,57 @@ def test_an_explicit_choice_never_falls_back(monkeypatch):
     gpu = torch.device("cuda")
     with pytest.raises(InputError, match=r'impl="cpu": wanted tensors on a CPU, got tensors on cuda'):
         dispatch.choose("cpu", gpu)
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    with pytest.raises(InputError, match="an installed triton"):
+    monkeypatch.setitem(dispatch._THERE, "triton", False)
+    with pytest.raises(InputError, match=r"an installed triton, got no triton .*pip install 'triton'"):
         dispatch.choose("triton", gpu)
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setitem(dispatch._THERE, "triton", True)
     with pytest.raises(InputError, match="tensors on a GPU, or TRITON_INTERPRET=1 set, got tensors on cpu"):
         dispatch.choose("triton", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    ("device", "triton", "chosen"),
+    ("device", "missing", "chosen"),
     [
-        ("cpu", True, "cpu"),
-        ("cuda", True, "triton"),
-        ("cuda", False, "reference"),
-        ("mps", True, "reference"),
+        ("cpu", "triton", "cpu"),
+        ("cpu", "numba", "reference"),
+        ("cpu", "llvmlite", "reference"),
+        ("cuda", "numba", "triton"),
+        ("cuda", "triton", "reference"),
+        ("mps", None, "reference"),
     ],
 )
-def test_the_rule_of_auto(device, triton, chosen, monkeypatch):
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)
+def test_the_rule_of_auto(device, missing, chosen, monkeypatch):
+    for name in dispatch._THERE:
+        monkeypatch.setitem(dispatch._THERE, name, name != missing)
     assert dispatch.choose("auto", torch.device(device)) == chosen
     assert dispatch.choose("reference", torch.device(device)) == "reference"
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+import torch
+from rankwise.errors import InputError
+from rankwise.models import ToSTConfig
+from rankwise.ops import tssa
+w = torch.randn(1, 9, 3, 4, requires_grad=True)
+for causal in (False, True):
+    results = [tssa(w, torch.ones(3), causal, impl=impl).output for impl in ("auto", "reference")]
+    assert torch.equal(*results)
+    results[0].sum().backward()
+try:
+    tssa(w, torch.ones(3), impl="cpu")
+except InputError as error:
+    print(error)
+assert not [name for name in sys.modules if name.startswith("rankwise.ops") and ".cpu" in name]
+"""
+
+
+def test_without_numba_auto_is_the_reference_and_cpu_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('impl="cpu": wanted an installed numba, got no numba that can be imported.')
+    assert "pip install 'rankwise[cpu]'" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["temperature", "mask", "bias", "state"])

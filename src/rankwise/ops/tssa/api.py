@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rankwise.ops.tssa import library, reference
-from rankwise.ops.tssa.checks import check_options, check_packing, check_state, check_tensors
+from rankwise.ops.tssa.checks import check_options, check_packing, check_process, check_state, check_tensors
 from rankwise.ops.tssa.decay import rates
 from rankwise.ops.tssa.dispatch import choose
 from rankwise.ops.tssa.layout import lengths, offsets
@@ -90,7 +90,8 @@ def tssa(
 
     Raises:
         ShapeError: if shapes or dtypes do not fit, or the bias ends before the text.
-        InputError: if options contradict each other or the implementation cannot run here.
+        InputError: if options contradict each other, the implementation cannot run here, or a forked process
+            counts on threads that torch has lost.
 
     Examples:
         >>> import torch
@@ -104,6 +105,7 @@ def tssa(
         [0.5, 0.5]
     """
     check_tensors(w, temperature, bias, mask, half_life)
+    check_process(w)
     check_options(causal, temperature, bias, state, membership, half_life)
     if cu_seqlens is not None:
         check_packing(cu_seqlens, w.shape[0], w.shape[1])

@@ -1,5 +1,7 @@
 """What `tssa` refuses, said in the words of its user."""
 
+import os
+import sys
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -30,6 +32,10 @@ AXES = {
 }
 """The axes of what an operator is given beside w (B, T, H, K), of N sequences."""
 PACKING = "Pack sequences of lengths n as torch.tensor([0, *n]).cumsum(0), in one row."
+
+ALONE = 1 << 15
+"""Numbers below which torch takes no second thread."""
+_PROCESS = os.getpid()
 
 
 def check_tensors(
@@ -97,6 +103,23 @@ def check_device(name: str, value: Tensor, w: Tensor) -> None:
     if value.device != w.device:
         fix = f"Move it: {name}.to(w.device)."
         raise InputError(name, wanted=f"a tensor on {w.device}, as w", got=f"one on {value.device}", fix=fix)
+
+
+def check_process(w: Tensor) -> None:
+    """A forked process that counts on torch's threads, of which it has none: torch would wait for ever.
+
+    Raises:
+        InputError: if w is large enough for several threads, and torch is to use them.
+    """
+    if torch.compiler.is_compiling() or sys.platform != "linux" or os.getpid() == _PROCESS:
+        return
+    if w.device.type == "cpu" and w.numel() >= ALONE and torch.get_num_threads() > 1:
+        raise InputError(
+            "a forked process",
+            wanted="torch.get_num_threads() = 1, as the threads of torch stay behind in a fork",
+            got=f"{torch.get_num_threads()}",
+            fix="Call torch.set_num_threads(1) in it first, as DataLoader does, or start it by spawn.",
+        )
 
 
 def check_options(

@@ -7,13 +7,17 @@ import torch
 from rankwise.errors import InputError, did_you_mean
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
+NEEDS = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
+"""Packages that an implementation cannot do without."""
+_THERE = {name: find_spec(name) is not None for names in NEEDS.values() for name in names}
 
 
 def choose(impl: str, device: torch.device) -> str:
     """The implementation for a device.
 
-    ``"auto"`` is ``"cpu"`` for tensors on a CPU, ``"triton"`` for tensors on a CUDA or ROCm device where
-    triton is installed, and ``"reference"`` elsewhere. Neither the length nor the dtype is looked at.
+    ``"auto"`` is ``"cpu"`` for tensors on a CPU where numba is installed, ``"triton"`` for tensors on a CUDA
+    or ROCm device where triton is installed, and ``"reference"`` elsewhere. Neither the length nor the dtype
+    is looked at.
 
     Args:
         impl: what was asked for.
@@ -31,24 +35,21 @@ def choose(impl: str, device: torch.device) -> str:
         ('cpu', 'reference')
     """
     if impl == "auto":
-        if device.type == "cpu":
-            return "cpu"
-        return "triton" if device.type == "cuda" and _has_triton() else "reference"
+        fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
+        return "reference" if fast is None or _missing(fast) else fast
     if impl not in IMPLEMENTATIONS:
         fix = did_you_mean(str(impl), ("auto", *IMPLEMENTATIONS))
         raise InputError("impl", wanted="auto, reference, cpu or triton", got=repr(impl), fix=fix)
     if impl == "cpu" and device.type != "cpu":
         raise _cannot("cpu", "tensors on a CPU", f"tensors on {device}")
-    if impl == "triton":
-        _check_triton(device)
-    return impl
-
-
-def _check_triton(device: torch.device) -> None:
-    if not _has_triton():
-        raise _cannot("triton", "an installed triton", "none that can be imported")
-    if device.type != "cuda" and not interpreting():
+    missing = _missing(impl)
+    if missing:
+        package = "rankwise[cpu]" if impl == "cpu" else "triton"
+        got = f"no {' and no '.join(missing)} that can be imported"
+        raise _cannot(impl, f"an installed {NEEDS[impl][0]}", got, f"Install it: pip install '{package}'. ")
+    if impl == "triton" and device.type != "cuda" and not interpreting():
         raise _cannot("triton", "tensors on a GPU, or TRITON_INTERPRET=1 set", f"tensors on {device}")
+    return impl
 
 
 def interpreting() -> bool:
@@ -58,10 +59,10 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _missing(impl: str) -> list[str]:
+    return [name for name in NEEDS.get(impl, ()) if not _THERE[name]]
 
 
-def _cannot(impl: str, wanted: str, got: str) -> InputError:
-    fix = 'Pass impl="auto", or impl="reference", which runs everywhere.'
+def _cannot(impl: str, wanted: str, got: str, fix: str = "") -> InputError:
+    fix += 'Pass impl="auto", or impl="reference", which runs everywhere.'
     return InputError(f'impl="{impl}"', wanted=wanted, got=got, fix=fix)
