@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
     from rankwise.plan import plan_head_dim
-    from rankwise.surgery import add_lambda_skip, certify_skip, remove_lambda_skip
+    from rankwise.surgery import add_lambda_skip, advise, certify_skip, remove_lambda_skip
     from rankwise.theory import rank_barrier
 
 __version__ = "0.1.0.dev0"
@@ -49,6 +49,7 @@ __all__ = [
     "StateSite",
     "Trace",
     "add_lambda_skip",
+    "advise",
     "audit",
     "capture",
     "certify_skip",
@@ -80,7 +81,7 @@ _HOMES = {
     ),
     "operators": ("DenseMixing", "MixingOperator", "SoftmaxMixing"),
     "plan": ("plan_head_dim",),
-    "surgery": ("add_lambda_skip", "certify_skip", "remove_lambda_skip"),
+    "surgery": ("add_lambda_skip", "advise", "certify_skip", "remove_lambda_skip"),
     "theory": ("rank_barrier",),
 }
 """The package of each public name."""

@@ -4,7 +4,7 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.audit import AuditError
-from rankwise.audit.run import SAMPLE, _check_batches, _sampled
+from rankwise.audit.run import _check_batches
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.theory import null_rank
 
@@ -219,41 +219,6 @@ def test_inputs_may_be_tensors_tuples_or_dicts() -> None:
     # as JSON, where NaN is null: it is not equal to itself
     heads = [[head.model_dump_json() for head in audit.heads] for audit in audits]
     assert heads[0] == heads[1] == heads[2]
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    bias: Tensor
-
-
-TIME_FIRST, BIAS = torch.randn(9, 6, 8), torch.randn(9, 9)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [TIME_FIRST, (TIME_FIRST, BIAS), [TIME_FIRST, 2.0], Pair(TIME_FIRST, BIAS)],
-    ids=["tensor", "tuple", "list", "namedtuple"],
-)
-def test_a_batch_whose_axes_have_no_names_is_sampled_whole(batch: Any) -> None:
-    sample = _sampled(batch)
-    assert type(sample) is type(batch)
-    whole, copies = ([batch], [sample]) if isinstance(batch, Tensor) else (batch, sample)
-    assert all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(whole, copies, strict=True)
-    )
-    assert whole[0].data_ptr() != copies[0].data_ptr()
-
-
-def test_of_a_dict_the_first_sequences_are_sampled_and_what_is_no_batch_is_whole() -> None:
-    x, scale = torch.randn(6, 9, 8), torch.tensor(2.0)
-    batch = {"scale": scale, "x": x, "bias": BIAS, "labels": torch.arange(6), "past": Pair(x, BIAS), "on": 1}
-    sample = _sampled(batch)
-    assert torch.equal(sample["x"], x[:SAMPLE])
-    assert torch.equal(sample["bias"], BIAS)
-    assert torch.equal(sample["scale"], scale)
-    assert sample["labels"].tolist() == [0, 1, 2, 3]
-    assert [len(tensor) for tensor in sample["past"]] == [SAMPLE, 9]
-    assert sample["on"] == 1
 
 
 def test_memory_does_not_grow_with_batches() -> None:

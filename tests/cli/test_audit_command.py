@@ -387,3 +387,56 @@ def test_a_wrong_option_has_status_2(tmp_path: Path) -> None:
     done = process("audit", "--nonsense", cwd=tmp_path)
     assert done.returncode == 2
     assert "--nonsense" in done.stderr
+
+
+COLLAPSING = """
+import torch
+from torch import nn
+
+class Average(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 1, batch_first=True)
+        with torch.no_grad():
+            self.attention.in_proj_weight[:16] = 0
+            self.attention.in_proj_weight[16:] = torch.eye(8)
+            self.attention.out_proj.weight.copy_(torch.eye(8))
+
+    def forward(self, x):
+        return x + self.attention(x, x, x)[0]
+
+def build():
+    torch.manual_seed(0)
+    states = torch.randn(2, 16, 8) + 1
+    return nn.Sequential(*(Average() for _ in range(6))), (batch for batch in (states, states + 1))
+"""
+
+
+def test_a_collapse_is_advised_on_and_it_is_said(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(COLLAPSING)
+    result = run("audit", "net.py:build")
+    assert result.exit_code == 0, result.output
+    audit = audit_of(tmp_path)
+    assert (audit.provenance.advised, audit.provenance.batches) == (True, 2)
+    (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
+    assert "lambda_sound" in finding.evidence
+    assert finding.remedy.startswith("rankwise skip MODEL --init ")
+    said = "the model ran again on the first batch, 2 sequences, for the certificate of a collapse"
+    assert said in " ".join(result.output.split())
+
+
+def test_ctrl_c_while_it_advises_writes_the_whole_audit(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rankwise import surgery
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(surgery, "advise", interrupted)
+    (tmp_path / "net.py").write_text(COLLAPSING)
+    assert run("audit", "net.py:build").exit_code == 130
+    audit = audit_of(tmp_path)
+    assert (audit.complete, audit.provenance.advised, audit.provenance.batches) == (True, False, 2)
+    assert audit.provenance.notes[-1] == "skip connections not looked at: interrupted from the keyboard"
+    assert "COLLAPSE" in {one.code for one in audit.findings}

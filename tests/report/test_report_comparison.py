@@ -196,6 +196,19 @@ def test_another_model_or_revision_is_what_comparing_is_for() -> None:
     assert compare(audit, with_provenance(audit, model="other", revision="other")).warnings == []
 
 
+def test_advice_in_one_audit_alone_is_a_warning_where_it_found_something() -> None:
+    audit = samples.encoder()
+    advised = with_provenance(audit, advised=True)
+    assert compare(audit, advised).is_empty
+    assert compare(audit, advised).warnings == []
+    drowned = samples.finding("SWITCHED_OFF", evidence={"mixer_share": 0.001})
+    found = advised.model_copy(update={"findings": [*audit.findings, drowned]})
+    for first, second in ((audit, found), (found, audit)):
+        (warning,) = compare(first, second).warnings
+        assert warning.startswith("Only one of the audits was advised")
+    assert compare(found, found).warnings == []
+
+
 def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
     audit = samples.encoder()
     longer = with_heads(audit, {index: {"tokens": 256.0} for index in range(72)})

@@ -188,6 +188,10 @@ def _warnings(
     other = sum((a.kind, a.mask) != (b.kind, b.mask) for a, b in heads)
     if other:
         yield f"{other} of {len(heads)} heads have another kind or mask: their null is another."
+    if before.provenance.advised != after.provenance.advised and any(
+        "mixer_share" in finding.evidence for finding in (*before.findings, *after.findings)
+    ):
+        yield "Only one of the audits was advised (`rw.advise`): the other was not asked for drowned mixers."
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
             yield f"The audit {name} is incomplete: it read only a part of its data."

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from rankwise.audit.measures import NULLS
 from rankwise.audit.numbers import AVERAGING
-from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, RankAt, Unseen
+from rankwise.audit.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord, Place, RankAt, Unseen
 from rankwise.errors import InputError, did_you_mean
 
 R = TypeVar("R")
@@ -68,8 +68,6 @@ NONFINITE_REMEDY = (
 )
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
 """Every attention head is read by some part of a linear map, whatever the model's library calls it."""
-
-SEVERITY_ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
 def find(
@@ -160,7 +158,7 @@ def _collapse(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
             },
             meaning=f"Tokens become alike: after {start.layer} blocks μ/‖Y‖ is "
             f"{start.relative_collapse:.2g}, where the first block reads {first:.2g}.",
-            remedy="rankwise skip MODEL --init 2 --text TEXT --out DIR",
+            remedy="rw.advise(audit, model, batch)",
         )
 
 
@@ -177,24 +175,6 @@ def _switched_off(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
                 "it gives is not what it reads, at some scale.",
                 remedy=f"{SWITCHED_OFF_REMEDY}take the block out of its list and compare the loss",
             )
-
-
-def switched_off_mixer(site: str, share: float) -> Finding:
-    """A mixer that adds next to nothing to its skip connection, whatever else its block does.
-
-    Args:
-        site: the module of its λ-skip, or where one would go.
-        share: mean ‖b‖/‖λy + b‖ of a token, b what the mixer adds to its state y.
-    """
-    return Finding(
-        code="SWITCHED_OFF",
-        severity="warning",
-        where=Place(site=site),
-        evidence={"mixer_share": share},
-        meaning=f"The mixer at {site} adds hardly anything to its tokens: {share:.1g} of what its skip "
-        "connection gives.",
-        remedy=f"{SWITCHED_OFF_REMEDY}set the weights of its output projection to 0 and compare the loss",
-    )
 
 
 def _head(head: HeadRecord) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ SCHEMA_VERSION = 2
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
 
 Severity = Literal["info", "warning", "error"]
+SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
 class RankAt(Record):
@@ -224,6 +225,8 @@ class Provenance(Record):
     """UTC, ISO 8601."""
     command: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
+    advised: bool = False
+    """Whether `rankwise.advise` has looked at the skip connections, for a collapse and for drowned mixers."""
     notes: list[str] = Field(default_factory=list)
     """What a reader must know about how the numbers came about: dropout on, compiled model run eagerly, …"""
 

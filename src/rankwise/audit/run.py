@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from rankwise.audit.advice import with_scales
 from rankwise.audit.findings import find
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
@@ -20,16 +19,14 @@ from rankwise.audit.numbers import Method, check_method, method_of
 from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
-from rankwise.errors import CaptureError, InputError, RankwiseError
+from rankwise.errors import CaptureError, InputError, RankwiseError, did_you_mean
 from rankwise.measures import DELTA, check_delta
+from rankwise.running import Batch, batch_size, device_of, moved, run_model, tensors_of
 
-Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 Progress = Callable[[int, str], None]
 """Called with the number of finished batches and the site measured last."""
 
 
-SAMPLE = 4
-"""Sequences of a dict that a certificate is made on."""
 LIBRARIES = ("torch", "transformers")
 """Their versions go into the record, where they are loaded."""
 
@@ -58,9 +55,10 @@ def audit(
 ) -> Audit:
     """Measure the rank of every head and the collapse of tokens through depth, as the model runs.
 
-    Each batch runs once, without gradients, on the model's device. Every operator is measured as soon as its
-    block has run and then let go: memory does not grow with batches or layers. The model stays in the mode
-    it is in (call ``model.eval()`` first), its attention backend is not switched.
+    Each batch runs once, without gradients, on the model's device; nothing of the model is written to, and
+    `rankwise.advise` is what runs it again. Every operator is measured as soon as its block has run and then
+    let go: memory does not grow with batches or layers. The model stays in the mode it is in (call
+    ``model.eval()`` first), its attention backend is not switched.
 
     Cost: one forward pass; for each head and sequence the eigenvalues of a Gram matrix (T S min(T, S) time,
     8 T S bytes), or where ranks are estimated 67 walks over the rows (O(T S K) time, O(T + S) memory).
@@ -93,6 +91,7 @@ def audit(
         [(0, 0), (0, 1)]
     """
     _check_batches(batches)
+    _check_provenance(provenance or {})
     check_delta(delta)
     run = _Run(model, delta, check_method(method), dict(provenance or {}), on_progress)
     run.over(batches, sites, blocks)
@@ -107,6 +106,21 @@ def _check_batches(batches: object) -> None:
             got=type(batches).__name__,
             fix="Put a single batch into a list: `rw.audit(model, [batch])`.",
         )
+
+
+def _check_provenance(given: Mapping[str, Any]) -> None:
+    """Before anything is measured: a record that cannot be written would lose it all."""
+    try:
+        Provenance.model_validate({"model": "", "delta": DELTA} | dict(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise InputError(
+            "`provenance`",
+            wanted="fields of `rankwise.audit.Provenance`",
+            got=f"{name}: {first['msg']}",
+            fix=did_you_mean(name, Provenance.model_fields),
+        ) from None
 
 
 class _Run:
@@ -130,8 +144,6 @@ class _Run:
         self.complete = True
         self._name = type(model).__name__
         self._current: Any = None
-        self._sample: Any = None
-        """The first batch, or a few sequences of it, for a certificate if tokens collapse."""
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
@@ -147,7 +159,7 @@ class _Run:
             )
             try:
                 with watch as self.trace, torch.no_grad():
-                    self._run_all(iter(batches), _device(self.model))
+                    self._run_all(iter(batches), device_of(self.model))
             except KeyboardInterrupt:
                 if not self._keep_what_is_done():
                     raise
@@ -160,13 +172,11 @@ class _Run:
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
             self._current = batch
-            moved = _moved(batch, device)
-            self._sample = _sampled(moved) if self._sample is None else self._sample
-            self._call(moved)
+            run_model(self.model, moved(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()
             self.batches += 1
-            self.sequences += _batch_size(batch)
+            self.sequences += batch_size(batch)
             self._current = None
         if not self.batches:
             raise InputError(
@@ -175,14 +185,6 @@ class _Run:
                 got="none",
                 fix="Pass a list of batches; an exhausted iterator gives none.",
             )
-
-    def _call(self, batch: Batch) -> None:
-        if isinstance(batch, Mapping):
-            self.model(**batch)
-        elif isinstance(batch, tuple | list):
-            self.model(*batch)
-        else:
-            self.model(batch)
 
     def _keep_what_is_done(self) -> bool:
         """Whole batches are kept; of a first one that was not finished, the layers that were."""
@@ -218,10 +220,6 @@ class _Run:
         heads, layers = self.heads.records(), self.layers.records()
         unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
         findings = find(heads, layers, unseen)
-        notes: list[str] = []
-        if self.complete:
-            findings, notes = with_scales(findings, self.model, self._sample)
-        self.notes.extend(notes)
         return Audit(
             complete=self.complete,
             provenance=self._provenance(heads),
@@ -283,65 +281,16 @@ def _versions() -> dict[str, str]:
     return {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded}
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Where the first weight lies: models spread over devices read their inputs there."""
-    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
-    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return _changed(value, lambda tensor: tensor.to(device))
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with other tensors, in whatever dicts and lists they lie."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _changed(item, change) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_changed(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    items = (
-        batch.items()
-        if isinstance(batch, Mapping)
-        else enumerate([batch] if isinstance(batch, Tensor) else batch)
-    )
-    return {str(name): value for name, value in items if isinstance(value, Tensor)}
-
-
-def _sampled(batch: Batch) -> Any:
-    """A copy, as the batch itself is let go: of a dict the first sequences, of anything else the whole.
-
-    A dict lies batch first, by the convention of Hugging Face; elsewhere the first axis may be time.
-    """
-    sequences = _batch_size(batch) if isinstance(batch, Mapping) else None
-
-    def copied(tensor: Tensor) -> Tensor:
-        batched = tensor.dim() > 0 and tensor.shape[0] == sequences
-        return (tensor[:SAMPLE] if batched else tensor).clone()
-
-    return _changed(batch, copied)
-
-
 def _picture(batch: Batch | None) -> tuple[int, int] | None:
     """Height and width of the pictures in a batch, (B, C, H, W), if it has any."""
-    for tensor in _tensors(batch).values() if batch is not None else ():
+    for tensor in tensors_of(batch).values() if batch is not None else ():
         if tensor.dim() == 4 and tensor.is_floating_point():
             return tensor.shape[2], tensor.shape[3]
     return None
 
 
-def _batch_size(batch: Batch) -> int:
-    return next((value.shape[0] for value in _tensors(batch).values() if value.dim()), 1)
-
-
 def _described(batch: Batch) -> str:
-    tensors = _tensors(batch)
+    tensors = tensors_of(batch)
     return (
         ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items()) or type(batch).__name__
     )

@@ -2,16 +2,21 @@
 
 import shlex
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rankwise.audit import Audit
     from rankwise.surgery import Skips
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
+
+Where tokens collapse, or λ-skips or LayerScale are there, the first batch runs again to advise on them.
 
 Without a model it audits the bundled demo. Writes audit.json and index.html (one file, works offline).
 
@@ -95,17 +100,20 @@ def command(
         "command": shlex.join(["rankwise", *sys.argv[1:]]),
         "notes": [*subject.notes, *_skip_notes(skipped), *inputs.notes],
     }
-    failure = None
+    first: list[Any] = []
+    failure, stopped = None, False
     try:
-        with show_progress(sequences) as on_progress:
+        with show_progress() as say:
             result = audit(
                 subject.model,
-                inputs.batches,
+                _keeping_first(inputs.batches, first),
                 delta,
                 method=how,
                 provenance=facts,
-                on_progress=on_progress,
+                on_progress=lambda done, site: say(f"batch {done + 1} (of {sequences} sequences): {site}"),
             )
+            if result.complete:
+                result, stopped = _advised(result, subject.model, first[0], say)
     except AuditError as error:
         if error.audit is None:
             raise
@@ -113,9 +121,30 @@ def command(
     write_report(result, out)
     if failure is not None:
         raise failure
-    if not result.complete:
+    if stopped or not result.complete:
         raise typer.Exit(130)
     _fail_on(result, codes)
+
+
+def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
+    """The batches; the first is kept for what looks at the model once more."""
+    for batch in batches:
+        first[:] = first or [batch]
+        yield batch
+
+
+def _advised(
+    result: "Audit", model: "nn.Module", batch: Any, say: Callable[[str], None]
+) -> "tuple[Audit, bool]":
+    """The audit with advice on its skip connections; the audit alone, and True, where Ctrl-C came first."""
+    from rankwise.surgery import advise
+
+    try:
+        return advise(result, model, batch, lambda what: say(f"on the first batch: {what}")), False
+    except KeyboardInterrupt:
+        notes = [*result.provenance.notes, "skip connections not looked at: interrupted from the keyboard"]
+        about = result.provenance.model_copy(update={"notes": notes})
+        return result.model_copy(update={"provenance": about}), True
 
 
 def _skip_notes(skips: "Skips | None") -> list[str]:

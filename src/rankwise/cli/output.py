@@ -48,17 +48,14 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def show_progress(sequences: int) -> Iterator[Callable[[int, str], None]]:
-    """A progress line on standard error, where that is a terminal."""
+def show_progress() -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is under way, where that is a terminal."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("running the model", total=None)
 
-        def update(batches: int, site: str) -> None:
-            progress.update(task, description=f"batch {batches + 1} (of {sequences} sequences): {site}")
-
-        yield update
+        yield lambda what: progress.update(task, description=what)
 
 
 @contextmanager

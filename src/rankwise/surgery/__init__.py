@@ -1,6 +1,7 @@
 """Changes to a model that exists: λ-skips, put in, taken out, fitted, certified, saved and loaded."""
 
 from rankwise.errors import SkipError
+from rankwise.surgery.advice import advise
 from rankwise.surgery.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.surgery.certify import certify_skip
 from rankwise.surgery.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, state_collapse
@@ -16,6 +17,7 @@ __all__ = [
     "Skips",
     "StackCertificate",
     "add_lambda_skip",
+    "advise",
     "apply_saved_skips",
     "certify_skip",
     "fit_skips",

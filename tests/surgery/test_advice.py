@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from recipes.tiny_models import BERT, hugging_face, text_inputs
+from tests.audit.fingerprint import fingerprint
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise import surgery
-from rankwise.audit import Finding, Place, advice
-from rankwise.audit import run as audit_run
+from rankwise.audit import Finding, Place, Provenance
 from rankwise.audit.findings import TURN
-from rankwise.errors import RankwiseError
+from rankwise.errors import InputError, RankwiseError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
+from rankwise.surgery import advice
 from rankwise.surgery.skips import choose
 
 
@@ -53,21 +53,21 @@ def tokens() -> Tensor:
     return torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_what_certifies_a_collapse_lies_where_the_model_is(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    model, sampled = Stack([Average(1.0) for _ in range(6)]).eval().to(device), []
-    monkeypatch.setattr(audit_run, "_moved", lambda batch, _: (batch + 1).to(device))
-    monkeypatch.setattr(audit_run, "_sampled", lambda batch: sampled.append(batch) or batch)
-    (finding,) = [one for one in rw.audit(model, [tokens()]).findings if one.code == "COLLAPSE"]
+def advised(model: nn.Module, batch: Any) -> rw.Audit:
+    """Audited, then advised."""
+    return rw.advise(rw.audit(model, [batch]), model, batch)
+
+
+def test_what_is_looked_at_again_lies_where_the_model_is(device: torch.device) -> None:
+    model = Stack([Average(1.0) for _ in range(6)]).eval().to(device)
+    (finding,) = [one for one in advised(model, tokens() + 1).findings if one.code == "COLLAPSE"]
     assert "lambda_sound" in finding.evidence
-    assert [torch.equal(one.cpu(), tokens() + 1) for one in sampled] == [True]
 
 
 def test_a_collapse_names_its_layer_the_scales_and_the_command() -> None:
     model = Stack([Average(1.0) for _ in range(6)]).eval()
     start = tokens() + 1
-    audit = rw.audit(model, [start])
+    audit = advised(model, start)
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
     layers = {layer.layer: layer.relative_collapse for layer in audit.layers}
     assert layers[finding.where.layer] == finding.evidence["relative_collapse"]
@@ -96,7 +96,7 @@ def test_the_remedy_repairs_and_leaves_what_is_sound(scales: tuple[float, ...], 
     with torch.no_grad():
         for skip, scale in zip(skips.values(), scales, strict=True):
             skip.fill_(scale)
-    (finding,) = [one for one in rw.audit(model, [start]).findings if one.code == "COLLAPSE"]
+    (finding,) = [one for one in advised(model, start).findings if one.code == "COLLAPSE"]
     words = shlex.split(finding.remedy)
     named = [words[at + 1] for at, word in enumerate(words) if word == "--sites"]
     chosen = choose(list(skips.sites.values()), named)
@@ -104,20 +104,20 @@ def test_the_remedy_repairs_and_leaves_what_is_sound(scales: tuple[float, ...], 
     with torch.no_grad():
         for site in chosen:
             skips[site.name].fill_(float(words[words.index("--init") + 1]))
-    assert all(one.code != "COLLAPSE" for one in rw.audit(model, [start]).findings)
+    assert all(one.code != "COLLAPSE" for one in advised(model, start).findings)
 
 
 def test_where_every_skip_is_at_fault_none_is_named() -> None:
     model, start = Stack([Average(1.0, strength=0.1) for _ in range(4)]).eval(), tokens() + 1
     with pytest.warns(UserWarning, match="λ = 0"):
         rw.add_lambda_skip(model, init=0, example=start)
-    (finding,) = [one for one in rw.audit(model, [start]).findings if one.code == "COLLAPSE"]
+    (finding,) = [one for one in advised(model, start).findings if one.code == "COLLAPSE"]
     assert finding.remedy == "rankwise skip MODEL --init 1 --text TEXT --out DIR"
 
 
 def test_a_model_that_cannot_be_certified_is_still_audited() -> None:
     """λ x is no plain sum: no residual connection is found."""
-    audit = rw.audit(Stack([Average(0.01) for _ in range(3)]).eval(), [tokens() + 1])
+    audit = advised(Stack([Average(0.01) for _ in range(3)]).eval(), tokens() + 1)
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
     assert "lambda_sound" not in finding.evidence
     assert finding.remedy == advice.BY_HAND  # the command would fail as the certificate did
@@ -130,7 +130,7 @@ def test_a_skip_of_the_config_is_raised_there(skip: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = ToSTForCausalLM(ToSTConfig(**sizes, layer_types="softmax", skip=skip, skip_init=0.01)).eval()
-    (finding,) = [one for one in rw.audit(model, [text_inputs()]).findings if one.code == "COLLAPSE"]
+    (finding,) = [one for one in advised(model, text_inputs()).findings if one.code == "COLLAPSE"]
     assert finding.remedy == advice.BY_HAND
 
 
@@ -140,7 +140,7 @@ def test_a_block_that_gives_back_what_it_reads_is_found() -> None:
     with torch.no_grad():
         for weight in (blocks[1].self_attn.out_proj.weight, blocks[1].linear2.weight, blocks[1].linear2.bias):
             weight *= 1e-4
-    audit = rw.audit(Stack(blocks).eval(), [tokens()])
+    audit = advised(Stack(blocks).eval(), tokens())
     found = [one for one in audit.findings if one.code == "SWITCHED_OFF"]
     assert [one.where.layer for one in found] == [2]
     assert found[0].evidence["turn"] < TURN
@@ -156,11 +156,11 @@ def switched_off(audit: rw.Audit) -> list[str]:
 def test_a_drowned_mixer_is_found_beside_a_feed_forward_part_at_work() -> None:
     model, batches = hugging_face("BertModel", **BERT)(), [text_inputs()]
     skips = rw.add_lambda_skip(model)
-    assert switched_off(rw.audit(model, batches)) == []
+    assert switched_off(advised(model, batches[0])) == []
     site = list(skips)[1]
     with torch.no_grad():
         skips[site].fill_(1e5)
-    audit = rw.audit(model, batches)
+    audit = advised(model, batches[0])
     assert switched_off(audit) == [site]
     assert min(layer.turn for layer in audit.layers[1:]) > TURN
     (finding,) = [one for one in audit.findings if one.code == "SWITCHED_OFF"]
@@ -173,11 +173,11 @@ def test_a_mixer_that_layer_scale_closes_is_found(scale: float) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28}
     model, batches = hugging_face("Dinov2Model", **sizes, patch_size=7)(), [torch.randn(2, 3, 28, 28)]
-    assert switched_off(rw.audit(model, batches)) == []
+    assert switched_off(advised(model, batches[0])) == []
     weight = model.get_parameter("encoder.layer.1.layer_scale1.lambda1")
     with torch.no_grad():
         weight.fill_(scale)
-    audit = rw.audit(model, batches)
+    audit = advised(model, batches[0])
     assert [site.startswith("encoder.layer.1.") for site in switched_off(audit)] == [True]
     assert (weight == scale).all()
     assert min(layer.turn for layer in audit.layers[1:]) > TURN
@@ -192,14 +192,14 @@ def test_a_block_that_is_switched_off_is_one_finding() -> None:
         skips[list(skips)[2]].fill_(1e5)
         for weight in (blocks[2].linear2.weight, blocks[2].linear2.bias):
             weight.zero_()
-    assert switched_off(rw.audit(model, [tokens()])) == ["blocks.2"]
+    assert switched_off(advised(model, tokens())) == ["blocks.2"]
 
 
 def test_models_without_skips_to_look_at_are_run_once() -> None:
     runs: list[int] = []
     model = Stack([Average(1.0, strength=0.1)]).eval()
     model.register_forward_hook(lambda *_: runs.append(1))
-    rw.audit(model, [tokens()])
+    advised(model, tokens())
     assert len(runs) == 1
 
 
@@ -219,6 +219,14 @@ def collapse(site: str, stack: str = "h") -> Finding:
     return Finding(code="COLLAPSE", severity="error", where=where, evidence=evidence, meaning="", remedy="")
 
 
+AGAIN = "the model ran again on the first batch, 2 sequences, for the certificate of a collapse"
+
+
+def holding(*findings: Finding) -> rw.Audit:
+    about = Provenance(model="m", delta=0.01)
+    return rw.Audit(provenance=about, heads=[], layers=[], findings=findings)
+
+
 Advise = Callable[..., Finding]
 
 
@@ -228,11 +236,11 @@ def advise(monkeypatch: pytest.MonkeyPatch) -> Advise:
 
     def call(found: Finding, layers: list[SimpleNamespace], carries: bool = True) -> Finding:
         monkeypatch.setattr(advice, "_shares", lambda model, batch: {})
-        monkeypatch.setattr(surgery, "certify_skip", lambda *_: SimpleNamespace(layers=layers))
-        monkeypatch.setattr(surgery, "skips_of", lambda model: {"λ": 1} if carries else {})
-        (advised,), notes = advice.with_scales([found], nn.Identity(), None)
-        assert notes == []
-        return advised
+        monkeypatch.setattr(advice, "certify_skip", lambda *_: SimpleNamespace(layers=layers))
+        monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1} if carries else {})
+        audit = rw.advise(holding(found), nn.Identity(), tokens())
+        assert all(note.startswith(advice.AGAIN) for note in audit.provenance.notes)
+        return audit.findings[0]
 
     return call
 
@@ -329,10 +337,10 @@ def test_a_mixer_that_is_called_twice_has_one_skip(advise: Advise) -> None:
 
 
 def test_other_findings_stay_as_they_are_and_the_gravest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surgery, "certify_skip", lambda *_: SimpleNamespace(layers=[layer("h.0")]))
+    monkeypatch.setattr(advice, "certify_skip", lambda *_: SimpleNamespace(layers=[layer("h.0")]))
     monkeypatch.setattr(advice, "_shares", lambda model, batch: {"h.0.attn": 0.0, "h.1.attn": 1.0})
     info = collapse("h.0").model_copy(update={"code": "TWINS", "severity": "info"})
-    found, _ = advice.with_scales([info, collapse("h.0")], nn.Identity(), None)
+    found = rw.advise(holding(info, collapse("h.0")), nn.Identity(), tokens()).findings
     assert [one.code for one in found] == ["COLLAPSE", "SWITCHED_OFF", "TWINS"]
     assert found[2] == info
 
@@ -355,45 +363,80 @@ def test_what_cannot_be_told_is_noted(monkeypatch: pytest.MonkeyPatch, error: Ex
         raise error
 
     monkeypatch.setattr(advice, "_shares", fail)
-    monkeypatch.setattr(surgery, "certify_skip", fail)
-    found, notes = advice.with_scales([collapse("h.0")], nn.Identity(), None)
-    assert found == [collapse("h.0").model_copy(update={"remedy": advice.BY_HAND})]
-    assert notes == [
+    monkeypatch.setattr(advice, "certify_skip", fail)
+    audit = rw.advise(holding(collapse("h.0")), nn.Identity(), tokens())
+    assert audit.findings == [collapse("h.0").model_copy(update={"remedy": advice.BY_HAND})]
+    assert audit.provenance.notes == [
         f"not known whether λ or LayerScale drowns single mixers: {said}",
         f"no λ is named for COLLAPSE: {said}",
+        AGAIN,
     ]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["shares", "certificate"])
-def test_ctrl_c_stops_the_advice_and_keeps_the_findings(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    asked: list[str] = []
+@pytest.mark.parametrize("part", ["_shares", "certify_skip"])
+def test_ctrl_c_stops_it_and_the_audit_is_as_it_was(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    def ask(what: str, interrupted: bool) -> dict[str, float]:
-        asked.append(what)
-        if interrupted:
-            raise KeyboardInterrupt
-        return {"h.0.attn": 0.0}
-
-    monkeypatch.setattr(advice, "_shares", lambda *_: ask("shares", first))
-    monkeypatch.setattr(surgery, "certify_skip", lambda *_: ask("certificate", True))
-    found, notes = advice.with_scales([collapse("h.0")], nn.Identity(), None)
-    assert collapse("h.0") in found
-    assert asked == (["shares"] if first else ["shares", "certificate"])
-    assert [one.code for one in found] == (["COLLAPSE"] if first else ["COLLAPSE", "SWITCHED_OFF"])
-    told = ["not known whether λ or LayerScale drowns single mixers"] if first else []
-    assert notes == [f"{one}: interrupted from the keyboard" for one in (*told, "no λ is named for COLLAPSE")]
+    monkeypatch.setattr(advice, part, interrupted)
+    audit = holding(collapse("h.0"))
+    with pytest.raises(KeyboardInterrupt):
+        rw.advise(audit, nn.Identity(), tokens())
+    assert audit == holding(collapse("h.0"))
 
 
-@pytest.mark.parametrize("error", [KeyError("y"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_finished_audit_outlives_its_advice(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def fail(*_: Any) -> None:
-        raise error
+def test_advice_on_advice_is_the_same() -> None:
+    model = Stack([Average(1.0) for _ in range(6)]).eval()
+    once = advised(model, tokens() + 1)
+    assert rw.advise(once, model, tokens() + 1) == once
+    drowned = hugging_face("BertModel", **BERT)()
+    skips = rw.add_lambda_skip(drowned)
+    with torch.no_grad():
+        skips[list(skips)[1]].fill_(1e5)
+    once = advised(drowned, text_inputs())
+    again = rw.advise(once, drowned, text_inputs())
+    assert (len(switched_off(once)), again.findings, again.provenance) == (1, once.findings, once.provenance)
 
-    monkeypatch.setattr(surgery, "certify_skip", fail)
-    audit = rw.audit(Stack([Average(1.0) for _ in range(6)]).eval(), [tokens() + 1])
-    assert audit.complete
-    assert audit.heads
-    assert any(note.startswith("no λ is named for COLLAPSE: ") for note in audit.provenance.notes)
+
+def test_what_it_did_is_said_as_it_comes_and_in_the_record() -> None:
+    told: list[str] = []
+    model = Stack([Average(1.0) for _ in range(6)]).eval()
+    audit = rw.advise(rw.audit(model, [tokens() + 1]), model, tokens() + 1, told.append)
+    assert told == ["the certificate of a collapse"]
+    assert audit.provenance.notes[-1] == AGAIN
+    assert audit.provenance.advised
+    sound = Stack([Average(1.0, strength=0.1)]).eval()
+    assert advised(sound, tokens()).provenance.notes == rw.audit(sound, [tokens()]).provenance.notes
+
+
+def test_audits_that_it_cannot_advise_on_are_refused() -> None:
+    model = Stack([Average(1.0)]).eval()
+    audit = rw.audit(model, [tokens()])
+    with pytest.raises(InputError, match=r"wanted an audit of a torch\.nn.*Identity, got one of a .*Stack"):
+        rw.advise(audit, nn.Identity(), tokens())
+    with pytest.raises(InputError, match="wanted a complete audit"):
+        rw.advise(audit.model_copy(update={"complete": False}), model, tokens())
+
+
+@pytest.mark.parametrize("make", ["dinov2", "skips", "train", "collapse"])
+def test_the_model_is_as_it_was_bit_for_bit(make: str) -> None:
+    """Also where LayerScale is closed, by zeros of either sign, and opened to look behind it."""
+    torch.manual_seed(0)
+    if make == "dinov2":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28}
+        model, batch = hugging_face("Dinov2Model", **sizes, patch_size=7)(), torch.randn(2, 3, 28, 28)
+        with torch.no_grad():
+            model.get_parameter("encoder.layer.1.layer_scale1.lambda1").fill_(-0.0)
+    elif make == "collapse":
+        model, batch = Stack([Average(1.0) for _ in range(6)]).eval(), tokens() + 1
+    else:
+        model, batch = hugging_face("BertModel", **BERT)(), text_inputs()
+        rw.add_lambda_skip(model, init=3)
+    audit = rw.audit(model, [batch])
+    model.train(make == "train")
+    before = fingerprint(model)
+    rw.advise(audit, model, batch)
+    assert fingerprint(model) == before
 
 
 @pytest.mark.parametrize(
@@ -410,7 +453,7 @@ def test_mixers_in_a_block_that_is_switched_off_are_told_with_it(
 ) -> None:
     monkeypatch.setattr(advice, "_shares", lambda model, batch: {"h.1.attn": 0.0, "h.10": 0.0})
     there = collapse(block).model_copy(update={"code": code, "severity": "warning"})
-    found, _ = advice.with_scales([there], nn.Identity(), None)
+    found = rw.advise(holding(there), nn.Identity(), tokens()).findings
     assert [one.where.site for one in found if one != there] == told
 
 
@@ -431,7 +474,7 @@ def test_a_mixer_is_drowned_from_a_hundredth_on() -> None:
         with torch.no_grad():
             skips[site].fill_(1e4 * share / (part * TURN))
         assert shares(model, tokens())[site] == pytest.approx(part * TURN, rel=0.01)
-        assert switched_off(rw.audit(model, [tokens()])) == found
+        assert switched_off(advised(model, tokens())) == found
 
 
 def test_a_share_is_the_mean_over_tokens() -> None:

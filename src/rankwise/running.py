@@ -1,0 +1,112 @@
+"""How a model is run on a batch: called as the batch asks, where its weights are, in evaluation mode."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
+
+
+def run_model(model: nn.Module, batch: Batch) -> Any:
+    """Call a model on a batch: ``model(**batch)`` of a dict, ``model(*batch)`` of a tuple, ``model(batch)``.
+
+    Args:
+        model: the model.
+        batch: a dict, a tuple or list, or a tensor.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is in the mode it was in.
+
+    Args:
+        model: the model.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first weight lies: models spread over devices read their inputs there.
+
+    Args:
+        model: the model.
+    """
+    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device, in the dicts and lists it came in.
+
+    Args:
+        batch: the batch.
+        device: where to.
+    """
+    return _changed(batch, lambda tensor: tensor.to(device))
+
+
+def first_sequences(batch: Batch, count: int) -> Any:
+    """A copy of the first sequences of a dict, and of anything else the whole.
+
+    A dict lies batch first, by the convention of Hugging Face; elsewhere the first axis may be time.
+
+    Args:
+        batch: the batch.
+        count: how many sequences at most.
+    """
+    sequences = batch_size(batch) if isinstance(batch, Mapping) else None
+
+    def copied(tensor: Tensor) -> Tensor:
+        batched = tensor.dim() > 0 and tensor.shape[0] == sequences
+        return (tensor[:count] if batched else tensor).clone()
+
+    return _changed(batch, copied)
+
+
+def batch_size(batch: Batch) -> int:
+    """How many sequences a batch holds: the first length of its first tensor.
+
+    Args:
+        batch: the batch.
+    """
+    return next((value.shape[0] for value in tensors_of(batch).values() if value.dim()), 1)
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch by name, or by number.
+
+    Args:
+        batch: the batch.
+    """
+    items = (
+        batch.items()
+        if isinstance(batch, Mapping)
+        else enumerate([batch] if isinstance(batch, Tensor) else batch)
+    )
+    return {str(name): value for name, value in items if isinstance(value, Tensor)}
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors, in whatever dicts and lists they lie."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _changed(item, change) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_changed(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
