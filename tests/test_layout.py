@@ -28,6 +28,7 @@ ALLOWED = {
     "plan": {
         "errors",
         "files",
+        "running",
         "operators",
         "capture",
         "measures",

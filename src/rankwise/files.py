@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,15 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict | list)
 
 
-def write_whole(path: Path, text: str, subject: str) -> Path:
-    """Write a text file under another name beside its place, then rename it.
+def write_whole(path: Path, content: str | Callable[[Path], object], subject: str) -> Path:
+    """Write a file under another name beside its place, then rename it.
 
-    Whoever reads the path meets the old file or the new one, never half of either; a full disk leaves the
-    old one as it was.
+    Whoever reads the path meets the old file or the new one, never half of either; a full disk, or Ctrl-C,
+    leaves the old one as it was.
 
     Args:
         path: the file to write; missing folders are made.
-        text: its content.
+        content: its text, or what writes it into the path that it is given.
         subject: what an error calls it.
 
     Raises:
@@ -79,7 +80,10 @@ def write_whole(path: Path, text: str, subject: str) -> Path:
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+        if isinstance(content, str):
+            partial.write_text(content, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+        else:
+            content(partial)
         partial.replace(path)
     except OSError as error:
         raise InputError(

@@ -56,7 +56,7 @@ def moved(batch: Any, device: torch.device) -> Any:
         batch: the batch.
         device: where to.
     """
-    return _changed(batch, lambda tensor: tensor.to(device))
+    return changed(batch, lambda tensor: tensor.to(device))
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
@@ -74,7 +74,7 @@ def first_sequences(batch: Batch, count: int) -> Any:
         batched = tensor.dim() > 0 and tensor.shape[0] == sequences
         return (tensor[:count] if batched else tensor).clone()
 
-    return _changed(batch, copied)
+    return changed(batch, copied)
 
 
 def batch_size(batch: Batch) -> int:
@@ -100,13 +100,18 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with other tensors, in whatever dicts and lists they lie."""
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with other tensors, in the dicts and lists it came in.
+
+    Args:
+        value: the batch, or a part of it.
+        change: from a tensor to the one in its place.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {key: changed(item, change) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [_changed(item, change) for item in value]
+        items = [changed(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

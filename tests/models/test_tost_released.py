@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from tost_cases import GOLDEN
@@ -403,3 +404,17 @@ def test_the_command_s_errors(tmp_path: Path) -> None:
     assert isinstance(result.exception, InputError)
     with pytest.raises(InputError, match="wanted a folder that can be written"):
         save_model(load_released_tost(LANGUAGE), tmp_path / "file")
+
+
+def test_a_full_disk_is_said_as_every_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors raises an error of its own."""
+    model = load_released_tost(LANGUAGE)
+
+    def full(folder: str) -> None:
+        Path(folder, "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(InputError, match=r"wanted a folder that can be written.*No space left on device"):
+        save_model(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []

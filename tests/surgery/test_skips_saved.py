@@ -3,10 +3,12 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from recipes.tiny_models import BERT, hugging_face
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tests.surgery.surgery_cases import FOUND, outputs, same
 from torch import nn
@@ -21,6 +23,7 @@ from rankwise.surgery import (
     save_skips,
     skip_parameter_groups,
     skips_of,
+    store,
 )
 
 bert = hugging_face("BertModel", **BERT)
@@ -179,3 +182,19 @@ def test_groups_without_skips_that_learn() -> None:
     add_lambda_skip(model, learnable=False)
     with pytest.raises(SkipError, match="wanted λ-skips that can learn, got none"):
         skip_parameter_groups(model)
+
+
+def test_a_full_disk_leaves_the_old_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which safetensors raises an error of its own."""
+    save_skips_of(bert(), tmp_path)
+    before = (tmp_path / "skips.safetensors").read_bytes()
+
+    def full(numbers: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(store, "save_file", full)
+    with pytest.raises(InputError, match=r"skips .*safetensors: wanted a file.*No space left on device"):
+        save_skips_of(bert(), tmp_path)
+    assert (tmp_path / "skips.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["skips.json", "skips.safetensors"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -93,11 +94,11 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
             for file in sorted(Path(partial).iterdir()):
                 file.chmod(0o644)  # safetensors writes for its owner alone
                 written.append(file.replace(folder / file.name))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # of a full disk, safetensors' own
         raise InputError(
             f"folder {folder}",
             wanted="a folder that can be written",
-            got=error.strerror or str(error),
+            got=getattr(error, "strerror", None) or str(error),
             fix="Choose a folder you may write to and that has room.",
         ) from error
     return written

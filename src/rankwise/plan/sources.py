@@ -11,6 +11,7 @@ from rankwise.capture import capture
 from rankwise.data import load_text
 from rankwise.errors import InputError
 from rankwise.plan.planner import embedded
+from rankwise.running import run_model
 from rankwise.subjects import Subject, inputs_for
 
 
@@ -71,7 +72,7 @@ def model_states(
         batch = {name: part.to(device) for name, part in given.items()} if isinstance(given, dict) else given
         batches.append(batch)
         with torch.no_grad(), capture(subject.model) as trace:
-            subject.model(**batch) if isinstance(batch, dict) else subject.model(batch)
+            run_model(subject.model, batch)
         first = trace.states[0]
         masks = first.mask if first.mask is not None else [slice(None)] * len(first.tokens)
         found += [row[mask].float().cpu() for row, mask in zip(first.tokens, masks, strict=True)]

@@ -11,6 +11,7 @@ from rankwise.capture import MixerSite, capture
 from rankwise.measures import effective_rank
 from rankwise.operators import SoftmaxMixing
 from rankwise.plan.records import HeadDimPlan, TrainedHead
+from rankwise.running import run_model
 
 EPS = 1e-30
 
@@ -37,7 +38,7 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
     found: dict[tuple[str, int, str], list[MixerSite]] = {}
     for batch in batches:
         with torch.no_grad(), capture(model) as trace:
-            model(**batch) if isinstance(batch, dict) else model(batch)
+            run_model(model, batch)
         for site in trace.mixers:
             if isinstance(site.operator, SoftmaxMixing) and not site.cross:
                 found.setdefault((site.stack, site.layer, site.name), []).append(site)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError, SkipError
+from rankwise.running import Batch
 from rankwise.surgery.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.surgery.certify_layer import layer_certificate
 from rankwise.surgery.norms import Norm, NormCalls
-from rankwise.surgery.probe import Example, check_traceable, find_skip_locations
+from rankwise.surgery.probe import check_traceable, find_skip_locations
 from rankwise.surgery.skip_sums import SkipSum, check_tokens, skip_sums
 from rankwise.surgery.skips import SkipSite, name_sites, skip_sites
 from rankwise.surgery.threshold import equal_at_start, kept_by, stacks_of, threshold
@@ -20,7 +21,7 @@ from rankwise.theory.paper_skip import check_share as check_share
 
 
 def certify_skip(
-    model: nn.Module, batch: Example, a: float = 0.5, target: float | None = None
+    model: nn.Module, batch: Batch, a: float = 0.5, target: float | None = None
 ) -> SkipCertificate:
     r"""Say what the skip connections of a model guarantee against collapse, and what a λ would have to be.
 
@@ -97,7 +98,7 @@ def certify_skip(
     )
 
 
-def _found(model: nn.Module, batch: Example) -> list[SkipSite]:
+def _found(model: nn.Module, batch: Batch) -> list[SkipSite]:
     with unhooked(model):
         locations, missed = find_skip_locations(model, batch)
     if not locations:
@@ -141,7 +142,7 @@ def _check_finite(seen: Sequence[SkipSum]) -> None:
 
 def _stacks(
     model: nn.Module,
-    batch: Example,
+    batch: Batch,
     sites: Sequence[SkipSite],
     seen: Sequence[SkipSum],
     norms: Mapping[str, Norm],
@@ -221,7 +222,7 @@ def _grouped(what: str, reasons: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _padding_notes(batch: Example) -> list[str]:
+def _padding_notes(batch: Batch) -> list[str]:
     """Of masks of torch's own layers, whose names and signs vary, nothing but that they are not read."""
     given = batch if isinstance(batch, Mapping) else {}
     return [

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rankwise.capture import StateSite, capture
 from rankwise.errors import InputError, SkipError
 from rankwise.measures import token_collapse
+from rankwise.running import evaluating
 from rankwise.surgery.skips import Skips, skips_of
 
 Batch = Mapping[str, Tensor]
@@ -178,7 +179,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None
     Raises:
         SkipError: as `loss_of`.
     """
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         losses = [loss_of(model, batch, mask_token).item() for batch in batches]
     return sum(losses) / len(losses)
 
@@ -273,7 +274,7 @@ def state_collapse(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list
         values = token_collapse(state.tokens, state.mask)
         found.setdefault((state.stack, state.layer), []).extend(values[~values.isnan()].tolist())
 
-    with _evaluating(model), torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note):
+    with evaluating(model), torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note):
         for batch in batches:
             model(**batch)
     stacks: dict[str, list[float]] = {}
@@ -289,21 +290,10 @@ def _only_learning(model: nn.Module, wanted: list[Any]) -> Iterator[None]:
     try:
         for one, _ in kept:
             one.requires_grad_(id(one) in chosen)
-        with _evaluating(model), torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             yield
     finally:
         for one, learns in kept:
             one.requires_grad_(learns)
             if id(one) in chosen:
                 one.grad = None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rankwise.capture.module_calls import ModuleCalls
 from rankwise.errors import SkipError
+from rankwise.running import Batch, changed, evaluating, run_model
 from rankwise.surgery.residuals import Residual, find_residuals, not_finite
 from rankwise.surgery.skip_locations import SkipLocation, Traffic, locate, reader, with_readers
 from rankwise.surgery.sums import Change, History, SumName, SumRecorder, SumReplacer
@@ -18,10 +19,9 @@ from rankwise.torch_internals import is_compiled
 TOKENS = 8
 OTHER_TOKENS = 6
 """Of a decoder: another number, so that the two sequences are told apart."""
-Example = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 
 
-def find_skip_locations(model: nn.Module, example: Example) -> tuple[list[SkipLocation], list[str]]:
+def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLocation], list[str]]:
     """Find where the λ-skips of a model go.
 
     Runs the model once, in evaluation mode and with gradients; nothing of it changes.
@@ -40,9 +40,9 @@ def find_skip_locations(model: nn.Module, example: Example) -> tuple[list[SkipLo
     history = History()
     traffic = Traffic(history)
     frames = ModuleCalls(model, on_enter=traffic.entered, on_leave=traffic.left)
-    given = _with_gradients(example)
+    given = changed(example, _with_gradient)
     with probing(model), _differentiable(model), frames.following(), SumRecorder(frames.running, history):
-        output = call(model, given)
+        output = run_model(model, given)
     residuals = find_residuals(history)
     if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
         raise not_finite("what the model gives")
@@ -57,7 +57,7 @@ def find_skip_locations(model: nn.Module, example: Example) -> tuple[list[SkipLo
     return with_readers(locations, readers), missed
 
 
-def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Change]) -> list[Tensor]:
+def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, Change]) -> list[Tensor]:
     """What a model gives on an example if some sums are something else.
 
     Args:
@@ -66,7 +66,7 @@ def run_with(model: nn.Module, example: Example, changes: Mapping[SumName, Chang
         changes: name of a sum → what it is to be.
     """
     with probing(model), replacing_sums(model, changes):
-        return [tensor.detach() for tensor in tensors_in(call(model, example))]
+        return [tensor.detach() for tensor in tensors_in(run_model(model, example))]
 
 
 @contextmanager
@@ -80,16 +80,14 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Itera
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, gradients and a seed of our own; afterwards all is as before."""
-    modes = [(module, module.training) for module in model.modules()]
     devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
-    try:
-        model.eval()
-        with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.enable_grad():
-            torch.manual_seed(0)
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with (
+        evaluating(model),
+        torch.random.fork_rng(devices=sorted(devices, key=str)),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager
@@ -104,14 +102,8 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _with_gradients(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_().clone() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _with_gradients(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_with_gradients(item) for item in value)
-    return value
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
 def _block(residual: Residual) -> str:
@@ -165,7 +157,7 @@ def check_traceable(model: object) -> None:
         )
 
 
-def example_for(model: nn.Module) -> Example:
+def example_for(model: nn.Module) -> Batch:
     """Make a small batch for a model of transformers: a few token ids, or one picture of noise.
 
     Args:
@@ -221,18 +213,6 @@ def _device(model: nn.Module) -> torch.device:
 
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-
-
-def call(model: nn.Module, example: Example) -> Any:
-    """Run a model on a batch as `rankwise.audit` takes them.
-
-    Args:
-        model: the model.
-        example: a dict, a tuple or list, or a tensor.
-    """
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple | list) else model(example)
 
 
 def tensors_in(output: Any) -> list[Tensor]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import SkipError
-from rankwise.surgery.probe import Example, call, probing, replacing_sums
+from rankwise.running import Batch, run_model
+from rankwise.surgery.probe import probing, replacing_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked
@@ -28,7 +29,7 @@ class SkipSum:
 
 
 def skip_sums(
-    model: nn.Module, batch: Example, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
 ) -> list[SkipSum]:
     """Run a model, its hooks off, with these λ, and see what each skip adds, in the order it runs.
 
@@ -53,7 +54,7 @@ def skip_sums(
 
     scaled = scaled_sums(sites, scales, note)
     with unhooked(model), probing(model), torch.no_grad(), replacing_sums(model, scaled):
-        call(model, batch)
+        run_model(model, batch)
     missing = {site.name for site in sites} - {one.site.name for one in seen}
     if missing:
         raise SkipError(
@@ -81,7 +82,7 @@ def _as_batch(value: Tensor, axis: int) -> Tensor:
     return value.transpose(0, 1) if axis == 0 else value
 
 
-def _mask(batch: Example, tokens: Tensor, site: SkipSite) -> Tensor:
+def _mask(batch: Batch, tokens: Tensor, site: SkipSite) -> Tensor:
     """Which tokens are real, as the batch says it for a sequence of this length."""
     given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in given
@@ -94,7 +95,7 @@ def _mask(batch: Example, tokens: Tensor, site: SkipSite) -> Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
-def check_tokens(batch: Example) -> None:
+def check_tokens(batch: Batch) -> None:
     """Refuse a batch in which a sequence has no real token, or none has two.
 
     Args:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import SkipError, did_you_mean
+from rankwise.running import Batch
 from rankwise.surgery.hooks import remove_hooks
-from rankwise.surgery.probe import Example, check_traceable, example_for, find_skip_locations
+from rankwise.surgery.probe import check_traceable, example_for, find_skip_locations
 from rankwise.surgery.skip_locations import SkipLocation
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import verify
@@ -73,7 +74,7 @@ def add_lambda_skip(
     learnable: bool = True,
     per: Per = "layer",
     sites: str | Iterable[str] | None = None,
-    example: Example | None = None,
+    example: Batch | None = None,
 ) -> Skips:
     r"""Make the skip connection around every mixer of a model λ·x, in place: x + f(x) becomes λ·x + f(x).
 

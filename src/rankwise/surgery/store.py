@@ -1,20 +1,20 @@
 """λ-skips in files: the numbers in safetensors, what they belong to in JSON beside them."""
 
 import hashlib
-import os
 import re
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rankwise.errors import SkipError, did_you_mean
 from rankwise.files import parse_json, write_whole
-from rankwise.surgery.probe import Example
+from rankwise.running import Batch
 from rankwise.surgery.skips import Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
@@ -83,10 +83,11 @@ def save_skips(
     )
     folder = Path(folder)
     described = write_whole(folder / FACTS, facts.model_dump_json(indent=1), "skips")
-    return _write(folder / NUMBERS, numbers), described
+    written = write_whole(folder / NUMBERS, lambda partial: _save(numbers, partial), "skips")
+    return written, described
 
 
-def load_skips(model: nn.Module, folder: str | Path, example: Example | None = None) -> Skips:
+def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
     """Put λ-skips that were saved into a model without any: of the same class, with the same parameters.
 
     Args:
@@ -115,7 +116,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Example | None = N
     return skips
 
 
-def apply_saved_skips(model: nn.Module, folder: str | Path, example: Example | None = None) -> Skips | None:
+def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
     """Put in the λ-skips that lie in a model's folder, if there are any.
 
     Args:
@@ -207,24 +208,11 @@ def _class(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-def _write(path: Path, numbers: dict[str, Tensor]) -> Path:
-    from safetensors.torch import save_file
-
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _save(numbers: dict[str, Tensor], path: Path) -> None:
     try:
-        save_file(numbers, partial)
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise SkipError(
-            f"skips {path}",
-            wanted="a file that can be written",
-            got=error.strerror or str(error),
-            fix="Choose a folder you may write to and that has room.",
-        ) from error
-    return path
+        save_file(numbers, path)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise OSError(str(error)) from error
 
 
 def _read_facts(path: Path) -> SkipFacts:
@@ -235,9 +223,6 @@ def _read_facts(path: Path) -> SkipFacts:
 
 
 def _read_numbers(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:

@@ -10,8 +10,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise.capture.block_candidates import stack_of
+from rankwise.running import Batch
 from rankwise.surgery.norms import Norm
-from rankwise.surgery.probe import Example
 from rankwise.surgery.skip_sums import SkipSum, skip_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.theory import token_collapse
@@ -83,7 +83,7 @@ def kept_by(seen: Sequence[SkipSum], norms: Mapping[str, Norm]) -> dict[str, Bot
 
 
 def threshold(
-    model: nn.Module, batch: Example, sites: Sequence[SkipSite], target: float, norms: Mapping[str, Norm]
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], target: float, norms: Mapping[str, Norm]
 ) -> dict[str, Both]:
     """The least |λ|, one for all layers, from which on each stack keeps a part of μ/‖Y‖, and of μ.
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
 from rankwise.errors import CaptureError
-from rankwise.surgery.probe import Example, call, probing, replacing_sums
+from rankwise.running import Batch, run_model
+from rankwise.surgery.probe import probing, replacing_sums
 from rankwise.surgery.skips import SkipSite
 from rankwise.surgery.sums import SumName
 from rankwise.surgery.verify import scaled_sums, unhooked
@@ -88,7 +89,7 @@ class MatrixCalls:
 
 
 def mixings(
-    model: nn.Module, batch: Example, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
 ) -> dict[tuple[str, int], Mixing]:
     """What is known of the mixers behind λ-skips, by name of the site and number of its call.
 
@@ -116,7 +117,7 @@ def mixings(
                 capture(model, on_mixer=mixers.append, values=True),
                 replacing_sums(model, scaled_sums(sites, scales, note)),
             ):
-                call(model, batch)
+                run_model(model, batch)
         except CaptureError:
             return {}
         finally:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import SkipError
+from rankwise.running import Batch
 from rankwise.surgery.hooks import SkipHook, picked, placed
-from rankwise.surgery.probe import Example, run_with
+from rankwise.surgery.probe import run_with
 from rankwise.surgery.sums import SumName
 from rankwise.torch_internals import without_forward_hooks
 
@@ -22,7 +23,7 @@ Seen = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def verify(
-    model: nn.Module, example: Example, sites: Sequence["SkipSite"], found: Sequence["SkipSite"]
+    model: nn.Module, example: Batch, sites: Sequence["SkipSite"], found: Sequence["SkipSite"]
 ) -> None:
     """Compare a model with its λ-skips, on an example, with what it should give.
 
