@@ -182,6 +182,36 @@ def test_a_norm_behind_a_stack_is_not_that_of_its_last_block(end: nn.Module) -> 
     assert [layer.norm for layer in layers] == ["none", "none"]
 
 
+class Parallel(nn.Module):
+    """Attention and feed-forward side by side, then or before a norm: x + f(x) + g(x)."""
+
+    def __init__(self, post: bool) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.dense = (
+            nn.LayerNorm(WIDTH),
+            post_norm(nn.Identity()).mixer,
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.post = post
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.post:
+            return self.norm(x + self.mixer(x) + self.dense(x))
+        read = self.norm(x)
+        return x + self.mixer(read) + self.dense(read)
+
+
+@pytest.mark.parametrize(("post", "norm"), [(True, "unknown"), (False, "none")])
+def test_a_norm_behind_two_branches_reads_more_than_the_sum(post: bool, norm: str) -> None:
+    """x + f(x), which no norm reads, is no state where x + f(x) + g(x) is what the norm makes a state of."""
+    torch.manual_seed(0)
+    stack = nn.Sequential(Parallel(post), Parallel(post), nn.LayerNorm(WIDTH)).eval()
+    certificate = certify_skip(stack, tokens(0, alike=False))
+    assert [layer.norm for layer in certificate.layers] == [norm] * 2
+    assert [layer.sound_bound is None for layer in certificate.layers] == [post] * 2
+    assert any("was not given the sum as it is" in note for note in certificate.notes) == post
+
+
 # --- recognition --------------------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLoca
             missed.append(_block(residual))
         else:
             locations.append(found)
-            readers.append(reader(residual, traffic))
+            readers.append(reader(residual.sum, traffic))
     return with_readers(locations, readers), missed
 
 

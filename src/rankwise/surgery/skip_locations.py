@@ -21,7 +21,7 @@ from rankwise.surgery.hooks import (
     ScaleArgument,
 )
 from rankwise.surgery.residuals import Residual
-from rankwise.surgery.sums import History, SumName, Version, version
+from rankwise.surgery.sums import History, Sum, SumName, Version, version
 
 
 @dataclass(frozen=True)
@@ -206,17 +206,19 @@ class Reader:
         return bool(self.module or self.function)
 
 
-def reader(residual: Residual, traffic: Traffic) -> Reader:
-    """What alone reads the sum of a residual connection, before anything is added to it; none in most blocks.
+def reader(sum_: Sum, traffic: Traffic) -> Reader:
+    """What alone reads the sum of a residual connection; none in most blocks.
 
-    None where the sum is an operand of another one, or is read only by products with a matrix, by what gives
-    fewer numbers (a mean over tokens), or by nothing: then the sum is the state.
+    None where the sum is read by something and added to what that gives, or is read only by products with a
+    matrix, by what gives fewer numbers (a mean over tokens), or by nothing: then the sum is the state. Where
+    nothing is done with it but to add to it, x + f(x) + g(x), it is part of a state: what reads the whole.
     """
-    sum_, history = residual.sum, traffic.history
+    history = traffic.history
     same = history.same_numbers(sum_.result)
     uses = [use for one in same for use in history.uses.get(one, ()) if not use.passes]
-    if any(one in later.operands for later in history.sums for one in same):
-        return Reader()
+    onward = [later for later in history.sums if any(one in later.operands for one in same)]
+    if onward:
+        return reader(onward[0], traffic) if len(uses) == 1 else Reader()
     size = math.prod(sum_.shape)
     reads = [use for use in uses if use.numbers == size and not use.product]
     if not reads:
