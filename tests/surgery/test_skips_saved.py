@@ -146,6 +146,31 @@ def test_broken_files(tmp_path: Path) -> None:
         load_skips(bert(), tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "said"),
+    [
+        (torch.int64, 1.0, "int64"),
+        (torch.bool, 1.0, "bool"),
+        (torch.complex64, 1.0, "complex64"),
+        (torch.float8_e4m3fn, 1.0, "float8"),
+        (torch.float64, 1e300, "NaN or infinity"),
+    ],
+)
+def test_numbers_that_lambda_cannot_be_are_refused(
+    dtype: torch.dtype, size: float, said: str, tmp_path: Path
+) -> None:
+    model, batch = FOUND["BERT"][0]()
+    add_lambda_skip(model, example=batch)
+    numbers, _ = save_skips(model, tmp_path)
+    save_file({name: (one.double() * size).to(dtype) for name, one in load_file(numbers).items()}, numbers)
+    plain, _ = FOUND["BERT"][0]()
+    before = outputs(plain, batch)
+    with pytest.raises(SkipError, match=said):
+        load_skips(plain, tmp_path, example=batch)
+    assert same(outputs(plain, batch), before)
+    assert not skips_of(plain)
+
+
 def test_nothing_to_save_and_nowhere_to(tmp_path: Path) -> None:
     with pytest.raises(SkipError, match="wanted a model with λ-skips, got one without"):
         save_skips(bert(), tmp_path)

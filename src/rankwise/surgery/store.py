@@ -18,6 +18,7 @@ from rankwise.running import Batch
 from rankwise.surgery.skips import Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SkipFacts(BaseModel, extra="forbid"):
@@ -113,6 +114,11 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     with torch.no_grad():
         for name, parameter in skips.items():
             parameter.copy_(numbers[name])
+    try:
+        _check_finite(dict(skips), str(folder))  # float64 may hold what the dtype of λ does not
+    except SkipError:
+        remove_lambda_skip(model)
+        raise
     return skips
 
 
@@ -155,6 +161,9 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: dict[str, Tensor], folde
             got=f"a difference in {sorted(missing)[0]!r}",
             fix="Copy both files from the same save.",
         )
+    for name, value in numbers.items():
+        if value.dtype not in DTYPES:
+            raise _another(model, facts, folder, f"λ of {value.dtype} for {name!r}")
     _check_finite(numbers, str(folder))
     modules = dict(model.named_modules())
     for name, width in facts.sites.items():
