@@ -11,7 +11,7 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rankwise.ops.tssa.triton import bidirectional_kernels, causal_back_kernels, causal_kernels, kernels
+from rankwise.ops.tssa.triton import bidirectional, causal, chunks
 
 COMMON = {"mask": "*i1", "first": "*i64", "last": "*i64", "owner": "*i64", "decay": "*fp64", "eps": "fp32"}
 HALF = {"w", "given", "out"}  # in the dtype of w
@@ -41,7 +41,7 @@ def compiled(kernel, half, width, **switches):
 
 
 def carried(**switches):
-    kernel = kernels.carry_kernel
+    kernel = chunks.carry_kernel
     constants = {"BX": 64} | switches
     types = {"ages": "*i64", "begin": "*i64", "decay": "*fp64", "H": "i32", "X": "i32"}
     signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
@@ -51,13 +51,13 @@ def carried(**switches):
 
 
 def main():
-    plain = [kernels.sums_kernel, causal_kernels.score_kernel, causal_kernels.output_kernel]
-    back = [causal_back_kernels.output_back_kernel, causal_back_kernels.score_back_kernel]
+    plain = [chunks.sums_kernel, causal.score_kernel, causal.output_kernel]
+    back = [causal.output_back_kernel, causal.score_back_kernel]
     both = [
-        bidirectional_kernels.project_kernel,
-        bidirectional_kernels.scale_kernel,
-        bidirectional_kernels.scale_back_kernel,
-        bidirectional_kernels.token_back_kernel,
+        bidirectional.project_kernel,
+        bidirectional.scale_kernel,
+        bidirectional.scale_back_kernel,
+        bidirectional.token_back_kernel,
     ]
     jobs = [(carried, {"BACKWARD": b, "DECAYED": d}) for b, d in ((False, False), (True, True))]
     sizes = [("*bf16", 256)] if "--quick" in sys.argv else [("*bf16", 64), ("*fp32", 48), ("*fp32", 256)]
@@ -70,7 +70,7 @@ def main():
     for run, options in jobs:
         made = run(**options)
         assert made.asm["cubin"]
-        kernel = options.pop("kernel", kernels.carry_kernel).fn.__name__
+        kernel = options.pop("kernel", chunks.carry_kernel).fn.__name__
         print(f"compiled {kernel} {options}: {len(made.asm['cubin'])} bytes")
 
 

@@ -15,12 +15,5 @@ def kernels(impl: str, causal: bool) -> ModuleType:
     ``backward(problem, membership, score, given, given_membership, given_end)``, takes the gradients of the
     output, of Π and of the last sums, and gives those of w and of the temperature, causal also of the
     scores' offset and of the first sums.
-
-    Args:
-        impl: "cpu" or "triton".
-        causal: which of the two operations.
-
-    Returns:
-        The module.
     """
     return import_module(f"rankwise.ops.tssa.{impl}.{'causal' if causal else 'bidirectional'}")

@@ -9,14 +9,7 @@ from rankwise.ops.tssa.problem import Problem
 
 
 def lengths(problem: Problem) -> Int[Tensor, " N"]:
-    """Real tokens of each sequence.
-
-    Args:
-        problem: the call.
-
-    Returns:
-        Their numbers, int64.
-    """
+    """How many real tokens each sequence has, int64."""
     mask, bounds, (batch, tokens) = problem.mask, problem.bounds, problem.w.shape[:2]
     if bounds is None:
         return torch.full((batch,), tokens, device=problem.w.device) if mask is None else mask.sum(1)

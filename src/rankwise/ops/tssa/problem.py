@@ -67,14 +67,7 @@ class Solution(NamedTuple):
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the sums: float64 for float64, otherwise float32.
-
-    Args:
-        dtype: of w.
-
-    Returns:
-        The wider one.
-    """
+    """The dtype of the sums: float64 for a w of float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

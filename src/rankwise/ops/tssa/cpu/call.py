@@ -98,13 +98,9 @@ class Call:
     def carry(
         self, total: np.ndarray, start: np.ndarray, backward: bool = False, runs: Pieces | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The sums before every piece, (P, H, …), and behind every sequence; backward: the other way round.
+        """The sums before every piece and behind every sequence; backward: the other way round.
 
-        Args:
-            total: what each piece adds, (P, H, …).
-            start: sums on the side where the way begins, (N, H, …).
-            backward: from the last piece to the first.
-            runs: other pieces than those of the call.
+        Of what each piece adds, (P, H, …), to sums where the way begins, (N, H, …).
         """
         mask, _, rate = self.tokens
         begin, end = np.empty_like(total), start.copy()

@@ -26,16 +26,12 @@ So a sum over T tokens is off by the rounding of 64 additions, not of T.
 
 
 class Loop:
-    """A loop over arrays, compiled without the interpreter lock on its first call for each set of dtypes.
+    """A loop over arrays in order, compiled without the interpreter lock when dtypes are first met.
 
     numba's cache keeps all signatures of a function in one index, which two processes can overwrite for each
     other so that it names the machine code of the wrong one. Here each signature is a function with a name
-    of its own, and so are each version of this folder, of numba and each processor: all that is ever written
+    of its own, as is each version of this folder and of numba, and each processor: all that is ever written
     under a name is the same code.
-
-    Args:
-        function: of numpy arrays and numbers. Later calls with arrays of the same dtypes but other axes or
-            another order in memory are a TypeError.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -76,5 +72,4 @@ def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[...
 
     What is ``allowed`` to the compiler is so here only, also where the loop around it allows more.
     """
-    options = {"nogil": True, "fastmath": allowed, "error_model": "numpy", "forceinline": True}
-    return numba.njit(**options)(function)
+    return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)

@@ -1,26 +1,175 @@
-"""Causal TSSA by Triton: chunk sums, a scan over chunks, then every chunk by itself; twice."""
+"""Causal TSSA by Triton: chunk sums, a scan over chunks, then every chunk by itself; twice.
+
+Of the kernels of gradients each pair first sums over chunks, then uses the sums.
+"""
+
+from typing import no_type_check
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from rankwise.ops.tssa.problem import Problem, Sums
 from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
-from rankwise.ops.tssa.triton.causal_back_kernels import output_back_kernel, score_back_kernel
-from rankwise.ops.tssa.triton.causal_kernels import output_kernel, score_kernel
-from rankwise.ops.tssa.triton.chunks import Chunks
-from rankwise.ops.tssa.triton.heads import memberships, scores_back
+from rankwise.ops.tssa.triton.chunks import (
+    Chunks,
+    aged,
+    coming,
+    memberships,
+    places,
+    power,
+    running,
+    scores_back,
+)
+
+
+@triton.jit
+@no_type_check
+def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: tl.constexpr):
+    """c_t: the running energy of every token of a chunk."""
+    k = tl.arange(0, BK)
+    before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
+    if DECAYED:
+        before = before * power(rate, age, x)[:, None]
+    return before + running(x * x, age, real, rate, DECAYED)
+
+
+@triton.jit
+@no_type_check
+def moment_at(
+    x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK: tl.constexpr, DECAYED: tl.constexpr
+):
+    """a_t and n_t + eps of every token of a chunk."""
+    k = tl.arange(0, BK)
+    before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
+    mass = tl.load(base_mass + c * H + h)
+    if DECAYED:
+        before = before * power(rate, age, x)[:, None]
+        mass = mass * power(rate, age, x)
+        gap = age[:, None] - age[None, :]
+        below = (gap >= 0) & (tl.arange(0, x.shape[0])[:, None] >= tl.arange(0, x.shape[0])[None, :])
+        weight = power(rate, tl.maximum(gap, 0.0), x) * pi[None, :]
+        mass = mass + tl.sum(tl.where(below & real[None, :], weight, 0.0), 1)
+    else:
+        mass = mass + tl.cumsum(pi, 0)
+    return before + running(pi[:, None] * x * x, age, real, rate, DECAYED), mass + eps
+
+
+@triton.jit
+@no_type_check
+def score_kernel(
+    w, mask, first, last, owner, decay, base, score, eps,
+    H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
+):  # fmt: skip
+    """s_t = Σ_k w²/max(c_t, eps)."""
+    c, h = tl.program_id(0), tl.program_id(1)
+    inside, real, row, cell, known, _ = places(mask, first, last, H, K, BT, BK, MASKED)
+    x = tl.load(w + cell, mask=known, other=0.0).to(score.dtype.element_ty)
+    age, rate = aged(real, decay, h, DECAYED)
+    energy = energy_at(x, base, age, real, rate, c, h, H, K, BK, DECAYED)
+    tl.store(score + row, tl.sum(x * x / tl.where(energy < eps, eps, energy), 1), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def output_kernel(
+    w, mask, first, last, owner, decay, membership, base, base_mass, out, eps,
+    H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
+):  # fmt: skip
+    """out_t = -Π_t w_t n_t/(n_t + a_t)."""
+    c, h = tl.program_id(0), tl.program_id(1)
+    _inside, real, row, cell, known, there = places(mask, first, last, H, K, BT, BK, MASKED)
+    x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
+    pi = tl.load(membership + row, mask=real, other=0.0)
+    age, rate = aged(real, decay, h, DECAYED)
+    moment, mass = moment_at(x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK, DECAYED)
+    found = -pi[:, None] * x * (mass[:, None] / (mass[:, None] + moment))
+    tl.store(out + cell, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+@no_type_check
+def output_back_kernel(
+    w, mask, first, last, owner, decay, given, membership, base, base_mass, later, later_mass,
+    total, total_mass, out, asked, eps,
+    H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
+    FINISH: tl.constexpr,
+):  # fmt: skip
+    """Gradients through the output: what a chunk asks of the sums before it, or (FINISH) those of w and Π."""
+    c, h = tl.program_id(0), tl.program_id(1)
+    inside, real, row, cell, known, there = places(mask, first, last, H, K, BT, BK, MASKED)
+    x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
+    g = tl.load(given + cell, mask=known, other=0.0).to(base.dtype.element_ty)
+    pi = tl.load(membership + row, mask=real, other=0.0)
+    age, rate = aged(real, decay, h, DECAYED)
+    moment, mass = moment_at(x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK, DECAYED)
+    inverse = 1.0 / (mass[:, None] + moment)
+    q = mass[:, None] * inverse
+    share = inverse * q * pi[:, None] * g * x
+    less = tl.sum(share * (moment / mass[:, None]), 1)
+    k = tl.arange(0, BK)
+    if not FINISH:
+        fade = tl.where(real, 1.0, 0.0).to(x.dtype)
+        if DECAYED:
+            fade = fade * power(rate, age, x)  # from a token to the sums before the chunk
+        tl.store(total + (c * H + h) * K + k, tl.sum(fade[:, None] * share, 0), mask=k < K)
+        tl.store(total_mass + c * H + h, -tl.sum(fade * less, 0))
+    else:
+        after = tl.load(later + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
+        after_mass = tl.load(later_mass + c * H + h)
+        lesser = -less
+        if DECAYED:
+            fade = power(rate, tl.max(age, 0) - age, x)
+            after = after * fade[:, None]
+            after_mass = after_mass * fade
+            gap = age[None, :] - age[:, None]
+            above = (gap >= 0) & (tl.arange(0, BT)[:, None] <= tl.arange(0, BT)[None, :])
+            weight = tl.where(above & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
+            after_mass = after_mass + tl.sum(weight * lesser[None, :], 1)
+        else:
+            after_mass = after_mass + tl.cumsum(lesser, 0, reverse=True)
+        of_sum = after + coming(share, age, real, rate, DECAYED)
+        through = tl.sum(of_sum * x * x - g * x * q, 1) + after_mass
+        tl.store(asked + row, tl.where(real, through, 0.0), mask=inside)
+        found = pi[:, None] * (2.0 * x * of_sum - g * q)
+        tl.store(out + cell, tl.where(real[:, None], found, 0.0), mask=there)
+
+
+@triton.jit
+@no_type_check
+def score_back_kernel(
+    w, mask, first, last, owner, decay, slope, base, later, total, partial, out, eps,
+    H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
+    FINISH: tl.constexpr,
+):  # fmt: skip
+    """Gradients through the scores: what a chunk asks of the energies before it, or (FINISH) that of w."""
+    c, h = tl.program_id(0), tl.program_id(1)
+    _inside, real, row, cell, known, there = places(mask, first, last, H, K, BT, BK, MASKED)
+    x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
+    ds = tl.load(slope + row, mask=real, other=0.0)[:, None]
+    age, rate = aged(real, decay, h, DECAYED)
+    energy = energy_at(x, base, age, real, rate, c, h, H, K, BK, DECAYED)
+    inverse = 1.0 / tl.where(energy < eps, eps, energy)
+    share = tl.where(energy >= eps, -ds * (x * x * inverse) * inverse, 0.0)
+    k = tl.arange(0, BK)
+    if not FINISH:
+        fade = tl.where(real, 1.0, 0.0).to(x.dtype)
+        if DECAYED:
+            fade = fade * power(rate, age, x)
+        tl.store(total + (c * H + h) * K + k, tl.sum(fade[:, None] * share, 0), mask=k < K)
+    else:
+        after = tl.load(later + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
+        if DECAYED:
+            after = after * power(rate, tl.max(age, 0) - age, x)[:, None]
+        of_sum = after + coming(share, age, real, rate, DECAYED)
+        before = tl.load(partial + cell, mask=known, other=0.0)
+        found = before + 2.0 * x * (ds * inverse + of_sum)
+        tl.store(out + cell, tl.where(known, found, 0.0).to(out.dtype.element_ty), mask=there)
 
 
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """Output, memberships, scores and the last sums; memory O(B T H) beside w and the output.
-
-    Args:
-        problem: a causal call.
-        keep: whether scores are wanted; otherwise memberships lie in their place.
-
-    Returns:
-        Output in the dtype of w, the others in that of the sums.
-    """
+    """Output, memberships, scores and the last sums; memory O(B T H) beside w and the output."""
     chunks, start = Chunks(problem), problem.first()
     base, energy = _scan(chunks, None, start.energy)
     score = chunks.tokens()
@@ -42,19 +191,7 @@ def backward(
     given_membership: Tensor,
     given_end: Sums,
 ) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """Gradients of w, of the temperature, of the scores' offset and of the first sums.
-
-    Args:
-        problem: the call.
-        membership: its Π.
-        score: its scores.
-        given: gradient of the output.
-        given_membership: gradient of Π.
-        given_end: gradients of the last sums.
-
-    Returns:
-        Gradients.
-    """
+    """Gradients of w, of the temperature, of the scores' offset and of the first sums."""
     chunks, start = Chunks(problem), problem.first()
     given, age = given.contiguous(), chunks.ages()
     base, mass_base, _, _ = _assigned(chunks, membership, start)
