@@ -11,8 +11,10 @@ import torch.distributed as dist
 from recipes.tiny_models import BERT, hugging_face, text_inputs
 from tests.surgery.surgery_cases import FOUND, outputs, same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from rankwise.surgery import SkipError, add_lambda_skip, remove_lambda_skip, skips_of
+from rankwise.surgery import SkipError, add_lambda_skip, certify_skip, remove_lambda_skip, skips_of
 
 bert = hugging_face("BertModel", **BERT)
 SITES = [f"encoder.layer.{layer}.attention.output" for layer in range(3)]
@@ -144,6 +146,22 @@ def test_what_is_wrapped_already() -> None:
             with pytest.raises(SkipError, match=r"wanted a module that is not wrapped yet.*then wrap it"):
                 add_lambda_skip(wrapped, example=text_inputs())
             assert not skips_of(wrapped)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ask", [add_lambda_skip, certify_skip])
+def test_weights_on_a_mesh_be_it_of_one_process(ask: Any) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, mesh = bert(), init_device_mesh("cpu", (1,))
+        plan = {"encoder.layer.0.attention.self.query": ColwiseParallel()}
+        parallelize_module(model, mesh, plan)
+        with pytest.raises(
+            SkipError, match=r"DTensor weights, such as 'encoder.layer.0.attention.self.query"
+        ):
+            ask(model, text_inputs()) if ask is certify_skip else ask(model)
     finally:
         dist.destroy_process_group()
 

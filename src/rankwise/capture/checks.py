@@ -250,9 +250,14 @@ def is_shard(tensor: Tensor) -> bool:
     return _processes(tensor) > 1
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, be it whole in this process."""
+    return _is(tensor, "tensor", "DTensor")
+
+
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
     """Over how many processes a DTensor is split; the axis that FSDP gathers is the first, and no split."""
-    if not _is(tensor, "tensor", "DTensor"):
+    if not is_distributed(tensor):
         return 1
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     placements: Any = tensor.placements  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.capture.checks import is_distributed, split_modules
 from rankwise.capture.module_calls import ModuleCalls
 from rankwise.errors import SkipError
 from rankwise.running import Batch, changed, evaluating, run_model
@@ -122,8 +123,8 @@ def check_traceable(model: object) -> None:
         model: what the user gave.
 
     Raises:
-        SkipError: if it is no module, or one that is compiled, scripted or wrapped for several devices, or
-            of tensors made in inference mode, or if that mode is on.
+        SkipError: if it is no module, or one that is compiled, scripted, wrapped or split for several
+            devices, or of tensors made in inference mode, or if that mode is on.
     """
     if not isinstance(model, nn.Module):
         raise SkipError(
@@ -147,6 +148,16 @@ def check_traceable(model: object) -> None:
             wanted="a module that is not wrapped yet",
             got=f"one wrapped by {wrapper}",
             fix="Add the skips to the model itself first, then wrap it.",
+        )
+    placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    if placed or split_modules(model):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            wanted="a model whose weights are plain tensors, whole in this process",
+            got=f"{len(placed)} DTensor weights, such as {placed[0]!r}"
+            if placed
+            else "layers split by a plan",
+            fix="Add or certify the skips on the model before it is parallelised, or load it without a plan.",
         )
     if torch.is_inference_mode_enabled() or any(one.is_inference() for one in model.parameters()):
         raise SkipError(

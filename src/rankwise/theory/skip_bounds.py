@@ -70,8 +70,8 @@ def sum_scale(
 
     Formula: √a + μ(B)/μ(Y). With ``relative``, for the share μ/‖·‖_F in place of μ, which a large λ does
     not raise by growing the states: (μ(B)/μ(Y) + √a·‖B‖_F/‖Y‖_F)/(1 − √a).
-    Range: [√a, ∞], infinite for μ(Y) = 0; for ``relative`` from 0. It holds for every larger |λ| too, for
-    the same Y and B. Cost: O(T D).
+    Range: [√a, ∞], infinite for μ(Y) = 0 < μ(B) and √a for both 0; for ``relative`` from 0. It holds for
+    every larger |λ| too, for the same Y and B. Cost: O(T D).
     Source: own; proof in docs/proofs/skip-bound.md.
 
     Args:
