@@ -79,8 +79,8 @@ def backward(
     read = (x, pi, scores, call.temperature, dpi, *where, energy, ENERGY_EPS, until, until_mass)
     call.run(back_loops.slopes, *read, asked, slope, of_temperature, before)
     ask, first_energy = call.carry(before, last[0], backward=True)
-    known = (energy, ENERGY_EPS, ask, until)
-    call.run(back_loops.score_sweep_back, x, slope, pi, *where, *known, flat(out, dtype))
+    energies = (energy, ENERGY_EPS, ask, until)
+    call.run(back_loops.score_sweep_back, x, slope, pi, *where, *energies, flat(out, dtype))
     sums = Sums(*(tensor(part, dtype) for part in (first_energy, first_assigned, first_mass[..., 0])))
     tau = tensor(of_temperature.sum(0), dtype)
     return in_dtype(out, problem.w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums
