@@ -277,6 +277,6 @@ def _marked(module: nn.Module) -> str | None:
 
 
 def _is(thing: object, package: str, name: str) -> bool:
-    """Whether something is of a class of torch.distributed; where nobody imported that, nothing is."""
+    """Whether something is of a class of torch.distributed; False where torch.distributed is not imported."""
     kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
     return kind is not None and isinstance(thing, kind)
