@@ -1,5 +1,7 @@
 """Every refusal says what was wanted, what came, and what to do."""
 
+import operator
+import re
 import subprocess
 import sys
 
@@ -7,9 +9,10 @@ import pytest
 import torch
 from tests.unchecked import unchecked
 
+import rankwise
 from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, half_lives, tssa
-from rankwise.ops.tssa import dispatch
+from rankwise.ops.token_statistics import dispatch
 
 W, TAU = torch.ones(2, 4, 3, 5), torch.ones(3)
 ROW = torch.ones(1, 4, 3, 5)
@@ -144,6 +147,11 @@ def test_an_explicit_choice_never_falls_back(monkeypatch):
     monkeypatch.setitem(dispatch._THERE, "triton", True)
     with pytest.raises(InputError, match="tensors on a GPU, or TRITON_INTERPRET=1 set, got tensors on cpu"):
         dispatch.choose("triton", torch.device("cpu"))
+
+
+def test_the_rule_is_where_the_docstring_says():
+    named = re.search(r"`rankwise\.(ops\.\S+)` is the\s+rule", rankwise.ops.tssa.__doc__)[1]
+    assert operator.attrgetter(named)(rankwise) is dispatch.choose
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
 from rankwise.ops import TSSAState, tssa
-from rankwise.ops.tssa.cpu import call, causal_loops, head_loops, sum_loops, threads
-from rankwise.ops.tssa.cpu.compiled import Loop
-from rankwise.ops.tssa.problem import Problem
+from rankwise.ops.token_statistics.cpu import call, causal_loops, head_loops, sum_loops, threads
+from rankwise.ops.token_statistics.cpu.compiled import Loop
+from rankwise.ops.token_statistics.problem import Problem
 
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 

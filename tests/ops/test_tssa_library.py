@@ -13,9 +13,14 @@ from tssa_cases import Case, errors, outputs
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, half_lives, tssa
-from rankwise.ops.tssa import library
-from rankwise.ops.tssa.decay import rates, running_sum
-from rankwise.ops.tssa.library import bidirectional, bidirectional_backward, causal, causal_backward
+from rankwise.ops.token_statistics import library
+from rankwise.ops.token_statistics.decay import rates, running_sum
+from rankwise.ops.token_statistics.library import (
+    bidirectional,
+    bidirectional_backward,
+    causal,
+    causal_backward,
+)
 
 causalities = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 impls = pytest.mark.parametrize("impl", ["reference", "cpu"])

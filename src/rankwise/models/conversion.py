@@ -17,7 +17,7 @@ from rankwise.models.language import ToSTForCausalLM
 from rankwise.models.pictures import picture_settings
 from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
 from rankwise.models.vision import ToSTForImageClassification
-from rankwise.ops.tssa.checks import FLOATS
+from rankwise.ops.token_statistics.checks import FLOATS
 
 WRAPPERS = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before every name."""

@@ -20,8 +20,8 @@ from rankwise.models.mixers.base import (
 )
 from rankwise.operators import DiagonalMixing
 from rankwise.ops import TSSAOutput, TSSAState, tssa
-from rankwise.ops.tssa.checks import MEMBERSHIPS
-from rankwise.ops.tssa.dispatch import IMPLEMENTATIONS
+from rankwise.ops.token_statistics.checks import MEMBERSHIPS
+from rankwise.ops.token_statistics.dispatch import IMPLEMENTATIONS
 
 
 class TokenStatisticsAttention(Mixer):

@@ -8,9 +8,9 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from rankwise.errors import InputError
-from rankwise.ops.tssa.checks import check_call
-from rankwise.ops.tssa.implementations import kernels
-from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact
+from rankwise.ops.token_statistics.checks import check_call
+from rankwise.ops.token_statistics.implementations import kernels
+from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact
 from rankwise.torch_internals import (
     in_dispatch_mode,
     in_forward_derivative,

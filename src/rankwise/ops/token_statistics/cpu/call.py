@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.tssa.cpu import sum_loops
-from rankwise.ops.tssa.cpu.compiled import CHUNK, Loop
-from rankwise.ops.tssa.cpu.threads import spread, threads
-from rankwise.ops.tssa.problem import Problem, Sums, exact, in_dtype
+from rankwise.ops.token_statistics.cpu import sum_loops
+from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop
+from rankwise.ops.token_statistics.cpu.threads import spread, threads
+from rankwise.ops.token_statistics.problem import Problem, Sums, exact, in_dtype
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
 PIECE = 256

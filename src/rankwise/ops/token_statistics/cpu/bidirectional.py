@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.tssa.cpu import bidirectional_loops as loops
-from rankwise.ops.tssa.cpu import sum_loops
-from rankwise.ops.tssa.cpu.call import Call, array, flat, new, tensor
-from rankwise.ops.tssa.problem import Problem, Sums, in_dtype
-from rankwise.ops.tssa.reference import MASS_EPS, NORM_EPS
+from rankwise.ops.token_statistics.cpu import bidirectional_loops as loops
+from rankwise.ops.token_statistics.cpu import sum_loops
+from rankwise.ops.token_statistics.cpu.call import Call, array, flat, new, tensor
+from rankwise.ops.token_statistics.problem import Problem, Sums, in_dtype
+from rankwise.ops.token_statistics.reference import MASS_EPS, NORM_EPS
 
 
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:

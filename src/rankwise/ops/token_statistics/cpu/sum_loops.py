@@ -9,7 +9,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import CHUNK, Loop, inlined
+from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop, inlined
 
 
 @inlined

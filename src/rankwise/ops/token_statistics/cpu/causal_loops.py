@@ -4,9 +4,9 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import CHUNK, Loop, inlined
-from rankwise.ops.tssa.cpu.head_loops import softmax_rows
-from rankwise.ops.tssa.cpu.sum_loops import add_rows, factors, fold, kept
+from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop, inlined
+from rankwise.ops.token_statistics.cpu.head_loops import softmax_rows
+from rankwise.ops.token_statistics.cpu.sum_loops import add_rows, factors, fold, kept
 
 
 @inlined

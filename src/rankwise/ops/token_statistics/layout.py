@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rankwise.ops.tssa.checks import check_positions
-from rankwise.ops.tssa.problem import Problem
+from rankwise.ops.token_statistics.checks import check_positions
+from rankwise.ops.token_statistics.problem import Problem
 
 
 def lengths(problem: Problem) -> Int[Tensor, " N"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rankwise.ops.tssa.cpu.compiled import Loop
+from rankwise.ops.token_statistics.cpu.compiled import Loop
 
 SMALL = 1 << 19
 """Below this many numbers a second thread costs more than it saves."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import InputError, ShapeError, did_you_mean
-from rankwise.ops.tssa.state import TSSAState
+from rankwise.ops.token_statistics.state import TSSAState
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)

@@ -7,9 +7,9 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import CHUNK, Loop, inlined
-from rankwise.ops.tssa.cpu.head_loops import softmax_rows, softmax_rows_back
-from rankwise.ops.tssa.cpu.sum_loops import add_rows, fold, project_row
+from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop, inlined
+from rankwise.ops.token_statistics.cpu.head_loops import softmax_rows, softmax_rows_back
+from rankwise.ops.token_statistics.cpu.sum_loops import add_rows, fold, project_row
 
 
 @Loop

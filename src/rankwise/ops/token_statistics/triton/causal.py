@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.tssa.problem import Problem, Sums
-from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
-from rankwise.ops.tssa.triton.chunks import (
+from rankwise.ops.token_statistics.problem import Problem, Sums
+from rankwise.ops.token_statistics.reference import ENERGY_EPS, MASS_EPS
+from rankwise.ops.token_statistics.triton.chunks import (
     Chunks,
     aged,
     coming,

@@ -5,7 +5,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from rankwise.ops.tssa.cpu.compiled import inlined
+from rankwise.ops.token_statistics.cpu.compiled import inlined
 
 
 @no_type_check

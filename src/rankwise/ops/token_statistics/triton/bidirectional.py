@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.tssa.problem import Problem, Sums
-from rankwise.ops.tssa.reference import MASS_EPS, NORM_EPS
-from rankwise.ops.tssa.triton.chunks import Chunks, memberships, places, scores_back
+from rankwise.ops.token_statistics.problem import Problem, Sums
+from rankwise.ops.token_statistics.reference import MASS_EPS, NORM_EPS
+from rankwise.ops.token_statistics.triton.chunks import Chunks, memberships, places, scores_back
 
 
 @triton.jit

@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.tssa.cpu import causal_back_loops as back_loops
-from rankwise.ops.tssa.cpu import causal_loops as loops
-from rankwise.ops.tssa.cpu import sum_loops
-from rankwise.ops.tssa.cpu.call import Call, flat, new, tensor
-from rankwise.ops.tssa.problem import Problem, Sums, in_dtype
-from rankwise.ops.tssa.reference import ENERGY_EPS, MASS_EPS
+from rankwise.ops.token_statistics.cpu import causal_back_loops as back_loops
+from rankwise.ops.token_statistics.cpu import causal_loops as loops
+from rankwise.ops.token_statistics.cpu import sum_loops
+from rankwise.ops.token_statistics.cpu.call import Call, flat, new, tensor
+from rankwise.ops.token_statistics.problem import Problem, Sums, in_dtype
+from rankwise.ops.token_statistics.reference import ENERGY_EPS, MASS_EPS
 
 
 def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:

@@ -6,13 +6,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rankwise.ops.tssa import library, reference
-from rankwise.ops.tssa.checks import check_options, check_packing, check_process, check_state, check_tensors
-from rankwise.ops.tssa.decay import rates
-from rankwise.ops.tssa.dispatch import choose
-from rankwise.ops.tssa.layout import lengths, offsets
-from rankwise.ops.tssa.problem import Problem, Solution, Sums, exact, in_dtype
-from rankwise.ops.tssa.state import TSSAState
+from rankwise.ops.token_statistics import library, reference
+from rankwise.ops.token_statistics.checks import (
+    check_options,
+    check_packing,
+    check_process,
+    check_state,
+    check_tensors,
+)
+from rankwise.ops.token_statistics.decay import rates
+from rankwise.ops.token_statistics.dispatch import choose
+from rankwise.ops.token_statistics.layout import lengths, offsets
+from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact, in_dtype
+from rankwise.ops.token_statistics.state import TSSAState
 
 
 class TSSAOutput(NamedTuple):
@@ -78,8 +84,8 @@ def tssa(
         bias: learned, by head and position; at least as many positions as the longest text. Causal only.
         mask: True for real tokens.
         state: what a causal call on the tokens before these gave; calls on pieces equal one on the whole.
-        impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.tssa.dispatch.choose` is the rule of
-            "auto". An explicit choice runs or raises.
+        impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.token_statistics.dispatch.choose` is the
+            rule of "auto". An explicit choice runs or raises.
         membership: "softmax", or "uniform": Π = 1/H.
         half_life: of the causal sums, in tokens, one a head; `half_lives` makes a ladder. Not learned.
         cu_seqlens: boundaries [0, n_1, n_1 + n_2, …, T] of sequences packed in one row (B = 1); each
