@@ -28,6 +28,8 @@ class StateSpaceFamily:
     states: int = 3
     masks_padding: bool = True
     """Whether its state-space layers are told of padding."""
+    has_path: bool = True
+    """Whether its adapter gives `MixingCall.path`: False for the scan alone, or a norm before the gate."""
 
 
 GATED_DELTA = {
@@ -167,6 +169,7 @@ STATE_SPACE: dict[str, StateSpaceFamily] = {
         },
         (SEMISEPARABLE, SOFTMAX),
         masks_padding=False,
+        has_path=False,
     ),
     "LFM2": StateSpaceFamily(
         "Lfm2Model",
@@ -179,9 +182,14 @@ STATE_SPACE: dict[str, StateSpaceFamily] = {
         ("toeplitz", SOFTMAX),
     ),
     "Qwen3-Next": StateSpaceFamily(
-        "Qwen3NextModel", ATTENTION | GATED_DELTA | EXPERTS | {"head_dim": 8}, ("gated delta", SOFTMAX)
+        "Qwen3NextModel",
+        ATTENTION | GATED_DELTA | EXPERTS | {"head_dim": 8},
+        ("gated delta", SOFTMAX),
+        has_path=False,
     ),
-    "Kimi-Linear": StateSpaceFamily("KimiLinearModel", ATTENTION | KIMI | EXPERTS, ("gated delta", SOFTMAX)),
+    "Kimi-Linear": StateSpaceFamily(
+        "KimiLinearModel", ATTENTION | KIMI | EXPERTS, ("gated delta", SOFTMAX), has_path=False
+    ),
 }
 
 

@@ -197,7 +197,7 @@ def test_the_error_names_the_mixers_it_could_not_see_by_their_reason():
 
 
 def test_a_model_that_is_not_called_is_an_error():
-    told = r"no call of it or of any of its modules.*model\(\*\*batch\)"
+    told = r"no call of it or of any of its modules.*Call the captured model itself.*model\(\*\*batch\)"
     with pytest.raises(CaptureError, match=told), rw.capture(stack_of()):
         pass
 

@@ -101,6 +101,12 @@ def part_of(make: Make) -> Make:
 
 KINDS |= {f"part of {name}": part_of(KINDS[name]) for name in PARTS}
 
+
+def case_id(kind: str) -> str:
+    """The id of a case, with no space in it, so that `-k gated_delta` picks a file and its cases alike."""
+    return "-".join(part.replace(" ", "_") for part in kind.split(", "))
+
+
 sizes = st.tuples(*(st.integers(1, top) for top in (3, 2, 6, 6, 4)))
 """Batch, heads, tokens, sources, head width."""
 

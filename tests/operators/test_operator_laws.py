@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_cases import KINDS, normal, sizes, tolerance
+from operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.errors import ShapeError
 from rankwise.operators.base import ROW_BLOCK
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=case_id)
 some = settings(max_examples=6)
 TIGHT = tolerance(torch.float64, 8)
 
@@ -119,7 +119,9 @@ def test_without_a_mask_every_column_is_seen(kind, size):
         assert bool(op.support().any(-2).all())
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k.startswith("softmax") and "transposed" not in k])
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS if k.startswith("softmax") and "transposed" not in k], ids=case_id
+)
 @some
 @given(size=sizes)
 def test_rows_of_a_softmax_are_distributions_or_zero(kind, size):

@@ -133,7 +133,7 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
             "`capture`",
             wanted="the model to run inside the block",
             got="no call of it or of any of its modules",
-            fix="MixingCall the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
+            fix="Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
         )
     reasons: dict[str, list[str]] = {}
     for module in trace.unseen:

@@ -155,7 +155,8 @@ def _reason(
     if does:
         return (
             f"{' and '.join(dict.fromkeys(does))} was seen in it, of which capture makes no operator; "
-            "name it in `sites=` with a function of your own to capture it"
+            "name it in `sites=` with a function of your own to capture it, or write an adapter "
+            "(CONTRIBUTING.md)"
         )
     return (
         "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "

@@ -97,11 +97,16 @@ def call_of(inside: CallsInside, name: str) -> CallInside:
     return inside[name]
 
 
-def why_not_from_scratch(call: ModuleCall) -> str | None:
-    """Why a state-space layer of transformers does not start from an empty state; None where it does."""
+def why_not_from_scratch(call: ModuleCall, state_idx: int = 0) -> str | None:
+    """Why a state-space layer of transformers does not start from an empty state; None where it does.
+
+    Args:
+        call: the call of the layer, which has ``layer_idx``.
+        state_idx: which of the convolution states of that index in the cache is the layer's.
+    """
     layer = getattr(call.module, "layer_idx", None)
     for cache in (call.argument(name) for name in CACHES):
-        if cache not in (None, ABSENT) and cache.get_conv_state(layer, state_idx=0) is not None:
+        if cache not in (None, ABSENT) and cache.get_conv_state(layer, state_idx=state_idx) is not None:
             return CONTINUED
     if call.kwargs.get("seq_idx") is not None:
         return PACKED
