@@ -11,6 +11,7 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".cache
 
 import numpy as np
 import pytest
+import tests.typecheck  # noqa: F401 - before rankwise is imported
 import torch
 from hypothesis import settings
 

@@ -246,7 +246,7 @@ def test_numbers_far_from_zero_promise_nothing_that_is_not_so(moved: bool) -> No
     undone = 1e-3 * torch.randn(width, dtype=torch.float64) - y  # y + undone: all rows the same
     residual, branch = (y, undone + far) if moved else (y + far, undone)
     shifted = y + (branch - far) if moved else (residual - far) + undone  # LayerNorm takes `far` off
-    assert norm_bound(residual, branch, 1.0) <= spread(normed(shifted, True, 0.0)) + 1e-9
+    assert norm_bound(residual, branch, 1.0) <= mu(normed(shifted, True, 0.0)) + 1e-9
 
 
 def test_rows_whose_squares_leave_float64_promise_nothing_that_is_not_so() -> None:
@@ -256,7 +256,7 @@ def test_rows_whose_squares_leave_float64_promise_nothing_that_is_not_so() -> No
     assert norm_bound(alike, 0 * alike, 1.0, centre=False) <= 1e-9
     apart = torch.eye(3, dtype=torch.float64)
     kept = norm_bound(apart, 0 * apart, 1e-200, centre=False)
-    torch.testing.assert_close(kept, 3**0.5 * spread(apart))
+    torch.testing.assert_close(kept, 3**0.5 * mu(apart))
 
 
 def test_without_a_skip_nothing_is_sure() -> None:
