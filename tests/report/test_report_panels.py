@@ -1,12 +1,16 @@
 """Every head has one cell, every finding leads to a place."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from tests.report import samples
 
 from rankwise.audit.measures import PICTURED as HEAD_MEASURES
 from rankwise.audit.records import AuditRecord, Finding, Place
-from rankwise.report.panels import heads_at, make_panels
-from rankwise.report.targets import Target, find_target
+from rankwise.report import page
+from rankwise.report.panels import HeadsByLayer, make_panels
+from rankwise.report.targets import Target, find_targets
 
 
 @pytest.mark.parametrize("name", samples.ALL)
@@ -43,20 +47,21 @@ def test_a_module_that_runs_twice_gets_a_row_for_each_time() -> None:
     assert [row.cells for row in panel.rows] == [{0: 0, 1: 1, 2: 2}, {0: 3, 1: 4, 2: 5}]
 
 
-def test_heads_at_takes_what_a_place_leaves_open_as_any() -> None:
-    heads = samples.encoder_decoder().heads
-    assert len(heads_at(Place(stack="decoder.block", layer=4), heads)) == 16
-    assert len(heads_at(Place(site="decoder.block.4.layer.1.EncDecAttention"), heads)) == 8
-    assert heads_at(Place(stack="nowhere"), heads) == []
+def test_a_place_takes_what_a_place_leaves_open_as_any() -> None:
+    heads = HeadsByLayer(samples.encoder_decoder().heads)
+    assert len(heads.at(Place(stack="decoder.block", layer=4))) == 16
+    assert len(heads.at(Place(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
+    assert heads.at(Place(stack="nowhere")) == heads.at(Place(layer=99)) == []
 
 
 def _target(audit: AuditRecord, **fields: object) -> Target:
-    return find_target(samples.finding(**fields), audit)
+    return find_targets([samples.finding(**fields)], audit)[0]
 
 
 def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     audit = samples.encoder()
-    targets = {finding.code: find_target(finding, audit) for finding in audit.findings}
+    found = find_targets(audit.findings, audit)
+    targets = {finding.code: target for finding, target in zip(audit.findings, found, strict=True)}
     assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", layer=6)
     assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "peak_mass")
     assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_distance")
@@ -70,7 +75,7 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
 
 def test_a_site_tells_cross_attention_from_self_attention() -> None:
     audit = samples.encoder_decoder()
-    (index,) = find_target(audit.findings[0], audit).heads
+    (index,) = find_targets(audit.findings[:1], audit)[0].heads
     assert audit.heads[index].cross
     assert (audit.heads[index].layer, audit.heads[index].head) == (4, 6)
 
@@ -96,8 +101,8 @@ def test_states_are_known_by_their_evidence_or_their_block() -> None:
 
 def test_a_finding_about_nothing_in_particular_leads_to_the_provenance() -> None:
     general = Finding(code="X", severity="info", where=Place(), evidence={}, meaning="", remedy="")
-    assert find_target(general, samples.encoder()).section == "provenance"
-    assert find_target(general, samples.empty()).section == "provenance"
+    assert find_targets([general], samples.encoder())[0].section == "provenance"
+    assert find_targets([general], samples.empty())[0].section == "provenance"
 
 
 @pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)
@@ -108,3 +113,24 @@ def test_the_scale_of_a_measure_holds_all_its_values_and_has_a_length(measure) -
         assert all(
             low <= measure.value(head) <= high or measure.value(head) != measure.value(head) for head in heads
         )
+
+
+def test_twins_without_a_nearest_head_lead_to_one_head() -> None:
+    audit = samples.encoder()
+    heads = [head.model_copy(update={"nearest_head": None}) for head in audit.heads]
+    target = _target(audit.model_copy(update={"heads": heads}), code="TWINS")
+    assert target.heads == (2 * 12 + 7,)
+
+
+def test_what_a_page_shows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(page, name)
+        return lambda *given: made.append(name) or function(*given)
+
+    names = ["find_targets", "make_panels", "membership_maps"]
+    for name in names:
+        monkeypatch.setattr(page, name, counted(name))
+    page.render_html(samples.encoder())
+    assert sorted(made) == names

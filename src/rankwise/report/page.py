@@ -16,7 +16,7 @@ from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import describe, draw_panel
 from rankwise.report.memberships import membership_maps
 from rankwise.report.panels import Panel, make_panels
-from rankwise.report.targets import find_target, finding_groups, marks_of, severity_counts
+from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
 from rankwise.report.text import (
     SEVERITIES,
     count,
@@ -82,7 +82,6 @@ def render_html(audit: AuditRecord) -> str:
     plotly, script = _plotly_source(), "\n".join(_template_text(name) for name in _SCRIPTS)
     return environment.get_template("report.html").render(
         page_context(audit),
-        data=without_nan(page_data(audit)),
         style=Markup(_template_text("report.css")),
         plotly=Markup(plotly),
         script=Markup(script),
@@ -97,11 +96,26 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         audit: the audit.
 
     Returns:
-        The template's variables.
+        The template's variables; among them ``data``, what the page's script draws and follows.
     """
     panels = make_panels(audit.heads)
-    targets = [find_target(finding, audit) for finding in audit.findings]
+    targets = find_targets(audit.findings, audit)
+    marks = marks_of(audit.findings, targets)
     homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
+    stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
+    memberships = membership_maps(panels, audit.heads)
+    data = {
+        "panels": [draw_panel(panel, audit.heads, marks) for panel in panels],
+        "depth": draw_depth(audit.layers),
+        "stacks": stacks,
+        "spectra": spectra(audit.heads, audit.provenance.delta),
+        "names": [f"layer {head.layer}, head {head.head}" for head in audit.heads],
+        "details": [describe(head) for head in audit.heads],
+        "panel_names": [panel.title for panel in panels],
+        "opening": opening_heads(audit.heads),
+        "targets": [target.data() for target in targets],
+        "memberships": memberships,
+    }
     return {
         "audit": audit,
         "about": audit.provenance,
@@ -112,38 +126,12 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "measures": PICTURED,
         "states": DRAWN,
         "panels": [_panel_words(panel, audit.heads) for panel in panels],
-        "stacks": list(dict.fromkeys(layer.stack for layer in audit.layers)),
+        "stacks": stacks,
         "rows": [_table_row(head, homes[index]) for index, head in enumerate(audit.heads)],
         "state_rows": [(layer, _state_words(layer)) for layer in audit.layers],
-        "memberships": membership_maps(panels, audit.heads),
+        "memberships": memberships,
         "provenance": _provenance(audit),
-    }
-
-
-def page_data(audit: AuditRecord) -> dict[str, Any]:
-    """Gather what the page's script draws and follows.
-
-    Args:
-        audit: the audit.
-
-    Returns:
-        Figures, spectra and targets; numbers may be NaN.
-    """
-    panels = make_panels(audit.heads)
-    targets = [find_target(finding, audit) for finding in audit.findings]
-    marks = marks_of(audit.findings, targets)
-    names = [panel.title for panel in panels]
-    return {
-        "panels": [draw_panel(panel, audit.heads, marks) for panel in panels],
-        "depth": draw_depth(audit.layers),
-        "stacks": list(dict.fromkeys(layer.stack for layer in audit.layers)),
-        "spectra": spectra(audit.heads, audit.provenance.delta),
-        "names": [f"layer {head.layer}, head {head.head}" for head in audit.heads],
-        "details": [describe(head) for head in audit.heads],
-        "panel_names": names,
-        "opening": opening_heads(audit.heads),
-        "targets": [target.data() for target in targets],
-        "memberships": membership_maps(panels, audit.heads),
+        "data": without_nan(data),
     }
 
 

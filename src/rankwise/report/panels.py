@@ -82,24 +82,29 @@ def _check_cells(panels: Sequence[Panel]) -> None:
         )
 
 
-def heads_at(place: Place, heads: Sequence[HeadRecord]) -> list[int]:
-    """Find the heads a finding speaks of; what it leaves open, all of them match.
+class HeadsByLayer:
+    """Finds the heads that findings speak of, of which an audit can have thousands.
 
     Args:
-        place: where the finding is.
         heads: the heads of the audit.
-
-    Returns:
-        Indices into ``heads``.
     """
-    wanted = {
-        "stack": place.stack or None,
-        "layer": place.layer,
-        "site": place.site or None,
-        "head": place.head,
-    }
-    asked = {name: value for name, value in wanted.items() if value is not None}
-    return [i for i, head in enumerate(heads) if all(getattr(head, name) == asked[name] for name in asked)]
+
+    def __init__(self, heads: Sequence[HeadRecord]) -> None:
+        self._heads = heads
+        self._indices: dict[int, list[int]] = {}
+        for index, head in enumerate(heads):
+            self._indices.setdefault(head.layer, []).append(index)
+
+    def at(self, place: Place) -> list[int]:
+        """Indices of the heads at a place; what it leaves open, all of them match.
+
+        Args:
+            place: where a finding is.
+        """
+        asked = {"stack": place.stack or None, "site": place.site or None, "head": place.head}
+        wanted = {name: value for name, value in asked.items() if value is not None}
+        layer = range(len(self._heads)) if place.layer is None else self._indices.get(place.layer, [])
+        return [i for i in layer if all(getattr(self._heads[i], name) == wanted[name] for name in wanted)]
 
 
 def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:

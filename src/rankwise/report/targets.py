@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rankwise.audit.measures import DRAWN, NULLS, PICTURED, shown
 from rankwise.audit.records import AuditRecord, Finding, Severity
-from rankwise.report.panels import Panel, heads_at
+from rankwise.report.panels import HeadsByLayer, Panel
 from rankwise.report.text import SEVERITIES, pieces, title
 
 Section = Literal["heads", "states", "unseen", "provenance"]
@@ -51,49 +51,44 @@ class Target:
         }
 
 
-def find_target(finding: Finding, audit: AuditRecord) -> Target:
-    """Say what a reader should see on following a finding.
+def find_targets(findings: Sequence[Finding], audit: AuditRecord) -> list[Target]:
+    """Say what a reader should see on following each of some findings.
 
     Args:
-        finding: one of the audit's findings.
+        findings: the audit's findings, or some of them.
         audit: the audit.
 
     Returns:
         Token states for a finding on them; else its head (with its nearest one for twins), or all heads of
         its layer, site or stack; else the section that tells more.
     """
+    layers = HeadsByLayer(audit.heads)
+    return [_target(finding, audit, layers) for finding in findings]
+
+
+def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Target:
     where = finding.where
     if finding.code == "UNSEEN":
         return Target("unseen")
-    if where.head is None and _is_about_states(finding, audit):
-        return Target("states", stack=where.stack, layer=where.layer)
     named = bool(where.stack or where.site) or where.layer is not None or where.head is not None
-    heads = heads_at(where, audit.heads) if named else []
+    heads = layers.at(where) if named else []
+    if where.head is None and _is_about_states(finding, audit, heads):
+        return Target("states", stack=where.stack, layer=where.layer)
     if not heads:
         return Target("provenance")
-    if finding.code == "TWINS" and where.head is not None:
-        heads += _twins(heads, audit)
+    first = audit.heads[heads[0]]
+    if finding.code == "TWINS" and where.head is not None and first.nearest_head is not None:
+        same = layers.at(where.model_copy(update={"head": first.nearest_head}))
+        heads += [index for index in same if audit.heads[index].cross == first.cross and index not in heads]
     return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer)
 
 
-def _is_about_states(finding: Finding, audit: AuditRecord) -> bool:
+def _is_about_states(finding: Finding, audit: AuditRecord, heads: Sequence[int]) -> bool:
     """By its evidence, or by a site that is a block which wrote a state and no mixer."""
     where = finding.where
     known = [state.site for state in audit.layers if (state.stack, state.layer) == (where.stack, where.layer)]
     evident = finding.code == "COLLAPSE" or bool(finding.evidence.keys() & _STATE_NAMES - _HEAD_NAMES)
-    return bool(known) and (evident or (where.site in known and not heads_at(where, audit.heads)))
-
-
-def _twins(heads: list[int], audit: AuditRecord) -> list[int]:
-    first = audit.heads[heads[0]]
-    return [
-        index
-        for index, head in enumerate(audit.heads)
-        if (head.stack, head.site, head.layer, head.cross)
-        == (first.stack, first.site, first.layer, first.cross)
-        and head.head == first.nearest_head
-        and index not in heads
-    ]
+    return bool(known) and (evident or (where.site in known and not heads))
 
 
 def _measure(finding: Finding) -> str:
