@@ -100,13 +100,13 @@ class Recorded(Loop):
 @pytest.mark.parametrize("failure", [IndexError("within the work"), KeyboardInterrupt()], ids=repr)
 def test_a_failure_on_any_thread_reaches_the_caller(failure):
     with pytest.raises(type(failure)):
-        threads.spread(Recorded(failure), (), 8, 2)
+        threads.run_tasks(Recorded(failure), (), 8, 2)
 
 
 @pytest.mark.parametrize(("tasks", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
 def test_every_task_is_done_once(tasks, workers):
     loop = Recorded()
-    threads.spread(loop, (), tasks, workers)
+    threads.run_tasks(loop, (), tasks, workers)
     assert sorted(loop.done) == list(range(tasks))
     assert len(loop.by) <= workers
 
@@ -117,7 +117,7 @@ def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     held = threads._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
     begun.wait(60)
     loop = Recorded()
-    threads.spread(loop, (), 9, 2)
+    threads.run_tasks(loop, (), 9, 2)
     over.set()
     assert held.result()
     assert sorted(loop.done) == list(range(9))

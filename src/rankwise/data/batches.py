@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.data.spread import check_positive, spread
+from rankwise.data.evenly import check_positive, evenly
 from rankwise.errors import InputError
 
 Tokenizer = Callable[..., Any]
@@ -113,7 +113,7 @@ def windows(text: str, tokenizer: Tokenizer, *, tokens: int, sequences: int) -> 
         total = len(ids) + frame.size
         fix = f"Use --tokens {total} or less, or a longer text." if ids else "Use another text or tokenizer."
         raise InputError("the text", wanted=f"{tokens} tokens for one window", got=f"{total} tokens", fix=fix)
-    starts = (room * i for i in spread(len(ids) // room, sequences))
+    starts = (room * i for i in evenly(len(ids) // room, sequences))
     return [frame.around(ids[start : start + room]) for start in starts]
 
 
@@ -138,7 +138,7 @@ def separate(texts: Sequence[str], tokenizer: Tokenizer, *, tokens: int, sequenc
         [[100, 1], [100, 101, 1]]
     """
     written = [text for text in texts if text.strip()]
-    chosen = [written[i] for i in spread(len(written), sequences)]
+    chosen = [written[i] for i in evenly(len(written), sequences)]
     encoded = [(text, ids) for text, ids in zip(chosen, _encode(chosen, tokenizer), strict=True) if ids]
     if not encoded:
         got = f"{len(texts)} without a token"

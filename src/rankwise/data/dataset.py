@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rankwise.data.evenly import evenly
 from rankwise.data.hub import need_hub
-from rankwise.data.spread import spread
 from rankwise.errors import InputError, did_you_mean
 
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -93,7 +93,7 @@ def dataset_texts(spec: str | DatasetSpec, *, rows: int = 4096) -> list[str]:
             got=f"the columns {', '.join(map(repr, data.column_names))}",
             fix=did_you_mean(spec.column, data.column_names),
         )
-    texts = data.select(spread(len(data), rows)).with_format(None)[spec.column]
+    texts = data.select(evenly(len(data), rows)).with_format(None)[spec.column]
     return _strings(list(texts), spec)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rankwise.data.spread import check_positive, spread
+from rankwise.data.evenly import check_positive, evenly
 from rankwise.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -58,7 +58,7 @@ def read_images(
     check_positive(sequences=sequences, batch_size=batch_size)
     need_pillow()
     paths = find_images(folder)
-    chosen = [paths[i] for i in spread(len(paths), sequences)]
+    chosen = [paths[i] for i in evenly(len(paths), sequences)]
     return (
         _process([open_image(path, mode) for path in chosen[i : i + batch_size]], processor, chosen[i])
         for i in range(0, len(chosen), batch_size)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rankwise.ops.token_statistics.cpu import sum_loops
 from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop
-from rankwise.ops.token_statistics.cpu.threads import spread, threads
+from rankwise.ops.token_statistics.cpu.threads import run_tasks, threads
 from rankwise.ops.token_statistics.problem import Problem, Sums, exact, in_dtype
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
@@ -87,7 +87,7 @@ class Call:
 
     def run(self, loop: Loop, *given: Any, tasks: int | None = None) -> None:
         """Run a loop over all pieces, or as many tasks."""
-        spread(loop, given, len(self.runs.first) if tasks is None else tasks, self.workers)
+        run_tasks(loop, given, len(self.runs.first) if tasks is None else tasks, self.workers)
 
     @staticmethod
     def sums(sums: Sums) -> list[np.ndarray]:

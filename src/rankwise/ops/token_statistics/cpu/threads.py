@@ -19,7 +19,7 @@ def threads(numbers: int) -> int:
     return 1 if numbers < SMALL else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 
-def spread(loop: Loop, given: tuple[Any, ...], tasks: int, workers: int) -> None:
+def run_tasks(loop: Loop, given: tuple[Any, ...], tasks: int, workers: int) -> None:
     """Call ``loop(*given, low, high)`` on slices of the tasks until all are done.
 
     Each task writes its own part of the result. Slices are taken, not given, so that a thread the system

@@ -3,7 +3,7 @@
 from rankwise.errors import InputError
 
 
-def spread(count: int, wanted: int) -> list[int]:
+def evenly(count: int, wanted: int) -> list[int]:
     """Choose ``wanted`` of ``count`` items, evenly from first to last.
 
     ``⌊i·count/wanted⌋`` for ``i < wanted``; all of them where there are no more than wanted. Files and rows
@@ -17,9 +17,9 @@ def spread(count: int, wanted: int) -> list[int]:
         Rising indices, ``min(count, wanted)`` of them.
 
     Examples:
-        >>> spread(10, 4)
+        >>> evenly(10, 4)
         [0, 2, 5, 7]
-        >>> spread(2, 4)
+        >>> evenly(2, 4)
         [0, 1]
     """
     taken = min(count, wanted)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.data.spread import check_positive, spread
+from rankwise.data.evenly import check_positive, evenly
 from rankwise.errors import InputError
 
 COUNTS = st.integers(0, 500)
@@ -12,7 +12,7 @@ COUNTS = st.integers(0, 500)
 
 @given(COUNTS, st.integers(1, 500))
 def test_takes_as_many_as_wanted_or_all_in_order_and_within(count: int, wanted: int) -> None:
-    taken = spread(count, wanted)
+    taken = evenly(count, wanted)
     assert len(taken) == min(count, wanted)
     assert taken == sorted(set(taken))
     assert all(0 <= i < count for i in taken)
@@ -20,7 +20,7 @@ def test_takes_as_many_as_wanted_or_all_in_order_and_within(count: int, wanted: 
 
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_gaps_differ_by_one_at_most(count: int, wanted: int) -> None:
-    ends = [*spread(count, wanted), count]
+    ends = [*evenly(count, wanted), count]
     gaps = [b - a for a, b in pairwise(ends)]
     assert max(gaps) - min(gaps) <= 1
 
