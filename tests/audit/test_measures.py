@@ -110,6 +110,10 @@ got = [head.attention_distance for head in audit.heads]
 assert all(abs(a - b) < 1e-12 for a, b in zip(got, wanted, strict=True)), (got, wanted)
 assert all(head.spread["attention_distance"] > 0 for head in audit.heads)
 
+rows = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+for size in (1e-310, 1.0, 5e307):  # the zero row is left out: (3·1 + 1·2)/4
+    assert abs(attention_distance(rows * size).item() - 1.25) < 1e-12, size
+
 again = rw.Audit.load(audit.save(Path("audit.json")))
 assert [head.attention_distance for head in again.heads] == got
 
@@ -126,12 +130,11 @@ assert "Attention distance" in audit.to_html(Path("page.html")).read_text(encodi
 
 
 def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) -> None:
-    function, row, test = blocks()
+    imports, function, row, test = blocks()
     package = tmp_path / "rankwise"
     shutil.copytree(Path(rw.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     rows = package / "measures" / "rows.py"
-    source = rows.read_text(encoding="utf-8").replace("import Mixing,", "import Mixing, all_finite,")
-    rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
+    rows.write_text(f"{rows.read_text(encoding='utf-8')}\n\n{imports}\n{function}", encoding="utf-8")
     with (package / "measures" / "__init__.py").open("a", encoding="utf-8") as exported:
         exported.write("\nfrom rankwise.measures.rows import attention_distance\n")
     table = package / "audit" / "measures.py"
@@ -140,8 +143,9 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     assert source.count(end) == 1
     source = source.replace(end, f"\n{textwrap.indent(row, '    ')}\n{end}")
     table.write_text(source, encoding="utf-8")
-    imports = "import pytest, torch\nfrom rankwise.measures import attention_distance"
-    program = f"{AUDITED}\n{imports}\n{test}\ntest_a_shift_looks_as_far_away_as_it_shifts()\nprint('added')"
+    program = (
+        f"{AUDITED}\nimport pytest\n{test}\ntest_a_shift_looks_as_far_away_as_it_shifts()\nprint('added')"
+    )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,6 +1,9 @@
 """What holds for every measure: dtypes, batches, NaN, empty and tiny inputs, operators, errors."""
 
 import math
+import re
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -38,7 +41,19 @@ def test_the_lists_above_miss_no_measure():
     others |= {"state_turn", "variational_rate"}
     others |= {"estimate_spectrum", "DELTA", "check_delta"}
     others |= {"Estimate", "RankSummary", "RowSummary", "SpectrumEstimate"}
-    assert here | others == set(rm.__all__)
+    assert here | others == set(rm.__all__), (
+        f"in one of the two only: {sorted((here | others) ^ set(rm.__all__))}. Enter a measure in "
+        "OF_MATRICES or OF_TOKENS above, and export it from rankwise.measures; what the laws cannot take "
+        "goes to `others`"
+    )
+
+
+def test_the_page_of_measures_describes_every_one():
+    page = (Path(__file__).parents[2] / "docs" / "measures.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^::: rankwise\.measures\.(\w+)$", page, re.MULTILINE))
+    here = {name for name in rm.__all__ if isinstance(getattr(rm, name), FunctionType)}
+    wanted = here - {"as_matrices", "check_delta", "summarize_spectrum"}  # of which measures are made
+    assert told == wanted, f"docs/measures.md: `::: rankwise.measures.NAME` for {sorted(told ^ wanted)}"
 
 
 @every_measure

@@ -7,6 +7,7 @@ Numbers of one size must give what they give at size 1; numbers of many sizes ar
 
 import math
 from decimal import Context, Decimal, localcontext
+from types import FunctionType
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ SCALED = (
     lambda x: rm.token_collapse(x[None], normalized=False)[0],
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
 )
+ELSEWHERE = {
+    "numerical_rank": "delta has a size: test_scale_is_safe of test_fast_ranks.py",
+    "identity_distance": "the identity has a size: test_rows_and_tokens_of_many_sizes",
+    "row_summary": "test_rows_and_tokens_of_many_sizes",
+    "coding_rate": "eps has a size: test_a_coding_rate_is_right_or_refused",
+    "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
+    "summarize_spectrum": "takes singular values: rank_summary above",
+    "as_matrices": "no measure",
+    "check_delta": "no measure",
+}
+"""Functions of `rankwise.measures` in neither list, with the reason."""
 whole_matrices = st.lists(
     st.lists(st.integers(-9, 9), min_size=3, max_size=3), min_size=2, max_size=3
 ).filter(lambda rows: any(map(any, rows)))
@@ -63,6 +75,19 @@ def test_one_size_of_number_is_as_good_as_another(rows, power):
         wanted = SHORT.multiply(Decimal(measure(base).item()), SHORT.power(2, power))
         # the answer is rounded to the grid of float64, 5e-324, and may leave it above
         close(measure(x), float(wanted), rtol=RTOL, atol=5e-324)
+
+
+def test_the_lists_above_miss_no_function():
+    """Of a lambda, the code tells which functions it calls."""
+    public = {name for name in rm.__all__ if isinstance(getattr(rm, name), FunctionType)}
+    here = {f.__name__ for f in (*SCALELESS, *SCALED)}
+    here |= {name for f in (*SCALELESS, *SCALED) for name in f.__code__.co_names if f.__name__ == "<lambda>"}
+    lost = public - here - set(ELSEWHERE)
+    assert not lost, (
+        f"{sorted(lost)}: enter a measure in SCALELESS above if c·M gives what M gives, in SCALED if it "
+        "gives c times that, else in ELSEWHERE with the reason and the test that holds it at every scale"
+    )
+    assert set(ELSEWHERE) <= public - here
 
 
 def matrix(signs: list[list[int]], powers: list[list[int]]) -> torch.Tensor:
