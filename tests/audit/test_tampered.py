@@ -35,7 +35,7 @@ ORIGINALS = {name: small(samples.ALL[name]()) for name in ("encoder", "membershi
 @pytest.fixture(autouse=True)
 def _without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four megabytes that no audit has any part in."""
-    monkeypatch.setattr(page, "_plotly_source", lambda: "")
+    monkeypatch.setattr(page, "chart_script", lambda: "")
 
 
 def loaded(content: Content, folder: Path) -> Audit:

@@ -61,7 +61,7 @@ def test_every_sample_has_its_data_plotly_and_our_script_once(page: Page) -> Non
         None,
         "module",
     ]
-    assert sum("plotly.js v" in script for script in page.scripts) == 1
+    assert sum("* plotly.js (cartesian" in script for script in page.scripts) == 1
     json.loads(page.scripts[0], parse_constant=_no_constant)
 
 

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from rankwise.audit.measures import DRAWN, PICTURED, shown
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
 from rankwise.files import write_whole
+from rankwise.report.charts import chart_script
 from rankwise.report.curves import draw_depth, opening_heads, spectra
 from rankwise.report.heatmap import describe, draw_panel
 from rankwise.report.memberships import membership_maps
@@ -79,7 +79,7 @@ def render_html(audit: AuditRecord) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plotly, script = _plotly_source(), "\n".join(_template_text(name) for name in _SCRIPTS)
+    plotly, script = chart_script(), "\n".join(_template_text(name) for name in _SCRIPTS)
     return environment.get_template("report.html").render(
         page_context(audit),
         style=Markup(_template_text("report.css")),
@@ -242,11 +242,3 @@ def _hash(script: str) -> str:
 
 def _template_text(name: str) -> str:
     return (resources.files("rankwise.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _plotly_source() -> str:
-    """Plotly's script, safe within a script element."""
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs().replace("</script", "<\\/script").replace("\r\n", "\n")

@@ -1,0 +1,32 @@
+"""The page stays small: what it carries to draw with, and what it holds of each head."""
+
+import hashlib
+from importlib import resources
+
+from tests.report import samples
+
+from rankwise.report.charts import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
+from rankwise.report.page import render_html
+
+
+def test_the_chart_library_is_the_published_file() -> None:
+    content = (resources.files("rankwise.report") / "vendor" / CHART_FILE).read_bytes()
+    assert hashlib.sha256(content).hexdigest() == CHART_SHA256
+    assert f"v{CHART_VERSION}" in content[:200].decode()
+
+
+def test_the_chart_library_is_of_the_version_that_the_python_package_holds() -> None:
+    from plotly.offline import get_plotlyjs_version
+
+    assert get_plotlyjs_version().split(".")[0] == CHART_VERSION.split(".")[0]
+
+
+def test_its_licence_lies_beside_it() -> None:
+    licence = (resources.files("rankwise.report") / "vendor" / "plotly-LICENSE.txt").read_text()
+    assert "MIT" in licence
+    assert "Plotly" in licence
+
+
+def test_a_page_is_smaller_than_two_megabytes() -> None:
+    assert len(render_html(samples.encoder()).encode()) < 2_000_000
+    assert len(chart_script()) < 1_600_000
