@@ -6,7 +6,7 @@ import transformers
 from recipes.state_space_models import widen
 
 import rankwise as rw
-from rankwise.capture.adapters.rwkv import weighted_means
+from rankwise.capture.adapters.decayed_attention import weighted_means
 from rankwise.operators import SumMixing
 
 EPS32 = torch.finfo(torch.float32).eps

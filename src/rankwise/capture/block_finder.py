@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from rankwise.capture.block_candidates import BlockCandidate, block_ranks, enclosing, stack_of
 from rankwise.capture.block_stacks import BY_HAND, BlockCall, BlockStacks, same, snapshot
 from rankwise.capture.layouts import shown_as
+from rankwise.capture.masks import OWN_MASK, told_mask
 from rankwise.capture.module_calls import ModuleCall, ModuleCalls, first_tokens, tensors_of
-from rankwise.capture.padding import OWN_MASK, told_mask
 from rankwise.capture.torch_layers import is_torch_layer
 from rankwise.capture.trace import MixerSite
 

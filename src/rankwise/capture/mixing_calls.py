@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from rankwise.capture.block_stacks import snapshot
 from rankwise.capture.layouts import given_shape, layout_of, sequences_behind, unpacked_groups
+from rankwise.capture.masks import is_cross, valid_positions
 from rankwise.capture.module_calls import ModuleCall
-from rankwise.capture.padding import is_cross, valid_positions
 from rankwise.capture.trace import MixerSite, Path
 from rankwise.capture.written_softmax import Mixed
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing

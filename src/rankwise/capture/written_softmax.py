@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rankwise.capture import einsum
+from rankwise.capture.layouts import compares, contraction, read_einsum
 from rankwise.capture.masks import ADDED_PRODUCTS, CUTS, FILLS, MOVES_AXES, Entries, Masks
 
 Function = Callable[..., Any]
@@ -152,8 +152,8 @@ class SoftmaxFollower:
         self, func: Function, tensors: list[Tensor], args: tuple[Any, ...], out: Tensor
     ) -> None:
         if func is torch.einsum:
-            read = einsum.read(args)
-            compared = read is not None and _activations(*read.tensors) and einsum.compares(read)
+            read = read_einsum(args)
+            compared = read is not None and _activations(*read.tensors) and compares(read)
         elif func in PRODUCTS or func in ADDED_PRODUCTS:
             first, second = tensors[-2:] if len(tensors) > 1 else (out, out)
             compared = _activations(first, second) and _same_batch(first, second)
@@ -219,12 +219,12 @@ class SoftmaxFollower:
         return self._mixed(changed, second.mT, first, first.mT, out.mT)
 
     def _einsum(self, args: tuple[Any, ...], out: Tensor) -> Mixed | None:
-        read = einsum.read(args) if self._weights else None
+        read = read_einsum(args) if self._weights else None
         if read is None:
             return None
         for at in (0, 1):
             operand, other = read.tensors[at], read.tensors[1 - at]
-            weights, how = self._known(operand), einsum.contraction(read, at)
+            weights, how = self._known(operand), contraction(read, at)
             if weights is None or how is None or weights.sums_down:
                 continue
             values, theirs = other, read.letters[1 - at]

@@ -4,7 +4,6 @@ Everything is computed in float64 whatever came in, over any leading axes at onc
 holds NaN or infinity answers NaN and leaves the others of its batch alone.
 """
 
-from rankwise.measures.coding_rate import coding_rate, variational_rate
 from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
 from rankwise.measures.inputs import as_matrices
 from rankwise.measures.rank import (
@@ -29,11 +28,13 @@ from rankwise.measures.rows import (
     sink_mass,
 )
 from rankwise.measures.token_states import (
+    coding_rate,
     mean_cosine,
     state_effective_rank,
     state_turn,
     token_collapse,
     token_norm,
+    variational_rate,
 )
 
 __all__ = [

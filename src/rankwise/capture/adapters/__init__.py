@@ -1,23 +1,18 @@
-"""Adapters: one small file for each family of layers whose operator follows from its weights and inputs.
+"""Adapters: how to read the operators of layers whose operator follows from their weights and inputs.
 
-To add one: a file with an `Adapter`, and a line in `ADAPTERS`.
+To add one: an `Adapter` in a file, alone or beside its kin, and a line in `ADAPTERS`.
 """
 
 from torch import nn
 
-from rankwise.capture.adapters.base import Adapter, CallInside, CallsInside, NotExactError
-from rankwise.capture.adapters.big_bird import BigBirdAdapter
+from rankwise.capture.adapters.base import Adapter, CallInside, CallsInside, NotExactError, ProtocolAdapter
+from rankwise.capture.adapters.decayed_attention import LightningAdapter, RwkvAdapter
 from rankwise.capture.adapters.gated_delta import GatedDeltaAdapter
-from rankwise.capture.adapters.lightning import LightningAdapter
-from rankwise.capture.adapters.longformer import LongformerAdapter
-from rankwise.capture.adapters.mamba import MambaAdapter
-from rankwise.capture.adapters.mamba2 import Mamba2Adapter
+from rankwise.capture.adapters.mamba import Mamba2Adapter, MambaAdapter, ZambaAdapter
 from rankwise.capture.adapters.no_operator import NoOperatorAdapter
-from rankwise.capture.adapters.protocol import ProtocolAdapter
 from rankwise.capture.adapters.rg_lru import RGLRUAdapter
-from rankwise.capture.adapters.rwkv import RwkvAdapter
 from rankwise.capture.adapters.short_conv import ShortConvAdapter
-from rankwise.capture.adapters.zamba import ZambaAdapter
+from rankwise.capture.adapters.sparse_attention import BigBirdAdapter, LongformerAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
     ProtocolAdapter(),

@@ -17,6 +17,7 @@ from rankwise.capture.adapters.base import (
     named,
     why_not_from_scratch,
 )
+from rankwise.capture.adapters.short_conv import convolved
 from rankwise.capture.mixing_calls import MixingCall
 from rankwise.capture.module_calls import ModuleCall
 from rankwise.operators import GatedDeltaMixing
@@ -78,8 +79,8 @@ class GatedDeltaAdapter(Adapter):
         heads = projected.beta.shape[-1]
         width = layer.head_dim if by_feature else layer.head_k_dim
         keys = projected.inner.shape[-1] - projected.gate.flatten(2).shape[-1]
-        convolved = _convolved(layer, projected.inner)
-        query, key, value = convolved.split([keys // 2, keys // 2, convolved.shape[-1] - keys], dim=-1)
+        inner = convolved(layer.conv1d, projected.inner, _activation(layer))
+        query, key, value = inner.split([keys // 2, keys // 2, inner.shape[-1] - keys], dim=-1)
         normed = _divided if by_feature else _scaled
         query, key = (  # contiguous as in the layer: strides change how a norm is summed
             normed(part.unflatten(-1, (-1, width)).transpose(1, 2).contiguous().float())
@@ -129,21 +130,10 @@ def _side_by_side(inside: CallsInside) -> Tensor:
     return torch.cat([call_of(inside, name).gave for name in ("q_proj", "k_proj", "v_proj")], dim=-1)
 
 
-def _convolved(layer: Any, inner: Tensor) -> Tensor:
-    """The short causal convolution and its activation, (B, T, C)."""
+def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
     from transformers.activations import ACT2FN
 
-    weight, bias = layer.conv1d.weight.detach(), layer.conv1d.bias
-    tokens, channels = inner.shape[1:]
-    out = F.conv1d(
-        inner.transpose(1, 2).to(weight.dtype),
-        weight,
-        None if bias is None else bias.detach(),
-        padding=weight.shape[-1] - 1,
-        groups=channels,
-    )[..., :tokens]
-    out = out if layer.activation is None else ACT2FN[layer.activation](out)
-    return out.to(inner.dtype).transpose(1, 2)
+    return (lambda x: x) if layer.activation is None else ACT2FN[layer.activation]
 
 
 def _scaled(x: Tensor) -> Tensor:

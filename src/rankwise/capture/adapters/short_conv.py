@@ -1,8 +1,10 @@
-"""The gated short convolution of LFM2 and LFM3, as transformers computes it."""
+"""Short causal convolutions, and the gated convolution of LFM2 and LFM3, as transformers computes them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankwise.capture.adapters.base import (
     Adapter,
@@ -12,11 +14,31 @@ from rankwise.capture.adapters.base import (
     named,
     why_not_from_scratch,
 )
-from rankwise.capture.adapters.gated_path import short_convolution
 from rankwise.capture.mixing_calls import MixingCall
 from rankwise.capture.module_calls import ModuleCall
 from rankwise.capture.trace import Path
-from rankwise.operators import DiagonalMixing, ProductMixing
+from rankwise.operators import DiagonalMixing, ProductMixing, ToeplitzMixing
+
+
+def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMixing:
+    """The depthwise causal convolution of `torch.nn.Conv1d`, weights (D, 1, L), for every sequence."""
+    taps = weight.detach()[:, 0].flip(-1)
+    kernel = F.pad(taps, (0, max(tokens - taps.shape[-1], 0)))[:, :tokens]
+    return ToeplitzMixing(kernel.expand(sequences, -1, -1))
+
+
+def convolved(conv: nn.Conv1d, inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """The short causal convolution of a layer and its activation, (B, T, C), as transformers has them."""
+    weight, bias = conv.weight.detach(), conv.bias
+    tokens, channels = inner.shape[1:]
+    out = F.conv1d(
+        inner.transpose(1, 2).to(weight.dtype),
+        weight,
+        None if bias is None else bias.detach(),
+        padding=weight.shape[-1] - 1,
+        groups=channels,
+    )
+    return activation(out[..., :tokens]).to(inner.dtype).transpose(1, 2)
 
 
 class ShortConvAdapter(Adapter):
