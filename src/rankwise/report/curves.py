@@ -29,27 +29,20 @@ def draw_depth(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
 
 
 def _draw_measure(measure: LayerMeasure, layers: Sequence[LayerRecord], stacks: list[str]) -> dict[str, Any]:
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout=_depth_layout(measure))
+    traces: list[dict[str, Any]] = []
     for series, stack in enumerate(stacks):
         mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
         depths = [layer.layer for layer in mine]
         for side in (1, -1):
             edge = [_edge(measure, layer, side) for layer in mine]
-            band = go.Scatter(x=depths, y=edge, mode="lines", line={"width": 0}, hoverinfo="skip")
-            figure.add_trace(
-                band.update(fill="none" if side == 1 else "tonexty", meta={"series": series, "band": True})
-            )
+            band = {"type": "scatter", "x": depths, "y": edge, "mode": "lines", "line": {"width": 0}}
+            fill = {"fill": "none" if side == 1 else "tonexty", "meta": {"series": series, "band": True}}
+            traces.append(band | fill | {"hoverinfo": "skip"})
         text = [_hover(measure, layer) for layer in mine]
-        line = go.Scatter(x=depths, y=[measure.value(layer) for layer in mine], hovertext=text)
-        symbol = _SYMBOLS[series % len(_SYMBOLS)]
-        figure.add_trace(
-            line.update(
-                mode="lines+markers", hoverinfo="text", meta={"series": series}, marker={"symbol": symbol}
-            )
-        )
-    return {**figure.to_plotly_json(), "name": measure.name}
+        line = {"type": "scatter", "x": depths, "y": [measure.value(layer) for layer in mine]}
+        line |= {"mode": "lines+markers", "hovertext": text, "hoverinfo": "text", "meta": {"series": series}}
+        traces.append(line | {"marker": {"symbol": _SYMBOLS[series % len(_SYMBOLS)]}})
+    return {"data": traces, "layout": _depth_layout(measure), "name": measure.name}
 
 
 def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:

@@ -43,17 +43,15 @@ def draw_panel(panel: Panel, heads: Sequence[HeadRecord], marks: Mapping[int, Se
         ``places`` (the column and row of each head, by index), ``values`` (what a view says of each head) and
         ``numbers`` (whether cells can hold their number).
     """
-    import plotly.graph_objects as go
-
     grid = _index_grid(panel)
-    heat = go.Heatmap(z=[[None] * len(line) for line in grid], customdata=grid)
-    heat.update(hoverinfo="text", hoverongaps=True, showscale=False, xgap=2, ygap=2)
+    heat = {"type": "heatmap", "z": [[None] * len(line) for line in grid], "customdata": grid}
+    heat |= {"hoverinfo": "text", "hoverongaps": True, "showscale": False, "xgap": 2, "ygap": 2}
     places = {
         index: (x, y) for y, line in enumerate(grid) for x, index in enumerate(line) if index is not None
     }
-    figure = go.Figure([heat, *_marks(places, marks)], _layout(panel))
     return {
-        **figure.to_plotly_json(),
+        "data": [heat, *_marks(places, marks)],
+        "layout": _layout(panel),
         "views": {measure.name: _view(measure, grid, heads) for measure in PICTURED},
         "places": places,
         "numbers": len(panel.columns) <= _MOST_NUMBERS and len(panel.rows) <= _MOST_NUMBERS,
@@ -132,19 +130,13 @@ def _words(measure: HeadMeasure, index: int | None, heads: Sequence[HeadRecord])
 
 def _marks(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity]) -> list[Any]:
     """Small signs in the corner of cells with a finding, one trace for each severity."""
-    import plotly.graph_objects as go
-
     traces = []
     for severity, symbol in _SYMBOLS.items():
         points = [places[index] for index, mark in marks.items() if mark == severity and index in places]
         if points:
-            scatter = go.Scatter(
-                x=[x + 0.32 for x, _ in points], y=[y - 0.3 for _, y in points], mode="markers"
-            )
-            scatter.update(
-                marker={"symbol": symbol, "size": 8}, meta={"severity": severity}, hoverinfo="skip"
-            )
-            traces.append(scatter)
+            where = {"x": [x + 0.32 for x, _ in points], "y": [y - 0.3 for _, y in points]}
+            look = {"marker": {"symbol": symbol, "size": 8}, "meta": {"severity": severity}}
+            traces.append({"type": "scatter", "mode": "markers", "hoverinfo": "skip", **where, **look})
     return traces
 
 
