@@ -214,6 +214,48 @@ def test_softmax_over_the_rows_as_it_is_mixes_no_tokens():
         seen(model, hidden())
 
 
+def test_vectors_of_one_token_mixed_among_themselves_are_no_mixer():
+    class Streams(nn.Module):
+        """Four vectors for each token, mixed by a softmax of the token's own, around an attention."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weights = (
+                Block(Attention(lambda q, k, v: scores(q, k).softmax(-1) @ v)),
+                nn.Linear(WIDTH, 16),
+            )
+
+        def forward(self, streams):
+            mixing = self.weights(streams.mean(2)).unflatten(-1, (4, 4)).softmax(-1)
+            return mixing @ streams + self.inner(streams.mean(2))[:, :, None]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Streams(), Streams()])
+
+        def forward(self, x):
+            streams = x[:, :, None].expand(-1, -1, 4, -1)
+            for block in self.blocks:
+                streams = block(streams)
+            return streams.sum(2)
+
+    trace = seen(Model().eval(), hidden())
+    assert [site.operator.shape[-2:] for site in trace.mixers] == [(TOKENS, TOKENS)] * 2
+    assert not trace.unseen
+
+
+def test_scores_beside_a_learned_sink_compare_queries_with_more_keys_than_tokens():
+    def mix(q, k, v):
+        k, v = (torch.cat([t, t.unflatten(2, (-1, 2)).mean(3)], 2) for t in (k, v))
+        sink = torch.zeros(*q.shape[:-1], 1)
+        return torch.cat([scores(q, k), sink], -1).softmax(-1)[..., :-1] @ v
+
+    (site,) = seen(stack_of(mix, 1), hidden(tokens=8)).mixers
+    assert site.operator.shape[-2:] == (8, 12)
+    assert (site.operator.dense().sum(-1) < 1).all()
+
+
 def in_thread(call):
     thread = Thread(target=call)
     thread.start()

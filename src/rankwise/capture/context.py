@@ -40,7 +40,7 @@ from rankwise.capture.checks import (
 )
 from rankwise.capture.function_mode import AttentionMode
 from rankwise.capture.mixing_calls import (
-    ROUTER,
+    WITHIN_TOKENS,
     MixingCall,
     fused_arguments,
     fused_mixing,
@@ -245,7 +245,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         reason = why_no_tokens(mixed, self._calls.running)
         if reason is None:
             self._try(partial(written_mixing, mixed, self._calls.running[-1]), mixed.matrix)
-        elif reason != ROUTER:  # which looks like no mixer
+        elif reason not in WITHIN_TOKENS:
             self._left_out.setdefault(self._calls.running[-1].name, reason)
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:

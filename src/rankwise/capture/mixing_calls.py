@@ -19,6 +19,9 @@ from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
 from rankwise.torch_internals import without_torch_function
 
 ROUTER = "a softmax weighs several values for each token by itself, as a router does"
+STREAMS = "a softmax mixes several vectors of each token by itself, as hyper-connections do"
+WITHIN_TOKENS = (ROUTER, STREAMS)
+"""Reasons of what looks like no mixer of tokens: they are not told."""
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
@@ -93,6 +96,8 @@ def why_no_tokens(mixed: Mixed, calls: Sequence[ModuleCall]) -> str | None:
         one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
         if one_for_each:
             return ROUTER
+    if not mixed.compared and _streams_of_each_token(mixed.matrix, calls):
+        return STREAMS
     if mixed.values_learned:
         return f"a softmax gives weights to {sources} vectors that are weights of the model, not tokens"
     if not mixed.compared and mixed.values_compared:
@@ -102,6 +107,17 @@ def why_no_tokens(mixed: Mixed, calls: Sequence[ModuleCall]) -> str | None:
     if not mixed.compared and sources not in _lengths(calls):
         return f"a softmax gives weights to {sources} things that are no tokens of an input"
     return None
+
+
+def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
+    """Whether it has a matrix for each token, and a module was given as many vectors of that token."""
+    leading, columns = matrix.shape[:-2], matrix.shape[-1]
+    given = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
+    each_token = any(
+        tensor.shape[:2] == leading and tensor.dim() == (3 if tensor.is_floating_point() else 2)
+        for tensor in given
+    )
+    return each_token and any(tensor.shape[:-1] == (*leading, columns) for tensor in given)
 
 
 def _are_channels(mixed: Mixed, calls: Sequence[ModuleCall]) -> bool:

@@ -126,7 +126,7 @@ class SoftmaxFollower:
         if func in EXP and args[0] in self._logarithms:
             self._weights[out] = self._logarithms[args[0]]
             return None
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = _tensors(args, kwargs)
         if func in PRODUCTS:
             mixed = self._product(tensors, out) if self._weights else None
         elif func in ADDED_PRODUCTS and kwargs.get("alpha", 1) == 1:
@@ -245,6 +245,13 @@ class SoftmaxFollower:
             values_compared=given in self._compared,
             values_learned=isinstance(given, nn.Parameter),
         )
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function was given, also those in the list that `torch.cat` takes."""
+    given = (*args, *kwargs.values())
+    listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
+    return [value for values in listed for value in values if isinstance(value, Tensor)]
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
