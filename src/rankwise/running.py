@@ -95,7 +95,7 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
     items = (
         batch.items()
         if isinstance(batch, Mapping)
-        else enumerate([batch] if isinstance(batch, Tensor) else batch)
+        else enumerate(batch if isinstance(batch, tuple | list) else [batch])
     )
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
 

@@ -1,7 +1,6 @@
 """What a command is pointed at: a model by Hub name, folder or Python factory, and what to feed it."""
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.errors import InputError, did_you_mean
 
@@ -34,6 +33,8 @@ class Subject:
     """What a factory brought along."""
     notes: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
+    tokenizer: str = ""
+    """Where the tokenizer lies, if not beside the model."""
 
     @property
     def reads(self) -> str:
@@ -48,6 +49,7 @@ def load_subject(
     dtype: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
+    tokenizer: str | None = None,
 ) -> Subject:
     """Load a model in evaluation mode.
 
@@ -58,6 +60,7 @@ def load_subject(
         dtype: ``auto`` keeps the checkpoint's; else one of `DTYPES`.
         device: where to put it, such as ``cpu`` or ``cuda:0``.
         trust_remote_code: let code that comes with the model run.
+        tokenizer: folder or Hugging Face name of the tokenizer, where the model has none beside it.
 
     Raises:
         InputError: if there is no such model, or it cannot be loaded as asked.
@@ -77,6 +80,7 @@ def load_subject(
             subject.model.to(DTYPES[dtype])
     else:
         subject = _from_transformers(spec, revision, dtype, trust_remote_code)
+    subject.tokenizer = tokenizer or ""
     try:
         subject.model.eval().to(target)
     except (RuntimeError, AssertionError) as error:
@@ -292,7 +296,7 @@ def _pictures(subject: Subject, images: Path, sequences: int, batch_size: int) -
 def _texts(
     subject: Subject, path: Path | None, dataset: str | None, tokens: int, sequences: int, batch_size: int
 ) -> Inputs:
-    from rankwise.data import dataset_texts, load_text, text_batches
+    from rankwise.data import dataset_texts, load_text, longest_sequence, model_batches
 
     if subject.reads != "input_ids":
         raise InputError(
@@ -305,75 +309,44 @@ def _texts(
         )
     texts = load_text(path) if path is not None else dataset_texts(str(dataset))
     notes: list[str] = []
-    limit = _longest(subject.model)
-    if limit is not None and tokens > limit:
-        notes.append(f"sequences cut from {tokens} to {limit} tokens, the longest the model takes")
-        tokens = limit
-    if subject.source:
+    if subject.source or subject.tokenizer:
         tokenizer = _tokenizer(subject)
     else:
         tokenizer = _bytes
         notes.append("text read as bytes (ids 0 to 255): a factory's model has no tokenizer")
-    alone = not subject.source and not takes_mask(subject.model)
-    made = text_batches(
-        texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=1 if alone else batch_size
+    model = subject.model
+    limit = longest_sequence(model)
+    shown = tokens if limit is None else min(tokens, limit)
+    made, said = model_batches(
+        model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size
     )
-    data = f"{path if path is not None else dataset}, up to {tokens} tokens"
-    if alone:
-        notes.append(
-            "one sequence in a batch: the model takes no attention_mask, so padding could not be told"
-        )
-        return Inputs((batch["input_ids"] for batch in made), data, tuple(notes))
-    if getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False):
-        notes.append("the decoder reads the encoder's text, shifted by one token")
-        made = (_with_decoder(subject.model, batch) for batch in made)
-    return Inputs(made, data, tuple(notes))
+    data = f"{path if path is not None else dataset}, up to {shown} tokens"
+    return Inputs(made, data, (*notes, *said))
 
 
 def _tokenizer(subject: Subject) -> Any:
     from transformers import AutoTokenizer
 
+    home = subject.tokenizer or subject.source
+    revision = "main" if subject.tokenizer else subject.revision or "main"
     try:
         return AutoTokenizer.from_pretrained(
-            subject.source, revision=subject.revision or "main", trust_remote_code=subject.trust_remote_code
+            home, revision=revision, trust_remote_code=subject.trust_remote_code
         )
     except Exception as error:
+        bare = Path(home).is_dir() and not any(_of_a_tokenizer(file.name) for file in Path(home).iterdir())
         raise InputError(
-            f"tokenizer of {subject.name}",
-            wanted="tokenizer files beside the weights",
-            got=f"{type(error).__name__}: {_first_line(error)}",
-            fix="Save it there with `tokenizer.save_pretrained(folder)`.",
+            f"tokenizer {home}" if subject.tokenizer else f"tokenizer of {subject.name}",
+            wanted="a folder with the files of a tokenizer, or a Hugging Face name",
+            got=f"the folder {home} without one" if bare else f"{type(error).__name__}: {_first_line(error)}",
+            fix="Name another: --tokenizer FOLDER (or a Hugging Face name); or save it there: "
+            "`tokenizer.save_pretrained(folder)`.",
         ) from error
+
+
+def _of_a_tokenizer(file: str) -> bool:
+    return any(part in file for part in ("tokenizer", "vocab", "merges", "spiece", "sentencepiece"))
 
 
 def _bytes(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
     return {"input_ids": [list(text.encode()) for text in texts]}
-
-
-def _longest(model: nn.Module) -> int | None:
-    """Positions the model has, less those that a padding index takes (RoBERTa and its kin)."""
-    config = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if not isinstance(positions, int) or positions < 1:
-        return None
-    offset = any(
-        getattr(module, "padding_idx", None) is not None and "position_embeddings" in name
-        for name, module in model.named_modules()
-    )
-    return positions - (getattr(config, "pad_token_id", 0) or 0) - 1 if offset else positions
-
-
-def takes_mask(model: nn.Module) -> bool:
-    """Whether ``forward`` has an ``attention_mask``, and ``input_ids`` to go with it."""
-    return {"input_ids", "attention_mask"} <= set(inspect.signature(model.forward).parameters)
-
-
-def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    ids = batch["input_ids"]
-    start = getattr(model.config, "decoder_start_token_id", None)
-    first = torch.full_like(ids[:, :1], 0 if start is None else start)
-    return {
-        **batch,
-        "decoder_input_ids": torch.cat([first, ids[:, :-1]], dim=1),
-        "decoder_attention_mask": batch["attention_mask"],
-    }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.audit import AuditError
-from rankwise.audit.run import _check_batches
+from rankwise.audit.batches import check_batches
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.theory import null_rank
 
@@ -423,9 +423,9 @@ def test_only_whole_batches_count_but_of_the_first_what_there_is() -> None:
 def test_a_single_batch_wants_a_list() -> None:
     with pytest.raises(InputError, match=r"got Tensor.*rw\.audit\(model, \[batch\]\)"):
         rw.audit(bert(), torch.zeros(2, 3))
-    for batches in ({"input_ids": torch.zeros(2, 3)}, "text", None):  # the types say so under test, too
+    for batches in ({"input_ids": torch.zeros(2, 3)}, torch.zeros(2, 3)):  # the types say so under test, too
         with pytest.raises(InputError, match=r"rw\.audit\(model, \[batch\]\)"):
-            _check_batches(batches)
+            check_batches(batches)
 
 
 def test_heads_that_change_their_number_are_refused() -> None:

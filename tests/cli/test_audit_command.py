@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -440,3 +441,20 @@ def test_ctrl_c_while_it_advises_writes_the_whole_audit(
     assert (audit.complete, audit.provenance.advised, audit.provenance.batches) == (True, False, 2)
     assert audit.provenance.notes[-1] == "skip connections not looked at: interrupted from the keyboard"
     assert "COLLAPSE" in {one.code for one in audit.findings}
+
+
+def test_a_tokenizer_of_another_folder(run: Run, folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained("bare")
+    result = run("audit", "bare", "--text", "text.txt", "--tokens", 16)
+    assert isinstance(result.exception, RankwiseError)
+    assert re.search(r"got the folder bare without one\. .*--tokenizer FOLDER", str(result.exception))
+    result = run("audit", "bare", "--text", "text.txt", "--tokens", 16, "--tokenizer", "nowhere")
+    assert str(result.exception).startswith("tokenizer nowhere: wanted")
+    assert run("audit", "bare", "--text", "text.txt", "--tokens", 16, "--tokenizer", folder).exit_code == 0
+    mine = audit_of(tmp_path)
+    assert run("audit", folder, "--text", "text.txt", "--tokens", 16).exit_code == 0
+    assert [head.numerical_rank for head in mine.heads] == [
+        head.numerical_rank for head in audit_of(tmp_path).heads
+    ]

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
+from rankwise.audit.batches import check_batches, cure, readable
 from rankwise.audit.findings import find
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
@@ -44,9 +45,13 @@ class AuditError(RankwiseError):
 
 def audit(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch] | None = None,
     delta: float = DELTA,
     *,
+    texts: str | Sequence[str] | None = None,
+    tokenizer: Callable[..., Any] | None = None,
+    tokens: int = 256,
+    batch_size: int = 4,
     method: Method = "auto",
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
@@ -65,8 +70,13 @@ def audit(
 
     Args:
         model: any `torch.nn.Module`.
-        batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``).
+        batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
+            a DataLoader. Labels that the model has no place for are left out, and a note says so.
         delta: singular values below it count as zero in the numerical rank.
+        texts: instead of batches, strings: one sequence each, in batches padded on the right.
+        tokenizer: of ``texts``; one of transformers, or anything alike.
+        tokens: of ``texts``, the most tokens of a sequence; fewer where the model takes no more.
+        batch_size: of ``texts``, sequences in a batch.
         method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval where δ cannot
             be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: operators named by hand, as in `capture`.
@@ -81,7 +91,8 @@ def audit(
     Raises:
         AuditError: if the model or the batches raise; its ``audit`` holds what was measured before.
         CaptureError: if no mixing operator is found.
-        InputError: if there are no batches, or no such method.
+        InputError: if there are no batches, or both batches and texts, no tokenizer for texts, or no such
+            method.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -90,22 +101,35 @@ def audit(
         >>> [(head.layer, head.head) for head in result.heads]
         [(0, 0), (0, 1)]
     """
-    _check_batches(batches)
     _check_provenance(provenance or {})
     check_delta(delta)
+    notes: list[str] = []
+    if texts is not None and isinstance(model, nn.Module):
+        batches, notes = _from_texts(model, batches, texts, tokenizer, tokens, batch_size)
+    check_batches(batches if texts is None else ())
     run = _Run(model, delta, check_method(method), dict(provenance or {}), on_progress)
-    run.over(batches, sites, blocks)
+    run.notes += notes
+    run.over(batches or (), sites, blocks)
     return run.result()
 
 
-def _check_batches(batches: object) -> None:
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+def _from_texts(
+    model: nn.Module,
+    batches: object,
+    texts: str | Sequence[str],
+    tokenizer: Callable[..., Any] | None,
+    tokens: int,
+    batch_size: int,
+) -> tuple[Iterable[Batch], list[str]]:
+    from rankwise.data import check_texts, model_batches
+
+    if batches is not None:
         raise InputError(
-            "`batches`",
-            wanted="an iterable of batches",
-            got=type(batches).__name__,
-            fix="Put a single batch into a list: `rw.audit(model, [batch])`.",
+            "`batches` and `texts`", wanted="one of them", got="both", fix="Audit them one after the other."
         )
+    several, made = check_texts(texts, tokenizer)
+    sizes = {"tokens": tokens, "sequences": len(several), "batch_size": batch_size}
+    return model_batches(model, several, made, **sizes)
 
 
 def _check_provenance(given: Mapping[str, Any]) -> None:
@@ -170,7 +194,9 @@ class _Run:
                 raise self._failed(error) from error
 
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
-        for batch in batches:
+        for given in batches:
+            batch, left_out = readable(self.model, given)
+            self.notes += [left_out] if left_out and left_out not in self.notes else []
             self._current = batch
             run_model(self.model, moved(batch, device))
             for table in (self.heads, self.layers):
@@ -211,8 +237,7 @@ class _Run:
             subject,
             wanted=f"a forward pass of {self._name} over {_described(self._current)}",
             got=got,
-            fix="Run the model on this batch by itself to see the whole traceback; shorter sequences or "
-            "other keys are the usual cure.",
+            fix=cure(self.model, self._current, error),
         )
 
     def result(self) -> Audit:

@@ -57,6 +57,9 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or name of the tokenizer, where the model has none beside it.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("rankwise-audit"),
     fail_on: Annotated[
         list[str] | None,
@@ -81,7 +84,12 @@ def command(
     quiet_libraries()
     source, text = _demo(model, text, images, dataset)
     subject = load_subject(
-        source, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        source,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer,
     )
     skipped = apply_saved_skips(subject.model, Path(subject.source)) if subject.source else None
     inputs = inputs_for(

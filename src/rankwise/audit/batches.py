@@ -1,0 +1,171 @@
+"""Batches as people hold them: what a model cannot take is left out where that is certain, else named."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankwise.errors import InputError, did_you_mean
+from rankwise.running import tensors_of
+
+LABELS = ("label", "labels", "target", "targets")
+"""Keys of data sets that a model without a loss does not take."""
+
+_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
+_SEE = "Run the model on this batch by itself to see the whole traceback."
+
+
+def check_batches(batches: object) -> None:
+    """Refuse what is no iterable of batches, such as one batch alone.
+
+    Args:
+        batches: what the user gave.
+
+    Raises:
+        InputError: naming the cure.
+    """
+    fix = "Put a single batch into a list: `rw.audit(model, [batch])`."
+    if isinstance(batches, str):
+        fix = _TEXTS
+    elif batches is None:
+        fix = f"Pass a list of batches. {_TEXTS}"
+    elif isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping):
+        return
+    raise InputError("`batches`", wanted="an iterable of batches", got=_kind(batches), fix=fix)
+
+
+def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
+    """A batch without the labels that the model has no place for.
+
+    Only what is certain is left out: a key such as ``labels`` or one without tensors that ``forward`` does
+    not have; the second of two, (x, y), where ``forward`` takes one and y is a number for each of x.
+
+    Args:
+        model: the model.
+        batch: the batch.
+
+    Returns:
+        The batch to run, and in words what was left out; nothing where it is the same.
+
+    Examples:
+        >>> import torch
+        >>> readable(torch.nn.Linear(2, 2), [torch.ones(3, 2), torch.tensor([0, 1, 0])])
+        ([tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.]])], 'labels left out of the batches: the second of two items')
+    """
+    names, anything = _parameters(model)
+    if isinstance(batch, Mapping) and not anything:
+        extra = [key for key in batch if key not in names and (key in LABELS or not _has_tensor(batch[key]))]
+        if extra:
+            kept = {key: value for key, value in batch.items() if key not in extra}
+            return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _only_one(model) and _are_labels(*batch):
+        return batch[:1], "labels left out of the batches: the second of two items"
+    return batch, ""
+
+
+def cure(model: nn.Module, batch: Any, error: Exception) -> str:
+    """What to do about a batch that a model failed on.
+
+    Args:
+        model: the model.
+        batch: the batch.
+        error: what the model raised.
+
+    Returns:
+        Sentences for the end of an error.
+    """
+    names, _ = _parameters(model)
+    if isinstance(batch, Mapping):
+        unknown = [str(key) for key in batch if key not in names]
+        if unknown:
+            guess = did_you_mean(unknown[0], names)
+            return f"`forward` has no {', '.join(unknown)}: leave them out or rename them. {guess}"
+        if batch and not _has_tensor(batch):
+            return (
+                'Its values are no tensors: `tokenizer(texts, return_tensors="pt", padding=True)`; for rows '
+                "of a data set, a DataLoader with `collate_fn=DataCollatorWithPadding(tokenizer)`."
+            )
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 1:
+            return (
+                "It is one row without a batch axis: put rows together with `DataLoader(rows, batch_size=4, "
+                "collate_fn=DataCollatorWithPadding(tokenizer))`."
+            )
+    elif not _has_tensor(batch):
+        if isinstance(batch, str) or (_is_list(batch) and any(isinstance(one, str) for one in batch)):
+            return _TEXTS
+        if _is_list(batch):
+            return (
+                "It is a row of plain Python numbers or lists: a batch is a tensor (B, T), "
+                "`[torch.tensor([row]) for row in rows]`, or padded rows with their attention_mask."
+            )
+        return f"A batch is a dict of tensors, a tuple of tensors or a tensor. {_SEE}"
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        return (
+            f"The model was called with all {len(batch)} items of it: if the last are labels, pass "
+            f"`[(x,) for x, *labels in batches]`. {_SEE}"
+        )
+    return _SEE + _by_message(model, batch, str(error))
+
+
+def _by_message(model: nn.Module, batch: Any, message: str) -> str:
+    """What the words of an error point at."""
+    said = message.lower()
+    ids = [tensor for tensor in tensors_of(batch).values() if not tensor.is_floating_point()]
+    longest = max((tensor.shape[-1] for tensor in ids if tensor.dim() > 1), default=0)
+    config = getattr(model, "config", None)
+    words, positions = getattr(config, "vocab_size", 0), getattr(config, "max_position_embeddings", 0)
+    if isinstance(positions, int) and 0 < positions < longest:
+        return f" Its {longest} tokens are more than the {positions} positions of the model: cut them."
+    if "out of memory" in said or "can't allocate" in said:
+        return " Use smaller batches or shorter sequences."
+    if "index out of range" in said or "out of bounds" in said or "indexselect" in said:
+        if isinstance(words, int) and words and any(int(one.max()) >= words for one in ids if one.numel()):
+            return f" A token id is not below the {words} the model knows: is it the model's own tokenizer?"
+        return " Too long a sequence, or a token id that the model does not know, is the usual cause."
+    if "dtype" in said or "same type" in said or "scalar type" in said:
+        return " Cast the batch to the dtype of the weights, or the model to that of the batch."
+    return ""
+
+
+def _parameters(model: nn.Module) -> tuple[list[str], bool]:
+    """The names ``forward`` takes, and whether it takes any other."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = inspect.Parameter
+    names = [one.name for one in parameters if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    return names, any(one.kind is kinds.VAR_KEYWORD for one in parameters)
+
+
+def _only_one(model: nn.Module) -> bool:
+    """Whether ``forward`` can be given one positional argument and no more."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = inspect.Parameter
+    some = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    return len(some) == 1 and all(one.kind is not kinds.VAR_POSITIONAL for one in parameters)
+
+
+def _are_labels(x: Any, y: Any) -> bool:
+    """Whether y holds a number for each of x."""
+    return (
+        isinstance(x, Tensor)
+        and isinstance(y, Tensor)
+        and x.dim() > 1
+        and y.shape in ((x.shape[0],), (x.shape[0], 1))
+    )
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _kind(value: object) -> str:
+    return "none" if value is None else type(value).__name__

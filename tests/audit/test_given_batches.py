@@ -1,0 +1,190 @@
+"""Batches and texts as people hold them: measured, or refused with the cure that helps."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from recipes.families import nano_gpt
+from tests.unchecked import unchecked
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rankwise as rw
+from rankwise.errors import InputError
+
+TEXTS = ["a short one", "another text, longer than the first", "third"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer(extra_ids=0)
+
+
+@pytest.fixture(scope="module")
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    return BertModel(config).eval()
+
+
+def numbers(audit: rw.Audit) -> list[list[float]]:
+    return [[head.tokens, head.numerical_rank, head.effective_rank, head.sink_mass] for head in audit.heads]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_texts_are_the_batches_a_user_would_make_whatever_their_size(
+    bert: nn.Module, tokenizer: Any, batch_size: int
+) -> None:
+    by_hand = [dict(tokenizer([text], return_tensors="pt")) for text in TEXTS]
+    audit = rw.audit(bert, texts=TEXTS, tokenizer=tokenizer, batch_size=batch_size)
+    assert audit.provenance.sequences == 3
+    for mine, theirs in zip(numbers(audit), numbers(rw.audit(bert, by_hand)), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)  # padded rows go through float32 sums of other lengths
+
+
+def test_texts_are_cut_at_tokens_and_at_what_the_model_takes(bert: nn.Module, tokenizer: Any) -> None:
+    long = "x" * 500
+    assert rw.audit(bert, texts=[long], tokenizer=tokenizer, tokens=16).heads[0].tokens == 16
+    audit = rw.audit(bert, texts=long, tokenizer=tokenizer)
+    assert (audit.heads[0].tokens, audit.provenance.sequences) == (40, 1)
+    assert any("40 tokens, the longest the model takes" in note for note in audit.provenance.notes)
+
+
+def test_a_model_without_a_mask_reads_one_text_at_a_time(tokenizer: Any) -> None:
+    def small(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) % 60 for letter in text] for text in texts]}
+
+    audit = rw.audit(nano_gpt(), texts=["abcdefgh", "abcdef"], tokenizer=small)
+    assert audit.provenance.batches == audit.provenance.sequences == 2
+    assert audit.heads[0].tokens == 7
+    assert any("one sequence in a batch" in note for note in audit.provenance.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"texts": ["a"]}, r"`tokenizer`: wanted the tokenizer of the model, .* got none.*AutoTokenizer"),
+        ({"texts": ["a"], "tokenizer": 3}, "`tokenizer`: wanted .* got int"),
+        ({"texts": [], "tokenizer": len}, "`texts`: wanted at least one text"),
+        ({"texts": ["a", 3], "tokenizer": len}, "number 2: wanted a str, got int"),
+        ({"texts": 3, "tokenizer": len}, "`texts`: wanted a list of strings, got int"),
+        ({"texts": ["a"], "tokenizer": len, "batches": []}, "wanted one of them, got both"),
+        ({}, r"`batches`: wanted an iterable of batches, got none.*texts=\[…\]"),
+        ({"batches": "hello"}, r"got str\. Pass strings with their tokenizer"),
+        ({"batches": torch.zeros(1, 4)}, r"got Tensor.*rw\.audit\(model, \[batch\]\)"),
+    ],
+)
+def test_what_is_no_data_is_refused_with_its_cure(bert: nn.Module, given: dict[str, Any], says: str) -> None:
+    with unchecked(), pytest.raises(InputError, match=says):
+        rw.audit(bert, **given)
+
+
+def test_texts_without_a_token_are_refused(bert: nn.Module, tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="at least one with a token"):
+        rw.audit(bert, texts=["", " "], tokenizer=tokenizer)
+
+
+def encoded(tokenizer: Any) -> Any:
+    return tokenizer(TEXTS, return_tensors="pt", padding=True)
+
+
+def test_what_a_tokenizer_gives_is_a_batch(bert: nn.Module, tokenizer: Any) -> None:
+    made = encoded(tokenizer)
+    assert numbers(rw.audit(bert, [made])) == numbers(rw.audit(bert, [dict(made)]))
+
+
+def test_a_loader_of_dicts_with_labels_and_strings_works(tokenizer: Any) -> None:
+    class Strict(nn.Module):
+        """Takes the two tensors by name and nothing else."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(300, 8)
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.embed(input_ids), src_key_padding_mask=attention_mask == 0)
+
+    model, made = Strict().eval(), dict(encoded(tokenizer))
+    rows = [
+        {name: value[at] for name, value in made.items()} | {"labels": at, "text": TEXTS[at]}
+        for at in range(3)
+    ]
+    audit = rw.audit(model, DataLoader(rows, batch_size=2))
+    assert any("labels, text" in note for note in audit.provenance.notes)
+    assert audit.provenance.sequences == 3
+    [one] = [note for note in audit.provenance.notes if "left out" in note]
+    assert audit.provenance.notes.count(one) == 1
+    with pytest.raises(rw.RankwiseError, match=r"`forward` has no attention_msk.*attention_mask"):
+        rw.audit(model, [{"input_ids": made["input_ids"], "attention_msk": made["attention_mask"]}])
+
+
+class OnlyX(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_a_loader_of_x_and_y_works_where_y_has_no_place(shape: tuple[int, ...]) -> None:
+    x, model = torch.randn(4, 9, 8), OnlyX().eval()
+    audit = rw.audit(model, DataLoader(TensorDataset(x, torch.zeros(shape)), batch_size=2))
+    assert numbers(audit) == numbers(rw.audit(model, x.split(2)))
+    assert any("labels left out" in note for note in audit.provenance.notes)
+
+
+def test_a_second_item_that_the_model_takes_is_given_to_it() -> None:
+    class WithLengths(OnlyX):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            self.lengths = lengths
+            return super().forward(x)
+
+    model = WithLengths().eval()
+    rw.audit(model, [(torch.randn(2, 9, 8), torch.tensor([9, 4]))])
+    assert model.lengths.tolist() == [9, 4]
+
+
+def test_two_sequences_in_a_list_are_not_taken_for_labels() -> None:
+    with pytest.raises(rw.RankwiseError, match=r"all 2 items .* `\[\(x,\) for x, \*labels in batches\]`"):
+        rw.audit(OnlyX().eval(), [[torch.randn(9, 8), torch.randn(9, 8)]])
+
+
+def wrong(tokenizer: Any) -> Iterator[tuple[Any, str]]:
+    made = encoded(tokenizer)
+    yield [dict(tokenizer(TEXTS))], r"no tensors: `tokenizer\(texts, return_tensors=\"pt\""
+    yield [{name: value[0] for name, value in made.items()}], "one row without a batch axis.*DataLoader"
+    yield [TEXTS], r"texts=\[…\], tokenizer"
+    yield TEXTS, r"texts=\[…\], tokenizer"
+    yield [[1, 2, 3]], r"torch\.tensor\(\[row\]\)"
+    yield [3], "A batch is a dict of tensors"
+    yield [{"input_ids": torch.zeros(1, 60, dtype=torch.long)}], "60 tokens are more than the 40 positions"
+    yield [{"input_ids": torch.full((1, 9), 300)}], "not below the 300 the model knows"
+    yield [{"input_id": made["input_ids"]}], "Did you mean input_ids"
+
+
+def test_every_wrong_batch_names_its_own_cure(bert: nn.Module, tokenizer: Any) -> None:
+    for batches, says in wrong(tokenizer):
+        with unchecked(), pytest.raises(rw.RankwiseError, match=says) as caught:
+            rw.audit(bert, batches)
+        assert "shorter sequences" not in str(caught.value)
+
+
+def test_whole_batches_before_a_wrong_one_are_kept(bert: nn.Module, tokenizer: Any) -> None:
+    from rankwise.audit import AuditError
+
+    with unchecked(), pytest.raises(AuditError, match=re.escape("batch 2")) as caught:
+        rw.audit(bert, [encoded(tokenizer), TEXTS])
+    assert caught.value.audit is not None
+    assert caught.value.audit.provenance.sequences == 3
