@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = 20
+ROUNDS = 8
 LOOP = """
 import sys
 import numba, numpy as np

@@ -4,7 +4,6 @@ Triton reads TRITON_INTERPRET when it is imported, which other tests may have do
 """
 
 import os
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,8 @@ ORDERED = [
     {"stated": True, "decayed": True},
     {"stated": True, "decayed": True, "biased": True, "masked": True},
 ]
-CASES = [*PLAIN, *(a | b | {"causal": True} for a, b in product(PLAIN, ORDERED))]
+PAIRS = [(0, 0), (0, 2), (1, 0), (1, 2), (2, 1), (3, 0), (3, 1)]  # every shape with a state, decayed and not
+CASES = [*PLAIN, *(PLAIN[a] | ORDERED[b] | {"causal": True} for a, b in PAIRS)]
 
 
 def name(options):
@@ -66,8 +66,9 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(options, place)
     assert max(errors(got, wanted).values()) < (1e-5 if place.type == "cuda" else ROUNDING)
 
 
-@pytest.mark.parametrize("width", [48, 128])
-@pytest.mark.parametrize("kind", ["bidirectional", "literal", "decayed"])
+@pytest.mark.parametrize(
+    ("kind", "width"), [("bidirectional", 48), ("literal", 128), ("decayed", 48), ("decayed", 128)]
+)
 def test_bfloat16_with_sums_in_float32(kind, width, place):
     causal = kind != "bidirectional"
     case = Case((1, 70, 2, width), causal=causal, decayed=kind == "decayed", dtype=torch.bfloat16)
@@ -121,7 +122,7 @@ def test_not_a_number_is_seen_from_its_token_on(decayed, place):
 
 
 def test_a_half_life_that_remembers_nothing(place):
-    case = moved(Case((2, 70, 3, 5), causal=True, masked=True, stated=True), place)
+    case = moved(Case((1, 70, 3, 5), causal=True, masked=True, stated=True), place)
     case.options["half_life"] = torch.tensor([1e-4, 1e-300, 3.0], dtype=torch.float64)  # λ = 0, 0 and 0.8
     got, wanted = outputs_and_gradients(case, "triton"), outputs_and_gradients(case, "reference")
     assert all(torch.isfinite(x).all() for x in got.values())
