@@ -14,7 +14,7 @@ LARGEST = 40_000_000
 WIDTH, HEADS, LAYERS, VOCABULARY = 32, 4, 2, 100
 
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"(num_|n_)key_value_heads|(num_)?kv_heads|num_global_key_value_heads|.*_kv_heads", 2),
+    (r"(.*_)?(num_|n_)key_value_heads|(num_)?kv_heads|num_global_key_value_heads|.*_kv_heads", 2),
     (r"(.*_)?num_attention_heads|.*attention_heads|num_heads|n_heads?|linear_num_heads", HEADS),
     (r"mamba_n_heads|mamba_num_heads", 2 * HEADS),
     (r"linear_num_(key|value)_heads|index_n_heads|indexer_n_heads|num_linear_.*heads", HEADS),
@@ -37,13 +37,14 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"mamba_n_groups|.*_num_groups", 2),
     (r"mamba_d_state|state_size|ssm_state_size", 4),
     (r"max_source_positions", 50),
+    (r"num_queries", 8),
     (r"(.*_)?vocab_size.*|.*_vocab_size|num_embeddings", VOCABULARY),
 )
 """What a whole number of this name becomes where it was larger; the first pattern that fits is taken."""
 BY_LAYER = re.compile(r".*(layer_types|layers_block_type|block_types|layers_type|mlp_layer_types)$")
 KEPT = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 LEFT_OUT = ("transformers_version", "architectures", "dtype", "per_layer_config")
-LEFT_OUT += ("out_features", "out_indices", "stage_names")
+LEFT_OUT += ("out_features", "out_indices", "stage_names", "attention_layers")
 NAMED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -52,6 +53,33 @@ NAMED = {
     "prediction_length": 8,
 }
 """Settings that a configuration leaves open, and a model needs."""
+SWIN = {
+    "embed_dim": 24,
+    "window_size": 2,
+    "image_size": 64,
+}  # windows shrink for good where a picture is smaller
+BY_TYPE: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "ministral": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl_text": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 4},
+    "dots1": {"n_shared_experts": 1},
+    "step3p5": {"sliding_window": 8},
+    "owlvit_text_model": {"max_position_embeddings": 64},
+    "owlv2_text_model": {"max_position_embeddings": 64},
+    "mistral4": {"head_dim": 16, "qk_head_dim": 16},
+    "longcat_flash": {"qk_head_dim": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "funnel": {"architectures": ["FunnelModel"]},
+    "swin": SWIN,
+    "donut-swin": SWIN,
+    "maskformer-swin": SWIN,
+}
+"""What else a type needs to be built small: sizes that hang together, and settings left open."""
 COMPILED = tuple((re.compile(pattern), value) for pattern, value in SIZES)
 
 
@@ -70,6 +98,8 @@ def small(settings: dict[str, Any], widths: bool = True) -> dict[str, Any]:
         for name, value in settings.items()
         if name not in LEFT_OUT and not name.startswith("_")
     }
+    if widths:
+        made |= BY_TYPE.get(str(settings.get("model_type")), {})
     if "use_timm_backbone" in made:
         made["use_timm_backbone"] = False
     kinds = {
