@@ -218,6 +218,8 @@ class Inputs:
     batches: Iterable[Any]
     data: str
     notes: tuple[str, ...] = ()
+    tokenizer: Any = None
+    """What turned text into ids, where text is read."""
 
 
 def inputs_for(
@@ -312,7 +314,7 @@ def _texts(
     if subject.source or subject.tokenizer:
         tokenizer = _tokenizer(subject)
     else:
-        tokenizer = _bytes
+        tokenizer = ByteTokenizer()
         notes.append("text read as bytes (ids 0 to 255): a factory's model has no tokenizer")
     model = subject.model
     limit = longest_sequence(model)
@@ -321,7 +323,7 @@ def _texts(
         model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size
     )
     data = f"{path if path is not None else dataset}, up to {shown} tokens"
-    return Inputs(made, data, (*notes, *said))
+    return Inputs(made, data, (*notes, *said), tokenizer)
 
 
 def _tokenizer(subject: Subject) -> Any:
@@ -348,5 +350,17 @@ def _of_a_tokenizer(file: str) -> bool:
     return any(part in file for part in ("tokenizer", "vocab", "merges", "spiece", "sentencepiece"))
 
 
-def _bytes(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-    return {"input_ids": [list(text.encode()) for text in texts]}
+class ByteTokenizer:
+    """Text as its UTF-8 bytes, for models that bring no tokenizer."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        """The bytes of each text."""
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of some bytes; � where they are no whole characters.
+
+        Args:
+            ids: bytes.
+        """
+        return bytes(ids).decode(errors="replace")

@@ -3,7 +3,9 @@
 from rankwise.audit.comparison import Comparison, compare
 from rankwise.audit.findings import CODES, check_codes
 from rankwise.audit.fresh_weights import FreshWeightsError, fresh_weights
+from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.numbers import check_method
+from rankwise.audit.pictures import chosen_heads
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.audit.run import AuditError, audit
@@ -17,12 +19,14 @@ __all__ = [
     "FreshWeightsError",
     "HeadRecord",
     "LayerRecord",
+    "MatrixPicture",
     "Place",
     "Provenance",
     "Unseen",
     "audit",
     "check_codes",
     "check_method",
+    "chosen_heads",
     "compare",
     "fresh_weights",
 ]

@@ -190,7 +190,8 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
                 "sink_mass": head.sink_mass,
                 "row_entropy": head.row_entropy,
             },
-            meaning=f"One token takes {head.peak_mass:.0%} of every row: the head passes on little else.",
+            meaning=f"{_peak(head)} takes {head.peak_mass:.0%} of a row on average: the head passes "
+            "on little else.",
             remedy=WITHOUT_HEAD,
         )
     elif head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE:
@@ -212,6 +213,16 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
             remedy="put a linear map of each token in its place, the product of its output and value "
             "projections, and compare the loss",
         )
+
+
+def _peak(head: HeadRecord) -> str:
+    """What the token at the peak is, and in how many sequences where not in all."""
+    if not head.peak_token:
+        return "One token"
+    name = head.peak_token.removeprefix("the ")
+    name = f"The {name}" if name != head.peak_token else name
+    of = f" (in {head.peak_token_sequences} of {head.sequences} sequences)"
+    return name if head.peak_token_sequences == head.sequences else name + of
 
 
 def _is_trivial(head: HeadRecord) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankwise.audit.masks import Pattern
+from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
     AVERAGED,
@@ -24,10 +25,13 @@ from rankwise.audit.numbers import (
     column_at,
     measured,
 )
+from rankwise.audit.pictures import PictureTaker
 from rankwise.audit.records import HeadRecord, RankAt
+from rankwise.audit.token_names import TokenNames, commonest
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
 from rankwise.operators import sampled_channels
+from rankwise.running import Batch
 
 MANY_HEADS = 128
 """State-space mixers with more matrices than this have one for every channel …"""
@@ -105,6 +109,10 @@ class SiteHeads:
     """Height and width of what the model was given, where that is pictures."""
     channels: list[int] = field(default_factory=list)
     """The numbers of the heads: not all of them where there are thousands."""
+    peaks: list[list[list[str]]] = field(default_factory=list)
+    """What the token at the peak of each head is called, sequence by sequence."""
+    pictures: dict[int, MatrixPicture] = field(default_factory=dict)
+    """By the place of the head."""
 
     def check_heads(self, heads: int) -> None:
         """Refuse another number of heads than before."""
@@ -134,10 +142,19 @@ class HeadTable:
     Args:
         delta: threshold of the numerical rank.
         method: how ranks are taken.
+        names: what tokens are called.
+        pictures: keeps pictures of matrices, where they are asked for.
     """
 
-    def __init__(self, delta: float, method: Method = "auto") -> None:
-        self.delta, self.method = delta, method
+    def __init__(
+        self,
+        delta: float,
+        method: Method = "auto",
+        names: TokenNames | None = None,
+        pictures: PictureTaker | None = None,
+    ) -> None:
+        self.delta, self.method, self.pictures = delta, method, pictures
+        self.names = names or TokenNames()
         self._picture: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
         """What was measured in part, once each."""
@@ -145,12 +162,15 @@ class HeadTable:
         self._calls: dict[tuple[int, str, int, str, bool], int] = {}
         self._pending: list[Callable[[], None]] = []
 
-    def add(self, site: MixerSite, picture: tuple[int, int] | None = None) -> None:
+    def add(
+        self, site: MixerSite, picture: tuple[int, int] | None = None, batch: Batch | None = None
+    ) -> None:
         """Measure every head and sequence of a captured mixer; `commit` takes the numbers into the means.
 
         Args:
             site: the mixer.
             picture: height and width of what the model was given, where that is pictures.
+            batch: what the model was given, to name its tokens.
         """
         key = SiteKey(site.stack, site.layer, site.name, site.cross, self._occurrence(site))
         windows = max(1, site.operator.shape[0] // max(site.sequences, 1))
@@ -161,7 +181,11 @@ class HeadTable:
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
         self._picture = picture
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))
-        self._pending.append(lambda: self._take(key, kind, channels, numbers, windows))
+        peaks = self.names.peaks(site, batch, [one.peaks for one in numbers])
+        kept: dict[int, MatrixPicture] = {}
+        if self.pictures is not None and key not in self._sites:
+            kept = self.pictures.take(site, channels, batch)
+        self._pending.append(lambda: self._take(key, kind, channels, numbers, windows, peaks, kept))
 
     def _take(
         self,
@@ -170,6 +194,8 @@ class HeadTable:
         channels: list[int],
         numbers: list[Measured],
         windows: int,
+        peaks: list[list[list[str]]],
+        pictures: dict[int, MatrixPicture],
     ) -> None:
         known, heads = self._sites.get(key), len(channels)
         if known is None:
@@ -183,6 +209,8 @@ class HeadTable:
             known.spectra = known.spectra or one.spectra
             known.maps = known.maps or one.maps
         known.picture = self._picture
+        known.peaks += peaks
+        known.pictures = known.pictures or pictures
         for start in range(0, len(numbers), windows):
             known.add(numbers[start : start + windows])
 
@@ -268,6 +296,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
         estimated, fallbacks = (round(numbers[way] * sequences) if sequences else 0 for way in WAYS)
         nearest = None if np.isnan(distance[head]).all() else int(np.nanargmin(distance[head]))
         other = None if nearest is None else site.channels[nearest]
+        peak, agreeing = commonest([names[head] for names in site.peaks if names[head]])
         yield HeadRecord(
             stack=site.key.stack,
             site=site.key.site,
@@ -288,5 +317,8 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             spread={name: float(spread[head, at]) for at, name in enumerate(AVERAGED) if at > 2},
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},
             spectrum=site.spectra[head] if site.spectra else [],
+            peak_token=peak,
+            peak_token_sequences=agreeing,
+            picture=site.pictures.get(head),
             **{name: numbers[name] for name in AVERAGED},
         )

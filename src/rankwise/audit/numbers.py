@@ -87,6 +87,8 @@ class Measured(NamedTuple):
     """Empty where they were not computed."""
     maps: list[list[float]]
     """Memberships of the tokens in each head, where the mixer has such."""
+    peaks: list[int]
+    """The column that takes most of the rows of each head, padding not counted; −1 where there is none."""
 
 
 class HeadsAtHand(NamedTuple):
@@ -192,9 +194,11 @@ def _of_one_length(
         columns |= _nulls(operator, patterns, delta)
     values = np.stack([_numbers(columns.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
     distances = hand.rows.head_distance.cpu().numpy()
+    peaks = hand.rows.peak_token.tolist()
     for at in range(batch):
         shown = [] if spectra is None else _rounded(spectra[at])
-        yield Measured(values[at], distances[at], patterns[at], shown, _map(hand.memberships, at))
+        maps = _map(hand.memberships, at)
+        yield Measured(values[at], distances[at], patterns[at], shown, maps, peaks[at])
 
 
 def _memberships(site: MixerSite, index: slice) -> tuple[Tensor | float, Tensor | float, Tensor | None]:
@@ -283,7 +287,9 @@ def _map(share: Tensor | None, at: int) -> list[list[float]]:
 
 def _nothing(heads: int) -> Measured:
     unknown = np.full((heads, len(COLUMNS)), math.nan)
-    return Measured(unknown, np.full((heads, heads), math.nan), [Pattern("full")] * heads, [], [])
+    return Measured(
+        unknown, np.full((heads, heads), math.nan), [Pattern("full")] * heads, [], [], [-1] * heads
+    )
 
 
 def _rounded(spectra: Tensor) -> list[list[float]]:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rankwise.audit.fields import Count, Number, Record, Size
+from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures
 
 SCHEMA_VERSION = 2
@@ -113,6 +114,13 @@ class HeadRecord(HeadMeasures, HeadOrigin):
 
     The random vectors of an estimate are the same for all sequences: errors do not average out.
     """
+    peak_token: str = ""
+    """The token that most of the rows look at, by what most sequences have in common: its text, where a
+    tokenizer was given, and its place. Its share is ``peak_mass``."""
+    peak_token_sequences: Count = 0
+    """How many sequences have it there."""
+    picture: MatrixPicture | None = None
+    """The matrix on the first sequence, where it was asked for."""
     spectrum: list[Number] = Field(default_factory=list)
     """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence, at most 64 of them, evenly taken by index.
 
@@ -242,3 +250,5 @@ class AuditRecord(Record):
     layers: list[LayerRecord]
     findings: list[Finding]
     unseen: list[Unseen] = Field(default_factory=list)
+    texts: dict[str, list[str]] = Field(default_factory=dict)
+    """Tokens of the sequence that pictures of matrices are of, by the name of the input."""

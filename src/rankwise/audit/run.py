@@ -17,8 +17,10 @@ from rankwise.audit.findings import find
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
 from rankwise.audit.numbers import Method, check_method, method_of
+from rankwise.audit.pictures import Matrices, PictureTaker, chosen_heads
 from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
+from rankwise.audit.token_names import TokenNames
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.errors import CaptureError, InputError, RankwiseError, did_you_mean
 from rankwise.measures import DELTA, check_delta
@@ -55,6 +57,7 @@ def audit(
     method: Method = "auto",
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
+    matrices: Matrices | None = None,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
@@ -74,13 +77,17 @@ def audit(
             a DataLoader. Labels that the model has no place for are left out, and a note says so.
         delta: singular values below it count as zero in the numerical rank.
         texts: instead of batches, strings: one sequence each, in batches padded on the right.
-        tokenizer: of ``texts``; one of transformers, or anything alike.
+        tokenizer: of ``texts``; one of transformers, or anything alike. With batches too it names tokens in
+            findings and pictures, if it has a method ``decode``; without one they are ids.
         tokens: of ``texts``, the most tokens of a sequence; fewer where the model takes no more.
         batch_size: of ``texts``, sequences in a batch.
         method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval where δ cannot
             be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: operators named by hand, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
+        matrices: heads that keep a picture of their matrix on the first sequence (`MatrixPicture`, at most
+            128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
+            "3:7,5:0" (layer:head), or pairs. One product with 128 columns a head; 256 MiB at most in all.
         provenance: what to write into the record besides what is known here: model, revision, data, command.
         on_progress: called after each measured site.
 
@@ -107,7 +114,10 @@ def audit(
     if texts is not None and isinstance(model, nn.Module):
         batches, notes = _from_texts(model, batches, texts, tokenizer, tokens, batch_size)
     check_batches(batches if texts is None else ())
-    run = _Run(model, delta, check_method(method), dict(provenance or {}), on_progress)
+    names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
+    pictures = None if chosen is None else PictureTaker(chosen, names)
+    heads = HeadTable(delta, check_method(method), names, pictures)
+    run = _Run(model, delta, heads, dict(provenance or {}), on_progress)
     run.notes += notes
     run.over(batches or (), sites, blocks)
     return run.result()
@@ -154,13 +164,13 @@ class _Run:
         self,
         model: nn.Module,
         delta: float,
-        method: Method,
+        heads: HeadTable,
         given: dict[str, Any],
         on_progress: Progress | None,
     ) -> None:
         self.model, self.delta, self.given = model, delta, given
         self.given_notes = tuple(self.given.pop("notes", ()))
-        self.heads, self.layers = HeadTable(delta, method), LayerTable()
+        self.heads, self.layers = heads, LayerTable()
         self.trace = Trace()
         self.notes: list[str] = []
         self.batches = 0
@@ -245,6 +255,10 @@ class _Run:
         heads, layers = self.heads.records(), self.layers.records()
         unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
         findings = find(heads, layers, unseen)
+        pictures = self.heads.pictures
+        if pictures is not None:
+            self.notes += [note for note in pictures.missing(heads) if note not in self.notes]
+            heads = pictures.chosen.kept(heads, findings)
         return Audit(
             complete=self.complete,
             provenance=self._provenance(heads),
@@ -252,10 +266,11 @@ class _Run:
             layers=layers,
             findings=findings,
             unseen=unseen,
+            texts={} if pictures is None else pictures.texts,
         )
 
     def _mixer(self, site: MixerSite) -> None:
-        self._measure(site.name, lambda: self.heads.add(site, _picture(self._current)))
+        self._measure(site.name, lambda: self.heads.add(site, _picture(self._current), self._current))
 
     def _state(self, state: StateSite) -> None:
         self._measure(state.name, lambda: self.layers.add(state))

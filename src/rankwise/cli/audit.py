@@ -54,6 +54,13 @@ def command(
         str,
         typer.Option(help="Of the ranks: exact, estimate, or auto (exact up to 8,192 tokens)."),
     ] = "auto",
+    matrices: Annotated[
+        str | None,
+        typer.Option(
+            help="Heads whose matrix the page shows, with the words of the first sequence: flagged (by a "
+            "finding), all, or layer:head,… Of the demo all are shown."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
@@ -71,7 +78,7 @@ def command(
 ) -> None:
     """Audit a model; see `HELP`."""
     from rankwise.assets import demo_text
-    from rankwise.audit import AuditError, audit, check_codes, check_method
+    from rankwise.audit import AuditError, audit, check_codes, check_method, chosen_heads
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress, write_report
     from rankwise.measures import check_delta
     from rankwise.subjects import inputs_for, load_subject
@@ -80,6 +87,8 @@ def command(
     codes = check_codes(fail_on or [])
     check_delta(delta)
     how = check_method(method)
+    chosen_heads(matrices)
+    pictured = "all" if model is None and matrices is None else matrices
     prepare_folder(out)
     quiet_libraries()
     source, text = _demo(model, text, images, dataset)
@@ -117,6 +126,8 @@ def command(
                 _keeping_first(inputs.batches, first),
                 delta,
                 method=how,
+                matrices=pictured,
+                tokenizer=inputs.tokenizer,
                 provenance=facts,
                 on_progress=lambda done, site: say(f"batch {done + 1} (of {sequences} sequences): {site}"),
             )

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
 from rankwise.errors import ShapeError
@@ -23,6 +23,8 @@ class RowSummary(NamedTuple):
     row_distance: Float64[Tensor, "*batch"]
     identity_distance: Float64[Tensor, "*batch"]
     head_distance: Float64[Tensor, "*batch H"]
+    peak_token: Int64[Tensor, "*batch"]
+    """The column that `peak_mass` is the mean share of, the first of equals; −1 where that is NaN."""
 
 
 def row_summary(op: MixingOperator | Mixing) -> RowSummary:
@@ -55,6 +57,7 @@ def row_summary(op: MixingOperator | Mixing) -> RowSummary:
             _row_distance(found),
             _identity_distance(found),
             _head_distance(found),
+            _peak_token(found),
         )
 
 
@@ -228,6 +231,10 @@ def _sink_mass(found: Walk, column: int) -> Float64[Tensor, "*batch"]:
 def _peak_mass(found: Walk) -> Float64[Tensor, "*batch"]:
     shares = found.of(Shares)
     return found.known(shares.mass.amax(-1) / shares.live)
+
+
+def _peak_token(found: Walk) -> Int64[Tensor, "*batch"]:
+    return found.of(Shares).mass.argmax(-1).masked_fill(_peak_mass(found).isnan(), -1)
 
 
 def _row_distance(found: Walk) -> Float64[Tensor, "*batch"]:

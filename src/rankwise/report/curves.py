@@ -35,11 +35,17 @@ def _draw_measure(measure: LayerMeasure, layers: Sequence[LayerRecord], stacks: 
         depths = [layer.layer for layer in mine]
         for side in (1, -1):
             edge = [_edge(measure, layer, side) for layer in mine]
-            band = {"type": "scatter", "x": depths, "y": edge, "mode": "lines", "line": {"width": 0}}
+            band: dict[str, Any] = {
+                "type": "scatter",
+                "x": depths,
+                "y": edge,
+                "mode": "lines",
+                "line": {"width": 0},
+            }
             fill = {"fill": "none" if side == 1 else "tonexty", "meta": {"series": series, "band": True}}
             traces.append(band | fill | {"hoverinfo": "skip"})
         text = [_hover(measure, layer) for layer in mine]
-        line = {"type": "scatter", "x": depths, "y": [measure.value(layer) for layer in mine]}
+        line: dict[str, Any] = {"type": "scatter", "x": depths, "y": [measure.value(layer) for layer in mine]}
         line |= {"mode": "lines+markers", "hovertext": text, "hoverinfo": "text", "meta": {"series": series}}
         traces.append(line | {"marker": {"symbol": _SYMBOLS[series % len(_SYMBOLS)]}})
     return {"data": traces, "layout": _depth_layout(measure), "name": measure.name}

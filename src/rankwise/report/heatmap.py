@@ -44,7 +44,7 @@ def draw_panel(panel: Panel, heads: Sequence[HeadRecord], marks: Mapping[int, Se
         ``numbers`` (whether cells can hold their number).
     """
     grid = _index_grid(panel)
-    heat = {"type": "heatmap", "z": [[None] * len(line) for line in grid], "customdata": grid}
+    heat: dict[str, Any] = {"type": "heatmap", "z": [[None] * len(line) for line in grid], "customdata": grid}
     heat |= {"hoverinfo": "text", "hoverongaps": True, "showscale": False, "xgap": 2, "ygap": 2}
     places = {
         index: (x, y) for y, line in enumerate(grid) for x, index in enumerate(line) if index is not None

@@ -1,0 +1,203 @@
+"""Pictures of matrices: of one sequence, at most 128×128, longer sequences averaged block by block."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rankwise.audit.matrix_picture import MOST_SIDE, MatrixPicture
+from rankwise.audit.records import Finding, HeadRecord
+from rankwise.audit.token_names import TokenNames, sides
+from rankwise.capture import MixerSite
+from rankwise.errors import InputError
+from rankwise.operators import MixingOperator, PartMixing
+from rankwise.running import Batch
+
+PICTURES_BYTES = 2**28
+"""Of all pictures of a running audit, packed: 43 KiB a head at most. Heads after that have none."""
+
+Matrices = str | Iterable[tuple[int, int]]
+"""Which heads keep a picture: "flagged", "all", "3:7,5:0", or pairs (layer, head)."""
+WANTED = '"flagged", "all", or heads by layer and number, such as "3:7,5:0"'
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The heads whose matrix is kept: those with a finding of their own, all, or some by name."""
+
+    heads: frozenset[tuple[int, int]] = frozenset()
+    flagged: bool = False
+
+    def may_have(self, layer: int, head: int) -> bool:
+        """Whether a head can be among them, before findings are known."""
+        return not self.heads or (layer, head) in self.heads
+
+    def kept(self, heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:
+        """The records, without the pictures that are not asked for."""
+        if not self.flagged:
+            return list(heads)
+        flagged = {key for finding in findings for key in _heads_of(finding)}
+        return [
+            head
+            if head.picture is None or (head.stack, head.layer, head.site, head.head) in flagged
+            else head.model_copy(update={"picture": None})
+            for head in heads
+        ]
+
+
+def _heads_of(finding: Finding) -> list[tuple[str, int | None, str, int]]:
+    """The head a finding is placed at, and the twin that it names."""
+    where = finding.where
+    if where.head is None:
+        return []
+    twin = [int(finding.evidence["nearest_head"])] if finding.code == "TWINS" else []
+    return [(where.stack, where.layer, where.site, head) for head in (where.head, *twin)]
+
+
+def chosen_heads(matrices: Any) -> Chosen | None:
+    """Read which heads keep a picture of their matrix.
+
+    Args:
+        matrices: "flagged" (heads with a finding), "all", heads as "layer:head,layer:head", pairs of numbers,
+            or None.
+
+    Returns:
+        The heads; None where no picture is asked for.
+
+    Raises:
+        InputError: where it is none of these.
+
+    Examples:
+        >>> sorted(chosen_heads("3:7, 5:0").heads)
+        [(3, 7), (5, 0)]
+    """
+    if matrices is None:
+        return None
+    if isinstance(matrices, str):
+        word = matrices.strip().lower()
+        if word in ("flagged", "all"):
+            return Chosen(flagged=word == "flagged")
+        parts = [part.strip() for part in matrices.split(",")]
+        if not all(re.fullmatch(r"\d{1,9}:\d{1,9}", part) for part in parts):
+            raise _unreadable(repr(matrices))
+        pairs = [(int(layer), int(head)) for layer, head in (part.split(":") for part in parts)]
+    else:
+        try:
+            pairs = [(int(layer), int(head)) for layer, head in matrices]
+        except (TypeError, ValueError):
+            raise _unreadable(repr(matrices)) from None
+    if not pairs:
+        raise _unreadable("no heads")
+    return Chosen(frozenset(pairs))
+
+
+def _unreadable(got: str) -> InputError:
+    fix = 'Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.'
+    return InputError("`matrices`", wanted=WANTED, got=got, fix=fix)
+
+
+def block_averages(operator: MixingOperator, side: int = MOST_SIDE) -> Float[Tensor, "*batch R C"]:
+    """The matrix as a picture: means over blocks of rows and columns, as equal as they can be.
+
+    Formula: Eᵀ M F, where the columns of E and F are 1/n on the n rows or columns of a block. M itself is
+    not formed: M F is one product with ``side`` columns.
+
+    Range: that of the entries; the entries themselves where T and S are at most ``side``.
+    Cost: one product with ``side`` columns, a head at a time: O(T S side) time and O(T side + S side) memory
+    for attention, less for what is applied in less than T S time.
+
+    Args:
+        operator: of shape (..., T, S).
+        side: rows and columns at most.
+
+    Examples:
+        >>> import torch
+        >>> from rankwise.operators import DenseMixing
+        >>> block_averages(DenseMixing(torch.arange(16.0).reshape(4, 4)), side=2).tolist()
+        [[2.5, 4.5], [10.5, 12.5]]
+    """
+    tokens, sources = operator.shape[-2:]
+    rows, columns = min(tokens, side), min(sources, side)
+    if (rows, columns) == (tokens, sources):
+        return operator.dense()
+    dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
+    across = _averaging(sources, columns, dtype, operator.device)
+    down = _averaging(tokens, rows, dtype, operator.device)
+    return down.mT @ (operator @ across)
+
+
+def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    block = torch.arange(size, device=device) * blocks // size
+    member = torch.zeros(size, blocks, dtype=dtype, device=device)
+    member[torch.arange(size, device=device), block] = 1
+    return member / member.sum(0)
+
+
+class PictureTaker:
+    """Takes the pictures of one audit.
+
+    Args:
+        chosen: which heads may have one.
+        names: what tokens are called.
+    """
+
+    def __init__(self, chosen: Chosen, names: TokenNames) -> None:
+        self.chosen, self.names = chosen, names
+        self.texts: dict[str, list[str]] = {}
+        """Tokens of the sequence, by the name of the input."""
+        self.notes: list[str] = []
+        self._room = PICTURES_BYTES
+
+    def take(self, site: MixerSite, channels: Sequence[int], batch: Batch | None) -> dict[int, MatrixPicture]:
+        """Pictures of the first sequence of a mixer, by the place of the head.
+
+        Args:
+            site: the mixer.
+            channels: the numbers of its heads.
+            batch: what the model was given.
+        """
+        rows, columns = site.valid_tokens[0], site.valid_sources[0]
+        wanted = [place for place, head in enumerate(channels) if self.chosen.may_have(site.layer, head)]
+        if not (wanted and rows.any() and columns.any()):
+            return {}
+        first = site.operator[:1]
+        whole = bool(rows.all() and columns.all())
+        part = first if whole else PartMixing(first, rows, columns)
+        tokens, sources = part.shape[-2:]
+        kept: dict[int, MatrixPicture] = {}
+        for place in wanted:
+            if self._room <= 0:
+                self.notes = [
+                    f"pictures of matrices end at {PICTURES_BYTES >> 20} MiB: name the heads to see others"
+                ]
+                break
+            with torch.no_grad():
+                picture = block_averages(part[:, place : place + 1])[0, 0].float().cpu().numpy()
+            kept[place] = MatrixPicture.of(picture, tokens, sources, *self._texts(site, batch))
+            self._room -= len(kept[place].values)
+        return kept
+
+    def missing(self, heads: Sequence[HeadRecord]) -> list[str]:
+        """Notes on pictures that were asked for and are not there.
+
+        Args:
+            heads: all heads of the audit.
+        """
+        there = {(head.layer, head.head) for head in heads}
+        absent = sorted(self.chosen.heads - there)
+        names = ", ".join(f"{layer}:{head}" for layer, head in absent)
+        return [*self.notes, *([f"no such head to keep the matrix of: {names}"] if absent else [])]
+
+    def _texts(self, site: MixerSite, batch: Batch | None) -> list[str]:
+        """The names of the inputs behind rows and columns, once their tokens are noted."""
+        found = []
+        for ids, valid in zip(sides(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
+            said = [] if ids is None else self.names.texts(ids.ids[0][valid[0].to(ids.ids.device)])
+            name = "" if ids is None else ids.name
+            fits = bool(name) and self.texts.setdefault(name, said) == said
+            found.append(name if fits else "")
+        return found
