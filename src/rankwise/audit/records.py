@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from rankwise.audit.fields import Count, Number, Record, Size
 from rankwise.audit.matrix_picture import MatrixPicture
-from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures
+from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures, shown
 
 SCHEMA_VERSION = 2
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
@@ -127,6 +127,15 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     Empty where they were not computed.
     """
 
+    def __repr__(self) -> str:
+        ranks = f"numerical rank {shown(self.numerical_rank)} of {shown(self.smaller)}"
+        return (
+            f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {_word(self.kind)}, {ranks}, "
+            f"effective {shown(self.effective_rank)}, stable {shown(self.stable_rank)})"
+        )
+
+    __str__ = __repr__
+
     @model_validator(mode="after")
     def _grid_holds_the_map(self) -> "HeadRecord":
         grid = self.membership_grid
@@ -174,6 +183,14 @@ class LayerRecord(LayerMeasures, LayerOrigin):
     spread: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, under the name of each measure."""
 
+    def __repr__(self) -> str:
+        return (
+            f"LayerRecord({self.stack!r}, layer {self.layer}: μ/‖Y‖ {shown(self.relative_collapse)}, "
+            f"mean cosine {shown(self.mean_cosine)}, effective rank {shown(self.effective_rank)})"
+        )
+
+    __str__ = __repr__
+
 
 class Place(Record):
     """Where a finding is: a stack, and as far as it goes the layer, the site and the head."""
@@ -204,6 +221,11 @@ class Finding(Record):
     """One plain sentence."""
     remedy: str
     """A command or a call."""
+
+    def __repr__(self) -> str:
+        return f"Finding({_word(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
+
+    __str__ = __repr__
 
 
 class Unseen(Record):
@@ -252,3 +274,8 @@ class AuditRecord(Record):
     unseen: list[Unseen] = Field(default_factory=list)
     texts: dict[str, list[str]] = Field(default_factory=dict)
     """Tokens of the sequence that pictures of matrices are of, by the name of the input."""
+
+
+def _word(text: str) -> str:
+    """A name on one line, whatever is in it."""
+    return repr(text)[1:-1]

@@ -1,17 +1,23 @@
 """An audit as its user holds it: records that can be saved, loaded, shown and turned into frames."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from rankwise.audit.records import SCHEMA_VERSION, AuditRecord
+from rankwise.audit.find_head import find_head
+from rankwise.audit.records import SCHEMA_VERSION, AuditRecord, HeadRecord
+from rankwise.audit.tables import Row, csv_text, flat_columns, flat_rows
 from rankwise.audit.upgrade import upgraded
-from rankwise.errors import InputError, RecordError
+from rankwise.errors import InputError, RecordError, did_you_mean
 from rankwise.files import parse_json, write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
+
+Records = Literal["heads", "layers", "findings", "unseen"]
+"""The records of an audit, by the name of its field."""
 
 
 class Audit(AuditRecord):
@@ -76,15 +82,19 @@ class Audit(AuditRecord):
 
         return write_html(self, Path(path))
 
-    def to_frame(self, records: Literal["heads", "layers", "findings"] = "heads") -> "pd.DataFrame":
-        """Records as a pandas frame, one row each.
+    def to_frame(self, records: Records = "heads") -> "pd.DataFrame":
+        """Records as a pandas frame: one row each, one value a cell.
+
+        The standard deviation over sequences of a measure is the column behind it, ``numerical_rank_std``;
+        what is kept as a list (spectra, maps, thresholds) is in the records only.
 
         Args:
             records: which of them.
 
         Raises:
-            InputError: if pandas is not installed.
+            InputError: if pandas is not installed, or there are no such records.
         """
+        columns, rows = self._table(records)
         try:
             import pandas as pd
         except ImportError:
@@ -92,11 +102,109 @@ class Audit(AuditRecord):
                 "`to_frame`",
                 wanted="pandas",
                 got="an environment without it",
-                fix="pip install 'rankwise[frames]'",
+                fix="pip install 'rankwise[frames]', or write a file with `to_csv`.",
             ) from None
-        rows = [record.model_dump() for record in getattr(self, records)]
-        columns = list(type(getattr(self, records)[0]).model_fields) if rows else None
         return pd.DataFrame(rows, columns=columns)
+
+    def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
+        """Write records as CSV, with the columns of `to_frame`; needs no pandas.
+
+        Numbers are written in full and read back equal; what is not known is an empty cell. A text that a
+        spreadsheet would run (it begins with = + - @) gets an apostrophe before it.
+
+        Args:
+            path: the file; for an existing folder, ``heads.csv`` (or ``layers.csv``, …) in it.
+            records: which of them.
+
+        Returns:
+            The file written.
+
+        Raises:
+            InputError: if it cannot be written, or there are no such records.
+        """
+        path = Path(path)
+        path = path / f"{records}.csv" if path.is_dir() else path
+        return write_whole(path, csv_text(*self._table(records)), "table")
+
+    def _table(self, records: str) -> tuple[list[str], list[Row]]:
+        if records not in get_args(Records):
+            raise InputError(
+                f"records {records!r}",
+                wanted="a kind of records",
+                got=repr(records),
+                fix=did_you_mean(str(records), get_args(Records)),
+            )
+        rows = flat_rows(getattr(self, records))
+        (of,) = get_args(type(self).model_fields[records].annotation)
+        return (list(rows[0]) if rows else flat_columns(of)), rows
+
+    def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
+        """The record of one head.
+
+        Args:
+            layer: its layer, from 0.
+            head: its number in that layer, from 0.
+            stack: the blocks it belongs to, where several have such a layer.
+            site: the module that mixed, where a layer has several (self- and cross-attention).
+
+        Raises:
+            InputError: if there is no such head, or there are several.
+
+        Examples:
+            >>> import torch, rankwise as rw
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+            >>> rw.audit(layer, [torch.randn(1, 5, 8)]).head(0, 1).head
+            1
+        """
+        return find_head(self.heads, layer, head, stack=stack, site=site)
+
+    def summary(self, width: int = 100) -> str:
+        """What the command prints of it: findings, a table of the layers, where the numbers come from.
+
+        Args:
+            width: of a line, in characters.
+        """
+        from rankwise.report import console_text
+
+        return console_text(self, width)
+
+    def plot(self, measure: str = "numerical_rank") -> "go.Figure":
+        """A heat map of one measure of every head, layers down and heads across.
+
+        Args:
+            measure: its name, as in `to_frame`.
+
+        Returns:
+            A Plotly figure; in a notebook it shows itself, ``.show()`` opens it elsewhere.
+
+        Raises:
+            InputError: if plotly is not installed, there is no such measure, or there are no heads.
+        """
+        from rankwise.report import plot_heads
+
+        return plot_heads(self, measure)
+
+    def plot_depth(self, measure: str | None = None) -> "go.Figure":
+        """Curves of the token states through depth, a line for each stack, ± one standard deviation.
+
+        Args:
+            measure: the name of one, such as ``relative_collapse``; those of the report where none is named.
+
+        Returns:
+            A Plotly figure.
+
+        Raises:
+            InputError: if plotly is not installed, there is no such measure, or there are no token states.
+        """
+        from rankwise.report import plot_depth
+
+        return plot_depth(self, measure)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a small table and the map of ranks."""
+        from rankwise.report import notebook_html
+
+        return notebook_html(self)
 
     def __str__(self) -> str:
         return repr(self)

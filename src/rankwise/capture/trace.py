@@ -62,6 +62,10 @@ class MixerSite:
     projection: Float[Tensor, "B H T K"] | None = None
     """Tokens in the subspaces of the heads, of mixers that have them: what TSSA takes its statistics of."""
 
+    def __repr__(self) -> str:
+        shape = tuple(self.operator.shape)
+        return f"MixerSite({self.name!r}, layer {self.layer}, {self.kind}, operator {shape})"
+
 
 @dataclass(frozen=True)
 class StateSite:
@@ -76,6 +80,9 @@ class StateSite:
     """False where a token is padding; None where nothing is known to be."""
     stack: str = ""
     run: int = 0
+
+    def __repr__(self) -> str:
+        return f"StateSite({self.name!r}, layer {self.layer}, tokens {tuple(self.tokens.shape)})"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,17 @@
 """Audits as people read them: on the console and as one HTML file. No torch inside."""
 
 from rankwise.report.comparison import render_comparison
-from rankwise.report.console import render_console
+from rankwise.report.console import console_text, render_console
+from rankwise.report.figures import plot_depth, plot_heads
+from rankwise.report.notebook import notebook_html
 from rankwise.report.page import write_html
 
-__all__ = ["render_comparison", "render_console", "write_html"]
+__all__ = [
+    "console_text",
+    "notebook_html",
+    "plot_depth",
+    "plot_heads",
+    "render_comparison",
+    "render_console",
+    "write_html",
+]

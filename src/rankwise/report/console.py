@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +66,18 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
             out.print()
         _print_unseen(audit, out)
         _print_provenance(audit.provenance, out)
+
+
+def console_text(audit: AuditRecord, width: int = 100) -> str:
+    """What `render_console` prints, as text without colours.
+
+    Args:
+        audit: the audit.
+        width: of a line, in characters.
+    """
+    file = StringIO()
+    render_console(audit, Console(file=file, width=width, color_system=None))
+    return file.getvalue()
 
 
 def _print_header(audit: AuditRecord, console: Console) -> None:

@@ -1,0 +1,135 @@
+"""The HTML that a notebook shows, and figures for it."""
+
+import math
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from tests.report import samples
+
+import rankwise as rw
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.errors import InputError
+from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
+
+
+def of(name: str) -> rw.Audit:
+    return rw.Audit.model_validate(samples.ALL[name]().model_dump())
+
+
+class Tags(HTMLParser):
+    """Collects the tags, checks that they close, and the words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.met: list[str] = []
+        self.open: list[str] = []
+        self.attributes: set[str] = set()
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.met.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+ALLOWED = {"div", "strong", "br", "table", "caption", "thead", "tbody", "tr", "th", "td", "span"}
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_it_is_a_piece_of_html_without_scripts_whatever_the_names(name: str) -> None:
+    tags = Tags(notebook_html(of(name)))
+    assert set(tags.met) <= ALLOWED
+    assert tags.attributes <= {"style", "title"}
+
+
+def test_every_head_has_one_colour_and_its_number() -> None:
+    audit = of("encoder")
+    text = notebook_html(audit)
+    titles = re.findall(r"title='head (\d+): ([^']+)'", text)
+    assert len(titles) == len(audit.heads)
+    assert [said for _, said in titles] == [HEAD_MEASURES[0].said(head) for head in audit.heads]
+    assert text.count("<tr>") == 1 + 6
+
+
+def test_a_lower_rank_is_lighter_and_none_has_no_colour() -> None:
+    audit = of("encoder")
+    heads = [
+        audit.heads[0].model_copy(update={"numerical_rank": rank, "head": at})
+        for at, rank in enumerate([0.0, 64.0, 128.0, math.nan])
+    ]
+    text = notebook_html(audit.model_copy(update={"heads": heads}))
+    lights = re.findall(r"background:hsl\(215,60%,(\d+)%\)' title='head", text)
+    assert lights == ["92", "61", "30"]
+    assert text.count("background:transparent") == 1
+
+
+def test_of_a_large_model_a_part_is_shown_and_that_is_said() -> None:
+    audit = rw.Audit.model_validate(samples.sized(MOST_ROWS + 3, MOST_COLUMNS + 5).model_dump())
+    text = notebook_html(audit)
+    assert "… and 3 more layers and 5 more heads not shown" in text
+    assert text.count("title='head ") == MOST_ROWS * MOST_COLUMNS
+    assert len(text) < 1_000_000
+
+
+def test_an_incomplete_audit_says_so() -> None:
+    assert "incomplete" in of("encoder").model_copy(update={"complete": False})._repr_html_()
+    assert "incomplete" not in of("encoder")._repr_html_()
+
+
+@pytest.mark.parametrize("measure", [measure.name for measure in HEAD_MEASURES])
+def test_a_map_holds_every_head_at_its_place(measure: str) -> None:
+    pytest.importorskip("plotly")
+    audit = of("encoder")
+    (trace,) = audit.plot(measure).data
+    row = next(one for one in HEAD_MEASURES if one.name == measure)
+    for head in audit.heads:
+        drawn = trace.z[list(trace.y).index(str(head.layer))][list(trace.x).index(str(head.head))]
+        value = row.value(head)
+        assert drawn == value if math.isfinite(value) else drawn is None
+
+
+@pytest.mark.parametrize("name", ["encoder_decoder", "nasty", "only_nan", "memberships", "mixed"])
+def test_figures_of_any_audit_are_made_and_their_names_are_no_html(name: str) -> None:
+    pytest.importorskip("plotly")
+    audit = of(name)
+    maps, depth = audit.plot(), audit.plot_depth()
+    assert sum(len(line) - line.count(None) for t in maps.data for line in map(list, t.z)) <= len(audit.heads)
+    for figure in (maps, depth):
+        assert "<img" not in figure.to_json().replace("\\u003c", "<")
+
+
+@pytest.mark.parametrize("measure", [None, *(measure.name for measure in LAYER_MEASURES)])
+def test_depth_has_a_line_for_each_stack(measure: str | None) -> None:
+    pytest.importorskip("plotly")
+    audit = of("encoder_decoder")
+    figure = audit.plot_depth(measure)
+    panels = 1 if measure else len(figure.data) // 2
+    assert [trace.name for trace in figure.data] == ["encoder.block", "decoder.block"] * panels
+    mine = [layer for layer in audit.layers if layer.stack == "encoder.block"]
+    if measure:
+        known = [getattr(layer, measure) for layer in mine]
+        assert list(figure.data[0].y) == [value if math.isfinite(value) else None for value in known]
+
+
+def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("plotly")
+    with pytest.raises(InputError, match="Did you mean effective_rank"):
+        of("encoder").plot("efective_rank")
+    with pytest.raises(InputError, match="Did you mean mean_cosine"):
+        of("encoder").plot_depth("mean_cosin")
+    with pytest.raises(InputError, match="wanted heads to draw, got none"):
+        of("no_heads").plot()
+    with pytest.raises(InputError, match="wanted token states to draw, got none"):
+        of("no_states").plot_depth()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    for draw in (of("encoder").plot, of("encoder").plot_depth):
+        with pytest.raises(InputError, match=r"wanted plotly.*pip install plotly"):
+            draw()
