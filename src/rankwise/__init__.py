@@ -1,6 +1,7 @@
 """Measure, keep and spend the rank of sequence models.
 
-*Measure*: `capture`, `audit`, `compare` and the measures they use. *Keep*: λ-skips. *Spend*: `ops`, `models`.
+*Measure*: `capture`, `audit`, `compare` and the measures they use. *Keep*: λ-skips. *Spend*: `plan_head_dim`,
+`compress`, `ops`, `models`.
 Everything is imported when it is first asked for, so that `import rankwise` takes no time and a command can
 answer Ctrl-C from its first moment on.
 """
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankwise import compression as compression
     from rankwise import data as data
     from rankwise import errors as errors
     from rankwise import measures as measures
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from rankwise import theory as theory
     from rankwise.audit import Audit, audit, compare
     from rankwise.capture import MixerSite, StateSite, Trace, capture
+    from rankwise.compression import compress, compress_qk, load_compressed
     from rankwise.errors import RankwiseError
     from rankwise.measures import (
         coding_rate,
@@ -55,8 +58,11 @@ __all__ = [
     "certify_skip",
     "coding_rate",
     "compare",
+    "compress",
+    "compress_qk",
     "effective_rank",
     "estimate_spectrum",
+    "load_compressed",
     "numerical_rank",
     "plan_head_dim",
     "rank_barrier",
@@ -65,10 +71,22 @@ __all__ = [
     "stable_rank",
     "token_collapse",
 ]
-_PACKAGES = ("data", "errors", "measures", "models", "operators", "ops", "plan", "surgery", "theory")
+_PACKAGES = (
+    "compression",
+    "data",
+    "errors",
+    "measures",
+    "models",
+    "operators",
+    "ops",
+    "plan",
+    "surgery",
+    "theory",
+)
 _HOMES = {
     "audit": ("Audit", "audit", "compare"),
     "capture": ("MixerSite", "StateSite", "Trace", "capture"),
+    "compression": ("compress", "compress_qk", "load_compressed"),
     "errors": ("RankwiseError",),
     "measures": (
         "coding_rate",

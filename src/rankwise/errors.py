@@ -31,6 +31,10 @@ class SkipError(RankwiseError):
     """λ-skips that cannot be put in, taken out, saved or loaded."""
 
 
+class CompressionError(RankwiseError):
+    """A model that cannot be compressed, or compressed weights that cannot be saved or loaded."""
+
+
 class InputError(RankwiseError):
     """A text, image, data set, model or folder that cannot be used."""
 

@@ -1,0 +1,28 @@
+"""Spend the rank of a trained model: parts of its attention that carry little are taken out, measured."""
+
+from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.records import (
+    BudgetCurve,
+    BudgetPoint,
+    Compression,
+    HeadWidth,
+    Latency,
+    LayerPrice,
+)
+from rankwise.compression.run import compress, compress_qk
+from rankwise.compression.store import load_compressed, save_compressed
+
+__all__ = [
+    "BudgetCurve",
+    "BudgetPoint",
+    "Compression",
+    "HeadWidth",
+    "Job",
+    "Latency",
+    "LayerPrice",
+    "PartResult",
+    "compress",
+    "compress_qk",
+    "load_compressed",
+    "save_compressed",
+]

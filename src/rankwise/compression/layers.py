@@ -1,0 +1,193 @@
+"""The attention layers of a model, with what their heads saw on some batches."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+
+from rankwise.capture import MixerSite, capture
+from rankwise.compression.divergence import Sample
+from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
+from rankwise.operators import SoftmaxMixing
+from rankwise.running import device_of, first_sequences, moved, run_model
+
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where an attention layer gets its queries and keys from."""
+
+    name: str
+    """The module that mixes."""
+    stack: str
+    layer: int
+    query: Projection
+    key: Projection
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return len(self.query.channels)
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads: fewer where they are grouped."""
+        return len(self.key.channels)
+
+    @property
+    def width(self) -> int:
+        """K, of queries and keys."""
+        return self.query.channels.shape[1]
+
+
+@dataclass
+class AttentionLayer:
+    """One attention layer and what it saw."""
+
+    found: Found
+    query_moments: Float64[Tensor, "G K K"]
+    """Σ qqᵀ over real tokens, of all query heads that read one key head."""
+    key_moments: Float64[Tensor, "G K K"]
+    tokens: int = 0
+    """Real tokens behind the moments."""
+    samples: list[Sample] = field(default_factory=list)
+    broken: set[int] = field(default_factory=set)
+    """Query heads that met NaN or infinity."""
+
+
+def find_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
+    """Find the linear layers behind the queries and keys of every attention layer.
+
+    Args:
+        model: the model, in evaluation mode.
+        batch: what it takes; a sequence or two of it are used.
+
+    Returns:
+        The layers, in the order they run; and the reason for each one that cannot be done.
+    """
+    outputs: dict[str, list[Tensor]] = {}
+    sites: list[MixerSite] = []
+    short = moved(first_sequences(batch, 2), device_of(model))
+    with _linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
+        run_model(model, short)
+    found: dict[str, Found] = {}
+    reasons: dict[str, str] = {}
+    calls: dict[str, int] = {}
+    for site in sites:
+        call = calls[site.name] = calls.get(site.name, -1) + 1
+        if site.name in reasons:
+            continue
+        one = _projections(site, outputs, call)
+        if isinstance(one, str):
+            reasons[site.name] = one
+            found.pop(site.name, None)
+        elif site.name not in found:
+            found[site.name] = one
+        elif not _same(one, found[site.name]):
+            reasons[site.name] = "its calls read different projections"
+            del found[site.name]
+    return list(found.values()), reasons
+
+
+def see(
+    model: nn.Module, layers: list[Found], batches: Iterable[Any], on_step: Step | None = None
+) -> list[AttentionLayer]:
+    """Run the model and keep what compression needs: second moments, and the sequences themselves.
+
+    Cost: a run of the model; queries and keys of all tokens stay in memory, 2·T·(H + G)·K numbers a layer.
+
+    Args:
+        model: the model, in evaluation mode.
+        layers: which layers.
+        batches: what the model takes.
+        on_step: told what is under way.
+    """
+    seen: dict[str, AttentionLayer] = {}
+    wanted = {one.name: one for one in layers}
+
+    def add(site: MixerSite) -> None:
+        found = wanted.get(site.name)
+        if found is None or not isinstance(site.operator, SoftmaxMixing):
+            return
+        if site.name not in seen:
+            empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
+            seen[site.name] = AttentionLayer(found, empty, empty.clone())
+        _add(seen[site.name], site)
+
+    device = device_of(model)
+    for count, batch in enumerate(batches, start=1):
+        if on_step is not None:
+            on_step(f"running batch {count}")
+        with torch.no_grad(), capture(model, on_mixer=add):
+            run_model(model, moved(batch, device))
+    return [seen[one.name] for one in layers if one.name in seen]
+
+
+def _add(layer: AttentionLayer, site: MixerSite) -> None:
+    operator = site.operator
+    assert isinstance(operator, SoftmaxMixing)
+    query, key = operator.query, operator.key
+    groups = query.shape[1] // key.shape[1]
+    fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
+    layer.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
+    rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
+    columns = key.transpose(1, 2)[site.valid_sources].double()
+    by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
+    layer.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
+    layer.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
+    layer.tokens += int(site.valid_tokens.sum())
+    layer.samples.append(Sample(operator, query * operator.scale, key, site.valid_tokens))
+
+
+def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -> Found | str:
+    operator = site.operator
+    if not isinstance(operator, SoftmaxMixing):
+        return (
+            "its softmax is written out by hand, so that queries and keys are not seen: "
+            "load the model with attn_implementation='sdpa'"
+        )
+    if site.cross:
+        return "its queries and keys come from different sequences"
+    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
+        return "its queries or keys hold NaN or infinity"
+    near = names_below(list(outputs), site.name)
+    given = {name: outputs[name][min(call, len(outputs[name]) - 1)] for name in near}
+    sides = []
+    for what, heads in (("queries", operator.query), ("keys", operator.key)):
+        side = find_projection(heads, given)
+        if side is None:
+            return (
+                f"its {what} are the output of no linear layer: positions are rotated in, a norm follows, or "
+                "their weights lie in no nn.Linear"
+            )
+        sides.append(side)
+    return Found(site.name, site.stack, site.layer, *sides)
+
+
+def _same(one: Found, other: Found) -> bool:
+    pairs = ((one.query, other.query), (one.key, other.key))
+    return all(a.module == b.module and bool((a.channels == b.channels).all()) for a, b in pairs)
+
+
+@contextmanager
+def _linear_outputs(model: nn.Module, into: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Keep what every linear layer gives, in the order of its calls."""
+    handles = []
+    for name, module in model.named_modules():
+        if linear_parts(module) is not None:
+            kept = into.setdefault(name, [])
+            handles.append(
+                module.register_forward_hook(lambda _m, _a, out, kept=kept: kept.append(out.detach()))
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name in [name for name, kept in into.items() if not kept]:
+            del into[name]

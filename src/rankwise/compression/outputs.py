@@ -1,0 +1,44 @@
+"""What a model gives, as tensors that can be compared."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.running import run_model
+
+
+def main_output(model: nn.Module, batch: Any) -> Tensor:
+    """The first floating-point tensor of a forward pass that is no loss: logits, or the last states.
+
+    Args:
+        model: the model, in evaluation mode.
+        batch: what it takes.
+    """
+    with torch.no_grad():
+        out = run_model(model, batch)
+    found = next((one for one in _tensors(out) if one.is_floating_point() and one.dim() > 0), None)
+    assert found is not None, "a model with mixers gives a tensor"
+    return found
+
+
+def relative_error(after: Tensor, before: Tensor, real: Tensor | None = None) -> float:
+    """‖after − before‖/‖before‖, in float64.
+
+    Args:
+        after: a tensor.
+        before: another of its shape.
+        real: (B, T), which tokens count.
+    """
+    if real is not None and before.shape[:2] == real.shape:
+        after, before = after[real], before[real]
+    after, before = after.double(), before.double()
+    return float((after - before).norm() / before.norm().clamp(min=1e-300))
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    items = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else ()
+    return [tensor for item in items for tensor in _tensors(item)]

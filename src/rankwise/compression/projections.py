@@ -1,0 +1,100 @@
+"""Which linear layers make the queries and keys that an attention layer gets, told from their values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+CLOSE = 64
+"""Roundings of the dtype, relative to the largest value, by which a query may differ from its projection."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer, and which of its channels are which of the heads'."""
+
+    module: str
+    """Name of the linear layer in the model."""
+    channels: Int[Tensor, "H K"]
+    """``captured[..., h, :, i] = factor · output[..., channels[h, i]]``."""
+    factor: float = 1.0
+    """What the model multiplies it with before attention, such as 1/√K in OPT."""
+
+
+def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor, "O"] | None] | None:
+    """Weight (out, in) and bias of a linear layer, in the memory of the layer; None for another module.
+
+    Args:
+        module: `nn.Linear`, or the ``Conv1D`` of transformers, whose weight lies transposed.
+    """
+    if isinstance(module, nn.Linear):
+        return module.weight, module.bias
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return module.weight.mT, module.bias  # type: ignore[return-value]
+    return None
+
+
+def find_projection(
+    heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Float[Tensor, "B T O"]]
+) -> Projection | None:
+    """The linear layer whose output, cut into heads, is what attention got, up to one factor.
+
+    Channels of head h may lie at ``offset + h·K``, as in one projection of queries or in ``[q | k | v]``, or
+    at ``h·g·K + j·K``, as in projections that hold queries, keys and values of one head beside each other.
+
+    Args:
+        heads: queries or keys as attention got them.
+        outputs: what each linear layer gave in the same call.
+
+    Returns:
+        The projection, or None where no output fits: positions were rotated in, a norm came in between, or
+        they are weights of no linear layer.
+    """
+    batch, count, tokens, width = heads.shape
+    flat = heads.transpose(1, 2).reshape(batch * tokens, count, width).double()
+    for name, output in outputs.items():
+        if output.numel() % (batch * tokens) or output.shape[-1] < count * width:
+            continue
+        rows = output.reshape(-1, output.shape[-1])
+        if rows.shape[0] != flat.shape[0]:
+            continue
+        rows = rows.double()
+        for channels in _layouts(count, width, rows.shape[-1]):
+            factor = _factor(flat, rows[:, channels], output.dtype)
+            if factor is not None:
+                return Projection(name, channels, factor)
+    return None
+
+
+def _layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
+    head, dim = torch.arange(heads)[:, None], torch.arange(width)
+    blocks = [start + head * width + dim for start in range(0, outputs - heads * width + 1, width)]
+    group = outputs // (heads * width)
+    interleaved = [head * group * width + part * width + dim for part in range(group)] if group > 1 else []
+    return blocks + interleaved
+
+
+def _factor(heads: Tensor, candidate: Tensor, dtype: torch.dtype) -> float | None:
+    norm = float((candidate * candidate).sum())
+    if norm == 0:
+        return None
+    factor = float((heads * candidate).sum()) / norm
+    off = float((heads - factor * candidate).abs().max())
+    fits = off <= CLOSE * torch.finfo(dtype).eps * float(heads.abs().max())
+    if not fits or factor == 0:
+        return None
+    return 1.0 if abs(factor - 1) < 1e-9 else factor
+
+
+def names_below(names: Sequence[str], site: str) -> list[str]:
+    """Names inside a module, else those inside the module around it.
+
+    Args:
+        names: of modules.
+        site: name of a module.
+    """
+    parent = site.rpartition(".")[0]
+    inside = [name for name in names if name.startswith(f"{site}.") or not site]
+    return inside or [name for name in names if name.startswith(f"{parent}.")]

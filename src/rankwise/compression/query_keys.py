@@ -1,0 +1,219 @@
+"""The part ``qk``: narrower queries and keys, for models whose positions are not rotated in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.compression.layers import AttentionLayer, Found, find_layers, see
+from rankwise.compression.narrow import narrow_projections
+from rankwise.compression.narrow_heads import (
+    Factors,
+    calibrated,
+    chosen_widths,
+    closed_form,
+    head_curves,
+    layer_divergence,
+    narrow_layers,
+    turned,
+)
+from rankwise.compression.null_ways import null_curves
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.records import HeadWidth
+from rankwise.errors import CompressionError
+from rankwise.running import device_of, first_sequences, moved
+
+LEAST_TOKENS = 0.5
+"""Calibration tokens for each unit of K, below which second moments say too little to go on."""
+
+
+def compress_query_keys(job: Job) -> PartResult:
+    """Narrow queries and keys: closed form, widths under one budget, calibration, in that order.
+
+    Args:
+        job: what to do.
+
+    Raises:
+        CompressionError: if no layer can be done, or the request fits none.
+    """
+    found, left_out = _usable(job.model, job.batches[0])
+    _check_width(job, found)
+    layers = see(job.model, found, job.batches, job.on_step)
+    layers, left_out = _sound(layers, left_out)
+    notes = _check_tokens(layers)
+    curves = []
+    for layer in layers:
+        with _naming(layer):
+            curves += head_curves(layer, job.on_step)
+    width = job.width if job.keep is None else job.keep * layers[0].found.width
+    widths = chosen_widths(curves, job.tolerance, width)
+    plan: list[tuple[AttentionLayer, Factors]] = []
+    heads: list[HeadWidth] = []
+    complete, at = True, 0
+    for layer in layers:
+        own, at = widths[at : at + layer.found.key_heads], at + layer.found.key_heads
+        factors = closed_form(layer, own)
+        before = _by_key(layer, factors)
+        after = before
+        if job.calibrate and complete:
+            with _naming(layer):
+                factors, after, complete = _calibrated(layer, factors, job)
+        plan.append((layer, factors))
+        heads += [_record(layer, head, own[head], before[head], after[head]) for head in range(len(own))]
+    swap = narrow_layers(job.model, [(layer.found, factors) for layer, factors in plan])
+    figures = see(job.model, [layer.found for layer in layers], job.figures, job.on_step)
+    kl = {
+        layer.found.name: float(layer_divergence(layer, factors).mean())
+        for layer, (_, factors) in zip(figures, plan, strict=True)
+    }
+    nulls = null_curves(job, layers, figures, curves) if job.nulls else []
+    swap.put_in()
+    if not complete:
+        notes.append(
+            "Calibration was stopped by Ctrl-C: what was done is kept, later layers have the closed form."
+        )
+    return PartResult(
+        heads, kl, nulls, layers[0].tokens, left_out, notes, complete, swap.take_out, swap.put_in
+    )
+
+
+def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
+    """Layers whose heads may be turned into any basis; the reason for all others."""
+    if any(True for _ in narrow_projections(model)):
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted="a model that is not compressed yet",
+            got="one with narrowed queries and keys",
+            fix="Load the original, and compress it once to the width you want.",
+        )
+    found, reasons = find_layers(model, batch)
+    short = moved(first_sequences(batch, 2), device_of(model))
+    before = main_output(model, short)
+    bound = torch.finfo(before.dtype).eps ** 0.5
+    if found and not _same_when_turned(model, found, short, before, bound):
+        for one in list(found):
+            if not _same_when_turned(model, [one], short, before, bound):
+                found.remove(one)
+                reasons[one.name] = (
+                    "its outputs change with the basis of queries and keys: something besides "
+                    "their inner products reads them"
+                )
+    if not found:
+        said = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2])
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted="softmax attention whose queries and keys are outputs of linear layers, unrotated",
+            got=said or "no such attention",
+            fix="It cannot be narrowed this way; `rankwise plan --model` says what its heads would need.",
+        )
+    return found, reasons
+
+
+def _same_when_turned(model: nn.Module, found: list[Found], batch: Any, before: Any, bound: float) -> bool:
+    with turned(model, found):
+        return relative_error(main_output(model, batch), before) <= bound
+
+
+def _check_width(job: Job, found: list[Found]) -> None:
+    widths = sorted({one.width for one in found})
+    if job.width is not None and job.width >= widths[0]:
+        raise CompressionError(
+            "`width`",
+            wanted=f"a mean width below the present {widths[0]}",
+            got=f"{job.width:g}",
+            fix="Ask for less.",
+        )
+
+
+def _sound(
+    layers: list[AttentionLayer], left_out: dict[str, str]
+) -> tuple[list[AttentionLayer], dict[str, str]]:
+    broken = {one.found.name: f"NaN or infinity in head {min(one.broken)}" for one in layers if one.broken}
+    sound = [one for one in layers if not one.broken]
+    if not sound:
+        name, reason = next(iter(broken.items()))
+        raise CompressionError(
+            f"attention layer {name!r}",
+            wanted="finite queries and keys",
+            got=reason,
+            fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
+        )
+    return sound, {**left_out, **broken}
+
+
+def _check_tokens(layers: list[AttentionLayer]) -> list[str]:
+    """Refuse too little text, and say where second moments lack rank."""
+    width, tokens = max(one.found.width for one in layers), min(one.tokens for one in layers)
+    if tokens < LEAST_TOKENS * width:
+        raise CompressionError(
+            "the calibration data",
+            wanted=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
+            got=f"{tokens}",
+            fix="Give more text.",
+        )
+    poor = sum(
+        int((torch.linalg.matrix_rank(one.query_moments, hermitian=True) < one.found.width).sum())
+        + int((torch.linalg.matrix_rank(one.key_moments, hermitian=True) < one.found.width).sum())
+        for one in layers
+    )
+    if not poor:
+        return []
+    return [
+        f"Second moments of {poor} sets of queries or keys lack full rank on {tokens} tokens: a ridge of "
+        "1e-9 was added; directions never seen are dropped first. More text says more."
+    ]
+
+
+def _calibrated(layer: AttentionLayer, start: Factors, job: Job) -> tuple[Factors, list[float], bool]:
+    done = 0
+
+    def count(steps: int) -> None:
+        nonlocal done
+        done = steps
+        job.on_step(f"calibrating {layer.found.name}: {steps} of {job.calibrate}")
+
+    factors = calibrated(layer, start, job.calibrate, job.seed, count)
+    after, before = _by_key(layer, factors), _by_key(layer, start)
+    complete = done == job.calibrate
+    if sum(after) < sum(before):
+        return factors, after, complete
+    return start, before, complete
+
+
+def _by_key(layer: AttentionLayer, factors: Factors) -> list[float]:
+    each = layer_divergence(layer, factors)
+    return each.unflatten(0, (-1, factors.groups)).mean(1).tolist()
+
+
+@contextmanager
+def _naming(layer: AttentionLayer) -> Iterator[None]:
+    """Where memory is short, say at which layer. The model is still as it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise CompressionError(
+            f"attention layer {layer.found.name!r}",
+            wanted="memory for its attention matrices",
+            got=str(error).splitlines()[0],
+            fix="Give fewer or shorter sequences, or smaller batches; the model is unchanged.",
+        ) from error
+
+
+def _record(layer: AttentionLayer, head: int, width: int, kl: float, calibrated: float) -> HeadWidth:
+    found = layer.found
+    return HeadWidth(
+        part="qk",
+        stack=found.stack,
+        site=found.name,
+        layer=found.layer,
+        head=head,
+        before=found.width,
+        width=width,
+        kl=kl,
+        kl_calibrated=calibrated,
+    )

@@ -1,0 +1,149 @@
+"""What a compression says: plain records, safe to save and to read years later."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from rankwise.audit.fields import Number, Record
+from rankwise.errors import InputError, RecordError
+from rankwise.files import write_whole
+
+
+class HeadWidth(Record):
+    """The width of one key head and of the query heads that read it."""
+
+    part: str
+    stack: str
+    site: str
+    layer: int
+    head: int
+    """Key head: as many as query heads, but where these are grouped."""
+    before: int
+    width: int
+    kl: Number
+    """Nats: mean KL(M‖M') over rows of these heads, closed form, on the calibration data."""
+    kl_calibrated: Number
+    """After calibration; the same as ``kl`` without."""
+
+
+class BudgetPoint(Record):
+    """Attention KL at one budget."""
+
+    width: Number
+    """Mean over key heads."""
+    kl: Number
+    """Nats: mean KL(M‖M') over rows, heads and layers."""
+
+
+class BudgetCurve(Record):
+    """Attention KL against width for one way to narrow, on the data of the figures."""
+
+    method: str
+    points: list[BudgetPoint]
+
+
+class LayerPrice(Record):
+    """What one layer pays."""
+
+    site: str
+    layer: int
+    kl: Number
+    """Nats: attention KL, each layer given what the original gave it."""
+    output_error: Number = float("nan")
+    """‖y' − y‖/‖y‖ of the layer's block in the compressed model, all layers before compressed too."""
+
+
+class Latency(Record):
+    """Milliseconds of one forward pass, median over rounds that take turns."""
+
+    phase: Literal["prefill", "decode"]
+    tokens: int
+    """Read at once, or already in the cache."""
+    before: Number
+    after: Number
+    low: Number
+    """10th percentile of after/before over rounds."""
+    high: Number
+    """90th percentile."""
+
+
+class Compression(Record):
+    """What was done to a model, what it costs and what it gains."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    parts: list[str]
+    complete: bool = True
+    """Whether calibration ran to its end."""
+    sequences: int
+    """Sequences of the calibration data."""
+    tokens: int
+    """Real tokens of the calibration data."""
+    figures: str
+    """Which data the prices and curves were measured on."""
+    heads: list[HeadWidth]
+    layers: list[LayerPrice]
+    curves: list[BudgetCurve] = Field(default_factory=list)
+    kl: Number
+    """Nats: mean KL(M‖M') over rows, heads and layers, each layer given what the original gave it."""
+    output_error: Number = float("nan")
+    """‖y' − y‖/‖y‖ of what the model gives, end to end."""
+    loss_before: Number = float("nan")
+    """Mean loss on held-out batches with labels, or of the next token; NaN where the model has none."""
+    loss_after: Number = float("nan")
+    parameters_before: int = 0
+    parameters_after: int = 0
+    cache_bytes_before: int = 0
+    """Of keys and values, for each token; 0 where the model keeps none."""
+    cache_bytes_after: int = 0
+    latency: list[Latency] = Field(default_factory=list)
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Attention layers that could not be done, with the reason."""
+    notes: list[str] = Field(default_factory=list)
+    about: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def mean_width(self) -> float:
+        """Mean width of the key heads."""
+        return sum(head.width for head in self.heads) / max(len(self.heads), 1)
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON.
+
+        Args:
+            path: the file.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        return write_whole(Path(path), self.model_dump_json(indent=1), "compression")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Compression":
+        """Read what `save` wrote.
+
+        Args:
+            path: the file, or its folder.
+
+        Raises:
+            InputError: if it cannot be read.
+            RecordError: if it holds something else.
+        """
+        path = Path(path) / "compression.json" if Path(path).is_dir() else Path(path)
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(
+                f"compression {path}",
+                wanted="a file that can be read",
+                got=error.strerror or str(error),
+                fix="Check the path.",
+            ) from error
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise RecordError(
+                f"compression {path}",
+                wanted="what `Compression.save` writes",
+                got=str(error).splitlines()[0],
+                fix="Compress the model again.",
+            ) from error

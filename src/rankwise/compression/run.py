@@ -1,0 +1,265 @@
+"""`compress`: one budget over parts of a model, with what it costs and what it gains, measured."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.compression.parts import Job, PartResult, parts
+from rankwise.compression.prices import Prices, measure_prices
+from rankwise.compression.records import Compression, LayerPrice
+from rankwise.errors import CompressionError, InputError, did_you_mean
+from rankwise.running import batch_size, evaluating
+
+SLOWER = 1.03
+"""After/before above which a model is called slower, if 9 rounds of 10 say so too."""
+
+
+def compress_qk(
+    model: nn.Module,
+    batches: Iterable[Any],
+    tolerance: float | int | None = None,
+    width: float | int | None = None,
+    calibrate: int = 0,
+    held_out: Iterable[Any] | None = None,
+    nulls: bool = True,
+    time: bool = True,
+    seed: int = 0,
+    on_step: Callable[[str], None] | None = None,
+) -> Compression:
+    r"""Narrow the queries and keys of a trained model, in place, to what its attention needs of them.
+
+    Formula: logits Q Kᵀ become (Q A)(K B)ᵀ with A, B of r columns: the least squared error over all pairs of
+    the tokens seen, A = S^½ V_r, B = S^−½ V_r, V the eigenvectors of S^½ P S^½, P = Σ qqᵀ, S = Σ kkᵀ, keys
+    not centred (KQ-SVD). Weights and biases take A and B in, exactly. Widths r differ by head: they are taken
+    where they save most attention KL, mean over rows of KL(M‖M') in nats, M the original's attention.
+    Needs: queries and keys that come from linear layers and meet in inner products alone. That is tested on
+    the model itself; rotated positions and norms of queries and keys are refused. Heads that share keys keep
+    sharing them.
+    Cost: one run of the model on the batches, whose queries and keys stay in memory; 32 dense softmaxes for
+    each head of 16 sequences; three for each step of calibration.
+    Source: KQ-SVD, arXiv 2512.05916.
+
+    Args:
+        model: any module; changed in place. Attention code, class and configuration stay.
+        batches: calibration data, dicts or tensors the model takes; a few thousand tokens.
+        tolerance: mean attention KL it may cost on the calibration data, nats; 0.01 where no width is given.
+        width: or the mean width of a key head.
+        calibrate: steps of Adam on the attention KL of each layer; Ctrl-C keeps what is done.
+        held_out: data to measure prices on; the calibration data by default, and the record says so.
+        nulls: measure also what joint PCA, key PCA, weights alone and random directions would cost.
+        time: measure latency before and after.
+        seed: of calibration and random directions.
+        on_step: told what is under way.
+
+    Returns:
+        Widths, prices and gains as a record: ``.save(path)``, ``.to_html(path)``.
+
+    Raises:
+        CompressionError: if the width is not below the present one, the text is too short, the model was
+            compressed before, or none of its layers can be done. The model is then as it was.
+
+    Warns:
+        UserWarning: if the model became slower on this machine.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = BertModel(BertConfig(vocab_size=99, **sizes)).eval()
+        >>> batch = {"input_ids": torch.randint(0, 99, (4, 24))}
+        >>> done = rw.compress_qk(model, [batch], width=4, time=False, nulls=False)
+        >>> done.mean_width, sorted({head.before for head in done.heads})
+        (4.0, [16])
+        >>> model.encoder.layer[0].attention.self.query  # doctest: +ELLIPSIS
+        NarrowProjection(
+          ... of 32 channels
+          (narrow): Linear(in_features=32, out_features=..., bias=True)
+        )
+    """
+    if width is not None and tolerance is not None:
+        raise CompressionError(
+            "`compress_qk`", wanted="a tolerance or a width", got="both", fix="Leave one of them out."
+        )
+    tolerance = 0.01 if width is None and tolerance is None else tolerance
+    return _compress(
+        model, batches, ("qk",), None, tolerance, width, calibrate, held_out, nulls, time, seed, on_step
+    )
+
+
+def compress(
+    model: nn.Module,
+    batches: Iterable[Any],
+    keep: float | int | None = None,
+    tolerance: float | int | None = None,
+    parts: Sequence[str] = ("qk",),
+    calibrate: int = 0,
+    held_out: Iterable[Any] | None = None,
+    nulls: bool = True,
+    time: bool = True,
+    seed: int = 0,
+    on_step: Callable[[str], None] | None = None,
+) -> Compression:
+    """Compress parts of a trained model in place, under one budget.
+
+    Parts are done one after another, each on the model that the ones before left: ``qk``, narrower queries
+    and keys (`compress_qk`).
+
+    Args:
+        model: any module; changed in place.
+        batches: calibration data.
+        keep: share of each part to keep, 0 < keep < 1; 0.5 by default.
+        tolerance: or the attention KL that each part may cost, nats.
+        parts: which, by name.
+        calibrate: steps of Adam for each layer.
+        held_out: data to measure prices on.
+        nulls: measure other ways beside.
+        time: measure latency before and after.
+        seed: of whatever is drawn.
+        on_step: told what is under way.
+
+    Returns:
+        Widths, prices and gains.
+
+    Raises:
+        CompressionError: if a part is unknown, the budget is not between 0 and 1, or a part cannot be done:
+            then no part is.
+    """
+    if keep is not None and tolerance is not None:
+        raise CompressionError(
+            "`compress`", wanted="a share to keep or a tolerance", got="both", fix="Leave one of them out."
+        )
+    keep = 0.5 if keep is None and tolerance is None else keep
+    return _compress(
+        model, batches, parts, keep, tolerance, None, calibrate, held_out, nulls, time, seed, on_step
+    )
+
+
+def _compress(
+    model: nn.Module,
+    batches: Iterable[Any],
+    names: Sequence[str],
+    keep: float | int | None,
+    tolerance: float | int | None,
+    width: float | int | None,
+    calibrate: int,
+    held_out: Iterable[Any] | None,
+    nulls: bool,
+    time: bool,
+    seed: int,
+    on_step: Callable[[str], None] | None,
+) -> Compression:
+    chosen = _chosen(names)
+    _check_budget(keep, tolerance, width, calibrate)
+    data, figures = (
+        _batches(batches, "batches"),
+        _batches(held_out, "held_out") if held_out is not None else [],
+    )
+    said = on_step or (lambda what: None)
+    job = Job(model, data, figures or data, keep, tolerance, width, calibrate, nulls, seed, said)
+    done: list[PartResult] = []
+    with evaluating(model):
+        try:
+            for name in chosen:
+                done.append(parts()[name](job))
+            prices = measure_prices(model, job.figures, done, time, said)
+        except BaseException:
+            for result in reversed(done):
+                result.undo()
+            raise
+    record = _record(model, job, list(names), done, prices, bool(figures))
+    _note_structure(model)
+    slow = [one for one in record.latency if one.after > SLOWER * one.before and one.low > 1]
+    for one in slow:
+        warnings.warn(
+            f"{one.phase} of {one.tokens} tokens became slower on this machine: {one.before:.2f} to "
+            f"{one.after:.2f} ms. Memory is won, time is not; reload the original to go back",
+            UserWarning,
+            stacklevel=3,
+        )
+    return record
+
+
+def _record(
+    model: nn.Module, job: Job, names: list[str], done: list[PartResult], prices: Prices, held_out: bool
+) -> Compression:
+    heads = [head for result in done for head in result.heads]
+    numbers = {head.site: head.layer for head in heads}
+    layers = [
+        LayerPrice(
+            site=site, layer=numbers[site], kl=kl, output_error=prices.layer_errors.get(site, float("nan"))
+        )
+        for result in done
+        for site, kl in result.kl.items()
+    ]
+    notes = [note for result in done for note in result.notes]
+    if not held_out:
+        notes.append(
+            "Prices were measured on the calibration data itself: held-out text shows what others pay."
+        )
+    return Compression(
+        model=getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
+        parts=names,
+        complete=all(result.complete for result in done),
+        sequences=sum(batch_size(batch) for batch in job.batches),
+        tokens=max(result.tokens for result in done),
+        figures="held-out data" if held_out else "the calibration data",
+        heads=heads,
+        layers=layers,
+        curves=[curve for result in done for curve in result.curves],
+        kl=sum(one.kl for one in layers) / max(len(layers), 1),
+        left_out={name: reason for result in done for name, reason in result.left_out.items()},
+        notes=notes,
+        about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(job.seed)},
+        **prices.fields,
+    )
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    known = parts()
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise CompressionError(
+            "`parts`",
+            wanted="names of parts",
+            got=repr(wrong[0]) if wrong else "none",
+            fix=did_you_mean(wrong[0] if wrong else "", known),
+        )
+    return [name for name in known if name in names]
+
+
+def _check_budget(
+    keep: float | int | None, tolerance: float | int | None, width: float | int | None, calibrate: int
+) -> None:
+    wrong = [
+        ("`keep`", "a share above 0 and below 1", keep, keep is not None and not 0 < keep < 1),
+        (
+            "`tolerance`",
+            "nats above 0",
+            tolerance,
+            tolerance is not None and not 0 < tolerance < float("inf"),
+        ),
+        ("`width`", "a mean width of at least 1", width, width is not None and not width >= 1),
+        ("`calibrate`", "0 or more steps", calibrate, isinstance(calibrate, bool) or calibrate < 0),
+    ]
+    for name, wanted, got, bad in wrong:
+        if bad:
+            raise CompressionError(name, wanted=wanted, got=repr(got), fix="Mend the number.")
+
+
+def _batches(batches: Iterable[Any], name: str) -> list[Any]:
+    data = list(batches)
+    if not data or not sum(batch_size(batch) for batch in data):
+        raise InputError(f"`{name}`", wanted="a batch or more", got="none", fix="Give data the model takes.")
+    return data
+
+
+def _note_structure(model: nn.Module) -> None:
+    """Into the model's configuration, so that `save_pretrained` writes it."""
+    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
+        from rankwise.compression.auto_model import note_structure
+
+        note_structure(model)

@@ -1,0 +1,135 @@
+"""What a compressed model looks like, as data: enough to build it empty and to load its weights.
+
+Each kind of change is a record with ``kind`` and a function that makes it on a model whose weights are still
+to come. A new kind goes into `Change` and `MAKERS`.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from torch import nn
+
+from rankwise.compression.key_cache import add_key_cache, key_cache_of
+from rankwise.compression.narrow import NarrowProjection, narrow_projections, put
+from rankwise.compression.projections import linear_parts
+from rankwise.errors import CompressionError, did_you_mean
+
+
+class NarrowedLinear(BaseModel, extra="forbid"):
+    """A linear layer with fewer channels."""
+
+    kind: Literal["narrow"] = "narrow"
+    module: str
+    out_features: int
+    runs: list[tuple[int, int]]
+    """Channels that are computed, as (first, how many)."""
+
+
+class NarrowedKeys(BaseModel, extra="forbid"):
+    """An attention layer whose cache keeps fewer channels of the keys."""
+
+    kind: Literal["keys"] = "keys"
+    module: str
+    runs: list[tuple[int, int]]
+
+
+Change = Annotated[NarrowedLinear | NarrowedKeys, Field(discriminator="kind")]
+
+
+class Structure(BaseModel, extra="forbid"):
+    """All changes of a model."""
+
+    format: Literal[1] = 1
+    changes: list[Change]
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """What was changed in a model.
+
+    Args:
+        model: the model.
+    """
+    changes: list[Any] = [
+        NarrowedLinear(module=name, out_features=one.out_features, runs=one.runs)
+        for name, one in narrow_projections(model)
+    ]
+    for name, module in model.named_modules():
+        hook = key_cache_of(module)
+        if hook is not None:
+            changes.append(NarrowedKeys(module=name, runs=hook.runs))
+    return Structure(changes=changes)
+
+
+def rebuild(model: nn.Module, structure: Structure) -> None:
+    """Change a model as another one was, with weights still to be loaded.
+
+    Args:
+        model: a fresh model of the same class and configuration.
+        structure: of the other one.
+
+    Raises:
+        CompressionError: if the model lacks a module, or has one of another size.
+    """
+    for change in structure.changes:
+        MAKERS[change.kind](model, change)
+
+
+def read_structure(content: Any, where: str) -> Structure:
+    """Read a structure from JSON.
+
+    Args:
+        content: what the JSON held.
+        where: how an error calls it.
+
+    Raises:
+        CompressionError: if it is none.
+    """
+    try:
+        return TypeAdapter(Structure).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CompressionError(
+            where,
+            wanted="the structure of a compressed model, as `save_compressed` writes it",
+            got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            fix="Save the model again, with the same version of Rankwise.",
+        ) from error
+
+
+def _narrow(model: nn.Module, change: NarrowedLinear) -> None:
+    before = _module(model, change.module)
+    parts = linear_parts(before)
+    if parts is None or parts[0].shape[0] != change.out_features:
+        raise _another(change.module, f"a linear layer with {change.out_features} channels", before)
+    weight, bias = parts
+    count = sum(count for _, count in change.runs)
+    options: Any = {"device": weight.device, "dtype": weight.dtype}
+    narrow = nn.Linear(weight.shape[1], count, bias is not None, **options)
+    put(model, change.module, NarrowProjection(narrow, change.runs, change.out_features))
+
+
+def _keys(model: nn.Module, change: NarrowedKeys) -> None:
+    add_key_cache(_module(model, change.module), change.runs)
+
+
+MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {"narrow": _narrow, "keys": _keys}
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules()]
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted=f"a module {name!r}, which was compressed",
+            got="none",
+            fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
+        ) from None
+
+
+def _another(name: str, wanted: str, got: nn.Module) -> CompressionError:
+    return CompressionError(
+        f"module {name!r}", wanted=wanted, got=f"a {got!r}", fix="Load it into the class it was saved from."
+    )

@@ -1,0 +1,140 @@
+"""Factors, attention KL and widths against dense oracles."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rankwise as rw
+from rankwise.compression.divergence import Sample, divergence, head_divergence, width_curves
+from rankwise.compression.factors import joint_components, key_components, optimal
+from rankwise.compression.narrow import HeadFactors, narrowed
+from rankwise.compression.widths import hull, widths_for_tolerance, widths_under_budget
+from rankwise.errors import CompressionError
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def head(tokens: int = 40, width: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys whose directions differ in size and are not centred."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.linspace(2, 0.1, width, dtype=torch.float64)
+    q, k = (torch.randn(tokens, width, generator=generator, dtype=torch.float64) * scale + 0.3 for _ in "qk")
+    return q, k.flip(-1)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_the_closed_form_is_the_best_of_its_rank(rank: int) -> None:
+    q, k = head()
+    bases = optimal(q.mT @ q, k.mT @ k)
+    logits = q @ k.mT
+    error = (logits - (q @ bases.query[:, :rank]) @ (k @ bases.key[:, :rank]).mT).norm()
+    best = torch.linalg.svdvals(logits)[rank:].norm()  # Eckart–Young
+    assert error == pytest.approx(float(best), rel=1e-6)  # the ridge of 1e-9 adds about its root
+    for other in (key_components, joint_components):
+        bases = other(q.mT @ q, k.mT @ k)
+        assert (logits - (q @ bases.query[:, :rank]) @ (k @ bases.key[:, :rank]).mT).norm() > error
+
+
+def test_full_width_changes_nothing() -> None:
+    q, k = head()
+    for way in (optimal, key_components, joint_components):
+        bases = way(q.mT @ q, k.mT @ k)
+        assert torch.allclose((q @ bases.query) @ (k @ bases.key).mT, q @ k.mT, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.floats(-40, 40))
+def test_divergence_is_the_dense_one_and_ignores_shifts_of_a_row(seed: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, change = (torch.randn(3, 6, 7, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
+    logits[..., 5] = -torch.inf  # masked
+    matrix = logits.softmax(-1)
+    other = (logits + change).softmax(-1)
+    terms = torch.where(matrix > 0, matrix * (matrix.log() - other.log()), 0)
+    found = divergence(matrix, change)
+    assert torch.allclose(found, terms.sum(-1), atol=1e-12)  # logits of 10: 1e3 roundings
+    assert torch.allclose(divergence(matrix, change + shift), found, atol=1e-12)
+    assert bool((found >= -1e-14).all())
+    assert bool((divergence(matrix, torch.zeros_like(change)).abs() < 1e-14).all())
+
+
+def test_divergence_holds_where_exponentials_overflow() -> None:
+    matrix = torch.tensor([[0.5, 0.5, 0.0]])
+    assert divergence(matrix, torch.tensor([[300.0, -300.0, 9e9]])).item() == pytest.approx(
+        300 - 0.6931, rel=1e-5
+    )
+
+
+def sample(batch: int = 2, heads: int = 4, groups: int = 2, padded: int = 5) -> Sample:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(batch, heads, 9, 8, generator=generator)
+    key = torch.randn(batch, heads // groups, 9, 8, generator=generator)
+    tokens = torch.ones(batch, 9, dtype=torch.bool)
+    tokens[0, 9 - padded :] = False
+    operator = rw.SoftmaxMixing(query, key, tokens[:, None, None], is_causal=False, scale=1.0)
+    return Sample(operator, query, key, tokens)
+
+
+def test_padding_counts_in_no_curve() -> None:
+    whole = sample()
+    eye = [torch.eye(8, dtype=torch.float64)] * 4
+    curves = width_curves([whole], eye, eye, [2, 8])
+    assert bool((curves[:, 1].abs() < 1e-6).all())
+    cut = []
+    for row, length in ((0, 4), (1, 9)):
+        q, k = whole.query[row : row + 1, :, :length], whole.key[row : row + 1, :, :length]
+        real = torch.ones(1, length, dtype=torch.bool)
+        cut.append(Sample(rw.SoftmaxMixing(q, k, scale=1.0), q, k, real))
+    assert torch.allclose(width_curves(cut, eye, eye, [2, 8]), curves, atol=1e-6)
+    narrow = [torch.eye(8, dtype=torch.float64)[:, :2]] * 4
+    assert torch.allclose(head_divergence([whole], narrow, narrow), curves[:, 0], atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 9), min_size=5, max_size=5), min_size=1, max_size=5), st.data())
+def test_widths_add_up_to_the_budget_and_convex_curves_get_the_best(
+    drawn: list[list[float]], data: st.DataObject
+) -> None:
+    widths = [1, 2, 3, 4, 5]
+    curves = [(widths, [sum(sorted(one)[: 5 - at]) for at in range(5)]) for one in drawn]  # convex, falling
+    budget = data.draw(st.integers(len(curves), 5 * len(curves)))
+    taken = widths_under_budget(curves, budget)
+    reachable = sum(
+        segment.wide - segment.narrow for at, one in enumerate(curves) for segment in hull(at, *one)
+    )
+    assert sum(taken) == min(budget, len(curves) + reachable)
+    loss = sum(losses[width - 1] for width, (_, losses) in zip(taken, curves, strict=True))
+    best = {0: 0.0}  # by dynamic programming over heads
+    for _, losses in curves:
+        best = {
+            room: min(best[room - w] + losses[w - 1] for w in widths if room - w in best)
+            for room in range(budget + 1)
+            if any(room - w in best for w in widths)
+        }
+    assert loss == pytest.approx(min(best.values()), abs=1e-9)
+    tolerance = loss / len(curves)
+    assert sum(widths_for_tolerance(curves, tolerance + 1e-9)) <= sum(taken)
+
+
+def test_a_budget_below_the_least_widths_is_refused() -> None:
+    with pytest.raises(CompressionError, match="at least 1 on average"):
+        widths_under_budget([([1, 2], [1.0, 0.0])] * 3, 2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_narrow_projection_is_the_factored_one_with_zeros(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 12, bias=bias).double()
+    channels = torch.arange(4, 12).reshape(2, 4)  # the first four channels are no head's
+    factors = [torch.randn(4, 1, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
+    narrow = narrowed(layer, [HeadFactors(channels, factors)])
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    whole, got = layer(x), narrow(x)
+    assert torch.allclose(got[..., :4], whole[..., :4], atol=64 * EPS * 6)
+    for own, factor in zip(channels, factors, strict=True):
+        width = factor.shape[1]
+        assert torch.allclose(got[..., own[:width]], whole[..., own] @ factor, atol=64 * EPS * 6)
+        assert not bool(got[..., own[width:]].any())
+    assert narrow.narrow.out_features == 8
+    assert torch.allclose(narrow.widened()(x), got, atol=64 * EPS * 6)

@@ -1,0 +1,240 @@
+"""Compressed models of several families at work."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compression.compression_cases import DECODERS, FAMILIES, bert, gpt2, ids, llama
+from torch import nn
+
+import rankwise as rw
+from rankwise.compression import Compression, save_compressed
+from rankwise.compression.narrow import NarrowProjection
+from rankwise.errors import CompressionError, InputError
+
+QUICK: dict[str, Any] = {"time": False, "nulls": False}
+
+
+def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def matrices(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    with rw.capture(model) as trace, torch.no_grad():
+        model(**batch)
+    return [site.operator.dense() for site in trace.mixers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_the_first_layer_is_what_the_record_says(family: str) -> None:
+    model = FAMILIES[family]()
+    batch = ids(6, 30)
+    before = matrices(model, batch)[0]
+    done = rw.compress_qk(model, [batch], width=4, **QUICK)
+    after = matrices(model, batch)[0]
+    terms = torch.where(before > 0, before * (before.log() - after.log()), 0).sum(-1)
+    assert terms.mean().item() == pytest.approx(done.layers[0].kl, rel=1e-3, abs=1e-6)
+    assert done.layers[0].kl > 1e-4  # it was a real change
+    assert done.mean_width == 4
+    assert done.parameters_after < done.parameters_before
+    assert done.parameters_after == sum(one.numel() for one in model.parameters())
+
+
+def test_queries_of_low_rank_lose_nothing() -> None:
+    model = bert()
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            query = layer.attention.self.query
+            for head in range(4):
+                rows = slice(8 * head, 8 * head + 8)
+                basis = torch.linalg.qr(torch.randn(8, 3)).Q
+                query.weight[rows] = basis @ basis.mT @ query.weight[rows]
+                query.bias[rows] = basis @ basis.mT @ query.bias[rows]
+    batch = ids()
+    before = output(model, batch)
+    rw.compress_qk(model, [batch], width=3, **QUICK)
+    assert {
+        one.narrow.out_features for _, one in model.named_modules() if isinstance(one, NarrowProjection)
+    } == {12}
+    assert torch.allclose(
+        output(model, batch), before, atol=2e-3
+    )  # a ridge of 1e-9: 3e-5 of logits of up to 50
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_it_generates_with_a_cache_of_narrow_keys(family: str) -> None:
+    model, batch = DECODERS[family](), ids(2, 12)
+    done = rw.compress_qk(model, [ids(6, 30)], width=3, **QUICK)
+    with torch.no_grad():
+        whole = model(**batch).logits
+        start = model(batch["input_ids"][:, :5], use_cache=True)
+        cache, logits = start.past_key_values, [start.logits]
+        for at in range(5, 12):
+            step = model(batch["input_ids"][:, at : at + 1], past_key_values=cache, use_cache=True)
+            logits.append(step.logits)
+    assert torch.allclose(torch.cat(logits, 1), whole, atol=1e-3)
+    kept = sum(layer.keys.numel() for layer in cache.layers)
+    assert kept == 2 * 12 * sum(head.width for head in done.heads)
+    bytes_kept = sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in cache.layers)
+    if family != "bigcode":
+        assert done.cache_bytes_after == bytes_kept // (2 * 12)
+    greedy = model.generate(batch["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    beams = model.generate(batch["input_ids"], max_new_tokens=6, num_beams=3, do_sample=False, pad_token_id=0)
+    assert greedy.shape == (2, 18)
+    assert beams.shape[0] == 2
+    plain = model.generate(
+        batch["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False
+    )
+    assert torch.equal(greedy, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_saved_twice_and_loaded_by_everyone(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    model, batch = FAMILIES[family](), ids()
+    done = rw.compress_qk(model, [batch], width=3, **QUICK)
+    expected = output(model, batch)
+    save_compressed(model, tmp_path / "one", done)
+    first = rw.load_compressed(tmp_path / "one")
+    first.save_pretrained(tmp_path / "two")
+    second = rw.load_compressed(tmp_path / "two")
+    assert torch.equal(output(second, batch), expected)
+    assert Compression.load(tmp_path / "one") == done
+    assert not second.training
+    automatic = AutoModel.from_pretrained(tmp_path / "two")
+    assert sum(isinstance(one, NarrowProjection) for one in automatic.modules()) == sum(
+        isinstance(one, NarrowProjection) for one in model.modules()
+    )
+    half = rw.load_compressed(tmp_path / "two", dtype=torch.bfloat16)
+    assert output(half, batch).dtype == torch.bfloat16
+    assert bool(output(half, batch).isfinite().all())
+    with pytest.raises(InputError, match="new or empty"):
+        save_compressed(model, tmp_path / "one")
+
+
+def test_a_module_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+            return mixed.transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(3, 20, 16)
+    rw.compress_qk(model, [x], width=3, **QUICK)
+    save_compressed(model, tmp_path / "own")
+    again = rw.load_compressed(tmp_path / "own", model=Own())
+    assert torch.equal(again(x), model(x))
+
+
+def test_training_and_audits_go_on() -> None:
+    model, batch = gpt2(), ids()
+    rw.compress_qk(model, [batch], width=3, **QUICK)
+    audit = rw.audit(model, [batch])
+    assert len(audit.heads) == 8
+    loss = model(**batch, labels=batch["input_ids"]).loss
+    loss.backward()
+    narrow = [one for one in model.modules() if isinstance(one, NarrowProjection)]
+    assert all(one.narrow.weight.grad is not None and bool(one.narrow.weight.grad.any()) for one in narrow)
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(twin, batch), output(model, batch))
+
+
+def test_calibration_lowers_attention_kl() -> None:
+    batches, held_out = [ids(8, 30, seed) for seed in range(3)], [ids(8, 30, 9)]
+    plain = rw.compress_qk(bert(), batches, width=3, held_out=held_out, **QUICK)
+    done = rw.compress_qk(bert(), batches, width=3, calibrate=40, held_out=held_out, **QUICK)
+    assert done.kl < plain.kl
+    assert [head.width for head in done.heads] == [head.width for head in plain.heads]
+    assert all(
+        head.kl == pytest.approx(other.kl) for head, other in zip(done.heads, plain.heads, strict=True)
+    )
+    assert sum(head.kl_calibrated for head in done.heads) < sum(head.kl for head in done.heads)
+
+
+def test_ctrl_c_while_calibrating_keeps_what_is_done() -> None:
+    def stop(what: str) -> None:
+        if "layer.1" in what and what.endswith("10 of 30"):
+            raise KeyboardInterrupt
+
+    model = bert()
+    done = rw.compress_qk(model, [ids()], width=3, calibrate=30, on_step=stop, **QUICK)
+    assert not done.complete
+    assert any("Ctrl-C" in note for note in done.notes)
+    assert done.mean_width == 3
+    assert bool(output(model, ids()).isfinite().all())
+
+
+def test_a_tolerance_is_kept_and_tighter_ones_cost_more() -> None:
+    widths = []
+    for tolerance in (0.3, 0.03, 0.003):
+        done = rw.compress_qk(bert(), [ids(8, 30)], tolerance=tolerance, **QUICK)
+        assert sum(head.kl for head in done.heads) / len(done.heads) <= tolerance * 1.001
+        widths.append(done.mean_width)
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"width": 8}, "below the present 8"),
+        ({"width": 0}, "at least 1"),
+        ({"width": float("nan")}, "at least 1"),
+        ({"width": 3, "tolerance": 0.1}, "both"),
+        ({"tolerance": 0}, "above 0"),
+        ({"width": 3, "calibrate": -1}, "0 or more"),
+    ],
+)
+def test_requests_that_fit_nothing(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompressionError, match=said):
+        rw.compress_qk(bert(), [ids()], **options, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep": 0}, "above 0"),
+        ({"keep": 1}, "below 1"),
+        ({"parts": ("qks",)}, "Did you mean qk"),
+        ({"parts": ()}, "none"),
+    ],
+)
+def test_budgets_and_parts_that_there_are_not(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompressionError, match=said):
+        rw.compress(bert(), [ids()], **options, **QUICK)
+
+
+def test_models_and_data_that_cannot_be_used_stay_as_they_are() -> None:
+    model, batch = llama(), ids()
+    before = output(model, batch)
+    with pytest.raises(CompressionError, match="positions are rotated in"):
+        rw.compress_qk(model, [batch], width=3, **QUICK)
+    assert torch.equal(output(model, batch), before)
+    model = bert()
+    with pytest.raises(CompressionError, match="Give more text"):
+        rw.compress_qk(model, [ids(1, 3)], width=3, **QUICK)
+    with pytest.raises(InputError, match="a batch or more"):
+        rw.compress_qk(model, [], width=3, **QUICK)
+    done = rw.compress_qk(model, [ids(1, 6)], width=3, **QUICK)
+    assert any("lack full rank" in note for note in done.notes)
+    with pytest.raises(CompressionError, match="not compressed yet"):
+        rw.compress_qk(model, [batch], width=2, **QUICK)
+    with pytest.raises(CompressionError, match="Compress it first"):
+        save_compressed(bert(), "nowhere")
+
+
+def test_nan_is_refused_by_name() -> None:
+    model = bert()
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight[8:16] = float("nan")
+    with pytest.raises(CompressionError, match="NaN"):
+        rw.compress_qk(model, [ids()], width=3, **QUICK)
