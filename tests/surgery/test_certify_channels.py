@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from rankwise.surgery import SkipCertificate, add_lambda_skip, certify_skip
 
+pytestmark = pytest.mark.usefixtures("coarse_thresholds")
+
 WIDTH = 8
 SIGNS = torch.tensor([1.0, -1.0] * 4)
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from rankwise.surgery import add_lambda_skip, certify_skip
 
+pytestmark = pytest.mark.usefixtures("coarse_thresholds")
+
 WIDTH = 8
 llama = hugging_face("LlamaModel", **LLAMA)
 NAMES = ("value_norm", "paper_scale", "paper_scale_with_floor", "paper_holds", "sound_scale_any_mixing")

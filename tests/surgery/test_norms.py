@@ -12,6 +12,8 @@ from rankwise.surgery import SkipCertificate, add_lambda_skip, certify_skip
 from rankwise.surgery.norms import NormCall, recognised
 from rankwise.theory import token_collapse as mu
 
+pytestmark = pytest.mark.usefixtures("coarse_thresholds")
+
 SLACK = 1e-4
 """Relative: a model's states are sums of float32 numbers, with a constant of some ten times their size."""
 

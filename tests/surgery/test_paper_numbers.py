@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from rankwise.surgery import SkipCertificate, add_lambda_skip, certify_skip
 
+pytestmark = pytest.mark.usefixtures("coarse_thresholds")
+
 bert = hugging_face("BertModel", **BERT)
 NAMES = ("paper_holds", "paper_guaranteed", "paper_scale", "paper_scale_worst", "paper_floor")
 NAMES += ("paper_scale_with_floor",)

@@ -89,12 +89,18 @@ def test_checkpointing_gives_the_same_gradients(name: str) -> None:
 def test_compiles_whole(name: str) -> None:
     torch._dynamo.reset()
     model, _ = with_skips(name)
-    plain, eager = outputs(model, text_inputs()), gradients(model)
+    eager = gradients(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for one, other in zip(outputs(compiled, text_inputs()), plain, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
     for one, other in zip(gradients(model, compiled), eager, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_compiles_whole_without_gradients() -> None:
+    torch._dynamo.reset()
+    model, _ = with_skips("GPT-2")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for one, other in zip(outputs(compiled, text_inputs()), outputs(model, text_inputs()), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_trains_under_data_parallel_of_one_process() -> None:
