@@ -23,7 +23,8 @@ ALLOWED = {
     "theory": {"errors", "shapes", "linalg"},
     "capture": {"errors", "shapes", "operators", "torch_internals"},
     "running": {"errors"},
-    "audit": {"running", "errors", "shapes", "operators", "files", "capture", "measures", "theory"},
+    "worth": {"running", "errors", "shapes", "operators", "capture"},
+    "audit": {"running", "errors", "shapes", "operators", "files", "capture", "measures", "theory", "worth"},
     "report": {"errors", "files", "audit"},
     "plan": {
         "errors",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rankwise import plan as plan
     from rankwise import surgery as surgery
     from rankwise import theory as theory
+    from rankwise import worth as worth
     from rankwise.audit import Audit, audit, compare
     from rankwise.capture import MixerSite, StateSite, Trace, capture
     from rankwise.compression import compress, compress_qk, load_compressed
@@ -82,6 +83,7 @@ _PACKAGES = (
     "plan",
     "surgery",
     "theory",
+    "worth",
 )
 _HOMES = {
     "audit": ("Audit", "audit", "compare"),

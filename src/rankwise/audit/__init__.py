@@ -9,20 +9,25 @@ from rankwise.audit.pictures import chosen_heads
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.audit.run import AuditError, audit
+from rankwise.audit.worth_records import BlockWorth, HeadWorth, Removable, WorthRecord
 
 __all__ = [
     "CODES",
     "Audit",
     "AuditError",
+    "BlockWorth",
     "Comparison",
     "Finding",
     "FreshWeightsError",
     "HeadRecord",
+    "HeadWorth",
     "LayerRecord",
     "MatrixPicture",
     "Place",
     "Provenance",
+    "Removable",
     "Unseen",
+    "WorthRecord",
     "audit",
     "check_codes",
     "check_method",

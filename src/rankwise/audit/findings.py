@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
+from rankwise.audit.consequence import removable, with_consequence
 from rankwise.audit.measures import NULLS
 from rankwise.audit.numbers import AVERAGING
 from rankwise.audit.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord, Place, RankAt, Unseen
+from rankwise.audit.worth_records import WorthRecord
 from rankwise.errors import InputError, did_you_mean
 
 R = TypeVar("R")
@@ -21,6 +23,7 @@ CODES = (
     "TWINS",
     "ABOVE_NULL",
     "BELOW_NULL",
+    "REMOVABLE",
     "NONFINITE",
     "UNSEEN",
 )
@@ -71,7 +74,10 @@ WITHOUT_HEAD = "set the weights of the output projection that read this head to 
 
 
 def find(
-    heads: Sequence[HeadRecord], layers: Sequence[LayerRecord], unseen: Sequence[Unseen]
+    heads: Sequence[HeadRecord],
+    layers: Sequence[LayerRecord],
+    unseen: Sequence[Unseen],
+    worth: WorthRecord | None = None,
 ) -> list[Finding]:
     """All findings of an audit, the gravest first, else in the order of the model.
 
@@ -79,6 +85,7 @@ def find(
         heads: records of the heads.
         layers: records of the token states.
         unseen: modules that were not captured.
+        worth: what was lost without heads, where that was measured: findings then say what follows.
     """
     found = [
         *_nonfinite(heads, layers),
@@ -89,6 +96,8 @@ def find(
         *_null(heads),
         *_unseen(unseen),
     ]
+    if worth is not None:
+        found = [*(with_consequence(finding, heads, worth) for finding in found), *removable(worth)]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 

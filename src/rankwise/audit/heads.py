@@ -3,9 +3,9 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rankwise.audit.numbers import (
 from rankwise.audit.pictures import PictureTaker
 from rankwise.audit.records import HeadRecord, RankAt
 from rankwise.audit.token_names import TokenNames, commonest
+from rankwise.audit.worth_records import HeadWorth
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
 from rankwise.operators import sampled_channels
@@ -224,13 +225,26 @@ class HeadTable:
         """A batch failed midway: forget its numbers."""
         self._pending.clear()
 
-    def records(self) -> list[HeadRecord]:
-        """One record a head, in the order of the model."""
+    def channels(self, key: SiteKey) -> list[int]:
+        """The heads of a mixer that were measured: not all of them where there are thousands.
+
+        Args:
+            key: of the mixer.
+        """
+        known = self._sites.get(key)
+        return [] if known is None else known.channels
+
+    def records(self, worths: Mapping[tuple[Any, ...], HeadWorth] | None = None) -> list[HeadRecord]:
+        """One record a head, in the order of the model.
+
+        Args:
+            worths: what heads are worth, by the key of their mixer and their number.
+        """
         alone = Counter(_pattern_of(site) for site in self._sites.values() if len(site.nonfinite) == 1)
         met: Counter[SiteKey] = Counter()
         out: list[HeadRecord] = []
         for site in self._sites.values():
-            records = list(_records(site, self.delta))
+            records = [_with_worth(one, site.key, worths or {}) for one in _records(site, self.delta)]
             together = _pattern_of(site)
             if len(records) == 1 and alone[together] > 1:  # a list of modules with one head each
                 records = [records[0].model_copy(update={"site": together.site, "head": met[together]})]
@@ -244,6 +258,13 @@ class HeadTable:
         self._calls = {call: count for call, count in self._calls.items() if call[0] == site.run}
         self._calls[key] = self._calls.get(key, -1) + 1
         return self._calls[key]
+
+
+def _with_worth(record: HeadRecord, key: SiteKey, worths: Mapping[tuple[Any, ...], HeadWorth]) -> HeadRecord:
+    worth = worths.get((*key, record.head))
+    if worth is None:
+        return record
+    return record.model_copy(update={"worth": worth, "removal_cost": worth.cost})
 
 
 def _pattern_of(site: SiteHeads) -> SiteKey:
@@ -317,6 +338,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             spread={name: float(spread[head, at]) for at, name in enumerate(AVERAGED) if at > 2},
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},
             spectrum=site.spectra[head] if site.spectra else [],
+            worth=None,
             peak_token=peak,
             peak_token_sequences=agreeing,
             picture=site.pictures.get(head),

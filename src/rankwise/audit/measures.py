@@ -64,6 +64,8 @@ class Measure:
     """Whether a layer has the sum of its heads, and not their mean."""
     share: bool = False
     """Whether it is shown as a share of min(T, S)."""
+    known_only: bool = False
+    """Whether it is left out where no record has it."""
     nulls: Sequence[str] = ()
     """Fields that hold what chance gives."""
 
@@ -100,6 +102,14 @@ class Measure:
         low, high = share(record.least_rank, record), share(record.most_rank, record)
         known = math.isfinite(low) and math.isfinite(high)
         return f"{shown(low, self.digits)}–{shown(high, self.digits)}" if known else MISSING
+
+    def known_in(self, records: Sequence[Any]) -> bool:
+        """Whether it is to be shown of these records.
+
+        Args:
+            records: of heads or of states.
+        """
+        return not self.known_only or any(math.isfinite(self.value(record)) for record in records)
 
     def ends(self, record: Any) -> tuple[float, float]:
         """The range of `value`; (NaN, NaN) where it has no upper end.
@@ -290,6 +300,16 @@ class HeadMeasures(Record):
         cost="O(T K)", console="R_c^var", summed=True, kinds=("diagonal",),
         take=lambda heads: heads.coding_rate,
     )] = math.nan
+    removal_cost: Annotated[Number, HeadMeasure(
+        title="Cost of removal", formula="L without the head − L; exact where it was run, else to second "
+        "order curvature − ∂L/∂ξ of a gate ξ = 1 on M V; NaN where worth was not asked for",
+        range="(−∞, ∞) of the loss's unit", low="the model does without it", high="the model needs it",
+        digits=4, cost="a forward and a few backward passes for all heads; exact a forward pass each",
+        console="cost of\nremoval", known_only=True,
+        meaning="What the model loses without the head, in the unit of its loss. Below 0 it is better "
+        "without.",
+        take=None,  # by runs of their own
+    )] = math.nan
 
 
 class LayerMeasures(Record):
@@ -351,5 +371,16 @@ LAYER_MEASURES: tuple[LayerMeasure, ...] = tuple(_rows(LayerMeasures))
 
 PICTURED = tuple(measure for measure in HEAD_MEASURES if measure.meaning)
 """The measures of heads that have a heat map, in the order they are offered; the first is shown at first."""
+
+
+def pictured(heads: Sequence[Any]) -> tuple[HeadMeasure, ...]:
+    """Those of `PICTURED` that these heads have.
+
+    Args:
+        heads: records.
+    """
+    return tuple(measure for measure in PICTURED if measure.known_in(heads))
+
+
 DRAWN = tuple(measure for measure in LAYER_MEASURES if measure.meaning)
 """The measures of token states that have a curve through depth."""

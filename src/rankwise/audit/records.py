@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from rankwise.audit.fields import Count, Number, Record, Size
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures, shown
+from rankwise.audit.worth_records import HeadWorth, WorthRecord
 
 SCHEMA_VERSION = 2
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
@@ -126,6 +127,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
 
     Empty where they were not computed.
     """
+    worth: HeadWorth | None = None
+    """What the model loses without it, in the unit of the audit's worth; None where nobody asked."""
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {shown(self.numerical_rank)} of {shown(self.smaller)}"
@@ -274,6 +277,8 @@ class AuditRecord(Record):
     unseen: list[Unseen] = Field(default_factory=list)
     texts: dict[str, list[str]] = Field(default_factory=dict)
     """Tokens of the sequence that pictures of matrices are of, by the name of the input."""
+    worth: WorthRecord | None = None
+    """What was lost without heads and blocks; None where that was not asked for."""
 
 
 def _word(text: str) -> str:

@@ -14,17 +14,19 @@ from torch import nn
 
 from rankwise.audit.batches import check_batches, cure, readable
 from rankwise.audit.findings import find
-from rankwise.audit.heads import HeadTable
+from rankwise.audit.heads import HeadTable, SiteKey
 from rankwise.audit.layers import LayerTable
 from rankwise.audit.numbers import Method, check_method, method_of
 from rankwise.audit.pictures import Matrices, PictureTaker, chosen_heads
 from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.audit.token_names import TokenNames
+from rankwise.audit.worth_numbers import WorthWanted, check_worth, head_worths, worth_record
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.errors import CaptureError, InputError, RankwiseError, did_you_mean
 from rankwise.measures import DELTA, check_delta
 from rankwise.running import Batch, batch_size, device_of, moved, run_model, tensors_of
+from rankwise.worth import Worth, WorthSettings, measure_worth
 
 Progress = Callable[[int, str], None]
 """Called with the number of finished batches and the site measured last."""
@@ -58,15 +60,19 @@ def audit(
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
     matrices: Matrices | None = None,
+    worth: WorthWanted = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
     """Measure the rank of every head and the collapse of tokens through depth, as the model runs.
 
     Each batch runs once, without gradients, on the model's device; nothing of the model is written to, and
-    `rankwise.advise` is what runs it again. Every operator is measured as soon as its block has run and then
-    let go: memory does not grow with batches or layers. The model stays in the mode it is in (call
-    ``model.eval()`` first), its attention backend is not switched.
+    `rankwise.advise` is what runs it again. With ``worth`` batches are kept in a list and run again: the
+    first once, then each once with gradients and nine times backward, and some five to thirty times without
+    sets of heads (log2 of the heads, and at most 16 more); with ``worth="exact"`` as often as there are heads
+    and blocks besides. Every operator is measured as soon as its block has run and then let go: memory does
+    not grow with batches or layers. The model stays in the mode it is in (call ``model.eval()`` first), its
+    attention backend is not switched.
 
     Cost: one forward pass; for each head and sequence the eigenvalues of a Gram matrix (T S min(T, S) time,
     8 T S bytes), or where ranks are estimated 67 walks over the rows (O(T S K) time, O(T + S) memory).
@@ -88,6 +94,9 @@ def audit(
         matrices: heads that keep a picture of their matrix on the first sequence (`MatrixPicture`, at most
             128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
             "3:7,5:0" (layer:head), or pairs. One product with 128 columns a head; 256 MiB at most in all.
+        worth: whether to measure what the model loses without each head and block, and which heads can go
+            together: True estimates it from gradients, "exact" removes heads one by one as well;
+            `rankwise.worth.WorthSettings` say more, such as the loss.
         provenance: what to write into the record besides what is known here: model, revision, data, command.
         on_progress: called after each measured site.
 
@@ -96,7 +105,8 @@ def audit(
         first one, its finished layers), and ``complete`` is False.
 
     Raises:
-        AuditError: if the model or the batches raise; its ``audit`` holds what was measured before.
+        AuditError: if the model or the batches raise, or worth cannot be measured; its ``audit``
+            holds what was measured before.
         CaptureError: if no mixing operator is found.
         InputError: if there are no batches, or both batches and texts, no tokenizer for texts, or no such
             method.
@@ -114,12 +124,15 @@ def audit(
     if texts is not None and isinstance(model, nn.Module):
         batches, notes = _from_texts(model, batches, texts, tokenizer, tokens, batch_size)
     check_batches(batches if texts is None else ())
+    settings = check_worth(worth)
+    given = batches or ()
+    given = given if settings is None else list(given)
     names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
     pictures = None if chosen is None else PictureTaker(chosen, names)
     heads = HeadTable(delta, check_method(method), names, pictures)
     run = _Run(model, delta, heads, dict(provenance or {}), on_progress)
     run.notes += notes
-    run.over(batches or (), sites, blocks)
+    run.over(given, sites, blocks, settings)
     return run.result()
 
 
@@ -176,14 +189,19 @@ class _Run:
         self.batches = 0
         self.sequences = 0
         self.complete = True
+        self.worth: Worth | None = None
         self._name = type(model).__name__
         self._current: Any = None
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
-        self, batches: Iterable[Batch], sites: Mapping[str, SiteAdapter] | None, blocks: str | None
+        self,
+        batches: Iterable[Batch],
+        sites: Mapping[str, SiteAdapter] | None,
+        blocks: str | None,
+        worth: WorthSettings | None,
     ) -> None:
-        """Run all batches, or as many as can be run."""
+        """Run all batches, or as many as can be run; then, if that is asked for, measure worth."""
         with ExitStack() as stack:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -202,6 +220,39 @@ class _Run:
                 raise
             except Exception as error:
                 raise self._failed(error) from error
+            if worth is not None and self.complete:
+                self._measure_worth(batches, sites, blocks, worth)
+
+    def _measure_worth(
+        self,
+        batches: Iterable[Batch],
+        sites: Mapping[str, SiteAdapter] | None,
+        blocks: str | None,
+        settings: WorthSettings,
+    ) -> None:
+        try:
+            self.worth = measure_worth(
+                self.model,
+                batches,
+                settings,
+                readable=lambda batch: readable(self.model, batch)[0],
+                sites=sites,
+                blocks=blocks,
+                channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
+                on_progress=lambda what: self._on_progress(self.batches, what),
+            )
+        except KeyboardInterrupt:
+            self.notes.append("worth not measured: interrupted from the keyboard")
+        except Exception as error:
+            if not isinstance(error, RankwiseError):
+                error = RankwiseError(
+                    "worth",
+                    wanted="what the model loses without its heads",
+                    got=f"{type(error).__name__}: {error}",
+                    fix="Audit without worth, or with smaller batches if memory ran out.",
+                )
+            said = {"wanted": error.wanted, "got": error.got, "fix": error.fix}
+            raise AuditError(self.result(), error.subject, **said) from error
 
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for given in batches:
@@ -252,9 +303,11 @@ class _Run:
 
     def result(self) -> Audit:
         """What is known so far."""
-        heads, layers = self.heads.records(), self.layers.records()
+        worth = None if self.worth is None else worth_record(self.worth)
+        heads = self.heads.records({} if self.worth is None else head_worths(self.worth))
+        layers = self.layers.records()
         unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
-        findings = find(heads, layers, unseen)
+        findings = find(heads, layers, unseen, worth)
         pictures = self.heads.pictures
         if pictures is not None:
             self.notes += [note for note in pictures.missing(heads) if note not in self.notes]
@@ -267,6 +320,7 @@ class _Run:
             findings=findings,
             unseen=unseen,
             texts={} if pictures is None else pictures.texts,
+            worth=worth,
         )
 
     def _mixer(self, site: MixerSite) -> None:

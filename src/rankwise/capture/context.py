@@ -13,18 +13,21 @@ What happens in a call of a module, in this order, and who writes what into its 
    ``watched``; `BlockFinder.left`: a block takes its ``pending``, `BlockStacks` hands sites and states on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rankwise.capture.adapters.reader import AdapterReader
 from rankwise.capture.block_finder import BlockFinder
 from rankwise.capture.block_stacks import BlockStacks
+from rankwise.capture.changes import Changer, Changes, HeadOutputs
 from rankwise.capture.checks import (
     NO_STATES,
     OTHER_THREAD,
@@ -50,6 +53,7 @@ from rankwise.capture.mixing_calls import (
 )
 from rankwise.capture.module_calls import ModuleCall, ModuleCalls
 from rankwise.capture.torch_layers import (
+    attention_by_heads,
     functional_mixing,
     is_torch_encoder,
     is_torch_layer,
@@ -68,6 +72,13 @@ SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Mixing
 """From a module, its arguments and its output to the operator it applied."""
 
 
+class _Added(NamedTuple):
+    """A call that mixed, and the site made of it."""
+
+    mixing: MixingCall
+    site: MixerSite
+
+
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
     r"""See every mixing operator and every token state of a model while it runs.
 
@@ -82,6 +93,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             a `MixingOperator` of shape (B, H, T, S).
         blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
         values: keep also what each operator was applied to and what the model got from it.
+        changes: what takes the place of what heads and blocks give; with it the computation is that of
+            another model. PyTorch's own layers leave their inference fast path.
 
     Raises:
         CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
@@ -108,6 +121,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         sites: Mapping[str, SiteAdapter] | None = None,
         blocks: str | None = None,
         values: bool = False,
+        changes: Changes | None = None,
     ) -> None:
         check_capturable(model)
         # A compiled model run eagerly is its original with another name.
@@ -117,7 +131,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._trace = Trace()
         self._on_mixer = on_mixer or self._trace.mixers.append
         self._on_state = on_state or self._trace.states.append
-        self._values = values
+        self._values, self._changes = values, changes
         self._block_pattern = blocks
         self._stack = ExitStack()
         self._entered_once = False
@@ -132,9 +146,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         check_unused(self._entered_once)
         self._entered_once = True
         self._trace.notes.extend(training_notes(self._model))
-        self._mode = AttentionMode(self._fused, self._functional, self._mixed, self._mixed_otherwise)
+        self._mode = AttentionMode(
+            self._fused,
+            self._functional,
+            self._mixed,
+            self._mixed_otherwise,
+            by_heads=None if self._changes is None else self._functional_by_heads,
+        )
         quiet = names_in_torch_layers(self._model)
         self._calls = ModuleCalls(self._model, quiet, on_enter=self._entered, on_leave=self._left)
+        self._serials = count()
+        self._changer = Changer(self._changes, self._calls, self._serials)
         self._reader = AdapterReader(self._model, self._calls, self._values)
         self._mixer_like = mixer_like(self._model) | self._reader.names
         self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
@@ -182,9 +204,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if len(self._calls.running) == 1:
             self._begin(call)
         torch_layer = is_torch_layer(call.module) or is_torch_encoder(call.module)
-        call.guards.enter_context(self._mode.switched(on=not torch_layer))
+        call.guards.enter_context(self._mode.switched(on=self._changer.on or not torch_layer))
         if not self._named_by_hand():
             self._reader.entered(call)
+            self._changer.entered(call)
         self._blocks.entered(call)
 
     def _begin(self, call: ModuleCall) -> None:
@@ -197,6 +220,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _left(self, call: ModuleCall) -> None:
         self._blocks.learned(call)
+        if not call.raised and not self._named_by_hand():
+            self._changer.left(call)
         if not call.raised:
             self._read(call)
             self._others |= mixed_without_operator(call, self._captured, self._blocks.may_be(call.name))
@@ -212,7 +237,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             with self._apart(None):
                 mixing = self._reader.left(call)
             if mixing is not None:
-                self._add(mixing, kind=mixing.operator.kind)
+                self._add(mixing, kind=mixing.operator.kind, serial=call.heads_serial)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
             reason = why_not_known(call.module, call.called_inside)
             if reason is None:
@@ -226,12 +251,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         running = self._calls.running
         return running[-2] if len(running) > 1 else None
 
-    def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._calls.running and not self._read_otherwise():
-            given = fused_arguments(args, kwargs)
-            if given.get("dropout_p", 0.0) > 0:
-                self._note(dropout_note("fused attention"))
-            self._try(partial(fused_mixing, given, output, self._calls.running[-1]), output, given["query"])
+    def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+        if not self._calls.running or self._read_otherwise():
+            return None
+        given = fused_arguments(args, kwargs)
+        if given.get("dropout_p", 0.0) > 0:
+            self._note(dropout_note("fused attention"))
+        read = partial(fused_mixing, given, output, self._calls.running[-1])
+        return self._changed(self._try(read, output, given["query"]), output)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._calls.running and not self._read_otherwise():
@@ -239,14 +266,42 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 call = self._calls.running[-1]
                 self._try(partial(functional_mixing, args, kwargs, call), *call.tensors[:1])
 
-    def _mixed(self, mixed: Mixed) -> None:
+    def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The functional form with changed heads; of PyTorch's own layers the outermost is the mixer."""
+        running = self._calls.running
+        if not running or self._read_otherwise():
+            return functional.multi_head_attention_forward(*args, **kwargs)
+        own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
+        outer = running[own - 1] if own and is_torch_layer(running[own].module) else running[own]
+        with without_torch_function(), torch.no_grad():
+            read = partial(functional_mixing, args, kwargs, outer)
+            added = self._try(read, *running[own].tensors[:1], calls=running[: own + 1])
+        with without_torch_function():
+            return attention_by_heads(args, kwargs, lambda heads: self._changed_heads(added, heads))
+
+    def _mixed(self, mixed: Mixed, output: Tensor) -> Tensor | None:
         if not self._calls.running or self._read_otherwise():
-            return
+            return None
         reason = why_no_tokens(mixed, self._calls.running)
         if reason is None:
-            self._try(partial(written_mixing, mixed, self._calls.running[-1]), mixed.matrix)
-        elif reason not in WITHIN_TOKENS:
+            read = partial(written_mixing, mixed, self._calls.running[-1])
+            return self._changed(self._try(read, mixed.matrix), output)
+        if reason not in WITHIN_TOKENS:
             self._left_out.setdefault(self._calls.running[-1].name, reason)
+        return None
+
+    def _changed(self, added: "_Added | None", output: Tensor) -> Tensor | None:
+        """What the model is to go on with in the place of what a mixer gave."""
+        if added is None or added.mixing.axes is None or not self._changer.on:
+            return None
+        changed = self._changed_heads(added, added.mixing.axes.turned(output))
+        return None if changed is None else added.mixing.axes.back(changed)
+
+    def _changed_heads(self, added: "_Added | None", heads: Tensor) -> Tensor | None:
+        if added is None:
+            return None
+        site = added.site
+        return self._changer.heads(HeadOutputs(site.name, site.serial, heads, site.valid_tokens))
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
         if self._calls.running and not self._read_otherwise():
@@ -267,15 +322,20 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if note not in self._trace.notes:
             self._trace.notes.append(note)
 
-    def _try(self, read: Callable[[], MixingCall | None], *tensors: Tensor) -> None:
+    def _try(
+        self,
+        read: Callable[[], MixingCall | None],
+        *tensors: Tensor,
+        calls: Sequence[ModuleCall] | None = None,
+    ) -> "_Added | None":
         """Add what a call mixed with; a call that cannot be read must not stop the model."""
-        name = self._calls.running[-1].name
+        name = (calls or self._calls.running)[-1].name
         if any(is_shard(tensor) for tensor in tensors):
             self._left_out.setdefault(name, SHARD)
-            return
+            return None
         if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
             self._left_out.setdefault(name, "it was called with no tokens or no sequences")
-            return
+            return None
         try:
             mixing = read()
         except torch.OutOfMemoryError:
@@ -283,15 +343,24 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         except (ShapeError, RuntimeError) as error:
             self._left_out.setdefault(name, f"attention was seen inside it in a way we cannot read: {error}")
         else:
-            if mixing is not None:
-                self._add(mixing)
+            return None if mixing is None else self._add(mixing, calls=calls)
+        return None
 
-    def _add(self, mixing: MixingCall, kind: str = "softmax") -> None:
-        site = mixer_site(mixing, self._calls.running, kind, self._stacks.run, self._values)
+    def _add(
+        self,
+        mixing: MixingCall,
+        kind: str = "softmax",
+        calls: Sequence[ModuleCall] | None = None,
+        serial: int | None = None,
+    ) -> "_Added":
+        number = next(self._serials) if serial is None else serial
+        around = calls or self._calls.running
+        site = mixer_site(mixing, around, kind, self._stacks.run, self._values, number)
         for call in self._calls.running:
             call.mixed_inside = True
         self._captured.add(site.name)
         self._blocks.add(site)
+        return _Added(mixing, site)
 
     def _emit_mixer(self, site: MixerSite) -> None:
         self._mixers += 1

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, no_type_check
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -13,13 +14,16 @@ from rankwise.capture.unseen import FUNCTIONS, mixed_lengths
 from rankwise.capture.written_softmax import Mixed, SoftmaxFollower
 from rankwise.torch_internals import put_on_mode, take_off_mode, without_torch_function
 
-FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
-MixedListener = Callable[[Mixed], None]
+FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+MixedListener = Callable[[Mixed, Tensor], Tensor | None]
+ByHeads = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionMode(TorchFunctionMode):
     """Runs every torch function as it is, then looks at it.
+
+    What a listener gives back, unless it is None, takes the place of the result.
 
     Args:
         on_fused: called after `scaled_dot_product_attention`, with its arguments and result.
@@ -27,6 +31,7 @@ class AttentionMode(TorchFunctionMode):
         on_mixed: called when a softmax written by hand meets its values.
         on_other: called after a function that mixes without attention, with what it does and how long the
             axes are along which it does it.
+        by_heads: runs `multi_head_attention_forward` itself, where its heads are to be changed.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class AttentionMode(TorchFunctionMode):
         on_functional: FusedListener,
         on_mixed: MixedListener,
         on_other: OtherListener,
+        by_heads: ByHeads | None = None,
     ) -> None:
         super().__init__()
         self.weights = SoftmaxFollower()
@@ -42,7 +48,7 @@ class AttentionMode(TorchFunctionMode):
             F.scaled_dot_product_attention: on_fused,
             F.multi_head_attention_forward: on_functional,
         }
-        self._on_mixed, self._on_other = on_mixed, on_other
+        self._on_mixed, self._on_other, self._by_heads = on_mixed, on_other, by_heads
         self.lifted = False
         """Whether the mode is off the stack for a while."""
         self._depth = 0
@@ -57,17 +63,22 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         """Run the function with this mode off, then take note of it."""
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and self._by_heads is not None:
+            return self._by_heads(args, kwargs)
         out = func(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # a function compiled inside the model: leave it as it is
             return out
         with without_torch_function():
             listener = self._whole.get(func)
             if listener is not None:
-                listener(args, kwargs, out)
-                return out
+                changed = listener(args, kwargs, out)
+                return out if changed is None else changed
             mixed = self.weights.saw(func, args, kwargs, out)
             if mixed is not None:
-                self._on_mixed(mixed)
+                changed = self._on_mixed(mixed, out)
+                if changed is not None:
+                    self.weights.goes_on(out, changed)
+                    return changed
             elif func in FUNCTIONS:
                 self._on_other(*mixed_lengths(func, args, kwargs, out))
         return out

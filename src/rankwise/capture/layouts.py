@@ -42,6 +42,32 @@ class Layout:
         return tensor.reshape(prod(leading[: self.split]), prod(leading[self.split :]), *rest)
 
 
+@dataclass(frozen=True)
+class HeadAxes:
+    """Where the heads lie in what a mixer gave: how to turn it to (B, H, T, V), and back."""
+
+    turned: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+
+
+def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
+    """Of an output whose axes come in another order than (…, T, V).
+
+    Args:
+        axes: where (…, T, V) are found in it.
+        layout: of its leading axes, once they are in order.
+    """
+    home = sorted(range(len(axes)), key=lambda at: axes[at])
+    shape: list[int] = []
+
+    def turned(output: Tensor) -> Tensor:
+        ordered = output.permute(*axes)
+        shape[:] = ordered.shape
+        return layout(ordered)
+
+    return HeadAxes(turned, lambda heads: heads.reshape(shape).permute(*home))
+
+
 def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
     """The layout of an attention call from the shape of its queries (or weights), (…, T, ·).
 

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.capture.block_stacks import snapshot
-from rankwise.capture.layouts import given_shape, layout_of, sequences_behind, unpacked_groups
+from rankwise.capture.layouts import (
+    HeadAxes,
+    given_shape,
+    layout_of,
+    permuted,
+    sequences_behind,
+    unpacked_groups,
+)
 from rankwise.capture.masks import is_cross, valid_positions
 from rankwise.capture.module_calls import ModuleCall
 from rankwise.capture.trace import MixerSite, Path
@@ -41,6 +48,8 @@ class MixingCall:
     finish: Callable[[Tensor], Tensor] | None = None
     """From M V to what the module gave, where that is known."""
     path: Path | None = None
+    axes: HeadAxes | None = None
+    """Where the heads lie in what the model got; None where that was not seen."""
     projection: Tensor | None = None
     """Tokens in the subspaces of the heads (B, H, T, K), where the mixer has such."""
 
@@ -56,7 +65,7 @@ def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> Mix
     mask = given.get("attn_mask")
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    unpacked = unpacked_groups(query, call)
+    unpacked, given_back = unpacked_groups(query, call), output.shape
     if unpacked is not query:
         output = unpacked_groups(output, call)
         mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else unpacked_groups(mask, call)
@@ -66,7 +75,11 @@ def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> Mix
     operator = SoftmaxMixing(
         layout(unpacked), layout(key), mask, bool(given.get("is_causal", False)), given.get("scale")
     )
-    return MixingCall(operator, layout(value), layout(output.detach()))
+    axes = HeadAxes(
+        lambda out: layout(unpacked_groups(out, call) if unpacked is not query else out),
+        lambda heads: heads.reshape(given_back),
+    )
+    return MixingCall(operator, layout(value), layout(output.detach()), axes=axes)
 
 
 def written_mixing(mixed: Mixed, call: ModuleCall) -> MixingCall:
@@ -79,7 +92,8 @@ def written_mixing(mixed: Mixed, call: ModuleCall) -> MixingCall:
         everything = allowed.new_ones((1, 1, 1, 1))
         allowed = everything if bool(allowed.all()) else layout(allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
-    return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output)
+    axes = None if mixed.axes is None else permuted(mixed.axes, layout)
+    return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output, axes=axes)
 
 
 def why_no_tokens(mixed: Mixed, calls: Sequence[ModuleCall]) -> str | None:
@@ -169,7 +183,7 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def mixer_site(
-    mixing: MixingCall, calls: Sequence[ModuleCall], kind: str, run: int, values: bool
+    mixing: MixingCall, calls: Sequence[ModuleCall], kind: str, run: int, values: bool, serial: int
 ) -> MixerSite:
     """What is known of a call where it happened; its stack and layer are still to come.
 
@@ -179,6 +193,7 @@ def mixer_site(
         kind: the field's name for the mixer.
         run: number of the forward pass.
         values: whether to keep what it was applied to and gave, safe from later changes in place.
+        serial: its number in the capture.
     """
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
@@ -198,6 +213,7 @@ def mixer_site(
             cross=cross,
             sequences=operator.shape[0] if mixing.whole else sequences_behind(calls, operator),
             run=run,
+            serial=serial,
             values=_kept(mixing.values) if values else None,
             output=_kept(mixing.output) if values else None,
             finish=mixing.finish if values else None,

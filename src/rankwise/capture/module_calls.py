@@ -50,6 +50,14 @@ class ModuleCall:
     """Names of modules inside it, or its own, that mixed its tokens without attention, with what they did."""
     adapter: Any = None
     """What reads its operator when it ends, if anything does."""
+    read: Tensor | None = None
+    """What a block that is to be changed read, safe from changes in place."""
+    heads_serial: int | None = None
+    """The serial of its mixer, where its heads were seen before it ended."""
+    changed: bool = False
+    """Whether another output takes the place of its own …"""
+    changed_arguments: bool = False
+    """… or other arguments that of those it was called with."""
     watched: dict[str, Any] = field(default_factory=dict)
     """Calls inside it that its adapter reads, by the names of their modules inside it."""
 
@@ -171,9 +179,11 @@ class ModuleCalls:
         finally:
             self._still = before
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments
+    ) -> tuple[tuple[Any, ...], Arguments] | None:
         if in_backward() or self._in_other_thread() or self._still:  # a checkpointed block runs a second time
-            return
+            return None
         if module is self._model:  # whatever is still here was left behind by a call that never ended
             self._drop_above(0)
         if self.running:
@@ -183,15 +193,16 @@ class ModuleCalls:
         self.running.append(call)
         if self._on_enter is not None:
             self._on_enter(call)
+        return (call.args, call.kwargs) if call.changed_arguments else None
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> Any:
         if (
             in_backward()
             or self._in_other_thread()
             or self._still
             or not any(call.module is module for call in self.running)
         ):
-            return
+            return None
         # A module that raised on the way leaves its call behind: drop whatever lies above ours.
         while self.running[-1].module is not module:
             self._drop_above(len(self.running) - 1)
@@ -205,6 +216,7 @@ class ModuleCalls:
                 self._on_leave(call)
         finally:
             self.running.pop()
+        return call.output if call.changed else None
 
     def _in_other_thread(self) -> bool:
         other = threading.get_ident() != self._thread
@@ -219,10 +231,11 @@ class ModuleCalls:
         if id(module) in self._quiet:
             self._enter(module, args, {})
 
-    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if id(module) in self._quiet:
-            *kwargs, output = rest  # PyTorch leaves the keyword arguments out where the module raised
-            self._leave(module, args, kwargs[0] if kwargs else {}, output)
+    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        if id(module) not in self._quiet:
+            return None
+        *kwargs, output = rest  # PyTorch leaves the keyword arguments out where the module raised
+        return self._leave(module, args, kwargs[0] if kwargs else {}, output)
 
 
 class Hook:
@@ -235,14 +248,13 @@ class Hook:
         call: what to call.
     """
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
     @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *given: Any) -> Any:
         """Pass the call on."""
-        if not torch.compiler.is_dynamo_compiling():
-            self._call(*given)
+        return None if torch.compiler.is_dynamo_compiling() else self._call(*given)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         """What copy and pickle put in its place."""

@@ -1,7 +1,7 @@
 """PyTorch's own attention layers: their operator follows from their inputs, fast path or not."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,6 +92,31 @@ def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Modu
     own = {field.name: given[field.name] for field in fields(FunctionalAttention) if field.name in given}
     attention = FunctionalAttention(**own)
     return from_attention(attention, given, outer)
+
+
+def attention_by_heads(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor | None]
+) -> Any:
+    """`torch.nn.functional.multi_head_attention_forward`, with a change of what its heads give.
+
+    It projects the heads itself. Here it does so by the identity, which leaves every finite number what it
+    is; its own projection follows the change.
+
+    Args:
+        args: its arguments.
+        kwargs: its arguments by name.
+        change: from the outputs of the heads (B, H, T, V) to what takes their place; None: themselves.
+    """
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
+    given |= {"out_proj_weight": torch.eye(weight.shape[1]).to(weight), "out_proj_bias": None}
+    joined, weights = F.multi_head_attention_forward(**given)  # (T, B, D), or (T, D)
+    batched = joined.reshape(joined.shape[0], -1, joined.shape[-1])
+    changed = change(batched.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3))
+    if changed is not None:
+        joined = changed.permute(2, 0, 1, 3).reshape(joined.shape)
+    projected = F.linear(joined.reshape(-1, joined.shape[-1]), weight, bias)
+    return projected.reshape(*joined.shape[:-1], -1), weights
 
 
 def from_attention(

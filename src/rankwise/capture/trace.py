@@ -50,6 +50,8 @@ class MixerSite:
     """Sequences behind the batch axis: fewer than B where one sequence gives several windows."""
     run: int = 0
     """Which forward pass of the capture, from 0."""
+    serial: int = -1
+    """Its number in the capture, in the order that mixers ran."""
     values: Float[Tensor, "B Hv S V"] | None = None
     """What the operator was applied to, if asked for."""
     output: Float[Tensor, "B H T V"] | None = None

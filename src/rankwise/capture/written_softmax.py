@@ -99,6 +99,8 @@ class Mixed:
     """Whether the values, too, are a product of activations: Kᵀ V of linear attention."""
     values_learned: bool
     """Whether the values are weights of the model: a table that tokens are looked up in."""
+    axes: tuple[int, ...] | None = None
+    """Where the axes of ``output`` lie in what the model got; None where something was added or summed."""
 
 
 class SoftmaxFollower:
@@ -131,7 +133,7 @@ class SoftmaxFollower:
             mixed = self._product(tensors, out) if self._weights else None
         elif func in ADDED_PRODUCTS and kwargs.get("alpha", 1) == 1:
             mixed = self._product(tensors[1:], out) if self._weights else None
-            mixed = None if mixed is None else replace(mixed, output=None)
+            mixed = None if mixed is None else replace(mixed, output=None, axes=None)
         elif func is torch.einsum:
             mixed = self._einsum(args, out)
         else:
@@ -142,6 +144,11 @@ class SoftmaxFollower:
         if mixed is None and self._weights:
             self._follow(func, args, kwargs, out)
         return mixed
+
+    def goes_on(self, out: Tensor, changed: Tensor) -> None:
+        """The model goes on with another tensor in the place of one that it got."""
+        if out in self._compared:
+            self._compared[changed] = True
 
     def _known(self, tensor: Tensor) -> Weights | None:
         return self._weights.get(tensor)
@@ -206,8 +213,9 @@ class SoftmaxFollower:
             return None
         first, second = tensors
         weights = self._known(first)
+        straight = tuple(range(out.dim()))
         if weights is not None and not weights.sums_down:
-            return self._mixed(weights, first, second, second, out)
+            return replace(self._mixed(weights, first, second, second, out), axes=straight)
         weights = self._known(second)
         if weights is None or min(first.dim(), second.dim(), out.dim()) < 2:
             return None
@@ -216,7 +224,8 @@ class SoftmaxFollower:
         if weights.allowed is not None:
             swapped = weights.allowed.through(Tensor.transpose, (second, -2, -1), {}, second, second.mT)
             changed = replace(changed, allowed=swapped)
-        return self._mixed(changed, second.mT, first, first.mT, out.mT)
+        turned = (*straight[:-2], straight[-1], straight[-2])
+        return replace(self._mixed(changed, second.mT, first, first.mT, out.mT), axes=turned)
 
     def _einsum(self, args: tuple[Any, ...], out: Tensor) -> Mixed | None:
         read = read_einsum(args) if self._weights else None
@@ -230,8 +239,11 @@ class SoftmaxFollower:
             values, theirs = other, read.letters[1 - at]
             if set(how.axes) <= set(theirs):
                 values = torch.einsum(f"{theirs}->{how.axes}{how.source}{how.channel}", other)
-            output = torch.einsum(f"{read.result}->{how.axes}{how.row}{how.channel}", out)
-            return self._mixed(weights, operand, other, values, output)
+            wanted = f"{how.axes}{how.row}{how.channel}"
+            output = torch.einsum(f"{read.result}->{wanted}", out)
+            whole = sorted(wanted) == sorted(read.result)
+            axes = tuple(read.result.index(letter) for letter in wanted) if whole else None
+            return replace(self._mixed(weights, operand, other, values, output), axes=axes)
         return None
 
     def _mixed(self, weights: Weights, operand: Tensor, given: Tensor, values: Tensor, out: Tensor) -> Mixed:

@@ -115,7 +115,11 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     tokens = ["tokens"] if len(lengths) > 1 else []
     nulls = [name for name, of in _NULLS.items() if any(math.isfinite(of(head)) for head in mine)]
     shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
-    measures = [measure for measure in _HEAD_COLUMNS if not measure.kinds or kinds & set(measure.kinds)]
+    measures = [
+        measure
+        for measure in _HEAD_COLUMNS
+        if (not measure.kinds or kinds & set(measure.kinds)) and measure.known_in(mine)
+    ]
     numbers = [*tokens, *shares, *(measure.console for measure in measures)]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
     for row in panel.rows:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.audit.measures import MISSING, PICTURED, HeadMeasure, shown
+from rankwise.audit.measures import MISSING, PICTURED, HeadMeasure, pictured, shown
 from rankwise.audit.records import HeadRecord, Severity
 from rankwise.report.panels import Panel, Row
 from rankwise.report.text import (
@@ -52,7 +52,7 @@ def draw_panel(panel: Panel, heads: Sequence[HeadRecord], marks: Mapping[int, Se
     return {
         "data": [heat, *_marks(places, marks)],
         "layout": _layout(panel),
-        "views": {measure.name: _view(measure, grid, heads) for measure in PICTURED},
+        "views": {measure.name: _view(measure, grid, heads) for measure in pictured(heads)},
         "places": places,
         "numbers": len(panel.columns) <= _MOST_NUMBERS and len(panel.rows) <= _MOST_NUMBERS,
     }
@@ -69,7 +69,7 @@ def describe(head: HeadRecord) -> str:
     """
     facts = [f"{head.kind}, {head.mask} mask", f"rank share {PICTURED[0].said(head)}"]
     facts[1] += f" (null {shown(null_share(head), 2)}{_other_nulls(head)})"
-    for measure in PICTURED[1:]:
+    for measure in pictured([head])[1:]:
         spread = head.spread.get(measure.name, math.nan)
         around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
         facts.append(f"{measure.head.lower()} {measure.said(head)}{around}{_error_words(head, measure)}")

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, PICTURED, shown
+from rankwise.audit.measures import DRAWN, HeadMeasure, pictured, shown
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
 from rankwise.files import write_whole
 from rankwise.report.charts import chart_script
@@ -101,6 +101,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
     panels = make_panels(audit.heads)
     targets = find_targets(audit.findings, audit)
     marks = marks_of(audit.findings, targets)
+    measures = pictured(audit.heads)
     homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
     stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
     memberships = membership_maps(panels, audit.heads)
@@ -123,11 +124,11 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "words": {severity: one for severity, (one, _) in SEVERITIES.items()},
         "severities": severity_counts(audit.findings),
         "groups": finding_groups(audit.findings, targets, panels),
-        "measures": PICTURED,
+        "measures": measures,
         "states": DRAWN,
         "panels": [_panel_words(panel, audit.heads) for panel in panels],
         "stacks": stacks,
-        "rows": [_table_row(head, homes[index]) for index, head in enumerate(audit.heads)],
+        "rows": [_table_row(head, homes[index], measures) for index, head in enumerate(audit.heads)],
         "state_rows": [(layer, _state_words(layer)) for layer in audit.layers],
         "memberships": memberships,
         "provenance": _provenance(audit),
@@ -180,8 +181,8 @@ def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     }
 
 
-def _table_row(head: HeadRecord, panel: int) -> dict[str, Any]:
-    ranks, others = PICTURED[0], PICTURED[1:]
+def _table_row(head: HeadRecord, panel: int, measures: Sequence[HeadMeasure]) -> dict[str, Any]:
+    ranks, others = measures[0], measures[1:]
     values = [(ranks.value(head), ranks.said(head))]
     nulls = (share(head) for share in (null_share, random_share, uniform_share))
     values += [(value, shown(value, 2)) for value in nulls]

@@ -68,6 +68,13 @@ class Adapter(ABC):
         """Why the operator of a call that now begins will not be exact; None where it will."""
         return None
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """The module inside that reads the heads side by side, (B, T, H V), and how many heads these are.
+
+        ``""`` for what the mixer itself gives; 0 heads: each channel is one. None where they are not seen so.
+        """
+        return None
+
     @abstractmethod
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The operator of a call that has just ended.
@@ -132,7 +139,8 @@ class ProtocolAdapter(Adapter):
 
     The method gives the operator, (B, H, T, S), that the same call of ``forward`` applies; a method
     ``values`` of the same arguments, where there is one, gives what it is applied to, (B, H, S, V). Both are
-    called when the module has run, with the arguments it had.
+    called when the module has run, with the arguments it had. An attribute ``joined_at``, where there is one,
+    names the module inside that reads the heads side by side, (B, T, H V), and ``num_heads`` how many.
     """
 
     def reads(self, module: nn.Module) -> bool:
@@ -144,6 +152,11 @@ class ProtocolAdapter(Adapter):
         if any(call.argument(name) not in (None, ABSENT) for name in CACHE_ARGUMENTS):
             return "it was called with a cache that a second call would change; capture it without one"
         return None
+
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """As it says; without a number of heads every channel is one."""
+        name, heads = getattr(module, "joined_at", None), getattr(module, "num_heads", 0)
+        return (name, heads) if isinstance(name, str) and isinstance(heads, int) else None
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """Ask it."""

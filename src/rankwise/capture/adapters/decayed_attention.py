@@ -34,6 +34,11 @@ class LightningAdapter(Adapter):
         fresh = cache in (None, ABSENT) or cache.get_linear_cache(layer.layer_idx) is None
         return None if fresh else CONTINUED
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its heads, behind the norm and the gate."""
+        layer: Any = module
+        return "out_proj", layer.num_attention_heads
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The decayed products of a whole sequence."""
         layer: Any = call.module
@@ -77,6 +82,10 @@ class RwkvAdapter(Adapter):
         state, layer = call.argument("state"), call.module.layer_id
         fresh = state in (None, ABSENT) or not bool(state[3][:, :, layer].any())
         return None if fresh else CONTINUED
+
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its channels, behind the receptance."""
+        return "output", 0
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The weighted means of a whole sequence."""

@@ -70,6 +70,13 @@ class GatedDeltaAdapter(Adapter):
         packed = call.kwargs.get("cu_seq_lens_q") is not None
         return PACKED if packed else why_not_from_scratch(call)
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its heads, behind the norm and its gate."""
+        layer: Any = module
+        name = "out_proj" if hasattr(layer, "out_proj") else "o_proj"
+        width = layer.head_dim if named(layer, self.by_feature) else layer.head_v_dim
+        return name, getattr(layer, name).in_features // width
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The delta rule over a whole sequence."""
         layer: Any = call.module

@@ -50,6 +50,10 @@ class MambaAdapter(Adapter):
         """It goes on from earlier tokens, or holds several sequences in a row."""
         return why_not_from_scratch(call)
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its channels, behind the D-term and the gate."""
+        return "out_proj", 0
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The selective scan of a whole sequence."""
         mixer: Any = call.module
@@ -117,6 +121,10 @@ class ZambaAdapter(Adapter):
         """It goes on from earlier tokens, or holds several sequences in a row."""
         return why_not_from_scratch(call)
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its channels, behind the D-term and the gate."""
+        return "out_proj", 0
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The selective scan of a whole sequence, head by head."""
         mixer: Any = call.module
@@ -172,6 +180,11 @@ class Mamba2Adapter(Adapter):
     def why_not(self, call: ModuleCall) -> str | None:
         """It goes on from earlier tokens, or holds several sequences in a row."""
         return why_not_from_scratch(call)
+
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its heads, behind the D-term, the gate and the norm."""
+        mixer: Any = module
+        return "out_proj", mixer.num_heads
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The chunked scan of a whole sequence."""

@@ -34,6 +34,10 @@ class RGLRUAdapter(Adapter):
         fresh = state is None or not bool(state.any()) or bool((positions[:, 0] == 0).all())
         return None if fresh else CONTINUED
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """What the unit gives."""
+        return "", 0
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The linear recurrence of a whole sequence."""
         unit: Any = call.module

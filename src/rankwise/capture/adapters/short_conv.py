@@ -59,6 +59,10 @@ class ShortConvAdapter(Adapter):
         """It goes on from earlier tokens, or holds several sequences in a row."""
         return why_not_from_scratch(call)
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """Its channels, behind the second gate."""
+        return "out_proj", 0
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The convolution of a whole sequence."""
         layer: Any = call.module

@@ -30,6 +30,11 @@ class LongformerAdapter(Adapter):
         """Whether it is such an attention of transformers."""
         return named(module, self.classes)
 
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """What the layer gives."""
+        layer: Any = module
+        return "", layer.num_heads
+
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The softmax of a whole sequence."""
         layer: Any = call.module
@@ -79,6 +84,11 @@ class BigBirdAdapter(Adapter):
     def reads(self, module: nn.Module) -> bool:
         """Whether it is such an attention of transformers."""
         return named(module, self.classes)
+
+    def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
+        """What the layer gives."""
+        layer: Any = module
+        return "", layer.num_attention_heads
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
         """The softmax of a whole sequence."""

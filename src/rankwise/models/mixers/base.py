@@ -36,6 +36,8 @@ class Mixer(nn.Module, ABC):
 
     causal: bool
     """Whether a token sees only itself and earlier ones; only then is there a state."""
+    joined_at = "out_proj"
+    """The module inside that reads the heads side by side, (B, T, H V)."""
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,118 @@
+"""What follows from a finding, where it is known what the model loses without the head."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rankwise.audit.records import Finding, HeadRecord, Place
+from rankwise.audit.worth_records import HeadWorth, WorthRecord
+
+OF_ONE_HEAD = ("SINK", "CONSTANT", "IDENTITY")
+"""Findings that say a head does little: what it is worth says whether that matters."""
+TOLERANCE = 0.01
+"""Of the loss: what counts as within tolerance where no set of heads was looked for."""
+
+
+def with_consequence(finding: Finding, heads: Sequence[HeadRecord], worth: WorthRecord) -> Finding:
+    """The finding, and what the model loses without its head; itself where that is not known.
+
+    Args:
+        finding: of any code.
+        heads: records of the heads.
+        worth: of the audit.
+    """
+    if finding.code in OF_ONE_HEAD:
+        return _of_one(finding, _worth_at(finding.where, finding.where.head, heads), worth)
+    if finding.code == "TWINS":
+        other = finding.evidence.get("nearest_head", math.nan)
+        second = None if math.isnan(other) else _worth_at(finding.where, int(other), heads)
+        return _of_two(finding, _worth_at(finding.where, finding.where.head, heads), second, worth)
+    return finding
+
+
+def removable(worth: WorthRecord) -> Iterator[Finding]:
+    """The set of heads that can go together, if there is one.
+
+    Args:
+        worth: of the audit.
+    """
+    found = worth.removable
+    if found is None or not found.heads:
+        return
+    count, (first, *_) = len(found.heads), found.heads
+    heads = "this head" if count == 1 else f"these {count} heads together"
+    yield Finding(
+        code="REMOVABLE",
+        severity="info",
+        where=Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head),
+        evidence={"heads": count, "cost": found.cost, "relative": found.relative, "loss": found.loss},
+        meaning=f"Removing {heads} costs {_per_cent(found.relative)} ({_change(worth, found.cost)}), "
+        "by a run without them on this audit's batches.",
+        remedy="rankwise.worth.cost_of_removal(model, other_batches, [rankwise.worth.HeadPlace("
+        "**head.model_dump()) for head in audit.worth.removable.heads])",
+    )
+
+
+def _of_one(finding: Finding, known: HeadWorth | None, worth: WorthRecord) -> Finding:
+    if known is None or math.isnan(known.cost):
+        return finding
+    share = worth.share(known.cost)
+    can_go = share <= _tolerance(worth)
+    if known.how == "exact":
+        remedy = "take it out" if can_go else "leave it in: the model needs it"
+    else:
+        remedy = 'rw.audit(model, batches, worth="exact") removes it and compares the loss'
+    return finding.model_copy(
+        update={
+            "meaning": f"{finding.meaning} Without it the loss changes by {_per_cent(share)} "
+            f"({_change(worth, known.cost)}, {known.how}).",
+            "evidence": {**finding.evidence, "removal_cost": known.cost},
+            "remedy": remedy,
+        }
+    )
+
+
+def _of_two(
+    finding: Finding, first: HeadWorth | None, second: HeadWorth | None, worth: WorthRecord
+) -> Finding:
+    if first is None or second is None or math.isnan(first.cost) or math.isnan(second.cost):
+        return finding
+    shares = [worth.share(one.cost) for one in (first, second)]
+    within = [share <= _tolerance(worth) for share in shares]
+    said = f"Without the one the loss changes by {_per_cent(shares[0])}, without the other by "
+    said += f"{_per_cent(shares[1])} ({_both(first, second)})"
+    if all(within):
+        said += ": the pair can lose either"
+    return finding.model_copy(
+        update={
+            "meaning": f"{finding.meaning} {said}.",
+            "evidence": {**finding.evidence, "removal_cost": first.cost, "other_cost": second.cost},
+        }
+    )
+
+
+def _both(first: HeadWorth, second: HeadWorth) -> str:
+    return first.how if first.how == second.how else f"{first.how} and {second.how}"
+
+
+def _worth_at(where: Place, head: int | None, heads: Sequence[HeadRecord]) -> HeadWorth | None:
+    """Of one head; None where two calls of one mixer have it, or nothing is known."""
+    mine = [
+        one.worth
+        for one in heads
+        if (one.stack, one.layer, one.site, one.head) == (where.stack, where.layer, where.site, head)
+    ]
+    return mine[0] if len(mine) == 1 else None
+
+
+def _tolerance(worth: WorthRecord) -> float:
+    return TOLERANCE if worth.removable is None else worth.removable.tolerance
+
+
+def _per_cent(share: float) -> str:
+    return f"{share:+.2%}" if abs(share) < 0.1 else f"{share:+.0%}"
+
+
+def _change(worth: WorthRecord, cost: float) -> str:
+    if worth.value:
+        return f"{worth.unit} {worth.value:.4g} → {worth.value + cost:.4g}"
+    return f"{worth.loss} {cost:.2g}"

@@ -1,0 +1,106 @@
+"""From what worth measures to the records of an audit."""
+
+from typing import Any, Literal
+
+from rankwise.audit.worth_records import BlockWorth, HeadWorth, Removable, RemovableHead, WorthRecord
+from rankwise.errors import InputError
+from rankwise.worth import Joint, Worth, WorthSettings
+from rankwise.worth.results import Estimates
+
+WorthWanted = bool | Literal["exact"] | WorthSettings
+
+
+def check_worth(wanted: WorthWanted) -> WorthSettings | None:
+    """How worth is to be measured, if it is.
+
+    Args:
+        wanted: True, False, "exact", or settings.
+
+    Raises:
+        InputError: if it is none of these.
+    """
+    if isinstance(wanted, WorthSettings):
+        return wanted
+    if wanted is False or wanted is True or wanted == "exact":
+        return WorthSettings(exact=wanted == "exact") if wanted else None
+    raise InputError(
+        "`worth`", wanted='True, False, "exact" or WorthSettings', got=repr(wanted),
+        fix="See `rankwise.worth.WorthSettings` for what can be set.",
+    )  # fmt: skip
+
+
+def head_worths(worth: Worth) -> dict[tuple[Any, ...], HeadWorth]:
+    """The record of every head.
+
+    Args:
+        worth: as measured.
+    """
+    return {
+        site.place(head): HeadWorth(
+            **_estimates(site.estimates, head),
+            exact=float(site.exact[head]),
+            cosine=float(site.cosine[head]),
+            why_not=site.why_not,
+        )
+        for site in worth.sites
+        for head in range(site.estimates.heads)
+    }
+
+
+def worth_record(worth: Worth) -> WorthRecord:
+    """What is said of all heads together.
+
+    Args:
+        worth: as measured.
+    """
+    blocks = [
+        BlockWorth(
+            stack=block.stack,
+            layer=block.layer,
+            site=block.site,
+            exact=block.exact,
+            why_not=block.why_not,
+            **_estimates(block.estimates, 0),
+        )
+        for block in worth.blocks
+    ]
+    return WorthRecord(
+        loss=worth.loss,
+        unit=worth.unit,
+        value=worth.value,
+        sequences=worth.sequences,
+        nonfinite=worth.nonfinite,
+        counted=worth.counted,
+        removal="mean" if worth.removal == "mean" else "zero",
+        probes=worth.probes,
+        seed=worth.seed,
+        spearman=worth.spearman,
+        blocks=blocks,
+        removable=None if worth.joint is None else _removable(worth.joint),
+        forward=worth.forward,
+        backward=worth.backward,
+        notes=worth.notes,
+    )
+
+
+def _removable(joint: Joint) -> Removable:
+    gone = joint.removal
+    return Removable(
+        heads=[RemovableHead(**place._asdict()) for place in gone.heads],
+        tolerance=joint.tolerance,
+        loss=gone.loss,
+        cost=gone.cost,
+        relative=gone.relative,
+        order="exact" if joint.order == "exact" else "estimate",
+        runs=joint.runs,
+    )
+
+
+def _estimates(estimates: Estimates, head: int) -> dict[str, float]:
+    return {
+        "gradient": float(estimates.gradient[head]),
+        "first_order": float(estimates.first_order[head]),
+        "fisher": float(estimates.fisher[head]),
+        "curvature": float(estimates.curvature[head]),
+        "estimate": float(estimates.removal[head]),
+    }

@@ -1,0 +1,21 @@
+"""What a model loses without each of its heads and blocks, and which heads can go together."""
+
+from rankwise.worth.choice import LOSSES
+from rankwise.worth.measure import WorthSettings, cost_of_removal, measure_worth
+from rankwise.worth.results import BlockWorth, HeadPlace, Joint, Removal, SiteWorth, Worth, spearman
+from rankwise.worth.runs import NotDifferentiableError
+
+__all__ = [
+    "LOSSES",
+    "BlockWorth",
+    "HeadPlace",
+    "Joint",
+    "NotDifferentiableError",
+    "Removal",
+    "SiteWorth",
+    "Worth",
+    "WorthSettings",
+    "cost_of_removal",
+    "measure_worth",
+    "spearman",
+]

@@ -1,0 +1,84 @@
+"""The largest set of heads that can go together within a tolerance."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rankwise.worth.gates import CallKey
+from rankwise.worth.results import HeadPlace, Joint, Removal, Worth
+from rankwise.worth.runs import Runs
+
+if TYPE_CHECKING:
+    from rankwise.worth.measure import WorthSettings
+
+FURTHER = 16
+"""Heads that are tried one by one beyond the first that does not fit."""
+
+
+def search(
+    runs: Runs,
+    worth: Worth,
+    keys: Mapping[tuple[Any, ...], CallKey],
+    settings: "WorthSettings",
+    say: Callable[[str], None],
+) -> Joint | None:
+    """Remove the cheapest heads together, as many as the tolerance lets go, and run the model without them.
+
+    Heads are sorted by what removing each alone costs, exact where every head has been removed, else
+    estimated. The largest count that fits is found by bisection, as if costs rose with the count; then the
+    next heads are tried one by one. Every set counted on has been run.
+
+    Args:
+        runs: the model on its batches.
+        worth: what is known of single heads.
+        keys: of mixers, by their places.
+        settings: tolerance, and what takes their place.
+        say: told what is being done.
+
+    Returns:
+        The set, empty where no head can go; None where no head's cost is known.
+    """
+    assert settings.tolerance is not None
+    exactly = all(not math.isnan(cost) for site in worth.sites if not site.why_not for cost in site.exact)
+    ranked = _ranked(worth, exactly)
+    if not ranked:
+        return None
+    limit = settings.tolerance * (abs(runs.value) or 1.0)
+    tried: dict[int, float] = {}
+
+    def cost(heads: Sequence[HeadPlace]) -> float:
+        chosen: dict[CallKey, list[int]] = {}
+        for place in heads:
+            chosen.setdefault(keys[place[:5]], []).append(place.head)
+        say(f"without {len(heads)} heads together")
+        tried[len(tried)] = runs.without(chosen, settings.removal == "mean")[0] - runs.value
+        return tried[len(tried) - 1]
+
+    fits, spent, fails = 0, 0.0, len(ranked) + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        found = cost(ranked[:middle])
+        if found <= limit:  # NaN does not
+            fits, spent = middle, found
+        else:
+            fails = middle
+    kept = ranked[:fits]
+    for place in ranked[fits + 1 : fits + 1 + FURTHER]:
+        found = cost([*kept, place])
+        if found <= limit:
+            kept, spent = [*kept, place], found
+    relative = spent / abs(runs.value) if runs.value else spent
+    removal = Removal(tuple(kept), runs.value + spent, spent, relative)
+    return Joint(removal, settings.tolerance, "exact" if exactly else "estimate", len(tried))
+
+
+def _ranked(worth: Worth, exactly: bool) -> list[HeadPlace]:
+    """Heads whose cost is known, the cheapest first."""
+    costs = [
+        (float(costs[head]), site.place(head))
+        for site in worth.sites
+        if not site.why_not
+        for costs in (site.exact if exactly else site.estimates.removal,)
+        for head in range(len(costs))
+    ]
+    return [place for cost, place in sorted(costs) if not math.isnan(cost)]

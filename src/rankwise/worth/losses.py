@@ -1,0 +1,257 @@
+"""What a model loses: nats of labels, given or read off its inputs, else how far its output moves."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from rankwise.errors import InputError
+from rankwise.worth.outputs import first_floating, logits_of, real_tokens
+
+LEFT_OUT = -100
+"""The label of what is not to be predicted, as PyTorch and transformers have it."""
+LossFunction = Callable[[Any, Any], Tensor]
+"""From a model's output and the batch to one number for each sequence (B,), or one in all."""
+
+
+@dataclass
+class Case:
+    """A batch, and what its loss is taken against."""
+
+    batch: Any
+    """As the model takes it."""
+    given: Any = None
+    """As it was given, with labels that the model has no place for."""
+    target: Tensor | None = None
+    whole: Any = None
+    """What the whole model gave, where the loss is how far its output moves."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """The loss of each sequence: a sum over what counts, and how much that is."""
+
+    total: Float[Tensor, " B"]
+    count: Float[Tensor, " B"]
+    cosine: Float[Tensor, " B"] | None = None
+    """Mean cosine between token states and those of the whole model."""
+
+
+class Loss(ABC):
+    """A loss, and the projections of the output by which its second derivative is estimated."""
+
+    name: str
+    unit: str
+    probed = True
+    """Whether `probe` is there."""
+    moves = False
+    """Whether it is how far the output moves: then its gradient is 0 where nothing is removed."""
+    half = 0.5
+    """What the square of a probe's gradient is multiplied with to give the change of the total."""
+
+    def case(self, batch: Any, given: Any, number: int) -> Case:
+        """Make of a batch what the loss is to be taken of.
+
+        Args:
+            batch: the batch, as the model takes it.
+            given: as it was given.
+            number: its number.
+        """
+        return Case(batch, given)
+
+    def keep(self, output: Any, case: Case) -> Any:
+        """What is to be known of the whole model's output; None where labels say it all."""
+        return None
+
+    @abstractmethod
+    def read(self, output: Any, case: Case) -> Read:
+        """The loss of each sequence, in the graph of the output."""
+
+    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
+        """A random projection of the output for each sequence, (B,).
+
+        The expectation of the square of its gradient, times `half`, is what the Gauss–Newton matrix gives for
+        the change of the sequence's total.
+        """
+        raise NotImplementedError
+
+
+class LabelLoss(Loss):
+    """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
+
+    Args:
+        name: of the loss.
+        unit: nats per what.
+        labels: from a case and the logits to labels (B, T) in the places of the logits (B, T, V) they
+            belong to; of classifiers T is 1.
+        make: from a batch, as taken and as given, and its number to a case.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit: str,
+        labels: Callable[[Case], Tensor],
+        make: Callable[[Any, Any, int], Case] | None = None,
+    ) -> None:
+        self.name, self.unit, self._labels, self._make = name, unit, labels, make
+
+    def case(self, batch: Any, given: Any, number: int) -> Case:
+        """With masked inputs, where that is the loss."""
+        return Case(batch, given) if self._make is None else self._make(batch, given, number)
+
+    def read(self, output: Any, case: Case) -> Read:
+        """The sum over a sequence's labels."""
+        logits, labels = self._both(output, case)
+        lost = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=LEFT_OUT, reduction="none"
+        )
+        return Read(lost.view(labels.shape).double().sum(1), (labels != LEFT_OUT).sum(1).double())
+
+    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
+        """``uᵀ logits`` with ``u = (diag √p − p √pᵀ) z``: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
+        logits, labels = self._both(output, case)
+        return _fisher_projection(logits, labels != LEFT_OUT, generator)
+
+    def _both(self, output: Any, case: Case) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
+        logits, labels = logits_of(output), self._labels(case)
+        logits = logits[:, None] if logits.dim() == 2 else logits
+        labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
+        if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
+            raise InputError(
+                "labels",
+                wanted=f"one for each place of the logits, {tuple(logits.shape[:2])}",
+                got=f"{tuple(labels.shape)}",
+                fix="Name another loss, or pass a function of (output, batch).",
+            )
+        shown = logits[:, : labels.shape[1]]
+        return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels
+
+
+class DivergenceLoss(Loss):
+    """How far the predictions move: the cross-entropy ``H(p) + KL(p ‖ p')`` against the whole model's own p.
+
+    It is the loss that the model would have if its labels were drawn from its own predictions; what removal
+    adds to it is the divergence.
+    """
+
+    name = "divergence of the predictions from the whole model's"
+    unit = "nats per prediction"
+    moves = True
+
+    def keep(self, output: Any, case: Case) -> Any:
+        """Its log-probabilities."""
+        return _log_probabilities(output).detach()
+
+    def read(self, output: Any, case: Case) -> Read:
+        """The sum over a sequence's real tokens."""
+        ours = _log_probabilities(output)
+        whole = ours.detach() if case.whole is None else case.whole
+        shares = whole.exp()
+        entropy = -torch.special.xlogy(shares, shares).sum(-1)
+        # where p is 0 it takes nothing, even where log p is -inf
+        apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
+        real = real_tokens(case.batch, ours.shape[:2]).to(ours.device)
+        total = torch.where(real, entropy + apart, 0.0).double().sum(1)
+        return Read(total, real.sum(1).double())
+
+    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
+        """That of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of the logits."""
+        logits = logits_of(output)
+        logits = (logits[:, None] if logits.dim() == 2 else logits).float()
+        real = real_tokens(case.batch, logits.shape[:2]).to(logits.device)
+        return _fisher_projection(logits, real, generator)
+
+
+class StateLoss(Loss):
+    """How far the output moves: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over a sequence's real tokens."""
+
+    name = "relative squared change of the output"
+    unit = "of its squared norm"
+    moves = True
+    half = 1.0
+
+    def keep(self, output: Any, case: Case) -> Any:
+        """The output itself."""
+        return first_floating(output).detach()
+
+    def read(self, output: Any, case: Case) -> Read:
+        """One number for each sequence, and the mean cosine of its tokens."""
+        ours, whole, real = self._three(output, case)
+        norm = _scale(whole, real)
+        moved = ((ours - whole).square() * real).flatten(1).sum(1)
+        cosine = F.cosine_similarity(ours, whole, dim=-1)
+        tokens = real[..., 0].flatten(1).sum(1)
+        mean = torch.where(real[..., 0] > 0, cosine, 0.0).flatten(1).sum(1) / tokens
+        return Read(moved / norm, torch.ones_like(norm), mean.detach())
+
+    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
+        """``zᵀ Y / ‖Y‖_F`` with signs z: E (zᵀ J δ)² = ‖J δ‖²."""
+        ours, whole, real = self._three(output, case)
+        signs = torch.randint(0, 2, ours.shape, generator=generator).to(ours) * 2 - 1
+        return (signs * ours * real).flatten(1).sum(1) / _scale(whole, real).sqrt()
+
+    @staticmethod
+    def _three(output: Any, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+        """Ours, the whole model's, and 1 where a token is real."""
+        ours = first_floating(output).double()
+        whole = ours.detach() if case.whole is None else case.whole.double()
+        real = torch.ones_like(whole[..., :1])
+        if ours.dim() == 3:
+            real = real_tokens(case.batch, ours.shape[:2]).to(ours)[..., None]
+        return ours, whole, real
+
+
+class FunctionLoss(Loss):
+    """A loss of the user's own, or the model's own: one number for each sequence, or one in all.
+
+    Args:
+        function: of the output and the batch.
+        name: of it.
+    """
+
+    unit = "as the function has it"
+    probed = False
+
+    def __init__(self, function: LossFunction, name: str) -> None:
+        self._function, self.name = function, name
+
+    def read(self, output: Any, case: Case) -> Read:
+        """What the function says."""
+        lost = self._function(output, case.given)
+        if not isinstance(lost, Tensor) or lost.dim() > 1 or not lost.is_floating_point():
+            raise InputError(
+                f"loss {self.name}",
+                wanted="a floating-point tensor (B,), or one number",
+                got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
+                fix="Let it return the loss of each sequence.",
+            )
+        total = lost.reshape(-1).double()
+        return Read(total, torch.ones_like(total))
+
+
+def _fisher_projection(
+    logits: Float[Tensor, "B T V"], counts: Tensor, generator: torch.Generator
+) -> Float[Tensor, " B"]:
+    with torch.no_grad():
+        shares = logits.softmax(-1)
+        root = shares.sqrt()
+        z = torch.randn(logits.shape, generator=generator).to(logits)
+        u = root * z - shares * (root * z).sum(-1, keepdim=True)
+        u = u.masked_fill(~counts[..., None], 0)
+    return (u * logits.masked_fill(~counts[..., None], 0)).flatten(1).sum(1)
+
+
+def _log_probabilities(output: Any) -> Tensor:
+    logits = logits_of(output)
+    return (logits[:, None] if logits.dim() == 2 else logits).float().log_softmax(-1)
+
+
+def _scale(whole: Tensor, real: Tensor) -> Tensor:
+    return (whole.square() * real).flatten(1).sum(1).clamp_min(math.ulp(0.0))

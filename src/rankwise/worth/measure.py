@@ -1,0 +1,326 @@
+"""What every head, every block and a set of heads are worth."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from rankwise.capture import SiteAdapter, StateSite, capture
+from rankwise.errors import InputError, did_you_mean
+from rankwise.running import Batch, device_of, moved, run_model
+from rankwise.worth.choice import LossName, choose_loss
+from rankwise.worth.gates import CallKey
+from rankwise.worth.joint import search
+from rankwise.worth.losses import Case, LossFunction
+from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth, spearman
+from rankwise.worth.runs import NotDifferentiableError, Placed, Runs
+
+UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"
+UNREACHED = "no gradient reached it"
+REMOVALS = ("zero", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorthSettings:
+    """How worth is measured.
+
+    Args:
+        exact: whether heads are removed one by one as well; of thousands of channels of a state-space mixer
+            those in ``channels``.
+        estimates: whether gradients are taken; only with ``exact`` can they be left out.
+        removal: what takes a removed head's place, ``zero`` or its ``mean`` over the real tokens.
+        tolerance: of the set of heads that can go together: a share of the loss. None: no set is looked for.
+        loss: a name out of `rankwise.worth.LOSSES`, or a function of (output, batch).
+        probes: random projections of each batch's output for the curvature: a backward pass each.
+        seed: of the projections, and of masked tokens.
+        mask_token: id of the mask token, for masked language models.
+    """
+
+    exact: bool = False
+    estimates: bool = True
+    removal: Literal["zero", "mean"] = "zero"
+    tolerance: float | None = 0.01
+    loss: LossName | LossFunction = "auto"
+    probes: int = 8
+    seed: int = 0
+    mask_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.removal not in REMOVALS:
+            fix = did_you_mean(str(self.removal), REMOVALS)
+            raise InputError("`removal`", wanted="zero or mean", got=repr(self.removal), fix=fix)
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise InputError(
+                "`tolerance`", wanted="a share of the loss, at least 0", got=str(self.tolerance),
+                fix="Take 0.01 for one per cent.",
+            )  # fmt: skip
+        if self.probes < 0:
+            raise InputError("`probes`", wanted="at least 0", got=str(self.probes), fix="Take 8.")
+        if not (self.exact or self.estimates):
+            raise InputError(
+                "worth", wanted="estimates, exact, or both", got="neither", fix="Set one of them."
+            )
+
+
+@dataclass
+class _Session:
+    """A model, its batches and its loss, its places known."""
+
+    runs: Runs
+    blocks: dict[str, tuple[str, int]]
+    """Stack and layer of each block, by its name."""
+    settings: WorthSettings
+    say: Callable[[str], None]
+    channels: Callable[[SiteWorth], Sequence[int]]
+    notes: list[str] = field(default_factory=list)
+
+
+def measure_worth(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    settings: WorthSettings | None = None,
+    *,
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    readable: Callable[[Batch], Batch] | None = None,
+    channels: Callable[[SiteWorth], Sequence[int]] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Worth:
+    r"""What the model loses without each head, each block, and the largest set of heads that can go.
+
+    Formula: a gate ξ_h = 1 on what each head gives, M V. With S_i the loss of sequence i summed over its N_i
+    tokens, N = Σ N_i and L = Σ S_i / N: gradient ∂L/∂ξ_h; first order Σ_i |∂S_i/∂ξ_h| / N (Michel et al.);
+    Fisher ½ Σ_i (∂S_i/∂ξ_h)² / N; curvature ½ J_hᵀ (diag p − p pᵀ) J_h / N of the logits' Jacobian J, of
+    states ‖J_h‖² / ‖Y‖², its expectation over random projections. Removal is ξ_h from 1 to 0, to second order
+    ``curvature − gradient``; of a loss that is how far the output moves the gradient is 0, and the curvature
+    is all there is.
+    Range: costs are of the loss's unit; below 0 the model is better without the head.
+    Cost: one run of the first batch, then for each batch a forward pass with gradients and ``1 + probes``
+    backward passes, whatever the number of heads; exact as many forward passes as there are heads and blocks;
+    the set log2 of the heads and at most 16 more.
+    Source: Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order as LeCun,
+    Denker, Solla, "Optimal Brain Damage", 1990.
+
+    Args:
+        model: any `torch.nn.Module`; nothing of it is written to, no hook stays.
+        batches: dicts, tuples or tensors; kept in a list, as they run more than once.
+        settings: how.
+        sites: as in `rankwise.capture`.
+        blocks: as in `rankwise.capture`.
+        readable: from a batch to what the model takes of it; the rest may be labels.
+        channels: of a mixer the heads that exact removes; all without.
+        on_progress: told what is being done.
+
+    Raises:
+        InputError: if the loss does not fit, is nowhere finite, or there is nothing to compare.
+        NotDifferentiableError: if no gradient reaches the heads; ``estimates=False, exact=True`` needs none.
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> worth = measure_worth(layer, [torch.randn(2, 5, 8)], WorthSettings(exact=True))
+        >>> worth.loss, worth.sites[0].exact.shape
+        ('relative squared change of the output', (2,))
+    """
+    chosen, every = settings or WorthSettings(), list(batches)
+    capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
+    session = _begin(model, every, chosen, capturing, readable, channels, on_progress)
+    try:
+        session.runs.whole(session.blocks, chosen.probes, chosen.seed, gradients=chosen.estimates)
+    except NotDifferentiableError as error:
+        if not chosen.exact:
+            raise
+        chosen = replace(chosen, estimates=False)
+        session = _begin(model, every, chosen, capturing, readable, channels, on_progress)
+        session.notes.append(f"worth without estimates: no gradients flow ({error.got})")
+        session.runs.whole((), 0, 0, gradients=False)
+    runs = session.runs
+    measured = [_site(session, key, placed) for key, placed in runs.sites.items()]
+    for placed in runs.ungated:
+        measured.append(_site_worth(placed, _unknown(placed.heads), UNGATED))
+    standing = [_block(session, name) for name in session.blocks]
+    worth = Worth(
+        loss=runs.loss.name,
+        unit=runs.loss.unit,
+        value=runs.value,
+        sequences=runs.sequences,
+        nonfinite=runs.nonfinite,
+        counted=runs.count,
+        removal=chosen.removal,
+        probes=chosen.probes if runs.loss.probed and chosen.estimates else 0,
+        seed=chosen.seed,
+        sites=measured,
+        blocks=standing,
+        notes=session.notes,
+    )
+    try:
+        if chosen.exact:
+            _exactly(session, worth)
+        if chosen.tolerance is not None:
+            keys = {site.place(0)[:5]: key for key, site in zip(runs.sites, measured, strict=False)}
+            worth.joint = search(runs, worth, keys, chosen, session.say)
+    except KeyboardInterrupt:
+        worth.notes.append("interrupted from the keyboard: not all removals were run")
+    known = [site for site in measured if not site.why_not]
+    if known:
+        estimated = np.concatenate([site.estimates.removal for site in known])
+        worth.spearman = spearman(estimated, np.concatenate([site.exact for site in known]))
+    worth.forward, worth.backward = runs.forward, runs.backward
+    return worth
+
+
+def cost_of_removal(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    heads: Iterable[HeadPlace],
+    settings: WorthSettings | None = None,
+    *,
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    readable: Callable[[Batch], Batch] | None = None,
+) -> Removal:
+    """What the model loses on some batches without a set of heads, by running it without them.
+
+    Cost: two forward passes.
+
+    Args:
+        model: any `torch.nn.Module`.
+        batches: as in `measure_worth`; others than the heads were chosen on show whether the choice holds.
+        heads: which, as `Worth.joint` names them.
+        settings: the loss, and what takes their place.
+        sites: as in `rankwise.capture`.
+        blocks: as in `rankwise.capture`.
+        readable: as in `measure_worth`.
+
+    Raises:
+        InputError: if the model has no such head, or as in `measure_worth`.
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> worth = measure_worth(layer, [torch.randn(2, 5, 8)])
+        >>> gone = cost_of_removal(layer, [torch.randn(2, 5, 8)], [worth.sites[0].place(1)])
+        >>> gone.cost > 0
+        True
+    """
+    wanted = tuple(heads)
+    capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
+    session = _begin(model, list(batches), settings or WorthSettings(), capturing, readable, None, None)
+    runs = session.runs
+    runs.whole((), 0, 0, gradients=False)
+    chosen: dict[CallKey, list[int]] = {}
+    places = {placed[:5]: (key, placed.heads) for key, placed in runs.sites.items()}
+    for head in wanted:
+        key, many = places.get(head[:5], (None, 0))
+        if key is None or not 0 <= head.head < many:
+            raise InputError(
+                f"head {head.head} of {head.site!r}", wanted="a head that is there and can be gated",
+                got="none", fix=f"Mixers with gates: {', '.join(place[2] for place in places) or 'none'}.",
+            )  # fmt: skip
+        chosen.setdefault(key, []).append(head.head)
+    loss, _ = runs.without(chosen, session.settings.removal == "mean")
+    return removal_of(runs, wanted, loss)
+
+
+def removal_of(runs: Runs, heads: tuple[HeadPlace, ...], loss: float) -> Removal:
+    """A loss without some heads beside that of the whole model.
+
+    Args:
+        runs: of the whole model.
+        heads: which.
+        loss: without them.
+    """
+    cost = loss - runs.value
+    return Removal(heads, loss, cost, cost / abs(runs.value) if runs.value else cost)
+
+
+def _begin(
+    model: nn.Module,
+    every: Sequence[Batch],
+    settings: WorthSettings,
+    capturing: dict[str, Any],
+    readable: Callable[[Batch], Batch] | None,
+    channels: Callable[[SiteWorth], Sequence[int]] | None,
+    on_progress: Callable[[str], None] | None,
+) -> _Session:
+    if not every:
+        raise InputError(
+            "`batches`", wanted="at least one batch", got="none",
+            fix="Pass a list of batches; an exhausted iterator gives none.",
+        )  # fmt: skip
+    say = on_progress or (lambda what: None)
+    say("the first batch, to see its output")
+    taken = [batch if readable is None else readable(batch) for batch in every]
+    states: list[tuple[str, int, str]] = []
+
+    def note(state: StateSite) -> None:
+        states.append((state.stack, state.layer, state.name))
+
+    with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
+        output = run_model(model, moved(taken[0], device_of(model)))
+    chosen = choose_loss(
+        model,
+        Case(taken[0], every[0]),
+        output,
+        settings.loss,
+        mask_token=settings.mask_token,
+        seed=settings.seed,
+    )
+    del output
+    both = enumerate(zip(taken, every, strict=True))
+    cases = [chosen.case(batch, given, number) for number, (batch, given) in both]
+    # what a block wrote is the state after it; where the last one is missing, blocks do not add to a stream
+    standing = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
+    runs = Runs(model, cases, chosen, capturing, say)
+    runs.forward += 1
+    return _Session(runs, standing, settings, say, channels or (lambda site: range(site.estimates.heads)))
+
+
+def _site(session: _Session, key: CallKey, placed: Placed) -> SiteWorth:
+    sums, runs = session.runs.heads.get(key), session.runs
+    estimates, why_not = _unknown(placed.heads), ""
+    if session.settings.estimates and (sums is None or sums.lost):
+        why_not = UNREACHED
+    elif sums is not None:
+        estimates = sums.estimates(runs.loss, runs.count, session.settings.probes if runs.loss.probed else 0)
+    return _site_worth(placed, estimates, why_not)
+
+
+def _site_worth(placed: Placed, estimates: Estimates, why_not: str) -> SiteWorth:
+    stack, layer, site, cross, occurrence, kind, heads = placed
+    exact, cosine = np.full(heads, math.nan), np.full(heads, math.nan)
+    return SiteWorth(stack, layer, site, cross, occurrence, kind, estimates, exact, cosine, why_not)
+
+
+def _block(session: _Session, name: str) -> BlockWorth:
+    stack, layer = session.blocks[name]
+    runs = session.runs
+    calls = [sums for key, sums in runs.blocks.items() if key.name == name]
+    if not session.settings.estimates:
+        return BlockWorth(stack, layer, name, _unknown(1))
+    if not calls or any(sums.lost for sums in calls):
+        return BlockWorth(stack, layer, name, _unknown(1), why_not=UNREACHED)
+    probes = session.settings.probes if runs.loss.probed else 0
+    return BlockWorth(stack, layer, name, calls[0].estimates(runs.loss, runs.count, probes))
+
+
+def _exactly(session: _Session, worth: Worth) -> None:
+    """Remove heads and blocks one by one."""
+    runs, mean = session.runs, session.settings.removal == "mean"
+    gated = list(zip(runs.sites, worth.sites, strict=False))
+    chosen = [(key, site, head) for key, site in gated for head in session.channels(site)]
+    for done, (key, site, head) in enumerate(chosen):
+        session.say(f"without head {done + 1} of {len(chosen)}: {site.site}")
+        loss, site.cosine[head] = runs.without({key: [head]}, mean)
+        site.exact[head] = loss - runs.value
+    for block in worth.blocks:
+        session.say(f"without the block {block.site}")
+        block.exact = runs.without({}, blocks=[block.site])[0] - runs.value
+
+
+def _unknown(heads: int) -> Estimates:
+    return Estimates(*(np.full(heads, math.nan) for _ in range(5)))

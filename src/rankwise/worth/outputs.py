@@ -1,0 +1,76 @@
+"""What of a model's output and of a batch is what."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from rankwise.errors import InputError
+from rankwise.running import Batch, tensors_of
+
+MASKS = ("decoder_attention_mask", "attention_mask")
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits a model gave; its first floating-point tensor where nothing is called so.
+
+    Args:
+        output: of the model.
+    """
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return named if isinstance(named, Tensor) else first_floating(output)
+
+
+def first_floating(output: Any) -> Tensor:
+    """The first floating-point tensor of an output that has a batch axis.
+
+    Args:
+        output: of the model.
+
+    Raises:
+        InputError: if there is none.
+    """
+    values = output.values() if isinstance(output, Mapping) else output
+    for value in values if isinstance(values, tuple | list) or values is not output else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+            return value
+    shape = f" {tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else ""
+    raise InputError(
+        "output of the model",
+        wanted="a floating-point tensor (B, …), or an object or dict with one",
+        got=type(output).__name__ + shape,
+        fix="Pass loss= a function of (output, batch) that returns the loss of each sequence.",
+    )
+
+
+def real_tokens(batch: Batch, shape: Sequence[int]) -> Bool[Tensor, "B T"]:
+    """Where outputs (B, T) stand for real tokens, by the masks of the batch; everywhere where none fits.
+
+    Args:
+        batch: the batch.
+        shape: (B, T) of the outputs.
+    """
+    tensors = tensors_of(batch)
+    for name in MASKS:
+        mask = tensors.get(name)
+        if mask is not None and tuple(mask.shape) == tuple(shape):
+            return mask.bool()
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
+    """The token ids (B, T) of a batch: those of that name, or its first whole numbers.
+
+    Args:
+        batch: the batch.
+        name: what they are called in a dict.
+    """
+    tensors = tensors_of(batch)
+    if name in tensors:
+        return tensors[name]
+    if isinstance(batch, Mapping):
+        return None
+    whole = (one for one in tensors.values() if one.dim() == 2 and not one.is_floating_point())
+    return next(whole, None)
