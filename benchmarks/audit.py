@@ -1,17 +1,28 @@
 """What an audit costs beside the forward pass it watches: the split, in one run.
 
     python benchmarks/audit.py
-    python benchmarks/audit.py --model sentence-transformers/all-MiniLM-L6-v2 --tokens 128
+    python benchmarks/audit.py --model sentence-transformers/all-MiniLM-L6-v2 --eager --busy 4
 
-Four things take turns: the plain forward pass; the pass with `capture` and nothing done with what it sees;
-the measures alone, on operators and states kept from one pass; the whole audit. The audit should cost no more
-than three forward passes plus the measures. That capture leaves outputs bit-identical is checked in the run.
+Things take turns: the plain forward pass; the pass with `capture` and nothing done with what it sees; the
+measures alone, on operators and states kept from one pass; the whole audit; and the whole audit while torch
+has one thread. The audit should cost no more than three forward passes plus the measures. That capture leaves
+outputs bit-identical is checked in the run.
+
+`--eager` adds what a user would write by hand: eager attention with `output_attentions`, then
+`torch.linalg.svdvals` of every matrix and nothing else, in the model's dtype and in float64. The audit, with
+all its measures, should take half as long; its ranks are held to those singular values in the same run.
+
+`--busy 4` takes the turns again beside four processes that never rest, where an audit should take at most 1.5
+times as long as with one thread.
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -58,44 +69,109 @@ def main() -> None:
         layers.commit()
         heads.records()
 
+    def on_one_thread() -> rw.Audit:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return rw.audit(model, batches)
+        finally:
+            torch.set_num_threads(before)
+
     runs: dict[str, Callable[[], object]] = {
         "forward": forward,
         "capture": captured,
         "measures": measures,
         "audit": lambda: rw.audit(model, batches),
+        "audit, torch on one thread": on_one_thread,
     }
     for one, other in zip(forward(), seen, strict=True):
         assert torch.equal(one, other), "capture changed an output"
+    if args.eager:
+        by_hand = load_subject(args.model or str(demo_model()), device=args.device).model
+        by_hand.set_attn_implementation("eager")
+        runs["eager, svdvals"] = lambda: singular_values_by_hand(by_hand, batches)
+        runs["eager, svdvals float64"] = lambda: singular_values_by_hand(by_hand, batches, torch.float64)
+        check_ranks(rw.audit(model, batches), singular_values_by_hand(by_hand, batches, torch.float64))
+    seconds = {"idle": in_turn(runs, args)}
+    if args.busy:
+        with busy(args.busy):
+            seconds[f"beside {args.busy} busy processes"] = in_turn(runs, args)
+    tell(seconds, args)
+
+
+def singular_values_by_hand(
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Of every head of every sequence: for each batch (layers, B, H, T)."""
+    found = []
+    with torch.no_grad():
+        for batch in batches:
+            maps = model(**batch, output_attentions=True).attentions
+            found.append(torch.stack([torch.linalg.svdvals(one.to(dtype or one.dtype)) for one in maps]))
+    return found
+
+
+def check_ranks(audit: rw.Audit, sigma: list[torch.Tensor]) -> None:
+    """Numerical ranks of the audit against the count of singular values by hand.
+
+    Fused and eager attention round differently in the model's dtype: one value in a hundred sequences may
+    cross δ.
+    """
+    counts = torch.cat([(one >= DELTA).sum(-1) for one in sigma], dim=1).double().mean(1).flatten()
+    ranks = torch.tensor([head.numerical_rank for head in audit.heads], dtype=torch.float64)
+    off = (counts.cpu() - ranks).abs().max().item()
+    print(f"  numerical ranks of {len(ranks)} heads: at most {off:g} off those by hand, means over sequences")
+    assert off <= 1, "the audit has other ranks"
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Beside so many processes that never rest."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def in_turn(runs: dict[str, Callable[[], object]], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each, one after the other, again and again."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.repeats + 1):
         for name, run in runs.items():
             took, _ = timed(run, torch.device(args.device))
             if turn:  # the first turn loads libraries and fills the cache of nulls
                 seconds[name].append(took)
-    print_split(seconds, args)
+    return seconds
 
 
-def print_split(seconds: dict[str, list[float]], args: argparse.Namespace) -> None:
-    best = {name: min(times) for name, times in seconds.items()}
-    unit = best["forward"]
-    over = [
-        (a - m) / f for a, m, f in zip(*(seconds[k] for k in ("audit", "measures", "forward")), strict=True)
-    ]
-    result = {
+def tell(measured: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
+    """Medians, and medians of the ratios within a turn: what else the machine does is the same for both."""
+    result: dict[str, object] = {
         "machine": machine(torch.device(args.device)),
         "model": args.model or "the bundled demo",
         "tokens": args.tokens,
         "sequences": args.sequences,
-        "in_forward_passes": {name: time / unit for name, time in best.items()},
-        "audit_without_measures": statistics.median(over),
     }
-    for name, ratio in result["in_forward_passes"].items():
-        print(f"  {name:10}{ratio:9.2f} × the forward pass")
-    print(
-        f"  audit less measures, median of {len(over)}: {statistics.median(over):.2f} forward passes (bar: 3)"
-    )
+    for state, seconds in measured.items():
+        print(f"{state}, medians of {args.repeats} turns")
+        for name, times in seconds.items():
+            to_forward, to_audit = (over(times, seconds[unit]) for unit in ("forward", "audit"))
+            print(f"  {name:27}{statistics.median(times):9.3f} s{to_forward:9.2f} × forward"
+                  f"{to_audit:8.2f} × audit")  # fmt: skip
+        own = [a - m for a, m in zip(seconds["audit"], seconds["measures"], strict=True)]
+        least = over(own, seconds["forward"])
+        print(f"  audit less measures: {least:.2f} forward passes (bar: 3)")
+        result[state] = {"seconds": seconds, "audit_without_measures_in_forward_passes": least}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
+
+
+def over(times: list[float], units: list[float]) -> float:
+    """Median ratio within a turn."""
+    return statistics.median(one / unit for one, unit in zip(times, units, strict=True))
 
 
 def arguments() -> argparse.Namespace:
@@ -109,6 +185,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="also eager attention and svdvals, by hand")
+    parser.add_argument("--busy", type=int, default=0, help="again beside so many processes that never rest")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     return parser.parse_args()
 

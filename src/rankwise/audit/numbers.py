@@ -17,6 +17,7 @@ from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError, did_you_mean
 from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing, SoftmaxMixing
+from rankwise.threads import beside_each_other
 
 Floats = NDArray[np.float64]
 
@@ -218,7 +219,7 @@ def _memberships(site: MixerSite, index: slice) -> tuple[Tensor | float, Tensor 
 def _exact(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Columns, Tensor | None]:
     together = MATRIX_BYTES // _matrix_bytes(operator)
     whole = together >= math.prod(operator.shape[:2])
-    rows_of = DenseMixing(operator.dense(torch.float64)) if whole else operator
+    rows_of = DenseMixing(_formed(operator)) if whole else operator
     ranks = _ranks(rows_of, delta, operator.shape[1] if whole else max(1, together))
     sigma = ranks.singular_values
     kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
@@ -229,6 +230,19 @@ def _exact(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Colu
         count = ranks.rank_at(threshold)
         columns |= {column_at(name, step): count for name in ("numerical_rank", "rank_low", "rank_high")}
     return rows_of, columns, sigma[..., kept.to(sigma.device)].cpu()
+
+
+def _formed(operator: MixingOperator) -> Tensor:
+    """The matrices, on a CPU those of several sequences beside each other."""
+    if operator.device.type != "cpu" or operator.shape[0] < 2:
+        return operator.dense(torch.float64)
+    matrices = torch.empty(operator.shape, dtype=torch.float64)
+
+    def form(at: int) -> None:
+        matrices[at : at + 1] = operator[at : at + 1].dense(torch.float64)
+
+    beside_each_other(form, range(operator.shape[0]))
+    return matrices
 
 
 def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.RankSummary:

@@ -26,6 +26,7 @@ from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, 
 from rankwise.errors import CaptureError, InputError, RankwiseError, did_you_mean
 from rankwise.measures import DELTA, check_delta
 from rankwise.running import Batch, batch_size, device_of, moved, run_model, tensors_of
+from rankwise.threads import one_thread
 from rankwise.worth import Worth, WorthSettings, measure_worth
 
 Progress = Callable[[int, str], None]
@@ -331,7 +332,8 @@ class _Run:
 
     def _measure(self, name: str, measure: Callable[[], None]) -> None:
         try:
-            measure()
+            with one_thread():  # what is large goes to several, a matrix each
+                measure()
         except RankwiseError:
             raise
         except Exception as error:  # not the model's fault: say whose it is

@@ -7,11 +7,14 @@ The rule, as measured on a CPU by benchmarks/rank.py (decision 004):
 - a count on another device, or more than a count: the eigenvalues of the Gram matrix;
 - what they leave open: the SVD.
 
-Matrices are decomposed a few at a time, so that what is formed on the way stays small.
+Matrices are decomposed a few at a time, so that what is formed on the way stays small; on a CPU each part on
+one thread, several beside each other (`rankwise.threads`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,18 +25,23 @@ from torch import Tensor
 from rankwise.linalg import MATRIX, ratio, unit_scale
 from rankwise.measures.inputs import Mixing, as_matrices
 from rankwise.operators import MixingOperator
+from rankwise.threads import beside_each_other, numpy_is_on_one_thread
 
 DIRECT = 96
 """Fewer rows or columns than this go straight to the SVD, which is about as fast there."""
 EFFECTIVE_RTOL = 1e-2
 """Relative error the effective rank may have where the SVD is spared."""
-PART_BYTES = {"cpu": 2**23}
-"""Float64 matrices measured at once: few enough for a CPU's cache."""
+PART_BYTES = {"cpu": 2**20}
+"""Float64 matrices measured together: few enough for a CPU's cache, and for other parts beside them."""
 DEVICE_PART_BYTES = 2**29
 """The same on an accelerator, which wants many."""
+UNDER_WAY_BYTES = 2**29
+"""Float64 matrices decomposed beside each other, or one where that takes more."""
 
 PartMeasure = Callable[[Tensor], tuple[Tensor, ...]]
 """A function of finite float64 matrices (N, T, S) that answers with tensors (N, ...)."""
+FormPart = Callable[[], Tensor]
+"""Forms a part of the matrices, (N, T, S)."""
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
@@ -205,8 +213,8 @@ def _reach(block: Float64[Tensor, "N R C"]) -> int:
 
 
 def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
-    """In rising order. On a CPU by numpy, whose LAPACK takes 2/3 of the time of torch's (decision 004)."""
-    if lower.device.type == "cpu":
+    """In rising order. On one thread by numpy, whose LAPACK takes 2/3 of torch's time (decision 004)."""
+    if lower.device.type == "cpu" and numpy_is_on_one_thread():
         return torch.from_numpy(np.linalg.eigvalsh(lower.numpy(), UPLO="L"))
     return torch.linalg.eigvalsh(lower, UPLO="L")
 
@@ -276,9 +284,10 @@ def _growth(factor: Float64[Tensor, "N R R"], paired: Bool[Tensor, "N R"]) -> Fl
 def measured_in_parts(mixing: Mixing, subject: str, measure: PartMeasure) -> tuple[Tensor, ...]:
     """Apply a measure part by part; a matrix that is not finite answers NaN and leaves the others alone.
 
-    Memory: one part at a time, or the heads of one sequence where those are more.
+    Memory: the parts under way, `UNDER_WAY_BYTES` of them, or one matrix where that is more.
     """
-    answers = [_measure_part(part, measure) for part in _parts(mixing, subject)]
+    parts, at_once = _parts(mixing, subject)
+    answers = beside_each_other(lambda form: _measure_part(form(), measure), parts, at_once)
     lead = mixing.shape[:-2]
     joined = (torch.cat(numbers) for numbers in zip(*answers, strict=True))
     return tuple(numbers.reshape(lead + numbers.shape[1:]) for numbers in joined)
@@ -292,23 +301,40 @@ def _measure_part(part: Float64[Tensor, "N T S"], measure: PartMeasure) -> list[
     return [one.masked_fill(~finite.view(-1, *[1] * (one.ndim - 1)), math.nan) for one in numbers]
 
 
-def _parts(mixing: Mixing, subject: str) -> Iterator[Float64[Tensor, "N T S"]]:
-    """The matrices, at least one part even where there are none."""
-    whole = not isinstance(mixing, MixingOperator | Tensor) or len(mixing.shape) < 3 or 0 in mixing.shape
-    if whole:
+def _parts(mixing: Mixing, subject: str) -> tuple[list[FormPart], int]:
+    """How to form each part, at least one even where there are no matrices; how many at once."""
+
+    def formed(index: tuple[slice, ...]) -> Float64[Tensor, "N T S"]:
+        assert isinstance(mixing, MixingOperator | Tensor)
+        return as_matrices(mixing[index], subject).flatten(0, -3)
+
+    if not isinstance(mixing, MixingOperator | Tensor) or len(mixing.shape) < 3 or 0 in mixing.shape:
         matrices = as_matrices(mixing, subject)
-        yield from _split(matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]))
-        return
-    at_once = _at_once(mixing.shape[1:], mixing.device)
-    for start in range(0, mixing.shape[0], at_once):
-        index = slice(start, min(start + at_once, mixing.shape[0]))
-        yield from _split(as_matrices(mixing[index], subject).flatten(0, -3))
+        flat = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
+        together = _together(flat.shape, flat.device)
+        parts: list[FormPart] = [
+            partial(flat.__getitem__, index) for index in _slices(len(flat), together) or [slice(0, 0)]
+        ]
+    else:
+        together = _together(mixing.shape, mixing.device)
+        parts = [partial(formed, index) for index in _indices(mixing.shape[:-2], together)]
+    if mixing.device.type != "cpu" or (isinstance(mixing, Tensor) and mixing.requires_grad):
+        return parts, 1  # other devices want all of it, and the graph of a gradient one thread
+    return parts, max(1, UNDER_WAY_BYTES // (8 * together * math.prod(mixing.shape[-2:])))
 
 
-def _split(matrices: Float64[Tensor, "N T S"]) -> tuple[Tensor, ...]:
-    return matrices.split(_at_once(matrices.shape[1:], matrices.device))
+def _indices(lead: torch.Size, together: int) -> Iterator[tuple[slice, ...]]:
+    """Cut the leading axes: sequences; the heads of each, where those of one are too many; and so on."""
+    cut = next(axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= together)
+    steps = [1] * cut + [together // math.prod(lead[cut + 1 :])]
+    return itertools.product(*(_slices(lead[axis], step) for axis, step in enumerate(steps)))
 
 
-def _at_once(shape: torch.Size, device: torch.device) -> int:
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, length, step)]
+
+
+def _together(shape: torch.Size, device: torch.device) -> int:
+    """Matrices of one part."""
     limit = PART_BYTES.get(device.type, DEVICE_PART_BYTES)
-    return max(1, limit // (8 * math.prod(shape)))
+    return max(1, limit // (8 * math.prod(shape[-2:])))

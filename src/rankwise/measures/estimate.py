@@ -17,6 +17,7 @@ from rankwise.measures.krylov import Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator, t_quantile
 from rankwise.measures.rank import check_delta
 from rankwise.operators import DenseMixing, MixingOperator
+from rankwise.threads import beside_each_other
 
 Numbers = tuple[float, float, float, float]
 """Value, standard error, and the ends of the interval."""
@@ -25,6 +26,9 @@ SURE_STEPS = 16
 """From so many steps on a block of 8 vectors has found the largest eigenvalue, if not to all digits: one
 vector alone is within 9 % of λ_1 at T = 2,048 but for a chance of 1 %. Source: J. Kuczyński and
 H. Woźniakowski, SIAM J. Matrix Anal. Appl. 1992."""
+
+UNDER_WAY_BYTES = 2**29
+"""Of Krylov spaces beside each other, or of one where that is more: then it has all threads."""
 
 NOTHING: Numbers = (math.nan, math.nan, math.nan, math.nan)
 ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
@@ -97,7 +101,8 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     low rank, the answer is exact to rounding.
     Cost: at most 2·probes·steps products with one vector for each matrix; of softmax attention that is
     ``steps`` walks over its rows, O(T S (K + probes)) time each, and one more for ‖M‖_F. Memory is
-    8·S·probes·steps bytes and a block of rows, for one matrix at a time.
+    8·S·probes·steps bytes and a block of rows for each matrix; on a CPU, as many matrices beside each other
+    as 512 MiB hold.
     Randomness: the seed draws the same vectors for every matrix of one S, on any device, so that a matrix
     has one answer, alone or in any batch. The errors of matrices that are nearly alike are therefore alike.
 
@@ -123,10 +128,13 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     _check_budget(probes, steps)
     batch = operator.shape[:-2]
     with torch.no_grad():
-        heads = [
-            _measure(operator[index] if index else operator, probes, steps, seed)
-            for index in itertools.product(*map(range, batch))
-        ]
+        indices = list(itertools.product(*map(range, batch)))
+        needed = 8 * operator.shape[-1] * probes * steps
+        heads = beside_each_other(
+            lambda index: _measure(operator[index] if index else operator, probes, steps, seed),
+            indices,
+            max(1, UNDER_WAY_BYTES // needed) if operator.device.type == "cpu" else 1,
+        )
         device = "cpu" if operator.device.type == "mps" else operator.device
         counts = [0 if head is None else head.products for head in heads]
         products = torch.tensor(counts, dtype=torch.int64, device=device).reshape(batch)

@@ -12,6 +12,11 @@ from rankwise.linalg import ratio
 from rankwise.measures.inputs import Mixing, as_matrices, to_float64
 from rankwise.measures.row_sums import HeadsApart, Offset, Shares, Spread, Sums, Walk, walk
 from rankwise.operators import DenseMixing, MixingOperator
+from rankwise.threads import beside_each_other
+
+UNDER_WAY_BYTES = 2**29
+"""Sequences are walked beside each other while all their heads, as float64 matrices, are less than this. One
+that is more has all threads."""
 
 
 class RowSummary(NamedTuple):
@@ -49,16 +54,26 @@ def row_summary(op: MixingOperator | Mixing) -> RowSummary:
         ([0.0, 0.0], [[0.0, 0.0], [0.0, 0.0]])
     """
     with torch.no_grad():
-        found = walk(_heads_of(op), Shares, Spread, Offset, HeadsApart)
-        return RowSummary(
-            _row_entropy(found),
-            _sink_mass(found, 0),
-            _peak_mass(found),
-            _row_distance(found),
-            _identity_distance(found),
-            _head_distance(found),
-            _peak_token(found),
-        )
+        operator = _heads_of(op)
+        if len(operator.shape) < 4 or operator.shape[0] < 2 or operator.device.type != "cpu":
+            return _summary_of(operator)
+        sequences = [operator[at : at + 1] for at in range(operator.shape[0])]
+        at_once = UNDER_WAY_BYTES // (8 * math.prod(operator.shape[1:]))
+        summaries = beside_each_other(_summary_of, sequences, max(1, at_once))
+        return RowSummary(*(torch.cat(numbers) for numbers in zip(*summaries, strict=True)))
+
+
+def _summary_of(operator: MixingOperator) -> RowSummary:
+    found = walk(operator, Shares, Spread, Offset, HeadsApart)
+    return RowSummary(
+        _row_entropy(found),
+        _sink_mass(found, 0),
+        _peak_mass(found),
+        _row_distance(found),
+        _identity_distance(found),
+        _head_distance(found),
+        _peak_token(found),
+    )
 
 
 def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:

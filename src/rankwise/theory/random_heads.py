@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankwise.theory.hardmax import wins
+from rankwise.threads import beside_each_other, numpy_is_on_one_thread
 
 ROWS = 512
 """Rows of a hardmax matrix scored at once."""
+UNDER_WAY_BYTES = 2**29
+"""Float64 matrices decomposed beside each other, or one where that takes more."""
 
 
 class NullRank(NamedTuple):
@@ -89,16 +92,19 @@ def simulated(
     """
     generator = torch.Generator().manual_seed(seed)
     seen = _Seen(sources, mask, window)
-    spectra = []
-    for _ in range(trials):
-        query, key = (
-            torch.randn(n, head_dim, dtype=torch.float64, generator=generator) for n in (tokens, sources)
-        )
+
+    def spectrum(drawn: tuple[Tensor, ...]) -> tuple[NDArray[np.float64], float]:
+        query, key = drawn
         if temperature == 0:  # a single 1 in each row: MᵀM is diagonal
-            spectra.append((_wins(query, key, seen).sqrt().numpy(), 0.0))
-        else:
-            matrix = _softmax(query, key, seen.rows(0, tokens), temperature)
-            spectra.append(singular_values_of_stochastic(matrix, precise))
+            return _wins(query, key, seen).sqrt().numpy(), 0.0
+        return singular_values_of_stochastic(_softmax(query, key, seen.rows(0, tokens), temperature), precise)
+
+    drawn = [
+        tuple(torch.randn(n, head_dim, dtype=torch.float64, generator=generator) for n in (tokens, sources))
+        for _ in range(trials)
+    ]
+    at_once = max(1, UNDER_WAY_BYTES // (8 * tokens * sources))
+    spectra = beside_each_other(spectrum, drawn, at_once)
     return Spectra(np.stack([values for values, _ in spectra]), max(least for _, least in spectra))
 
 
@@ -164,8 +170,10 @@ def singular_values_of_stochastic(
         return torch.linalg.svdvals(matrix).numpy(), 0.0
     smaller = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     size = float(matrix.sum(0).max() * matrix.sum(1).max())  # no entry is negative
-    # numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md)
-    eigenvalues = np.linalg.eigvalsh((smaller @ smaller.mT).numpy())
+    gram = smaller @ smaller.mT
+    # on one thread numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md)
+    numpys = numpy_is_on_one_thread()
+    eigenvalues = np.linalg.eigvalsh(gram.numpy()) if numpys else torch.linalg.eigvalsh(gram).numpy()
     least = math.sqrt(64 * max(matrix.shape) * float(np.finfo(np.float64).eps) * size)
     return np.sqrt(np.maximum(eigenvalues, 0)), least
 
