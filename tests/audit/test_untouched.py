@@ -51,7 +51,8 @@ def in_training() -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    return hugging_face("MambaModel", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)()
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    return hugging_face("MambaModel", **sizes)()  # 16 channels, each with a matrix of its own
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {

@@ -27,15 +27,14 @@ modes = pytest.mark.parametrize(
 
 
 def by_hand(query, key, is_causal, normalized, eps=0.0):
-    """Entry by entry, from the definition."""
+    """Row by row, from the definition."""
     *lead, tokens, _ = query.shape
     sources = key.shape[-2]
     query, key = query.double(), key.double()
     matrix = torch.zeros(*lead, tokens, sources, dtype=torch.float64)
     for t in range(tokens):
-        for s in range(sources):
-            if s <= t or not is_causal:
-                matrix[..., t, s] = (query[..., t, :] * key[..., s, :]).sum(-1)
+        seen = min(t + 1, sources) if is_causal else sources
+        matrix[..., t, :seen] = (query[..., t, None, :] * key[..., :seen, :]).sum(-1)
     if normalized:
         for t in range(tokens):
             matrix[..., t, :] = matrix[..., t, :] / (matrix[..., t, :].sum(-1, keepdim=True) + eps)

@@ -28,17 +28,17 @@ STEPS = [0.0, 1e-30, 1e-9, 0.1, 3.0, 1e3]
 
 
 def by_hand(c, b, rate, step, absolute=False):
-    """Column by column, as the state's recurrence does it; from |c| and |b| for the sizes summed."""
+    """Row by row, a state for each column, as the recurrence has it; from |c| and |b| for the sizes."""
     c, b, rate, step = (tensor.double() for tensor in (c, b, rate, step))
     if absolute:
         c, b, rate = c.abs(), b.abs(), torch.zeros_like(rate)
     tokens = step.shape[-1]
     matrix = torch.zeros(*step.shape, tokens, dtype=torch.float64)
-    for s in range(tokens):
-        state = b[..., s, :] * step[..., s, None]
-        for t in range(s, tokens):
-            state = state if t == s else (rate * step[..., t, None]).exp() * state
-            matrix[..., t, s] = (c[..., t, :] * state).sum(-1)
+    state = torch.zeros(*step.shape, b.shape[-1], dtype=torch.float64)
+    for t in range(tokens):
+        state = (rate * step[..., t, None]).exp()[..., None, :] * state
+        state[..., t, :] = b[..., t, :] * step[..., t, None]
+        matrix[..., t, :] = (c[..., t, None, :] * state).sum(-1)
     return matrix
 
 

@@ -27,7 +27,7 @@ EXTREME = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30, -math.inf]
 
 
 def by_hand(c, b, log_decay, step=None, absolute=False):
-    """Column by column, as the state's recurrence does it; from |c|, |b|, |step| for the sizes summed."""
+    """Row by row, a state for each column, as the recurrence has it; from |c|, |b|, |step| for the sizes."""
     c, b, a = c.double(), b.double(), log_decay.double().exp()
     step = torch.ones_like(a) if step is None else step.double()
     if absolute:
@@ -36,11 +36,11 @@ def by_hand(c, b, log_decay, step=None, absolute=False):
         c, b = (x.repeat_interleave(a.shape[-2] // c.shape[-3], -3) for x in (c, b))
     tokens = a.shape[-1]
     matrix = torch.zeros(*a.shape, tokens, dtype=torch.float64)
-    for s in range(tokens):
-        state = b[..., s, :] * step[..., s, None]
-        for t in range(s, tokens):
-            state = state if t == s else a[..., t, None] * state
-            matrix[..., t, s] = (c[..., t, :] * state).sum(-1)
+    state = torch.zeros(*a.shape, b.shape[-1], dtype=torch.float64)
+    for t in range(tokens):
+        state = a[..., t, None, None] * state
+        state[..., t, :] = b[..., t, :] * step[..., t, None]
+        matrix[..., t, :] = (c[..., t, None, :] * state).sum(-1)
     return matrix
 
 
