@@ -164,8 +164,8 @@ def _attention_like(module: nn.Module) -> bool:
 
 
 def _related(one: str, other: str) -> bool:
-    """Whether one module is the other, or inside it."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") or not other
+    """Whether one module is the other, or in it, or around it; "" is the model."""
+    return not one or not other or f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -197,7 +197,8 @@ def test_self_and_cross_attention_of_one_length_are_told_apart_by_the_streams_ar
     assert [site.cross for site in compared(attention_of(), x, other, other)[0].mixers] == [True]
 
 
-def test_the_functional_form():
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_functional_form(apart):
     attention = attention_of()
 
     class Functional(nn.Module):
@@ -207,10 +208,13 @@ def test_the_functional_form():
 
         def forward(self, x):
             a = self.attention
+            q, k, v = a.in_proj_weight.chunk(3)
+            own = {"q_proj_weight": q, "k_proj_weight": k, "v_proj_weight": v} if apart else {}
+            joint = torch.empty([0]) if apart else a.in_proj_weight
             return F.multi_head_attention_forward(
-                x, x, x, WIDTH, H, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0,
+                x, x, x, WIDTH, H, joint, a.in_proj_bias, None, None, False, 0.0,
                 a.out_proj.weight, a.out_proj.bias, training=False, attn_mask=CAUSAL,
-                average_attn_weights=False,
+                average_attn_weights=False, use_separate_proj_weight=apart, **own,
             )  # fmt: skip
 
     trace, _, (_, weights) = compared(Functional().eval(), torch.randn(T, B, WIDTH))

@@ -90,6 +90,8 @@ def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Modu
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
     own = {field.name: given[field.name] for field in fields(FunctionalAttention) if field.name in given}
+    if given.get("use_separate_proj_weight", False):
+        own["in_proj_weight"] = None
     attention = FunctionalAttention(**own)
     return from_attention(attention, given, outer)
 

@@ -26,6 +26,10 @@ WITHOUT_OPERATOR = (
         "no adapter reads this RWKV layer, whose weights decay with the distance",
     ),
     (
+        re.compile("MobileViTV2LinearSelfAttention|EfficientAdditiveAttention"),
+        "additive attention: one weighted sum over all tokens, which multiplies each token's own vector",
+    ),
+    (
         re.compile("LSTM|GRU|RNN"),
         "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
     ),
