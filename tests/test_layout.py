@@ -77,7 +77,7 @@ ALLOWED = {
     },
     "data": {"errors", "shapes", "files"},
     "assets": {"errors"},
-    "subjects": {"errors", "data", "models"},
+    "subjects": {"errors", "data", "models", "compression"},
     "__main__": {"cli"},
     "cli": {
         "errors",

@@ -160,6 +160,7 @@ def _from_transformers(spec: str, revision: str | None, dtype: str, trust_remote
     import transformers
 
     from rankwise import models  # known to transformers from here on
+    from rankwise.compression import auto_model  # noqa: F401  (so are compressed models)
     from rankwise.data.hub import need_hub
 
     works = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, compare, convert, plan, skip
+from rankwise.cli import audit, compare, compress, convert, plan, skip
 
 app = typer.Typer(
     name="rankwise",
@@ -18,6 +18,7 @@ app.command("audit", help=audit.HELP)(audit.command)
 app.command("compare", help=compare.HELP)(compare.command)
 app.command("plan", help=plan.HELP)(plan.command)
 app.command("skip", help=skip.HELP)(skip.command)
+app.command("compress", help=compress.HELP)(compress.command)
 app.command("convert", help=convert.HELP)(convert.command)
 
 

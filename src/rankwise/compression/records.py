@@ -119,6 +119,19 @@ class Compression(Record):
         """
         return write_whole(Path(path), self.model_dump_json(indent=1), "compression")
 
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page that needs nothing else.
+
+        Args:
+            path: the file.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        from rankwise.compression.page import render_page
+
+        return write_whole(Path(path), render_page(self), "page")
+
     @classmethod
     def load(cls, path: str | Path) -> "Compression":
         """Read what `save` wrote.

@@ -1,0 +1,195 @@
+"""`rankwise compress`."""
+
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rankwise.compression import Compression
+
+HELP = """Narrow what a trained model's attention does not need, with its price and its gain measured.
+
+The folder gets the compressed model, compression.json and index.html; the original is left alone. Every
+other batch of the data calibrates, the rest, held out, gives the prices. Ctrl-C while calibrating keeps what
+is done.
+
+[bold]Examples[/bold]
+
+  rankwise compress gpt2 --text book.txt --keep 0.5 --out gpt2-half
+
+  rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibrate 200
+
+  rankwise compress ./my-vit --images photos/ --width 16
+"""
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Hugging Face name or folder, or module.py:factory.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Text to calibrate on: a file, or .jsonl of rows.")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder of pictures, for models that read them.")
+    ] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of each part to keep, such as 0.5.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Or: attention KL it may cost, nats.")] = None,
+    width: Annotated[float | None, typer.Option(help="Or: mean query/key width of a head.")] = None,
+    parts: Annotated[str, typer.Option(help="Parts, with commas between.")] = "qk",
+    calibrate: Annotated[int, typer.Option(help="Steps of Adam for each layer; 200 is a good number.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, help="Longest sequence.")] = 256,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Sequences to calibrate on, and as many held out.")
+    ] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    nulls: Annotated[bool, typer.Option(help="Measure other ways beside.")] = True,
+    time: Annotated[bool, typer.Option(help="Measure latency before and after.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of calibration and random directions.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder of the result: new or empty.")] = Path(
+        "rankwise-compressed"
+    ),
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+    ] = False,
+) -> None:
+    """Compress a model; see `HELP`."""
+    from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress
+    from rankwise.compression import compress, compress_qk, save_compressed
+    from rankwise.subjects import load_subject
+
+    names = tuple(name.strip() for name in parts.split(",") if name.strip())
+    _check(out, keep, tolerance, width, names)
+    prepare_folder(out)
+    quiet_libraries()
+    subject = load_subject(
+        model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
+    common: dict[str, Any] = {
+        "calibrate": calibrate,
+        "held_out": held_out or None,
+        "nulls": nulls,
+        "time": time,
+        "seed": seed,
+    }
+    with show_progress() as on_step:
+        if width is not None:
+            record = compress_qk(subject.model, batches, width=width, on_step=on_step, **common)
+        else:
+            record = compress(
+                subject.model, batches, keep=keep, tolerance=tolerance, parts=names, on_step=on_step, **common
+            )
+    about = {
+        **record.about,
+        "command": shlex.join(["rankwise", *sys.argv[1:]]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "source": subject.name,
+        "folder": str(out),
+    }
+    record = record.model_copy(
+        update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
+    )
+    config: Any = getattr(subject.model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = True  # it was off while whole texts ran
+    save_compressed(subject.model, out, record)
+    _copy_tokenizer(subject, out)
+    page = record.to_html(out / "index.html")
+    _show(record, [out, page])
+    if not record.complete:
+        raise typer.Exit(130)
+
+
+def _check(
+    out: Path, keep: float | None, tolerance: float | None, width: float | None, parts: tuple[str, ...]
+) -> None:
+    from rankwise.errors import CompressionError, InputError
+
+    given = [
+        f"--{name}"
+        for name, value in (("keep", keep), ("tolerance", tolerance), ("width", width))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise CompressionError(
+            " and ".join(given), wanted="one of them", got=f"{len(given)}", fix="Leave the others out."
+        )
+    if width is not None and parts != ("qk",):
+        raise CompressionError(
+            "--width", wanted="the part qk alone", got=",".join(parts), fix="Use --keep or --tolerance."
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(
+            f"--out {out}",
+            wanted="a folder that is new or empty",
+            got="one with files in it" if out.is_dir() else "a file",
+            fix="Choose another name.",
+        )
+
+
+def _data(
+    subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Batches to calibrate on, others to measure on, and what their reader must know."""
+    from rankwise.subjects import inputs_for
+
+    if subject.batches is not None and text is None and images is None:
+        every = list(subject.batches)
+        half = (len(every) + 1) // 2
+        return every[:half], every[half:], []
+    inputs = inputs_for(
+        subject, text=text, images=images, tokens=tokens, sequences=2 * sequences, batch_size=batch_size
+    )
+    every = list(inputs.batches)
+    # every other batch, so that both see all of the text
+    return every[::2], every[1::2], [f"Data: {inputs.data}; every other batch was held out.", *inputs.notes]
+
+
+def _copy_tokenizer(subject: Any, out: Path) -> None:
+    """Beside the model, so that the folder can be audited and used as it is."""
+    if not subject.source:
+        return
+    from contextlib import suppress
+
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    for kind in (AutoTokenizer, AutoImageProcessor):
+        with suppress(Exception):  # a model has one of them, or none
+            kind.from_pretrained(subject.source, revision=subject.revision or "main").save_pretrained(out)
+
+
+def _show(record: "Compression", written: list[Path]) -> None:
+    from contextlib import suppress
+
+    from rich.console import Console
+
+    from rankwise.compression.page import next_steps
+    from rankwise.compression.tables import compression_tables, headline, setting_words
+    from rankwise.report.terminal import line, new_table, spelled_out
+
+    with suppress(BrokenPipeError), spelled_out(Console()) as console:
+        console.print(line(("Rankwise compress", "bold"), setting_words(record), separator="  "))
+        if not record.complete:
+            console.print(line(("INCOMPLETE", "bold yellow")))
+        console.print(line((headline(record), "bold")))
+        console.print()
+        for words in compression_tables(record):
+            table = new_table([(column, at > 0) for at, column in enumerate(words.columns)])
+            for row in words.rows:
+                table.add_row(*row)
+            console.print(line((words.title, "bold")))
+            console.print(table)
+            if words.note:
+                console.print(line((words.note, "dim")))
+            console.print()
+        for note in record.notes:
+            console.print(line(("Note: ", "bold"), note, separator=""))
+        for kind, path in zip(("model", "page"), written, strict=True):
+            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+        console.print(next_steps(record), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,130 @@
+"""The tables of a compression: the same for the console and the page."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rankwise.audit.measures import shown
+from rankwise.compression.records import Compression
+
+
+class CompressionTable(NamedTuple):
+    """A titled table of words."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def headline(record: Compression) -> str:
+    """What was done, paid and won, in one sentence."""
+    before = sum(head.before for head in record.heads) / max(len(record.heads), 1)
+    saved = 1 - record.parameters_after / record.parameters_before if record.parameters_before else math.nan
+    return (
+        f"Queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average: attention KL "
+        f"{shown(record.kl, 4)} nats on {record.figures}, {saved:.1%} fewer parameters."
+    )
+
+
+def setting_words(record: Compression) -> str:
+    """What it was calibrated on."""
+    return (
+        f"{record.model} · parts {', '.join(record.parts)} · calibrated on {record.sequences:,} sequences, "
+        f"{record.tokens:,} tokens"
+    )
+
+
+def compression_tables(record: Compression) -> Iterator[CompressionTable]:
+    """All tables that the record has numbers for."""
+    yield _price(record)
+    yield _gain(record)
+    if record.curves:
+        yield _curves(record)
+    yield _layers(record)
+    if record.left_out:
+        yield CompressionTable(
+            "Left as they were", ["attention layer", "why"], [[a, b] for a, b in record.left_out.items()]
+        )
+
+
+def _price(record: Compression) -> CompressionTable:
+    rows = [
+        ["attention KL, nats", "0", shown(record.kl, 4)],
+        ["error of the output, ‖y′ − y‖/‖y‖", "0", shown(record.output_error, 4)],
+    ]
+    if math.isfinite(record.loss_before):
+        rows.append(["loss", f"{record.loss_before:.4f}", f"{record.loss_after:.4f}"])
+        rows.append(
+            ["perplexity", f"{math.exp(record.loss_before):.3f}", f"{math.exp(record.loss_after):.3f}"]
+        )
+    return CompressionTable(
+        "Price",
+        ["", "before", "after"],
+        rows,
+        f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean over rows, heads "
+        "and layers, each layer given what the original gave it; the error of the output is end to end.",
+    )
+
+
+def _gain(record: Compression) -> CompressionTable:
+    rows = [
+        _pair("parameters", record.parameters_before, record.parameters_after),
+    ]
+    if record.cache_bytes_before:
+        rows.append(_pair("cache, bytes a token", record.cache_bytes_before, record.cache_bytes_after))
+    rows += [
+        [
+            f"{one.phase}, {one.tokens} tokens, ms",
+            f"{one.before:.2f}",
+            f"{one.after:.2f}",
+            f"{one.after / one.before:.2f} ({one.low:.2f} to {one.high:.2f})",
+        ]
+        for one in record.latency
+    ]
+    return CompressionTable(
+        "Gain",
+        ["", "before", "after", "after/before"],
+        rows,
+        "Latency is the median of rounds that take turns on this machine, with the 10th and 90th percentile "
+        "of their ratio: a range that holds 1 tells no gain."
+        if record.latency
+        else "Latency was not measured.",
+    )
+
+
+def _pair(name: str, before: int, after: int) -> list[str]:
+    return [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}"]
+
+
+def _curves(record: Compression) -> CompressionTable:
+    widths = [point.width for point in record.curves[0].points]
+    return CompressionTable(
+        "Attention KL against mean width",
+        ["way", *(f"{width:g}" for width in widths)],
+        [[curve.method, *(shown(point.kl, 4) for point in curve.points)] for curve in record.curves],
+        f"On up to 16 sequences of {record.figures}, without steps of calibration. Weights alone: the SVD of "
+        "W_qᵀ W_k.",
+    )
+
+
+def _layers(record: Compression) -> CompressionTable:
+    rows = []
+    for layer in record.layers:
+        heads = [head for head in record.heads if head.site == layer.site]
+        widths = [head.width for head in heads]
+        rows.append(
+            [
+                f"{heads[0].stack} {layer.layer}".strip(),
+                " ".join(map(str, widths)),
+                f"{sum(widths) / len(widths):.1f}",
+                shown(layer.kl, 4),
+                shown(layer.output_error, 4),
+            ]
+        )
+    return CompressionTable(
+        "Layers",
+        ["layer", "widths of its heads", "mean", "attention KL", "error of states"],
+        rows,
+        "Error of states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
+    )

@@ -1,0 +1,112 @@
+"""`rankwise compress` as its user meets it."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import rankwise as rw
+from rankwise.cli import app
+from rankwise.compression import Compression
+from tests.compression.compression_cases import gpt2
+
+Run = Callable[..., Result]
+TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20
+FACTORY = """
+from tests.compression.compression_cases import gpt2, ids
+def build():
+    return gpt2(), [ids(6, 30, seed) for seed in range(4)]
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    Path("own.py").write_text(FACTORY)
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(app, ["compress", *map(str, arguments)])
+
+    return call
+
+
+def words(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def test_it_says_what_it_cost_and_writes_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.compression.latency.SECONDS", 0.05)
+    done = run("own.py:build", "--keep", 0.5, "--calibrate", 4, "--out", "half")
+    assert done.exit_code == 0, done.output
+    record = Compression.load("half")
+    assert record.mean_width == 4
+    assert record.figures == "held-out data"
+    assert math.isfinite(record.loss_before)
+    assert record.loss_after != record.loss_before
+    assert {one.phase for one in record.latency} == {"prefill", "decode"}
+    assert len({one.tokens for one in record.latency if one.phase == "prefill"}) == 2
+    assert f"attention KL {record.kl:.4f}" in words(done)
+    methods = [curve.method for curve in record.curves]
+    assert methods[0].startswith("closed form")
+    assert {"weights alone (SVD)", "key PCA", "joint PCA", "random directions"} <= set(methods)
+    page = Path("half/index.html").read_text()
+    for said in ("<svg", "Price", "Gain", "rankwise.load_compressed", "is unchanged"):
+        assert said in page
+    assert "<script" not in page
+    model = rw.load_compressed("half")
+    assert sum(one.numel() for one in model.parameters()) == record.parameters_after
+    again = run("own.py:build", "--out", "half")
+    assert "new or empty" in str(again.exception)
+
+
+def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    torch.manual_seed(0)
+    model = gpt2()
+    model.resize_token_embeddings(400)
+    model.save_pretrained("model")
+    ByT5Tokenizer().save_pretrained("model")
+    done = run(
+        "model", "--text", "text.txt", "--width", 3, "--tokens", 32, "--sequences", 8, "--batch-size", 4,
+        "--no-time", "--no-nulls", "--out", "narrow",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "every other batch was held out" in words(done)
+    assert rw.load_compressed("narrow").config.use_cache
+    audited = CliRunner().invoke(
+        app, ["audit", "narrow", "--text", "text.txt", "--tokens", "32", "--out", "seen"]
+    )
+    assert audited.exit_code == 0, audited.output
+    again = run("narrow", "--text", "text.txt", "--tokens", 32, "--out", "twice")
+    assert "not compressed yet" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--keep", 1.5), "below 1"),
+        (("--keep", 0), "above 0"),
+        (("--keep", 0.5, "--width", 4), "--keep and --width"),
+        (("--width", 9), "below the present 8"),
+        (("--parts", "heads,qqk"), "names of parts"),
+        (("--parts", "kv", "--width", 4), "qk alone"),
+        (("--out", "text.txt"), "a file"),
+    ],
+)
+def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
+    done = run("own.py:build", "--no-time", "--no-nulls", *arguments)
+    assert done.exit_code != 0
+    assert said in str(done.exception)
+
+
+def test_data_that_cannot_be_used_is_named(run: Run) -> None:
+    Path("short.txt").write_text("to be")
+    both = run("own.py:build", "--text", "short.txt", "--images", ".")
+    assert "--text and --images" in str(both.exception)
+    short = run("own.py:build", "--text", "short.txt", "--tokens", 32)
+    assert "longer text" in str(short.exception)
