@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.compression.compression_cases import gpt2
 from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.cli import app
 from rankwise.compression import Compression
-from tests.compression.compression_cases import gpt2
 
 Run = Callable[..., Result]
 TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,7 +79,8 @@ def command(
         "time": time,
         "seed": seed,
     }
-    with show_progress() as on_step:
+    with show_progress() as on_step, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*became slower")  # the record's notes say so, too
         if width is not None:
             record = compress_qk(subject.model, batches, width=width, on_step=on_step, **common)
         else:

@@ -9,7 +9,7 @@ from torch import nn
 
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
-from rankwise.compression.records import Compression, LayerPrice
+from rankwise.compression.records import Compression, Latency, LayerPrice
 from rankwise.errors import CompressionError, InputError, did_you_mean
 from rankwise.running import batch_size, evaluating
 
@@ -171,15 +171,17 @@ def _compress(
             raise
     record = _record(model, job, list(names), done, prices, bool(figures))
     _note_structure(model)
-    slow = [one for one in record.latency if one.after > SLOWER * one.before and one.low > 1]
-    for one in slow:
-        warnings.warn(
-            f"{one.phase} of {one.tokens} tokens became slower on this machine: {one.before:.2f} to "
-            f"{one.after:.2f} ms. Memory is won, time is not; reload the original to go back",
-            UserWarning,
-            stacklevel=3,
-        )
-    return record
+    slow = [_slower(one) for one in record.latency if one.after > SLOWER * one.before and one.low > 1]
+    for said_so in slow:
+        warnings.warn(said_so, UserWarning, stacklevel=3)
+    return record.model_copy(update={"notes": [*record.notes, *slow]})
+
+
+def _slower(one: Latency) -> str:
+    return (
+        f"{one.phase} of {one.tokens} tokens became slower on this machine: {one.before:.2f} to "
+        f"{one.after:.2f} ms. Memory is won, time is not; reload the original to go back"
+    )
 
 
 def _record(
