@@ -171,7 +171,7 @@ def test_the_way_of_a_number_is_as_short_as_its_page_says() -> None:
     known = {
         (0, 1): "HeadTable", (1, 2): "measured", (2, 3): "HEAD_MEASURES", (4, 5): "gram_or_svd",
         (1, 6): "HeadRecord", (6, 3): "HeadMeasures", (0, 7): "Audit", (7, 6): "AuditRecord",
-        (8, 3): "pictured", (8, 6): "AuditRecord",
+        (8, 3): "HEAD_MEASURES", (8, 6): "HeadRecord",
     }  # fmt: skip
     for (reader, read), name in known.items():
         assert re.search(rf"from {re.escape(names[read])} import \(?[^)]*?\b{name}\b", sources[reader]), (

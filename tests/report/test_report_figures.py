@@ -1,66 +1,97 @@
-"""What the figures show: the right number at the right place, the null where it is, NaN nowhere."""
+"""What the figures show: the right number at the right place, references where they are, NaN nowhere."""
 
+import base64
 import math
+import zlib
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.report import samples
 
-from rankwise.audit.measures import MISSING
-from rankwise.report.curves import draw_depth, opening_heads, spectra
+from rankwise.audit.matrix_picture import MatrixPicture
+from rankwise.audit.measures import HEAD_MEASURES
+from rankwise.report.columns import head_columns
+from rankwise.report.curves import draw_depth
 from rankwise.report.heatmap import draw_panel
+from rankwise.report.one_head import NONE, opening_head, pack_pictures, pack_spectra
 from rankwise.report.panels import make_panels
 from rankwise.report.text import rank_share
 
 
-def test_each_cell_shows_its_own_head() -> None:
+def column(heads, name):
+    return next(one for one in head_columns(heads) if one.name == name).data()
+
+
+def test_each_cell_is_its_own_head() -> None:
     heads = samples.encoder_decoder().heads
+    met = []
     for panel in make_panels(heads):
-        figure = draw_panel(panel, heads, {})
+        figure = draw_panel(panel, {})
         for index, (x, y) in figure["places"].items():
-            assert figure["data"][0]["customdata"][y][x] == index
-            assert figure["views"]["sink_mass"]["z"][y][x] == pytest.approx(heads[index].sink_mass, rel=1e-4)
-            assert figure["views"]["numerical_rank"]["text"][y][x] == f"{rank_share(heads[index]):.2f}"
+            assert figure["grid"][y][x] == index
+            assert panel.rows[y].layer == heads[index].layer
+            assert panel.columns[x] == heads[index].head
+            met.append(index)
+    assert sorted(met) == list(range(len(heads)))
 
 
-def test_one_null_stands_on_the_scale_of_shares() -> None:
-    heads = samples.encoder().heads
-    view = draw_panel(make_panels(heads)[0], heads, {})["views"]["numerical_rank"]
+def test_columns_hold_the_numbers_of_the_records() -> None:
+    heads = samples.encoder_decoder().heads
+    ranks = column(heads, "numerical_rank_share")
+    assert ranks["values"] == [pytest.approx(rank_share(head), rel=1e-5) for head in heads]
+    assert ranks["spread"][0] == pytest.approx(heads[0].spread["numerical_rank"] / 128, rel=1e-5)
+    assert column(heads, "sink_mass")["values"] == [pytest.approx(h.sink_mass, rel=1e-5) for h in heads]
+
+
+def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() -> None:
     expected = 1 - (1 - 1 / 128) ** 128
-    assert (view["low"], view["high"], view["difference"]) == (0.0, 1.0, False)
-    assert view["null"] == pytest.approx(expected)
-    assert view["nulls"] == f"{expected:.2f}"
+    (winners,) = column(samples.encoder().heads, "numerical_rank_share")["references"]
+    assert (winners["name"], winners["at"]) == ("random winners", pytest.approx(expected, rel=1e-5))
+    assert winners["said"] == f"{expected:.2g}"
+    assert " no " in winners["note"]
+    (winners,) = column(samples.mixed().heads, "numerical_rank_share")["references"]
+    assert winners["said"] == "0.5–0.63"  # under a causal and a full mask
 
 
-def test_under_several_masks_each_head_is_held_against_its_own_null() -> None:
-    heads = samples.mixed().heads
-    figure = draw_panel(make_panels(heads)[0], heads, {})
-    view = figure["views"]["numerical_rank"]
-    assert view["difference"]
-    assert (view["low"], view["null"]) == (pytest.approx(-(1 - (1 - 1 / 128) ** 128)), 0.0)
-    assert view["high"] == pytest.approx(1 - 64.5 / 128)
-    for index, (x, y) in figure["places"].items():
-        distance = (heads[index].numerical_rank - heads[index].null_rank) / 128
-        assert view["z"][y][x] == pytest.approx(distance, rel=1e-4)
+def test_what_is_not_finite_has_no_value_and_no_reference() -> None:
+    for one in head_columns(samples.only_nan().heads):
+        assert set(one.data()["values"]) == {None}
+        assert not one.data().get("references")
 
 
-def test_what_is_not_finite_has_no_colour_and_a_dash() -> None:
-    heads = samples.only_nan().heads
-    for view in draw_panel(make_panels(heads)[0], heads, {})["views"].values():
-        assert view["z"] == [[None, None], [None, None]]
-        assert view["text"] == [[MISSING, MISSING], [MISSING, MISSING]]
-        assert view["null"] is None
+def test_one_outlier_does_not_stretch_the_scale_and_is_told() -> None:
+    heads = samples.encoder().heads
+    before = column(heads, "sigma_max")
+    heads = [heads[0].model_copy(update={"sigma_max": 1e6}), *heads[1:]]
+    after = column(heads, "sigma_max")
+    assert after["ends"][1][0] == pytest.approx(before["ends"][1][0], rel=0.5)
+    assert (before["beyond"][0], after["beyond"]) == (0, [1, 1e6])
 
 
-def test_a_head_that_is_not_there_leaves_a_gap_not_a_dash() -> None:
-    heads = [head for head in samples.grid(2, 3) if (head.layer, head.head) != (1, 1)]
-    view = draw_panel(make_panels(heads)[0], heads, {})["views"]["sink_mass"]
-    assert view["text"][1][1] == ""
-    assert view["z"][1][1] is None
+def test_measures_that_follow_from_a_diagonal_are_silent_of_it() -> None:
+    heads = samples.memberships().heads
+    assert column(heads, "numerical_rank_share")["silent"] == list(range(len(heads)))
+    assert column(heads, "effective_rank")["silent"] == []
+    assert column(samples.encoder().heads, "numerical_rank_share")["silent"] == []
+
+
+def test_an_estimate_says_so_in_its_column() -> None:
+    words = column(samples.estimated().heads, "numerical_rank_share")["words"]
+    assert words[4].startswith("≈")
+    assert "–" in words[8]
+    assert set(words) == set(range(4, 12))
+
+
+def test_no_word_of_a_measure_judges() -> None:
+    said = " ".join(f"{m.meaning} {m.low} {m.high}" for m in HEAD_MEASURES).lower()
+    assert not [word for word in ("bad", "worr", "chance", "good") if word in said]
 
 
 def test_marks_stand_in_the_cells_of_their_heads() -> None:
     heads = samples.grid(2, 3)
-    signs = draw_panel(make_panels(heads)[0], heads, {4: "error", 0: "info"})["data"][1:]
+    signs = draw_panel(make_panels(heads)[0], {4: "error", 0: "info"})["signs"]
     found = {sign["meta"]["severity"]: (round(sign["x"][0]), round(sign["y"][0])) for sign in signs}
     assert found == {"error": (1, 1), "info": (0, 0)}
 
@@ -84,32 +115,82 @@ def test_the_band_stays_within_what_the_measure_can_be() -> None:
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 
 
-def test_spectra_are_relative_and_mark_the_last_value_that_counts() -> None:
-    head = samples.grid(1, 1)[0].model_copy(update={"spectrum": [2.0, 1.0, 0.02, 0.005, 0.0, 1e-15]})
-    (spectrum,) = spectra([head], delta=0.02)
-    assert spectrum == {"values": [1.0, 0.5, 0.01, 0.0025, None, None], "last": 2}
+def test_depth_is_counted_in_whole_blocks() -> None:
+    for layers in (1, 5, 6, 48):
+        ticks = draw_depth(samples.states(layers))[0]["layout"]["xaxis"]["tickvals"]
+        assert ticks[0] == 0
+        assert len(ticks) <= 9
+        assert all(isinstance(tick, int) for tick in ticks)
+
+
+def decoded(packed, head):
+    codes = np.frombuffer(base64.b64decode(packed["values"]), dtype="<u2")
+    start = sum(packed["points"][:head])
+    return codes[start : start + packed["points"][head]]
+
+
+def test_spectra_are_shares_of_the_largest_on_a_logarithmic_scale() -> None:
+    first, last = samples.grid(1, 2)
+    first = first.model_copy(update={"spectrum": [2.0, 1.0, 0.02, 0.0, 1e-15]})
+    packed = pack_spectra([first, last])
+    codes = decoded(packed, 0)
+    shares = 10.0 ** (-12 * codes[:3].astype(float) / (NONE - 1))
+    np.testing.assert_allclose(shares, [1.0, 0.5, 0.01], rtol=1e-3)  # a step is 12/65534 decades: 4e-4
+    assert list(codes[3:]) == [NONE, NONE]
+    assert len(decoded(packed, 1)) == 64
 
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
 def test_a_head_without_a_usable_spectrum_draws_none(values: list[float]) -> None:
     head = samples.grid(1, 1)[0].model_copy(update={"spectrum": values})
-    assert spectra([head], delta=0.01) == [{"values": [], "last": None}]
+    assert pack_spectra([head])["points"] == [0]
 
 
-def test_no_value_counts_where_all_are_below_the_threshold() -> None:
-    assert spectra(samples.grid(1, 1), delta=100.0)[0]["last"] is None
+def test_many_heads_have_fewer_points_each() -> None:
+    (head,) = samples.grid(1, 1)
+    packed = pack_spectra([head] * 5000)
+    assert set(packed["points"]) == {20}
+    assert decoded(packed, 4999)[0] == 0
 
 
-def test_the_heads_shown_first_span_the_ranks() -> None:
+@given(st.booleans(), st.integers(1, 5))
+def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int) -> None:
+    values = np.random.default_rng(seed).uniform(-1.0 if signed else 0.0, 1.0, (5, 7)).astype(np.float32)
+    picture = MatrixPicture.of(values, tokens=5, sources=7, row_tokens="input_ids")
+    audit = samples.encoder()
+    heads = [audit.heads[0].model_copy(update={"picture": picture}), *audit.heads[1:]]
+    (packed,), left_out = pack_pictures(audit.model_copy(update={"heads": heads}))[0].values(), 0
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(packed["values"])), np.uint8).astype(float)
+    root = 2 * codes / packed["steps"] - 1 if packed["signed"] else codes / packed["steps"]
+    again = (np.sign(root) * root**2 * packed["largest"]).reshape(5, 7)
+    # the root is off by half a step, 1/254 of signed ones, and the square by twice the root times that
+    assert np.abs(again - values).max() <= 2 / 254 + 1 / 254**2 + 2**-11
+    assert left_out == 0
+
+
+def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
+    picture = MatrixPicture.of(noise, tokens=64, sources=64)
+    audit = samples.encoder()
+    heads = [head.model_copy(update={"picture": picture}) for head in audit.heads]
+    audit = audit.model_copy(update={"heads": heads})
+    monkeypatch.setattr("rankwise.report.one_head.PICTURES_BYTES", 72 * 5000)
+    packed, left_out = pack_pictures(audit)
+    assert (len(packed), left_out) == (72, 0)
+    assert packed[0]["steps"] < 254
+    monkeypatch.setattr("rankwise.report.one_head.MOST_PICTURES_BYTES", 30_000)
+    packed, left_out = pack_pictures(audit)
+    assert len(packed) + left_out == 72
+    assert left_out > 0
+
+
+def test_the_head_open_at_first_has_something_to_show() -> None:
     heads = samples.encoder().heads
-    shares = [rank_share(heads[index]) for index in opening_heads(heads)]
-    finite = [share for share in map(rank_share, heads) if math.isfinite(share)]
-    assert (shares[0], shares[-1]) == (min(finite), max(finite))
-    assert shares == sorted(shares)
-    assert len(shares) == 3
-
-
-def test_no_head_is_shown_first_where_none_has_a_number() -> None:
-    assert opening_heads(samples.only_nan().heads) == []
-    assert opening_heads([]) == []
-    assert opening_heads(samples.grid(1, 1)) == [0]
+    shares = {at: rank_share(head) for at, head in enumerate(heads) if math.isfinite(rank_share(head))}
+    assert opening_head(heads, []) == min(shares, key=shares.get)
+    assert opening_head(heads, [31, 4]) == 31
+    picture = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    pictured = [h.model_copy(update={"picture": picture}) if at == 4 else h for at, h in enumerate(heads)]
+    assert opening_head(pictured, [31, 4]) == opening_head(pictured, []) == 4
+    assert opening_head(samples.only_nan().heads, []) == 0
+    assert opening_head([], []) is None

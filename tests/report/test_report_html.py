@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 from tests.report import samples
 
+from rankwise.audit.records import RankAt
 from rankwise.errors import InputError
 from rankwise.report import write_html
-from rankwise.report.page import render_html, without_nan
+from rankwise.report.page import render_html, summary, without_nan
+
+BAND = RankAt(
+    delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, null_rank=9, random_rank=9, uniform_rank=9
+)
 
 
 class Page(HTMLParser):
@@ -98,7 +103,7 @@ def test_what_would_escape_is_text() -> None:
     assert samples.NASTY not in text
     assert "<!--<script>" not in text
     data = json.loads(page.scripts[0])
-    assert any(samples.NASTY in name for name in data["panel_names"])
+    assert any(samples.NASTY in panel["title"] for panel in data["panels"])
     assert "<" not in page.scripts[0]
 
 
@@ -111,11 +116,10 @@ def test_names_are_literal_in_the_texts_that_plotly_reads_as_html() -> None:
     assert not [text for text in texts if "<img" in text]
 
 
-def test_numbers_that_are_not_there_are_dashes_and_never_zero() -> None:
+def test_numbers_that_are_not_there_are_null_and_never_zero() -> None:
     text = render_html(samples.only_nan())
-    cells = re.findall(r'<td data-value="([^"]*)">([^<]*)</td>', text)
-    assert ("", "–") in cells
-    assert {words for value, words in cells if value == ""} <= {"–"}
+    data = json.loads(Page(text).scripts[0])
+    assert {value for column in data["columns"] for value in column["values"]} == {None}
     assert not re.search(r"(?<!sample/)\bnan\b", Page(text).text, re.IGNORECASE)
 
 
@@ -207,3 +211,31 @@ def test_without_nan_reaches_into_everything() -> None:
         "1": [[None, {"a": None}]],
         "b": "nan",
     }
+
+
+def test_cards_findings_and_map_count_the_same_heads() -> None:
+    audit = samples.encoder()
+    where = samples._place(4, 2)
+    below = samples.finding("BELOW_NULL", "info", where=where, evidence={"heads": 3.0})
+    below = below.model_copy(update={"heads": [2, 5, 7]})
+    heads = [head.model_copy(update={"band": [BAND] * 5}) for head in audit.heads]
+    audit = audit.model_copy(update={"findings": [below], "heads": heads})
+    cards = {name: value for name, value, _ in summary(audit)}
+    assert cards["Heads unlike every reference"] == "3"
+    data = json.loads(Page(render_html(audit)).scripts[0])
+    assert sorted(data["targets"][0]["heads"]) == [50, 53, 55]
+    assert sum(len(sign["x"]) for panel in data["panels"] for sign in panel["signs"]) == 3
+
+
+def test_the_title_is_a_name_and_the_path_stands_in_the_provenance() -> None:
+    audit = samples.encoder()
+    about = audit.provenance.model_copy(update={"model": "/home/me/runs/my-bert/checkpoint-20"})
+    page = Page(render_html(audit.model_copy(update={"provenance": about})))
+    assert "/home/me/runs/my-bert/checkpoint-20" in page.text
+    assert "my-bert/checkpoint-20 · Rankwise audit" in re.sub(r"\s+", " ", page.text)
+
+
+def test_nothing_on_the_page_judges_a_rank() -> None:
+    audit = samples.encoder()
+    page = Page(render_html(audit.model_copy(update={"findings": []}))).text.lower()
+    assert not [word for word in ("worrying", "chance", " bad", "orange") if word in page]

@@ -30,3 +30,11 @@ def test_its_licence_lies_beside_it() -> None:
 def test_a_page_is_smaller_than_two_megabytes() -> None:
     assert len(render_html(samples.encoder()).encode()) < 2_000_000
     assert len(chart_script()) < 1_600_000
+
+
+def test_ten_thousand_heads_take_a_few_megabytes_beside_the_library() -> None:
+    heads = samples.grid(40, 250)
+    audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
+    assert len(render_html(audit).encode()) - len(chart_script()) < 4_500_000
+    large = samples.sized(48, 32)
+    assert len(render_html(large).encode()) - len(chart_script()) < 1_500_000

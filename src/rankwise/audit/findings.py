@@ -127,6 +127,7 @@ def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> It
                 severity="error",
                 where=_place(broken[0]),
                 evidence={"heads": len(broken), "sequences": max(head.nonfinite for head in broken)},
+                heads=[head.head for head in broken],
                 meaning=f"Attention of {site[2]}: {meaning}",
                 remedy=NONFINITE_REMEDY,
             )
@@ -261,6 +262,7 @@ def _twins(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 severity="info",
                 where=_place(lower),
                 evidence={"nearest_head": upper.head, "nearest_distance": head.nearest_distance},
+                heads=[lower.head, upper.head],
                 meaning=f"Heads {lower.head} and {upper.head} mix the same way.",
                 remedy=f"give both the {_weights(head)} of one of them, and compare the loss",
             )
@@ -296,6 +298,7 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 meaning=f"{len(found)} of {len(site)} heads have {words} the rank of heads that know nothing "
                 f"(of {extreme.tokens:.0f}: {said}), whatever δ from {low.delta:.2g} to {high.delta:.2g}.",
                 remedy=NULL_REMEDY,
+                heads=[head.head for head in found],
             )
 
 

@@ -8,7 +8,8 @@ read it where there is none.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from statistics import quantiles
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rankwise.audit.fields import Number, Record
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 """Stands where there is no finite number. Never 0: a missing number is not a small one."""
-Bad = Literal["low", "high", "null", "neither"]
-"""The end that is drawn as worrying; ``null``: everything below what chance would give."""
 Bounds = Callable[[Any], tuple[float, float]]
 """The ends of the range that a measure can have in a record."""
 
@@ -29,6 +28,15 @@ NULLS = {
     "uniform_rank": "equal weights",
 }
 """What numerical ranks are held against: the fields of the record, and what a reader is told."""
+NULL_NOTES = {
+    "null_rank": "Every row picks one token at random, under the head's mask: a row of a real head weighs "
+    "many tokens, so this is no bound, and no trained or untrained model does it.",
+    "random_rank": "Softmax of independent, standard normal queries and keys of the head's width and scale: "
+    "not an untrained model, whose queries and keys are smaller and come from the same tokens.",
+    "uniform_rank": "Every row weighs all that its mask lets it see alike: the limit of no scores at all, "
+    "not the least rank there is.",
+}
+"""One sentence on each: what it is, and what it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,6 @@ class Measure:
     """What it is called among numbers, such as ``μ/‖Y‖``; else its name."""
     meaning: str = ""
     """Said beside its picture; a measure without has no picture."""
-    bad: Bad = "neither"
     console: str = ""
     """The head of its column on the console; a measure without has no column."""
     summed: bool = False
@@ -67,7 +74,9 @@ class Measure:
     known_only: bool = False
     """Whether it is left out where no record has it."""
     nulls: Sequence[str] = ()
-    """Fields that hold what chance gives."""
+    """Fields that hold what it is compared with."""
+    silent: Sequence[str] = ()
+    """Kinds of mixers of which it says nothing: its value follows from the kind alone."""
 
     @property
     def head(self) -> str:
@@ -131,14 +140,38 @@ class Measure:
         return high - min(low, 0.0)
 
     def limits(self, records: Sequence[Any]) -> tuple[float, float]:
-        """Find the ends of a scale that holds every finite value of these records."""
-        points = [self.value(record) for record in records]
-        for record in records:
-            low, high = self.ends(record)
-            points += [low] if self.to_the_largest else [low, high]
-        finite = [point for point in points if math.isfinite(point)]
-        low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        """Find the ends of a scale of colours: those of the range, or of the values but for far outliers.
+
+        Values beyond ``Q3 + 3 (Q3 − Q1)`` (Tukey's outer fence) do not stretch it: they take its last colour.
+
+        Args:
+            records: what is drawn.
+        """
+        values = [value for record in records if math.isfinite(value := self.value(record))]
+        ends = [self.ends(record) for record in records]
+        lows = [low for low, _ in ends if math.isfinite(low)] or values
+        highs = [high for _, high in ends if math.isfinite(high)]
+        if self.to_the_largest or not highs:
+            fence = outer_fence(values)
+            highs = [value for value in values if value <= fence]
+        low, high = min(lows, default=0.0), max(highs, default=1.0)
         return (low, high) if high > low else (low, low + 1.0)
+
+
+def outer_fence(values: Sequence[float]) -> float:
+    """Tukey's outer fence: the third quartile and three times the distance between the quartiles.
+
+    Args:
+        values: finite numbers; infinity where there are fewer than four, of which none is an outlier.
+
+    Examples:
+        >>> outer_fence([1.0, 2.0, 3.0, 4.0, 100.0])
+        10.0
+    """
+    if len(values) < 4:
+        return math.inf
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return third + 3 * (third - first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,79 +245,80 @@ class HeadMeasures(Record):
         title="Numerical rank share", short="Rank share",
         formula="#{i : σ_i ≥ δ}, δ absolute; NaN where an estimate can only bound it", range="[0, min(T, S)]",
         low="no direction", high="full rank", digits=2, cost="¼ of an SVD",
-        bounds=lambda head: (0.0, head.smaller), share=True, nulls=tuple(NULLS), bad="null",
-        meaning="Singular values at or above δ, as a share of min(T, S). The null is the share that chance "
-        "gives: every row picks one token at random under the same mask. Orange heads mix in fewer "
-        "directions than chance, blue ones in more.",
+        bounds=lambda head: (0.0, head.smaller), share=True, nulls=tuple(NULLS),
+        silent=("diagonal",),
+        meaning="Singular values at or above δ, as a share of min(T, S): in how many directions the head "
+        "mixes. It says how a head mixes, not what it is worth. δ is absolute: rows that sum to 1 give "
+        "σ₁ ≥ 1 where T = S. Signed matrices (state-space mixers) have a scale of their own, which a "
+        "relative δ (σ ≥ δ σ₁) would divide out: read effective and stable rank there.",
         take=lambda heads: heads.ranks["numerical_rank"],
     )]
     effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range="[1, min(T, S)]",
         low="few directions", high="many directions", digits=1,
         cost="one SVD, in `rank_summary` less than half", bounds=_to_full_rank, to_the_largest=True,
-        bad="low", console="effective\nrank",
-        meaning="The exponential of the entropy of the singular values: how many directions carry weight. "
-        "Low is worrying.",
+        console="effective\nrank",
+        meaning="The exponential of the entropy of the singular values: over how many directions the "
+        "spectrum is spread.",
         take=lambda heads: heads.ranks["effective_rank"],
     )]
     stable_rank: Annotated[Number, HeadMeasure(
-        title="Stable rank", formula="‖M‖_F²/σ_1²", range="[1, min(T, S)]", low="all rows alike",
-        high="rows differ", digits=1, cost="less than half an SVD", bounds=_to_full_rank, to_the_largest=True,
-        bad="low", console="stable\nrank",
-        meaning="‖M‖² over the largest singular value squared. 1 is worrying: every token gets the same "
-        "mixture.",
+        title="Stable rank", formula="‖M‖_F²/σ_1²", range="[1, min(T, S)]", low="σ₁ dominates",
+        high="many as strong", digits=1, cost="less than half an SVD", bounds=_to_full_rank,
+        to_the_largest=True, console="stable\nrank",
+        meaning="‖M‖_F² over σ₁². Near 1 the largest singular value dominates the Frobenius norm. That does "
+        "not make rows alike: those of u vᵀ have different sizes. Whether rows are alike is row distance.",
         take=lambda heads: heads.ranks["stable_rank"],
     )]
     row_entropy: Annotated[Number, HeadMeasure(
         title="Row entropy", formula="mean over rows of −Σ_j p_j log p_j", range="[0, log S] nats",
         low="picks one token", high="averages all", digits=2, cost="O(T S)", bounds=_entropy,
-        meaning="How widely a row spreads its weight, in nats. Neither end is bad in itself: 0 picks a "
-        "single token, log S averages over all.",
+        silent=("diagonal",),
+        meaning="How widely a row spreads its weight, in nats: 0 where every row picks a single token, log S "
+        "where it averages over all.",
         take=lambda heads: heads.rows.row_entropy,
     )]
     sink_mass: Annotated[Number, HeadMeasure(
         title="Sink mass", formula="mean share of a row on the first token", range="[0, 1]", low="none of it",
-        high="all of it", digits=2, cost="O(T S)", bounds=_unit, bad="high", console="sink\nmass",
-        meaning="The mean share of a row that is spent on the first token. High is worrying: the head is "
-        "parked there.",
+        high="all of it", digits=2, cost="O(T S)", bounds=_unit, console="sink\nmass",
+        silent=("diagonal",),
+        meaning="The mean share of a row that is spent on the first token.",
         take=lambda heads: heads.rows.sink_mass,
     )]
     peak_mass: Annotated[Number, HeadMeasure(
         title="Peak mass", formula="largest mean share of a row on any one token", range="[1/S, 1]",
-        low="spread out", high="all on one token", digits=2, cost="O(T S)", bounds=_unit, bad="high",
-        meaning="The largest mean share of a row that one token gets. High is worrying: the head passes on "
-        "little else.",
+        low="spread out", high="all on one token", digits=2, cost="O(T S)", bounds=_unit,
+        silent=("diagonal",),
+        meaning="The largest mean share of a row that one token gets: near 1 the head passes on little else.",
         take=lambda heads: heads.rows.peak_mass,
     )] = math.nan
     row_distance: Annotated[Number, HeadMeasure(
         title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range="[0, 1]", low="constant",
-        high="rows differ", digits=2, cost="O(T S)", bounds=_unit, bad="low",
-        meaning="The distance to the nearest matrix with equal rows. 0 is worrying: every token gets the "
-        "same mixture.",
+        high="rows differ", digits=2, cost="O(T S)", bounds=_unit,
+        silent=("diagonal",),
+        meaning="The distance to the nearest matrix with equal rows: 0 where every token gets the same "
+        "mixture.",
         take=lambda heads: heads.rows.row_distance,
     )]
     identity_distance: Annotated[Number, HeadMeasure(
         title="Identity distance", formula="‖M − I‖_F/√(‖M‖_F² + T); NaN where T ≠ S",
         range="[0, 1] for M ≥ 0", low="no mixing", high="far from it", digits=2, cost="O(T S)", bounds=_unit,
-        bad="low",
-        meaning="The distance to the identity. 0 is worrying: every token keeps to itself and nothing is "
-        "mixed.",
+        meaning="The distance to the identity: 0 where every token keeps to itself and nothing is mixed.",
         take=lambda heads: heads.rows.identity_distance,
     )]
     nearest_distance: Annotated[Number, HeadMeasure(
         title="Distance to nearest head", short="Nearest distance",
         formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
         range="[0, 1] for M, M' ≥ 0", low="a twin", high="unlike any", digits=2, cost="O(H² T S)",
-        bounds=_unit, bad="low",
-        meaning="The distance to the head of the same layer that mixes most alike. 0 is worrying: the two "
-        "are twins.",
+        bounds=_unit,
+        meaning="The distance to the head of the same layer that mixes most alike: 0 where the two are the "
+        "same matrix.",
         take=None,  # the nearest on average over the sequences
     )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range="[0, ∞)",
         low="smallest here", high="largest here", digits=2, cost="less than half an SVD",
-        meaning="How much the head can stretch its input. 1 for a matrix that averages evenly; neither end "
-        "is bad in itself.",
+        meaning="How much the head can stretch its input: 1 for a matrix that averages evenly.",
         take=lambda heads: heads.ranks["sigma_max"],
     )]
     membership: Annotated[Number, HeadMeasure(
@@ -329,21 +363,21 @@ class LayerMeasures(Record):
         title="Distance from collapse, μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range="[0, 1]",
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", bounds=_unit,
         console="μ/‖Y‖",
-        meaning="How far the tokens are from being all the same. Falling to 0 is bad.",
+        meaning="How far the tokens are from being all the same: 0 where they are.",
         take=lambda states: states.measure("token_collapse"),
     )]
     mean_cosine: Annotated[Number, LayerMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",
         range="[−1/(T−1), 1]", low="tokens point apart", high="all tokens parallel", digits=3, cost="O(T D)",
         bounds=lambda _: (-1.0, 1.0), console="mean\ncosine",
-        meaning="How parallel the tokens are. Rising to 1 is bad.",
+        meaning="How parallel the tokens are: 1 where all point the same way.",
         take=lambda states: states.measure("mean_cosine"),
     )]
     effective_rank: Annotated[Number, LayerMeasure(
         title="Effective rank of the states", formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the T×D states",
         range="[1, min(T, D)]", low="one direction only", high="many directions", digits=1, cost="one SVD",
         bounds=_to_full_rank, to_the_largest=True, console="effective\nrank",
-        meaning="How many directions the tokens span. Falling to 1 is bad.",
+        meaning="How many directions the tokens span: 1 where they lie on a line.",
         take=lambda states: states.measure("state_effective_rank"),
     )]
     turn: Annotated[Number, LayerMeasure(

@@ -224,6 +224,8 @@ class Finding(Record):
     """One plain sentence."""
     remedy: str
     """A command or a call."""
+    heads: list[Count] = Field(default_factory=list)
+    """All heads of the site that it speaks of, where it speaks of several; ``where.head`` is one of them."""
 
     def __repr__(self) -> str:
         return f"Finding({_word(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"

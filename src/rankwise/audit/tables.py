@@ -13,6 +13,8 @@ Row = dict[str, Any]
 
 SUFFIXES = {"spread": "std", "stderr": "stderr"}
 """What is kept of a measure beside it: a field of the record, and the end of its column's name."""
+PACKED = ("picture",)
+"""What is no number of its own, and no text that anybody reads."""
 _LISTS = (list, tuple, set)
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula."""
@@ -23,7 +25,7 @@ def flat_rows(records: Sequence[BaseModel]) -> list[Row]:
 
     The standard deviation over sequences stands behind its measure as ``NAME_std``, a standard error as
     ``NAME_stderr``; the parts of a record inside as ``FIELD_NAME``, those of a place without ``where_``.
-    Lists (spectra, maps, thresholds) are left out.
+    Lists (spectra, maps, thresholds) and pictures of matrices are left out.
 
     Args:
         records: of one kind.
@@ -98,7 +100,7 @@ def _flat(record: BaseModel) -> Row:
     for name, field in type(record).model_fields.items():
         value = getattr(record, name)
         nothing = value is None and (_record_in(field.annotation) or _holds(field.annotation, _LISTS))
-        if name in SUFFIXES or nothing:
+        if name in (*SUFFIXES, *PACKED) or nothing:
             continue
         row |= _parts(name, value)
         for end, kept in beside.items():

@@ -1,4 +1,4 @@
-"""Curves: token states through depth, and singular values of heads."""
+"""Curves: token states through depth."""
 
 import html
 import math
@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise.audit.measures import DRAWN, LayerMeasure, shown
-from rankwise.audit.records import HeadRecord, LayerRecord
-from rankwise.report.text import rank_share
+from rankwise.audit.records import LayerRecord
 
-_SMALLEST = 1e-12
-"""Below this share of the largest, a float64 singular value is rounding noise and is not drawn."""
-
+_MOST_TICKS = 8
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 
 
@@ -48,7 +45,11 @@ def _draw_measure(measure: LayerMeasure, layers: Sequence[LayerRecord], stacks: 
         line: dict[str, Any] = {"type": "scatter", "x": depths, "y": [measure.value(layer) for layer in mine]}
         line |= {"mode": "lines+markers", "hovertext": text, "hoverinfo": "text", "meta": {"series": series}}
         traces.append(line | {"marker": {"symbol": _SYMBOLS[series % len(_SYMBOLS)]}})
-    return {"data": traces, "layout": _depth_layout(measure), "name": measure.name}
+    return {
+        "data": traces,
+        "layout": _depth_layout(measure, max(one.layer for one in layers)),
+        "name": measure.name,
+    }
 
 
 def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
@@ -70,15 +71,15 @@ def _hover(measure: LayerMeasure, layer: LayerRecord) -> str:
     return f"{html.escape(layer.stack)}, {when}<br>{shown(measure.value(layer), measure.digits)}{around}"
 
 
-def _depth_layout(measure: LayerMeasure) -> dict[str, Any]:
+def _depth_layout(measure: LayerMeasure, deepest: int) -> dict[str, Any]:
     # Tokens are seldom opposed: below 0 the axis opens only where there is something to see.
     scale = {"rangemode": "tozero", "fixedrange": True, "zeroline": False, "nticks": 6, "automargin": True}
+    step = 1 + deepest // _MOST_TICKS  # whole blocks: an axis left to itself counts halves
     depth = {
         "title": {"text": "blocks passed"},
         "fixedrange": True,
         "zeroline": False,
-        "tickformat": "d",
-        "nticks": 8,
+        "tickvals": list(range(0, deepest + 1, step)),
     }
     return {
         "height": 260,
@@ -89,43 +90,3 @@ def _depth_layout(measure: LayerMeasure) -> dict[str, Any]:
         "xaxis": depth,
         "yaxis": scale | ({"range": [0, 1.03]} if measure.name == "relative_collapse" else {}),
     }
-
-
-def spectra(heads: Sequence[HeadRecord], delta: float) -> list[dict[str, Any]]:
-    """Prepare the singular values of each head for drawing.
-
-    Args:
-        heads: the heads of the audit.
-        delta: the threshold of the numerical rank.
-
-    Returns:
-        For each head ``values`` (σ_i/σ_1; None where rounding noise or not finite) and ``last``, the index of
-        the last drawn value at or above δ; None where there is none.
-    """
-    return [_spectrum(head, delta) for head in heads]
-
-
-def _spectrum(head: HeadRecord, delta: float) -> dict[str, Any]:
-    largest = head.spectrum[0] if head.spectrum else math.nan
-    if not (math.isfinite(largest) and largest > 0):
-        return {"values": [], "last": None}
-    shares = [value / largest for value in head.spectrum]
-    values = [
-        float(f"{share:.4g}") if math.isfinite(share) and share >= _SMALLEST else None for share in shares
-    ]
-    counted = [i for i, sigma in enumerate(head.spectrum) if sigma >= delta and values[i] is not None]
-    return {"values": values, "last": counted[-1] if counted else None}
-
-
-def opening_heads(heads: Sequence[HeadRecord]) -> list[int]:
-    """Choose the spectra to show first: of the heads with the lowest, the middle and the highest rank share.
-
-    Args:
-        heads: the heads of the audit.
-
-    Returns:
-        Up to three indices into ``heads``, of heads that have a spectrum.
-    """
-    known = [i for i, head in enumerate(heads) if head.spectrum and math.isfinite(rank_share(head))]
-    ranked = sorted(known, key=lambda i: rank_share(heads[i]))
-    return list(dict.fromkeys(ranked[i] for i in (0, len(ranked) // 2, -1))) if ranked else []

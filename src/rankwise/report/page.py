@@ -8,26 +8,29 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, HeadMeasure, pictured, shown
+from rankwise.audit.measures import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, share, shown
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
 from rankwise.files import write_whole
 from rankwise.report.charts import chart_script
-from rankwise.report.curves import draw_depth, opening_heads, spectra
-from rankwise.report.heatmap import describe, draw_panel
+from rankwise.report.columns import head_columns
+from rankwise.report.curves import draw_depth
+from rankwise.report.heatmap import draw_panel
 from rankwise.report.memberships import membership_maps
+from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
 from rankwise.report.text import (
     SEVERITIES,
     count,
     mean,
-    null_share,
-    random_share,
+    model_name,
     rank_share,
-    uniform_share,
 )
 
-_SCRIPTS = ("theme.js", "heatmap.js", "curves.js", "memberships.js", "page.js")
+_SCRIPTS = (
+    *("theme.js", "numbers.js", "save.js", "depth.js", "spectrum.js", "matrix.js", "one_head.js"),
+    *("heatmap.js", "tables.js", "memberships.js", "page.js"),
+)
 
 
 def write_html(audit: AuditRecord, path: Path) -> Path:
@@ -101,35 +104,39 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
     panels = make_panels(audit.heads)
     targets = find_targets(audit.findings, audit)
     marks = marks_of(audit.findings, targets)
-    measures = pictured(audit.heads)
-    homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
+    columns = head_columns(audit.heads)
     stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
     memberships = membership_maps(panels, audit.heads)
+    pictures, left_out = pack_pictures(audit)
     data = {
-        "panels": [draw_panel(panel, audit.heads, marks) for panel in panels],
+        "model": model_name(audit.provenance.model),
+        "delta": audit.provenance.delta,
+        "panels": [draw_panel(panel, marks) for panel in panels],
+        "heads": _head_names(audit.heads, panels),
+        "columns": [column.data() for column in columns],
         "depth": draw_depth(audit.layers),
         "stacks": stacks,
-        "spectra": spectra(audit.heads, audit.provenance.delta),
-        "names": [f"layer {head.layer}, head {head.head}" for head in audit.heads],
-        "details": [describe(head) for head in audit.heads],
-        "panel_names": [panel.title for panel in panels],
-        "opening": opening_heads(audit.heads),
+        "spectra": pack_spectra(audit.heads),
+        "pictures": pictures,
+        "pictures_left_out": left_out,
+        "texts": audit.texts,
+        "opening": opening_head(audit.heads, list(marks)),
         "targets": [target.data() for target in targets],
         "memberships": memberships,
+        "states": state_table(audit.layers),
     }
     return {
         "audit": audit,
         "about": audit.provenance,
+        "name": model_name(audit.provenance.model),
         "summary": summary(audit),
         "words": {severity: one for severity, (one, _) in SEVERITIES.items()},
         "severities": severity_counts(audit.findings),
         "groups": finding_groups(audit.findings, targets, panels),
-        "measures": measures,
+        "measures": [column for column in columns if column.meaning],
         "states": DRAWN,
         "panels": [_panel_words(panel, audit.heads) for panel in panels],
         "stacks": stacks,
-        "rows": [_table_row(head, homes[index], measures) for index, head in enumerate(audit.heads)],
-        "state_rows": [(layer, _state_words(layer)) for layer in audit.layers],
         "memberships": memberships,
         "provenance": _provenance(audit),
         "data": without_nan(data),
@@ -140,23 +147,26 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
     """Name the few numbers to know first: what, how much, and what to hold against it."""
     heads, layers = audit.heads, audit.layers
     facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
-    if heads:
-        share, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
-        facts.append(("Mean rank share", shown(share, 2), f"chance would give {shown(null, 2)}"))
-        above, below = (_heads_of(audit.findings, code) for code in ("ABOVE_NULL", "BELOW_NULL"))
-        against = f"{shown(above)} above and {shown(below)} below every null"
-        facts.append(("Heads beyond chance", shown(above + below), against))
+    mixing = [head for head in heads if head.kind not in HEAD_MEASURES[0].silent]
+    if mixing:
+        nulls = {words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()}
+        known = [f"{words} {null:.2g}" for words, null in nulls.items() if math.isfinite(null)]
+        facts.append(("Mean rank share", shown(mean(map(rank_share, mixing)), 2), ", ".join(known)))
+    above, below = (_heads_of(audit.findings, code) for code in ("ABOVE_NULL", "BELOW_NULL"))
+    if mixing and any(head.band for head in mixing):
+        against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
+        facts.append(("Heads unlike every reference", str(above + below), against))
     last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
-    worst = min(last.values(), key=lambda y: _nan_last(y.relative_collapse), default=None)
-    if worst is not None:
-        against = f"0: all tokens alike; mean cosine {shown(worst.mean_cosine, 2)}"
-        facts.append(("μ/‖Y‖ at the end", shown(worst.relative_collapse, 3), against))
+    nearest = min(last.values(), key=lambda y: _nan_last(y.relative_collapse), default=None)
+    if nearest is not None:
+        against = f"0: all tokens alike; mean cosine {shown(nearest.mean_cosine, 2)}"
+        facts.append(("μ/‖Y‖ at the end", shown(nearest.relative_collapse, 3), against))
     return facts
 
 
-def _heads_of(findings: Sequence[Finding], code: str) -> float:
-    counts = [finding.evidence.get("heads", math.nan) for finding in findings if finding.code == code]
-    return sum((count for count in counts if math.isfinite(count)), 0.0)
+def _heads_of(findings: Sequence[Finding], code: str) -> int:
+    """How many heads findings of a code speak of, as the map marks them."""
+    return sum(len(finding.heads) or 1 for finding in findings if finding.code == code)
 
 
 def _nan_last(value: float) -> float:
@@ -166,36 +176,65 @@ def _nan_last(value: float) -> float:
 def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     mine = [heads[index] for index in panel.indices]
     kinds = dict.fromkeys(head.kind for head in mine)
-    masks = dict.fromkeys(f"{head.mask} mask" for head in mine)
+    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if head.kind != "diagonal")
     tokens = f"{shown(mean(head.tokens for head in mine), 0)} tokens"
     if panel.cross:
         tokens += f" reading {shown(mean(head.sources for head in mine), 0)}"
-    options = [(index, f"layer {heads[index].layer}, head {heads[index].head}") for index in panel.indices]
-    facts = [*kinds, *masks, tokens]
     return {
         "title": panel.title,
         "pattern": panel.pattern,
-        "facts": facts,
-        "options": options,
+        "facts": [*kinds, *masks, tokens],
+        "diagonal": "diagonal" in kinds,
         "columns": len(panel.columns),
     }
 
 
-def _table_row(head: HeadRecord, panel: int, measures: Sequence[HeadMeasure]) -> dict[str, Any]:
-    ranks, others = measures[0], measures[1:]
-    values = [(ranks.value(head), ranks.said(head))]
-    nulls = (share(head) for share in (null_share, random_share, uniform_share))
-    values += [(value, shown(value, 2)) for value in nulls]
-    values += [(measure.value(head), measure.said(head)) for measure in others]
-    nearest = "" if head.nearest_head is None else str(head.nearest_head)
-    numbers = [(value if math.isfinite(value) else "", words) for value, words in values]
-    tokens = (head.tokens if math.isfinite(head.tokens) else "", shown(head.tokens, 0))
-    return {"head": head, "panel": panel, "tokens": tokens, "numbers": numbers, "nearest": nearest}
+def _head_names(heads: Sequence[HeadRecord], panels: Sequence[Panel]) -> dict[str, Any]:
+    """Which heads there are: a list of each fact, one entry a head, texts as places in a list of words."""
+    homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
+    return {
+        "layer": [head.layer for head in heads],
+        "head": [head.head for head in heads],
+        "panel": [homes[index] for index in range(len(heads))],
+        "full_rank": [head.smaller for head in heads],
+        "nearest": [head.nearest_head for head in heads],
+        "tokens": [float(f"{head.tokens:.6g}") for head in heads],
+        "sequences": [head.sequences for head in heads],
+        "nonfinite": [head.nonfinite for head in heads],
+        "kind": _coded([head.kind for head in heads]),
+        "mask": _coded([head.mask for head in heads]),
+        "site": _coded([head.site for head in heads]),
+        "peak_token": _coded([head.peak_token for head in heads]),
+    }
 
 
-def _state_words(layer: LayerRecord) -> list[str]:
-    measured = [measure.said(layer) for measure in DRAWN]
-    return [shown(layer.tokens, 0), shown(layer.norm, 1), *measured]
+def _coded(texts: Sequence[str]) -> dict[str, Any]:
+    words = list(dict.fromkeys(texts))
+    places = {word: at for at, word in enumerate(words)}
+    return {"words": words, "of": [places[text] for text in texts]}
+
+
+def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
+    """The token states as columns of a table, each with its numbers and how they are shown.
+
+    Args:
+        layers: the layer records of an audit.
+    """
+    columns: list[dict[str, Any]] = [
+        {"name": "stack", "head": "Stack", "texts": [layer.stack for layer in layers]},
+        {"name": "layer", "head": "Blocks passed", "digits": 0, "values": [y.layer for y in layers]},
+        {"name": "tokens", "head": "Tokens", "digits": 0, "values": [y.tokens for y in layers]},
+    ]
+    for measure in LAYER_MEASURES:
+        numbers = [measure.value(layer) for layer in layers]
+        columns.append(
+            {"name": measure.name, "head": measure.head, "digits": measure.digits, "values": numbers}
+        )
+    for name, head in (("sequences", "Sequences"), ("nonfinite", "Not finite")):
+        columns.append(
+            {"name": name, "head": head, "digits": 0, "values": [getattr(y, name) for y in layers]}
+        )
+    return columns
 
 
 def _provenance(audit: AuditRecord) -> list[tuple[str, str]]:

@@ -72,6 +72,9 @@ def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Targe
         return Target("unseen")
     named = bool(where.stack or where.site) or where.layer is not None or where.head is not None
     heads = layers.at(where) if named else []
+    for number in finding.heads:
+        spoken_of = layers.at(where.model_copy(update={"head": number}))
+        heads += [index for index in spoken_of if index not in heads]
     if where.head is None and _is_about_states(finding, audit, heads):
         return Target("states", stack=where.stack, layer=where.layer)
     if not heads:

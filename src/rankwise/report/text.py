@@ -1,6 +1,7 @@
 """Numbers and names as people read them."""
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -74,6 +75,27 @@ def mean(values: Iterable[float]) -> float:
     """
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+GENERIC = {"model", "models", "final", "best", "last", "output", "weights", "pretrained"}
+"""Names of folders that say nothing without that of the folder they lie in."""
+
+
+def model_name(name: str) -> str:
+    r"""What to call a model in a title: a path by its last parts, a name of the Hub as it is.
+
+    Examples:
+        >>> model_name("/me/runs/bert-a/checkpoint-500"), model_name("org/model"), model_name("./my-vit/")
+        ('bert-a/checkpoint-500', 'org/model', 'my-vit')
+        >>> model_name("/data/all-MiniLM/model"), model_name("C:\m\gpt"), model_name("code/net.py:build")
+        ('all-MiniLM/model', 'gpt', 'net.py:build')
+    """
+    parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..", "~")]
+    is_path = name.startswith(("/", ".", "~", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or len(parts) > 2
+    if not parts or not (is_path or ".py:" in name):
+        return name
+    vague = parts[-1].lower() in GENERIC or re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
+    return "/".join(parts[-2:]) if vague else parts[-1]
 
 
 def rank_share(head: HeadRecord) -> float:

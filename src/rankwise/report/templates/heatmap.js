@@ -1,22 +1,11 @@
-// One heat map for each panel; `marked` holds the heads a reader was led to.
+// One heat map for each panel, one scale for all; `marked` holds the heads a reader was led to.
 const maps = findAll(".plot.heat");
 const measurePicker = find("#measure");
-const HINT = find(".panel .status")?.textContent;
+const NUMERALS = ["①", "②", "③", "④", "⑤", "⑥"];
 let marked = [];
 
-const panelOf = (head) => report.panels.findIndex((panel) => head in panel.places);
-const viewOf = (panel) => panel.views[measurePicker.value];
-
-function stops(view) {
-  const [worst, bad, none, good, best] = ["bad-2", "bad-1", "neutral", "good-1", "good-2"].map(colour);
-  if (view.null !== null) {
-    const middle = Math.min(Math.max((view.null - view.low) / (view.high - view.low), 0.01), 0.99);
-    return [[0, worst], [middle / 2, bad], [middle, none], [(1 + middle) / 2, good], [1, best]];
-  }
-  const ramp = { low: [worst, bad, none], high: [none, bad, worst] }[view.bad] ?? [none, good, best];
-  const places = { low: [0, 0.3, 1], high: [0, 0.7, 1] }[view.bad] ?? [0, 0.5, 1];
-  return ramp.map((step, i) => [places[i], step]);
-}
+const measured = () => columnNamed[measurePicker.value];
+const scaleOf = (column) => column.ends.map(([end]) => end);
 
 // Neighbours in a row share one outline.
 function outlines(panel) {
@@ -33,90 +22,83 @@ function outlines(panel) {
 }
 
 // The numbers in the cells, dark or light as the cell demands; where cells are small only the missing ones.
-function words(panel, view) {
-  const steps = stops(view);
+function words(panel, column) {
+  const steps = ramp();
+  const [low, high] = scaleOf(column);
+  const quiet = silent[column.name];
   const roomy = panel.numbers && !narrow.matches;
-  const cells = Object.values(panel.places).filter(([x, y]) => roomy || view.z[y][x] === null);
-  const ink = ([x, y]) => {
-    const z = view.z[y][x];
-    return z === null ? colour("muted") : inkOn(blend(steps, (z - view.low) / (view.high - view.low)));
-  };
+  const cells = Object.entries(panel.places).map(([head, place]) => [Number(head), place])
+    .filter(([head]) => roomy || quiet.has(head) || column.values[head] === null);
+  const ink = (head) => (quiet.has(head) || column.values[head] === null ? colour("muted")
+    : inkOn(blend(steps, (column.values[head] - low) / (high - low))));
   return {
-    type: "scatter", mode: "text", hoverinfo: "skip", textfont: { color: cells.map(ink) },
-    x: cells.map(([x]) => x), y: cells.map(([, y]) => y), text: cells.map(([x, y]) => view.text[y][x]),
+    type: "scatter", mode: "text", hoverinfo: "skip", textfont: { color: cells.map(([head]) => ink(head)) },
+    x: cells.map(([, [x]]) => x), y: cells.map(([, [, y]]) => y),
+    text: cells.map(([head]) => (quiet.has(head) ? "╱╱╱" : said(column, head))),
   };
 }
 
 function drawMap(number) {
   const panel = report.panels[number];
-  const view = viewOf(panel);
-  const [cells, ...signs] = panel.data;
-  const hovertext = cells.customdata.map((row, y) =>
-    row.map((head, x) => (head === null ? "" : `<b>${report.names[head]}</b><br>${title()} ${view.text[y][x]}`)));
-  const heat = { ...cells, hovertext, z: view.z, zmin: view.low, zmax: view.high, colorscale: stops(view) };
-  const coloured = signs.map((sign) => ({
+  const column = measured();
+  const quiet = silent[column.name];
+  const [zmin, zmax] = scaleOf(column);
+  const of = (give) => panel.grid.map((row) => row.map((head) => (head === null ? null : give(head))));
+  const heat = {
+    type: "heatmap", customdata: panel.grid, hoverinfo: "text", hoverongaps: true, showscale: false, xgap: 2, ygap: 2,
+    z: of((head) => (quiet.has(head) ? null : column.values[head])), zmin, zmax, colorscale: ramp(),
+    hovertext: of((head) => `<b>${nameOf(head)}</b><br>${column.head} ${quiet.has(head) ? "says nothing of a diagonal" : said(column, head) + around(column, head)}`),
+  };
+  const greys = { ...heat, z: of((head) => (quiet.has(head) ? 1 : null)), hoverinfo: "skip", hoverongaps: false, colorscale: [[0, colour("sunken")], [1, colour("sunken")]] };
+  const signs = panel.signs.map((sign) => ({
     ...sign,
     marker: { ...sign.marker, color: colour(sign.meta.severity), line: { color: colour("raised"), width: 1 } },
   }));
-  maps[number].dataset.marked = markedIn(number).join(" ");
-  drawScale(maps[number].closest(".panel"), view);
-  return draw(maps[number], [heat, words(panel, view), ...coloured], panel.layout, outlines(panel));
+  maps[number].dataset.marked = marked.filter((head) => head in panel.places).join(" ");
+  return draw(maps[number], [...(quiet.size ? [greys] : []), heat, words(panel, column), ...signs], panel.layout, outlines(panel));
 }
 
-function drawScale(figure, view) {
-  const steps = stops(view).map(([at, step]) => `${step} ${100 * at}%`);
-  find(".ramp", figure).style.background = `linear-gradient(to right, ${steps.join(", ")})`;
-  find(".scale", figure).classList.toggle("with-null", view.null !== null);
-  find(".null-mark", figure).style.left = `${(100 * (view.null - view.low)) / (view.high - view.low)}%`;
-  find(".null-name", figure).textContent = view.difference ? "each head's own null" : `null ${view.nulls}`;
-  const [low, high] = view.difference ? [`${view.ends[0].slice(1)} below`, `${view.ends[1]} above`] : view.ends;
-  const option = measurePicker.selectedOptions[0];
-  find(".low", figure).textContent = `${low} ${view.difference ? "" : option.dataset.low}`;
-  find(".high", figure).textContent = `${high} ${view.difference ? "" : option.dataset.high}`;
-}
-
-const drawMaps = () => Promise.all(maps.map((_, number) => drawMap(number)));
-
-const title = () => measurePicker.selectedOptions[0].textContent.toLowerCase();
-
-function value(head) {
-  const panel = report.panels[panelOf(head)];
-  const [x, y] = panel.places[head];
-  return `${title()} ${viewOf(panel).text[y][x]}`;
-}
-
-// Under its map: what was measured of one or two heads, or how many there are.
-function tell(map, heads) {
-  const status = find(".status", map.closest(".panel"));
-  if (heads.length > 2) {
-    status.textContent = `${heads.length} heads marked.`;
-    return;
-  }
-  const lines = heads.map((head) => {
-    const line = document.createElement("span");
-    const name = document.createElement("strong");
-    name.textContent = `${report.names[head]}: ${value(head)}`;
-    line.append(name, ` · ${report.details[head]}`);
-    return line;
+// The scale, and on it what heads are held against, each with its number in the legend.
+function drawScale() {
+  if (!maps.length) return;
+  const column = measured();
+  const [low, high] = scaleOf(column);
+  const at = (value) => 100 * Math.min(Math.max((value - low) / (high - low), 0), 1);
+  find(".ramp").style.background = `linear-gradient(to right, ${ramp().map(([place, step]) => `${step} ${100 * place}%`).join(", ")})`;
+  const order = [...column.references.keys()].sort((a, b) => column.references[a].at - column.references[b].at);
+  let last = -100, level = 0;
+  const signs = order.map((number) => {
+    const place = at(column.references[number].at);
+    level = place - last < 6 ? level + 1 : 0;
+    last = place;
+    const sign = element("span", { className: "reference" }, element("span", { textContent: NUMERALS[number] }));
+    sign.style.left = `${place}%`;
+    sign.style.setProperty("--level", level);
+    return sign;
   });
-  status.replaceChildren(...(lines.length ? lines : [HINT]));
+  find("#references").replaceChildren(...signs);
+  find(".scale").classList.toggle("with-references", signs.length > 0);
+  find("#legend").replaceChildren(...column.references.map(({ name, note, said: words }, number) =>
+    element("li", {}, element("b", { textContent: `${NUMERALS[number]} ${name} ${words}` }), `: ${note}`)));
+  const [[, lowWords], [, highWords]] = column.ends;
+  const [beyond, largest] = column.beyond;
+  find(".low").textContent = `${shown(low, column.digits)} ${lowWords}`;
+  find(".high").textContent = `${shown(high, column.digits)} ${highWords}`
+    + (beyond ? ` (${beyond} beyond, up to ${shown(largest, column.digits)})` : "");
 }
 
-const markedIn = (number) => marked.filter((head) => head in report.panels[number].places);
+function drawMaps() {
+  drawScale();
+  return Promise.all(maps.map((_, number) => drawMap(number)));
+}
 
 function mark(heads) {
   marked = heads;
-  maps.forEach((map, number) => tell(map, markedIn(number)));
   return drawMaps();
 }
 
 function listenToMap(map, number) {
   const { places } = report.panels[number];
-  map.on("plotly_hover", (event) => {
-    const head = event.points[0].customdata;
-    if (Number.isInteger(head)) tell(map, [head]);
-  });
-  map.on("plotly_unhover", () => tell(map, markedIn(number)));
   map.on("plotly_click", (event) => {
     const head = event.points[0].customdata;
     if (Number.isInteger(head)) choose(head);
@@ -124,16 +106,19 @@ function listenToMap(map, number) {
   map.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     const from = marked.find((head) => head in places);
-    if (event.key === "Enter" && from !== undefined) choose(from);
+    if (event.key === "Enter" && from !== undefined) keepSpectrum(from);
+    if (event.key === "Escape") closeHead();
     if (!step) return;
     event.preventDefault();
     const [x, y] = from === undefined ? [-step[0], -step[1]] : places[from];
     const to = Object.keys(places).find((head) => places[head][0] === x + step[0] && places[head][1] === y + step[1]);
-    if (to !== undefined) mark([Number(to)]);
+    if (to !== undefined) choose(Number(to));
   });
 }
 
+// As a sheet it covers the lower part of the screen: the map goes to the top.
 function choose(head) {
-  addSpectrum(head);
-  return mark([head]);
+  const drawn = Promise.all([openHead(head), mark([head])]);
+  if (!beside.matches) scrollTo(maps[panelOf(head)], "start");
+  return drawn;
 }

@@ -12,8 +12,7 @@ function drawMembership(number) {
   const map = report.memberships[number];
   const { columns, z } = map.layers[layerPickers[number].value];
   const hovertext = z.map((line, y) => line.map((share, x) => (share === null ? "" : membershipWords(columns, x, y, share))));
-  const steps = [[0, colour("neutral")], [0.5, colour("good-1")], [1, colour("good-2")]];
-  const heat = { type: "heatmap", z, hovertext, hoverinfo: "text", zmin: 0, zmax: map.largest, colorscale: steps, showscale: false };
+  const heat = { type: "heatmap", z, hovertext, hoverinfo: "text", zmin: 0, zmax: map.largest, colorscale: ramp(), showscale: false };
   const bare = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
   const picture = columns > 0;
   return draw(membershipPlots[number], [heat], {

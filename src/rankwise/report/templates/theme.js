@@ -2,6 +2,7 @@
 const report = JSON.parse(document.getElementById("report-data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 640px)");
+const beside = matchMedia("(min-width: 1100px)"); // room for a head beside the map; else it is a sheet below
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const SERIES = 6;
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
@@ -51,6 +52,17 @@ function draw(place, data, layout, shapes) {
   return Plotly.react(place, data, themed(layout, shapes), { displayModeBar: false, responsive: true });
 }
 
-function scrollTo(element) {
-  element.scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "center" });
+function scrollTo(element, block = "center") {
+  element.scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block });
+}
+
+// The one scale of colours, from little to much: no end of it is good or bad.
+const ramp = () => [0, 1, 2, 3, 4].map((step) => [step / 4, colour(`scale-${step}`)]);
+// Of numbers with signs: two hues around 0.
+const signedRamp = () => ["minus-2", "minus-1", "scale-0", "plus-1", "plus-2"].map((name, step) => [step / 4, colour(name)]);
+
+function element(tag, fields = {}, ...inside) {
+  const made = Object.assign(document.createElement(tag), fields);
+  made.append(...inside);
+  return made;
 }

@@ -1,0 +1,165 @@
+"""The numbers of heads as the page has them: each once, for map, head, table and CSV.
+
+What adds numbers of its own (its worth, its baseline) adds columns to `head_columns`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankwise.audit.measures import HEAD_MEASURES, NULL_NOTES, NULLS, HeadMeasure, share
+from rankwise.audit.records import HeadRecord
+
+_DIGITS = 6
+"""Significant digits that the page holds of a number; audit.json has all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What heads are held against on the scale of a measure."""
+
+    name: str
+    note: str
+    values: Sequence[float]
+    """One for each head; NaN where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A number of each head."""
+
+    name: str
+    """In a CSV file."""
+    title: str
+    head: str
+    """A title for a narrow column."""
+    digits: int | None
+    """Decimals that are shown."""
+    values: Sequence[float]
+    """One for each head; NaN where it is not known."""
+    spread: Sequence[float] = ()
+    """Standard deviations over sequences, if known."""
+    words: dict[int, str] = field(default_factory=dict)
+    """What is shown of a head in place of its number, such as a range."""
+    meaning: str = ""
+    """Said beside its heat map; a column without has none."""
+    low: str = ""
+    high: str = ""
+    """What the ends of its scale mean."""
+    limits: tuple[float, float] = (0.0, 1.0)
+    """The ends of its scale."""
+    silent: frozenset[int] = frozenset()
+    """Heads of which it says nothing."""
+    references: Sequence[Reference] = ()
+
+    def data(self) -> dict[str, Any]:
+        """As the page's scripts read it."""
+        low, high = self.limits
+        beyond = [value for value in self.values if math.isfinite(value) and value > high]
+        said = {
+            "name": self.name,
+            "title": self.title,
+            "head": self.head,
+            "digits": self.digits,
+            "values": [_short(value) for value in self.values],
+        }
+        if any(math.isfinite(one) for one in self.spread):
+            said["spread"] = [_short(one) for one in self.spread]
+        if self.words:
+            said["words"] = self.words
+        if self.meaning:
+            said |= {
+                "meaning": self.meaning,
+                "ends": [[_short(low), self.low], [_short(high), self.high]],
+                "beyond": [len(beyond), _short(max(beyond, default=math.nan))],
+                "silent": sorted(self.silent),
+                "references": [_marked(one) for one in self.references],
+            }
+        return said
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
+
+def _marked(reference: Reference) -> dict[str, Any]:
+    """Where it stands on the scale: its mean, and from where to where."""
+    known = [value for value in reference.values if math.isfinite(value)]
+    ends = (min(known), max(known))
+    words = [f"{end:.2g}" for end in ends]
+    return {
+        "name": reference.name,
+        "note": reference.note,
+        "at": _short(sum(known) / len(known)),
+        "said": words[0] if words[0] == words[1] else "–".join(words),
+    }
+
+
+def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
+    """The columns of an audit's heads, in the order in which they are shown.
+
+    Args:
+        heads: its heads.
+    """
+    columns: list[Column] = []
+    for measure in HEAD_MEASURES:
+        if not measure.known_in(heads):
+            continue
+        column = measure_column(measure, heads)
+        if measure.kinds and not any(map(math.isfinite, column.values)):
+            continue
+        columns.append(column)
+        columns += [
+            Column(
+                name=name,
+                title=f"{words.capitalize()}, share",
+                head=words.capitalize(),
+                digits=measure.digits,
+                values=[share(getattr(head, name), head) for head in heads],
+            )
+            for name, words in NULLS.items()
+            if name in measure.nulls
+        ]
+    return columns
+
+
+def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
+    """A measure of the table of measures as a column.
+
+    Args:
+        measure: its row.
+        heads: all heads.
+    """
+    values = [measure.value(head) for head in heads]
+    said = [(at, measure.said(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
+    spoken = [head for head in heads if head.kind not in measure.silent]
+    references = [
+        Reference(
+            name=words,
+            note=NULL_NOTES[name],
+            values=[share(getattr(head, name), head) for head in spoken],
+        )
+        for name, words in NULLS.items()
+        if name in measure.nulls
+    ]
+    return Column(
+        name=f"{measure.name}_share" if measure.share else measure.name,
+        title=measure.title,
+        head=measure.head,
+        digits=measure.digits,
+        values=values,
+        spread=[_spread(measure, head) for head in heads],
+        words=dict(said),
+        meaning=measure.meaning,
+        low=measure.low,
+        high=measure.high,
+        limits=measure.limits(spoken),
+        silent=frozenset(at for at, head in enumerate(heads) if head.kind in measure.silent),
+        references=[one for one in references if any(map(math.isfinite, one.values))],
+    )
+
+
+def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
+    deviation = head.spread.get(measure.name, math.nan)
+    return share(deviation, head) if measure.share else deviation

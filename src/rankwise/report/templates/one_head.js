@@ -1,0 +1,55 @@
+// The head that is open, beside the map or as a sheet below it.
+const card = find("#head-card");
+let open = null;
+
+function findingsOf(head) {
+  return report.targets.flatMap((target, index) => (target.section === "heads" && target.heads.includes(head) ? [index] : []));
+}
+
+function drawFindings(head) {
+  const items = findingsOf(head).slice(0, 4).map((index) => {
+    const finding = find(`#finding-${index}`);
+    const link = element("a", { href: `#finding-${index}`, textContent: find(".kind b", finding).textContent });
+    return element("li", { className: finding.classList[1] }, link, " ", find(".meaning", finding).textContent);
+  });
+  find("#head-findings").replaceChildren(...items);
+}
+
+function drawNumbers(head) {
+  const rows = drawn.filter((column) => column.values[head] !== null || column.words?.[head]).map((column) => {
+    const name = element("dt", { textContent: column.head });
+    const value = element("dd", {}, element("b", { textContent: said(column, head) }), around(column, head));
+    if (silent[column.name].has(head)) value.replaceChildren("says nothing of a diagonal");
+    const chosen = column.name === measurePicker?.value;
+    return element("div", { className: chosen ? "chosen" : "" }, name, value);
+  });
+  const nearest = report.heads.nearest[head];
+  if (nearest !== null) rows.push(element("div", {}, element("dt", { textContent: "Nearest head" }), element("dd", {}, element("b", { textContent: String(nearest) }))));
+  find("#head-numbers").replaceChildren(...rows);
+}
+
+function drawFacts(head) {
+  const { kind, mask, site, peak_token: peak, tokens, sequences, nonfinite } = report.heads;
+  const facts = [wordOf(kind, head), wordOf(kind, head) === "diagonal" ? "" : `${wordOf(mask, head)} mask`, `${shown(tokens[head], 0)} tokens`, `${sequences[head]} sequences`];
+  if (nonfinite[head]) facts.push(`not finite in ${nonfinite[head]} of ${nonfinite[head] + sequences[head]} sequences`);
+  if (wordOf(peak, head)) facts.push(`rows look most at ${wordOf(peak, head)}`);
+  find("#head-name").textContent = fullName(head);
+  find("#head-facts").textContent = facts.filter(Boolean).join(" · ");
+  find("#head-site").textContent = wordOf(site, head);
+}
+
+function openHead(head) {
+  open = head;
+  card.hidden = false;
+  card.dataset.head = head;
+  card.classList.add("opened");
+  drawFacts(head);
+  drawFindings(head);
+  drawNumbers(head);
+  return Promise.all([drawSpectra(), drawMatrix()]);
+}
+
+function closeHead() {
+  card.classList.remove("opened");
+  find(".plot.heat")?.focus({ preventScroll: true });
+}
