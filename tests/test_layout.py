@@ -92,6 +92,7 @@ ALLOWED = {
         "ops",
         "models",
         "surgery",
+        "worth",
         "compression",
     },
 }

@@ -45,7 +45,7 @@ def removable(worth: WorthRecord) -> Iterator[Finding]:
         severity="info",
         where=Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head),
         evidence={"heads": count, "cost": found.cost, "relative": found.relative, "loss": found.loss},
-        meaning=f"Removing {heads} costs {_per_cent(found.relative)} ({_change(worth, found.cost)}), "
+        meaning=f"Removing {heads} costs {found.relative:.2%} ({_change(worth, found.cost)}), "
         "by a run without them on this audit's batches.",
         remedy="rankwise.worth.cost_of_removal(model, other_batches, [rankwise.worth.HeadPlace("
         "**head.model_dump()) for head in audit.worth.removable.heads])",

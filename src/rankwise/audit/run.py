@@ -125,7 +125,7 @@ def audit(
     if texts is not None and isinstance(model, nn.Module):
         batches, notes = _from_texts(model, batches, texts, tokenizer, tokens, batch_size)
     check_batches(batches if texts is None else ())
-    settings = check_worth(worth)
+    settings = check_worth(worth, tokenizer)
     given = batches or ()
     given = given if settings is None else list(given)
     names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
@@ -240,7 +240,7 @@ class _Run:
                 sites=sites,
                 blocks=blocks,
                 channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
-                on_progress=lambda what: self._on_progress(self.batches, what),
+                on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
             )
         except KeyboardInterrupt:
             self.notes.append("worth not measured: interrupted from the keyboard")

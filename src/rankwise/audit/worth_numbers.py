@@ -1,5 +1,6 @@
 """From what worth measures to the records of an audit."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from rankwise.audit.worth_records import BlockWorth, HeadWorth, Removable, RemovableHead, WorthRecord
@@ -10,19 +11,24 @@ from rankwise.worth.results import Estimates
 WorthWanted = bool | Literal["exact"] | WorthSettings
 
 
-def check_worth(wanted: WorthWanted) -> WorthSettings | None:
+def check_worth(wanted: WorthWanted, tokenizer: Any = None) -> WorthSettings | None:
     """How worth is to be measured, if it is.
 
     Args:
         wanted: True, False, "exact", or settings.
+        tokenizer: it knows the mask token, where the settings name none.
 
     Raises:
         InputError: if it is none of these.
     """
+    if wanted is False:
+        return None
+    if wanted is True or wanted == "exact":
+        wanted = WorthSettings(exact=wanted == "exact")
     if isinstance(wanted, WorthSettings):
-        return wanted
-    if wanted is False or wanted is True or wanted == "exact":
-        return WorthSettings(exact=wanted == "exact") if wanted else None
+        known = wanted.mask_token is not None
+        mask = wanted.mask_token if known else getattr(tokenizer, "mask_token_id", None)
+        return replace(wanted, mask_token=mask)
     raise InputError(
         "`worth`", wanted='True, False, "exact" or WorthSettings', got=repr(wanted),
         fix="See `rankwise.worth.WorthSettings` for what can be set.",

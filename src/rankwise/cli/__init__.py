@@ -5,6 +5,7 @@ import sys
 import typer
 
 from rankwise.cli import audit, compare, compress, convert, plan, skip
+from rankwise.cli.optional_value import OptionalValues
 
 app = typer.Typer(
     name="rankwise",
@@ -14,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("audit", help=audit.HELP)(audit.command)
+app.command("audit", help=audit.HELP, cls=OptionalValues)(audit.command)
 app.command("compare", help=compare.HELP)(compare.command)
 app.command("plan", help=plan.HELP)(plan.command)
 app.command("skip", help=skip.HELP)(skip.command)

@@ -4,15 +4,18 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from rankwise.cli.optional_value import BARE
 
 if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.audit import Audit
     from rankwise.surgery import Skips
+    from rankwise.worth import WorthSettings
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
 
@@ -29,6 +32,8 @@ Without a model it audits the bundled demo. Writes audit.json and index.html (on
   rankwise audit ./my-bert --dataset imdb:test:text --sequences 32
 
   rankwise audit google/vit-base-patch16-224 --images photos/
+
+  rankwise audit gpt2 --text book.txt --worth exact --worth-tolerance 0.02
 
   rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
 """
@@ -61,6 +66,26 @@ def command(
             "finding), all, or layer:head,… Of the demo all are shown."
         ),
     ] = None,
+    worth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[estimate|exact|none]",
+            help="What the model loses without each head: estimated from gradients, or also by removing "
+            "heads one by one (exact). Of the demo it is exact.",
+        ),
+    ] = None,
+    worth_tolerance: Annotated[
+        float, typer.Option(help="Share of the loss that a set of heads may cost which goes together.")
+    ] = 0.01,
+    worth_removal: Annotated[
+        str, typer.Option(help="What takes a removed head's place: zero, or its mean over tokens.")
+    ] = "zero",
+    worth_loss: Annotated[
+        str,
+        typer.Option(
+            help="auto, causal, masked, encoder-decoder, labels, own, or output (how far it moves)."
+        ),
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
@@ -88,6 +113,7 @@ def command(
     check_delta(delta)
     how = check_method(method)
     chosen_heads(matrices)
+    worthwhile = _worth(worth, model, worth_tolerance, worth_removal, worth_loss)
     pictured = "all" if model is None and matrices is None else matrices
     prepare_folder(out)
     quiet_libraries()
@@ -128,8 +154,9 @@ def command(
                 method=how,
                 matrices=pictured,
                 tokenizer=inputs.tokenizer,
+                worth=worthwhile,
                 provenance=facts,
-                on_progress=lambda done, site: say(f"batch {done + 1} (of {sequences} sequences): {site}"),
+                on_progress=lambda done, site: say(_doing(done, sequences, site)),
             )
             if result.complete:
                 result, stopped = _advised(result, subject.model, first[0], say)
@@ -143,6 +170,30 @@ def command(
     if stopped or not result.complete:
         raise typer.Exit(130)
     _fail_on(result, codes)
+
+
+def _doing(done: int, sequences: int, what: str) -> str:
+    return what if what.startswith("worth") else f"batch {done + 1} (of {sequences} sequences): {what}"
+
+
+def _worth(
+    how: str | None, model: str | None, tolerance: float, removal: str, loss: str
+) -> "WorthSettings | Literal[False]":
+    """What was asked for; of the demo, which is small, everything."""
+    from rankwise.errors import InputError, did_you_mean
+    from rankwise.worth import WorthSettings, check_removal
+    from rankwise.worth.choice import check_loss
+
+    values = BARE["--worth"]
+    if how is not None and how not in values:
+        raise InputError("--worth", wanted=" or ".join(values), got=how, fix=did_you_mean(how, values))
+    settings = WorthSettings(
+        exact=how == "exact" or (how is None and model is None),
+        tolerance=tolerance,
+        removal=check_removal(removal),
+        loss=check_loss(loss),
+    )
+    return False if how == "none" or (how is None and model is not None) else settings
 
 
 def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord, Provenance
+from rankwise.audit.worth_records import WorthRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import (
@@ -64,6 +65,8 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
         if not audit.heads:
             out.print("No heads: no mixing operator was captured.")
             out.print()
+        if audit.worth is not None:
+            _print_worth(audit.worth, out)
         _print_unseen(audit, out)
         _print_provenance(audit.provenance, out)
 
@@ -172,6 +175,21 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
         measured = [measure.said(layer) for measure in _LAYER_COLUMNS]
         table.add_row(str(layer.layer), shown(layer.tokens, 0), *measured)
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
+
+
+def _print_worth(worth: WorthRecord, console: Console) -> None:
+    """What was lost, and how far the estimates of removal hold."""
+    whole = f"{shown(worth.value)} {worth.unit}" if worth.value else worth.unit
+    how = f"{worth.removal} in a removed head's place"
+    console.print(line(("Worth", "bold"), worth.loss, whole, how), overflow="fold")
+    if math.isfinite(worth.spearman):
+        console.print(f"Spearman of estimated and exact costs over heads: {shown(worth.spearman, 2)}")
+    found = worth.removable
+    if found is not None and not found.heads:
+        console.print(f"No set of heads was found that can go at {found.tolerance:.2%} of the loss.")
+    for note in worth.notes:
+        console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
+    console.print()
 
 
 def _print_unseen(audit: AuditRecord, console: Console) -> None:

@@ -1,7 +1,7 @@
 """What a model loses without each of its heads and blocks, and which heads can go together."""
 
 from rankwise.worth.choice import LOSSES
-from rankwise.worth.measure import WorthSettings, cost_of_removal, measure_worth
+from rankwise.worth.measure import WorthSettings, check_removal, cost_of_removal, measure_worth
 from rankwise.worth.results import BlockWorth, HeadPlace, Joint, Removal, SiteWorth, Worth, spearman
 from rankwise.worth.runs import NotDifferentiableError
 
@@ -15,6 +15,7 @@ __all__ = [
     "SiteWorth",
     "Worth",
     "WorthSettings",
+    "check_removal",
     "cost_of_removal",
     "measure_worth",
     "spearman",

@@ -20,7 +20,7 @@ from rankwise.worth.losses import (
 from rankwise.worth.outputs import first_floating, logits_of, real_tokens, token_ids
 
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
-LOSSES = ("auto", "causal", "masked", "encoder-decoder", "labels", "own", "output")
+LOSSES: tuple[LossName, ...] = ("auto", "causal", "masked", "encoder-decoder", "labels", "own", "output")
 MASKED_SHARE = 0.15
 """Of the tokens, as masked language models are trained."""
 
@@ -57,12 +57,7 @@ def choose_loss(
     """
     if callable(wanted):
         return FunctionLoss(wanted, getattr(wanted, "__name__", type(wanted).__name__))
-    if wanted not in LOSSES:
-        raise InputError(
-            "loss", wanted=f"one of {', '.join(LOSSES)}, or a function of (output, batch)", got=repr(wanted),
-            fix=did_you_mean(str(wanted), LOSSES),
-        )  # fmt: skip
-    name = _fitting(model, case, output, mask_token) if wanted == "auto" else wanted
+    name = _fitting(model, case, output, mask_token) if wanted == "auto" else check_loss(wanted)
     makers: dict[str, Callable[[], Loss]] = {
         "causal": lambda: _next_tokens(case, output, "input_ids", "causal"),
         "encoder-decoder": lambda: _next_tokens(case, output, "decoder_input_ids", "encoder-decoder"),
@@ -72,6 +67,24 @@ def choose_loss(
         "output": lambda: _moved(output),
     }
     return makers[name]()
+
+
+def check_loss(name: str) -> LossName:
+    """Refuse a name that no loss has.
+
+    Args:
+        name: out of `LOSSES`.
+
+    Raises:
+        InputError: naming the nearest.
+    """
+    for known in LOSSES:
+        if name == known:
+            return known
+    raise InputError(
+        "loss", wanted=f"one of {', '.join(LOSSES)}, or a function of (output, batch)", got=repr(name),
+        fix=did_you_mean(str(name), LOSSES),
+    )  # fmt: skip
 
 
 def _fitting(model: nn.Module, case: Case, output: Any, mask_token: int | None) -> str:

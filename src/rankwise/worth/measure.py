@@ -12,7 +12,7 @@ from torch import nn
 from rankwise.capture import SiteAdapter, StateSite, capture
 from rankwise.errors import InputError, did_you_mean
 from rankwise.running import Batch, device_of, moved, run_model
-from rankwise.worth.choice import LossName, choose_loss
+from rankwise.worth.choice import LossName, check_loss, choose_loss
 from rankwise.worth.gates import CallKey
 from rankwise.worth.joint import search
 from rankwise.worth.losses import Case, LossFunction
@@ -21,7 +21,25 @@ from rankwise.worth.runs import NotDifferentiableError, Placed, Runs
 
 UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"
 UNREACHED = "no gradient reached it"
-REMOVALS = ("zero", "mean")
+RemovalName = Literal["zero", "mean"]
+REMOVALS: tuple[RemovalName, ...] = ("zero", "mean")
+
+
+def check_removal(name: str) -> RemovalName:
+    """Refuse what no head can be replaced by.
+
+    Args:
+        name: zero or mean.
+
+    Raises:
+        InputError: if it is neither.
+    """
+    for known in REMOVALS:
+        if name == known:
+            return known
+    raise InputError(
+        "`removal`", wanted="zero or mean", got=repr(name), fix=did_you_mean(str(name), REMOVALS)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +60,7 @@ class WorthSettings:
 
     exact: bool = False
     estimates: bool = True
-    removal: Literal["zero", "mean"] = "zero"
+    removal: RemovalName = "zero"
     tolerance: float | None = 0.01
     loss: LossName | LossFunction = "auto"
     probes: int = 8
@@ -50,9 +68,9 @@ class WorthSettings:
     mask_token: int | None = None
 
     def __post_init__(self) -> None:
-        if self.removal not in REMOVALS:
-            fix = did_you_mean(str(self.removal), REMOVALS)
-            raise InputError("`removal`", wanted="zero or mean", got=repr(self.removal), fix=fix)
+        check_removal(self.removal)
+        if not callable(self.loss):
+            check_loss(self.loss)
         if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
             raise InputError(
                 "`tolerance`", wanted="a share of the loss, at least 0", got=str(self.tolerance),

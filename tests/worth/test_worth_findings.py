@@ -1,0 +1,149 @@
+"""Records, findings and the console say what follows where worth is known, and stay silent where not."""
+
+import io
+
+import pytest
+from rich.console import Console
+from tests.report import samples
+from typer.testing import CliRunner
+from worth_cases import ids, language_model
+
+import rankwise as rw
+from rankwise.audit.findings import find
+from rankwise.audit.worth_records import HeadWorth, WorthRecord
+from rankwise.cli import app
+from rankwise.cli.optional_value import filled_in
+from rankwise.report import render_console
+from rankwise.worth import HeadPlace, WorthSettings, cost_of_removal
+
+
+@pytest.fixture(scope="module")
+def audit():
+    settings = WorthSettings(exact=True, probes=4, tolerance=0.2)
+    return rw.audit(language_model(), iter([{"input_ids": ids(2, 12)}]), worth=settings)
+
+
+def test_every_head_has_its_worth(audit):
+    assert [head.removal_cost for head in audit.heads] == [head.worth.exact for head in audit.heads]
+    assert all(head.worth.how == "exact" for head in audit.heads)
+    assert [block.layer for block in audit.worth.blocks] == [0, 1]
+    assert -1 <= audit.worth.spearman <= 1
+
+
+def test_worth_is_saved_loaded_and_framed(audit, tmp_path):
+    again = rw.Audit.load(audit.save(tmp_path))
+    assert again.model_dump_json() == audit.model_dump_json()
+    frame = audit.to_frame()
+    assert list(frame["removal_cost"]) == [head.worth.cost for head in audit.heads]
+    assert list(frame["worth_exact"]) == [head.worth.exact for head in audit.heads]
+
+
+def test_the_set_of_an_audit_can_be_run_again(audit):
+    heads = [HeadPlace(**head.model_dump()) for head in audit.worth.removable.heads]
+    found = cost_of_removal(language_model(), [{"input_ids": ids(2, 12)}], heads)
+    assert found.cost == pytest.approx(audit.worth.removable.cost, abs=1e-12)
+    assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
+
+
+def test_without_worth_nothing_is_said_of_it():
+    audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
+    assert audit.worth is None
+    assert all(head.worth is None for head in audit.heads)
+    assert "cost of" not in printed(audit)
+
+
+def printed(audit):
+    out = io.StringIO()
+    render_console(audit, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_the_console_has_a_column_and_a_line(audit):
+    said = printed(audit)
+    assert "cost of" in said
+    assert "Worth · next tokens, causal" in said
+    assert "Spearman of estimated and exact costs over heads" in said
+    assert "costs" in said
+
+
+def worth_record(**more):
+    facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
+    return WorthRecord(**facts, counted=9, removal="zero", probes=0, seed=0, **more)
+
+
+def found(code, costs, exact):
+    """The finding of this code in the sample audit, its heads given these costs in turn."""
+    heads = []
+    for number, head in enumerate(samples.encoder().heads):
+        cost = costs[number % len(costs)]
+        known = HeadWorth(exact=cost) if exact else HeadWorth(estimate=cost)
+        heads.append(head.model_copy(update={"worth": known, "removal_cost": cost}))
+    sink = {"peak_mass": 0.97, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
+    heads[0] = heads[0].model_copy(update=sink)
+    twins = {"nearest_distance": 0.01, "nearest_head": heads[2].head, "peak_mass": 0.1, "tokens": 64.0}
+    heads[1] = heads[1].model_copy(update={**twins, "sources": 64.0})
+    known, unknown = find(heads, [], [], worth_record()), find(heads, [], [])
+    return [next(one for one in some if one.code == code) for some in (known, unknown)]
+
+
+def test_a_sink_that_is_worth_nothing_is_said_to_be():
+    known, unknown = found("SINK", [0.002], exact=True)
+    assert "Without it the loss changes by +0.10% (nats per token 2 → 2.002, exact)" in known.meaning
+    assert known.remedy == "take it out"
+    assert known.evidence["removal_cost"] == 0.002
+    assert "loss" not in unknown.meaning
+    assert "removal_cost" not in unknown.evidence
+
+
+def test_a_sink_that_is_needed_stays():
+    known, _ = found("SINK", [0.3], exact=True)
+    assert "+15%" in known.meaning
+    assert known.remedy.startswith("leave it in")
+
+
+def test_an_estimate_is_called_one():
+    known, _ = found("SINK", [0.3], exact=False)
+    assert "estimated" in known.meaning
+    assert "exact" in known.remedy
+
+
+def test_twins_can_lose_either_where_both_are_cheap():
+    known, unknown = found("TWINS", [0.002], exact=True)
+    assert "the pair can lose either" in known.meaning
+    assert "lose" not in unknown.meaning
+    known, _ = found("TWINS", [0.002, 0.3, 0.3, 0.3], exact=True)
+    assert "lose either" not in known.meaning
+    assert known.evidence["other_cost"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["--worth"], ["--worth", "estimate"]),
+        (["--worth", "exact", "gpt2"], ["--worth", "exact", "gpt2"]),
+        (["--worth", "--text", "a"], ["--worth", "estimate", "--text", "a"]),
+        (["--worth=exact"], ["--worth=exact"]),
+    ],
+)
+def test_the_value_of_the_option_may_be_left_out(given, wanted):
+    assert filled_in(given) == wanted
+
+
+def test_the_command_measures_worth(tmp_path):
+    source = tmp_path / "model.py"
+    source.write_text(
+        "import torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n"
+        "def build():\n    torch.manual_seed(0)\n"
+        "    sizes = {'n_embd': 16, 'n_layer': 1, 'n_head': 2, 'bos_token_id': 1, 'eos_token_id': 2}\n"
+        "    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, **sizes))\n"
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 40)
+    chosen = ["--text", str(text), "--tokens", "24", "--sequences", "2", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--worth"])
+    assert done.exit_code == 0, done.output
+    audit = rw.Audit.load(tmp_path / "out")
+    assert audit.worth.loss == "next tokens, causal"
+    assert audit.heads[0].worth.how == "estimated"
+    wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--worth=exactly"])
+    assert "did you mean exact" in str(wrong.exception).lower()

@@ -1,0 +1,123 @@
+"""Gradients of gates against difference quotients, and curvature against its definition."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from worth_cases import encoder, ids, language_model, run_scaled
+
+from rankwise.worth import WorthSettings, measure_worth
+
+STEP = 1e-5
+"""Of central difference quotients in float64: their error is of order STEP² = 1e-10 and eps/STEP = 2e-11."""
+
+FIVE_ERRORS = 5 * (2 / (100 * 3)) ** 0.5
+"""The square of a near-normal sum spreads by √2 of its mean; 100 probes of three sequences each."""
+
+
+def nats(model, given, gate, **where):
+    """Each sequence's sum of nats over its next tokens."""
+    logits = run_scaled(model, given, gate, **where).logits[:, :-1]
+    lost = F.cross_entropy(logits.flatten(0, 1), given["input_ids"][:, 1:].flatten(), reduction="none")
+    return lost.view(logits.shape[:2]).sum(1).detach()
+
+
+def slope(of):
+    return (of(1 + STEP) - of(1 - STEP)) / (2 * STEP)
+
+
+@pytest.fixture(scope="module")
+def causal():
+    model, given = language_model(), {"input_ids": ids()}
+    return model, given, measure_worth(model, [given], WorthSettings(probes=100, tolerance=None))
+
+
+def test_gradients_are_difference_quotients(causal):
+    model, given, worth = causal
+    tokens = given["input_ids"][:, 1:].numel()
+    assert worth.counted == tokens
+    for site in worth.sites:
+        for head in range(4):
+            rows = slope(lambda gate, at=site.site, h=head: nats(model, given, gate, site=at, head=h)).numpy()
+            found = site.estimates
+            assert found.gradient[head] == pytest.approx(rows.sum() / tokens, abs=1e-8)
+            assert found.first_order[head] == pytest.approx(np.abs(rows).sum() / tokens, abs=1e-8)
+            assert found.fisher[head] == pytest.approx(0.5 * np.square(rows).sum() / tokens, abs=1e-7)
+
+
+def test_gradients_of_blocks_are_difference_quotients(causal):
+    model, given, worth = causal
+    assert [block.site for block in worth.blocks] == ["transformer.h.0", "transformer.h.1"]
+    for block in worth.blocks:
+        rows = slope(lambda gate, at=block.site: nats(model, given, gate, block=at)).numpy()
+        assert block.estimates.gradient[0] == pytest.approx(rows.sum() / worth.counted, abs=1e-8)
+        assert block.estimates.first_order[0] == pytest.approx(np.abs(rows).sum() / worth.counted, abs=1e-8)
+
+
+def test_curvature_is_half_the_gauss_newton_diagonal(causal):
+    model, given, worth = causal
+    shares = model(**given).logits[:, :-1].softmax(-1).detach()
+    for site in worth.sites:
+        for head in range(4):
+            jacobian = slope(
+                lambda gate, at=site.site, h=head: run_scaled(
+                    model, given, gate, site=at, head=h
+                ).logits.detach()
+            )[:, :-1]
+            mean = (shares * jacobian).sum(-1, keepdim=True)
+            wanted = 0.5 * float((shares * (jacobian - mean).square()).sum()) / worth.counted
+            assert site.estimates.curvature[head] == pytest.approx(wanted, rel=FIVE_ERRORS)
+
+
+def test_curvature_of_states_is_the_squared_change():
+    model, given = encoder(), {"input_ids": ids()}
+    worth = measure_worth(model, [given], WorthSettings(probes=100, tolerance=None))
+    whole = model(**given)[0].detach()
+    assert worth.loss == "relative squared change of the output"
+    for site in worth.sites:
+        assert not site.estimates.gradient.any()
+        for head in range(4):
+            jacobian = slope(
+                lambda gate, at=site.site, h=head: run_scaled(model, given, gate, site=at, head=h)[0].detach()
+            )
+            shares = jacobian.square().sum((1, 2)) / whole.square().sum((1, 2))
+            assert site.estimates.curvature[head] == pytest.approx(float(shares.mean()), rel=FIVE_ERRORS)
+
+
+def test_sequences_are_told_apart_whatever_the_batches():
+    model, tokens = language_model(), ids()
+    settings = WorthSettings(probes=0, exact=True, tolerance=None)
+    together = measure_worth(model, [{"input_ids": tokens}], settings)
+    apart = measure_worth(model, ({"input_ids": row[None]} for row in tokens.flip(0)), settings)
+    for one, other in zip(together.sites, apart.sites, strict=True):
+        for name in ("gradient", "first_order", "fisher", "removal"):
+            # sums of 30 numbers in another order
+            wanted = getattr(one.estimates, name)
+            assert getattr(other.estimates, name) == pytest.approx(wanted, rel=1e-10, abs=1e-13)
+        assert other.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-13)
+
+
+def test_padding_changes_nothing():
+    model, tokens = language_model(), ids()
+    mask = torch.ones(3, 14, dtype=torch.long)
+    mask[:, 10:] = 0
+    padded = {"input_ids": F.pad(tokens, (0, 4), value=2), "attention_mask": mask}
+    for removal in ("zero", "mean"):
+        settings = WorthSettings(probes=0, exact=True, removal=removal, tolerance=None)
+        plain = measure_worth(model, [{"input_ids": tokens}], settings)
+        other = measure_worth(model, [padded], settings)
+        assert other.counted == plain.counted
+        for one, two in zip(plain.sites, other.sites, strict=True):
+            assert two.estimates.removal == pytest.approx(one.estimates.removal, rel=1e-9, abs=1e-12)
+            assert two.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-12)
+
+
+def test_half_precision_comes_near():
+    model, given = language_model(), {"input_ids": ids()}
+    settings = WorthSettings(probes=0, tolerance=None)
+    exact = measure_worth(model, [given], settings)
+    half = measure_worth(model.bfloat16(), [given], settings)
+    one = np.concatenate([site.estimates.first_order for site in exact.sites])
+    two = np.concatenate([site.estimates.first_order for site in half.sites])
+    # bfloat16 keeps 8 bits: 2^-8 each of some 20 roundings on the way through two blocks and back
+    assert np.abs(two - one).max() <= 20 * 2**-8 * one.max()
