@@ -1,4 +1,4 @@
-"""`compare` lists a finding as gone or new only where what it says has come or gone."""
+"""`compare` says of each finding whether it is unchanged, better, worse, gone or new."""
 
 from itertools import pairwise
 from typing import Any
@@ -124,12 +124,77 @@ def states(*relative: float) -> list[LayerRecord]:
     ]  # fmt: skip
 
 
-def test_a_collapse_that_starts_earlier_or_is_worse_is_another() -> None:
+def outcomes(before: AuditRecord, after: AuditRecord) -> list[str]:
+    """In words; the reverse has the opposite ones."""
+    opposite = {"new": "gone", "gone": "new", "worse": "better", "better": "worse", "unchanged": "unchanged"}
+    there, back = compare(before, after).findings, compare(after, before).findings
+    said = [one.outcome for one in there]
+    assert sorted(opposite[one.outcome] for one in back) == sorted(said)
+    return said
+
+
+def test_a_collapse_that_starts_earlier_or_goes_deeper_is_worse() -> None:
     late, early = audit(layers=states(0.9, 0.8, 0.2)), audit(layers=states(0.9, 0.2, 0.2))
-    assert came_and_went(late, early) == (["COLLAPSE h layer 2"], ["COLLAPSE h layer 1"])
-    worse = audit(layers=states(0.9, 0.8, 0.05))
-    assert came_and_went(late, worse) == (["COLLAPSE h layer 2"], ["COLLAPSE h layer 2"])
-    assert came_and_went(late, audit(layers=states(0.9, 0.8, 0.19))) == ([], [])
+    assert outcomes(late, early) == ["worse"]
+    assert outcomes(late, audit(layers=states(0.9, 0.8, 0.05))) == ["worse"]  # an error, no longer a warning
+    assert outcomes(late, audit(layers=states(0.9, 0.8, 0.19))) == ["worse"]
+    assert outcomes(late, audit(layers=states(0.9, 0.8, 0.21))) == ["better"]
+    assert outcomes(late, late) == ["unchanged"]
+
+
+@pytest.mark.parametrize(("sequences", "said"), [(2, "unchanged"), (400, "worse")])
+def test_a_number_that_moves_within_its_error_is_unchanged(sequences: int, said: str) -> None:
+    """0.92 → 0.95 with a standard deviation of 0.1: two errors of the difference are 0.2, then 0.014."""
+    before, after = (
+        audit(heads({"peak_mass": mass, "sequences": sequences, "spread": {"peak_mass": 0.1}}))
+        for mass in (0.92, 0.95)
+    )
+    assert outcomes(before, after) == [said]
+
+
+@pytest.mark.parametrize(
+    ("code", "mild", "strong"),
+    [
+        ("SINK", {"peak_mass": 0.91}, {"peak_mass": 0.99}),
+        ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.01}),
+        (
+            "CONSTANT",
+            {"stable_rank": 1.01, "row_distance": 0.2},
+            {"stable_rank": 1.01, "row_distance": 0.1},
+        ),
+    ],
+)
+def test_farther_beyond_the_threshold_is_worse(
+    code: str, mild: dict[str, float], strong: dict[str, float]
+) -> None:
+    before, after = audit(heads(mild)), audit(heads(strong))
+    assert [one.code for one in (*before.findings, *after.findings)] == [code] * 2
+    assert outcomes(before, after) == ["worse"]
+
+
+def test_more_heads_of_a_layer_beyond_their_null_are_worse() -> None:
+    low = {"numerical_rank": 3}
+    assert outcomes(audit(heads(low, {})), audit(heads(low, low))) == ["worse"]
+    assert outcomes(audit(heads({}, low)), audit(heads(low, {}))) == ["unchanged"]
+
+
+def test_what_is_new_stands_before_what_is_worse_better_unchanged_and_gone() -> None:
+    parked = [{"peak_mass": mass} for mass in (0.92, 0.95, 0.93, 0.94)]
+    before, after = audit(heads(*parked, {})), audit(heads(*parked[1::-1], parked[2], {}, parked[3]))
+    assert outcomes(before, after) == ["new", "worse", "better", "unchanged", "gone"]
+
+
+def test_an_audit_against_itself_is_unchanged_throughout() -> None:
+    near = [{"nearest_head": (at + 1) % 3, "nearest_distance": 0.05} for at in range(3)]
+    one = audit(
+        heads(*near, {"peak_mass": 0.95}, {"numerical_rank": 3}),
+        layers=states(0.9, 0.2, 0.05),
+        unseen=[Unseen(name="h.0.mixer", type="Mixer", reason="called, but nothing was seen")],
+    )
+    assert {f.code for f in one.findings} >= {"COLLAPSE", "TWINS", "SINK", "BELOW_NULL", "UNSEEN"}
+    assert set(outcomes(one, one)) == {"unchanged"}
+    assert len(compare(one, one).findings) == len(one.findings)
+    assert compare(one, one).is_empty
 
 
 def test_modules_of_a_class_that_were_not_captured_are_one_finding() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.report import samples
 
-from rankwise.audit.comparison import Comparison, compare
+from rankwise.audit import Comparison, compare
 from rankwise.audit.records import AuditRecord, Place
 from rankwise.report import render_comparison
 
@@ -164,12 +164,16 @@ def test_heads_and_states_of_one_audit_alone_are_listed() -> None:
     assert compare(large, small).only_before == comparison.only_after
 
 
-def test_findings_come_and_go_by_code_severity_and_place() -> None:
+def test_findings_come_and_go_by_code_and_place() -> None:
     audit = samples.encoder()
     worse = [audit.findings[0], audit.findings[2].model_copy(update={"severity": "error", "evidence": {}})]
     comparison = compare(audit, audit.model_copy(update={"findings": worse}))
-    assert [finding.code for finding in comparison.new] == ["SINK"]
-    assert len(comparison.gone) == len(audit.findings) - 1
+    assert [(one.outcome, one.finding.code) for one in comparison.findings[:2]] == [
+        ("worse", "SINK"),
+        ("unchanged", "COLLAPSE"),
+    ]
+    assert comparison.new == []
+    assert len(comparison.gone) == len(audit.findings) - 2
     reworded = [finding.model_copy(update={"meaning": "other words"}) for finding in audit.findings]
     assert compare(audit, audit.model_copy(update={"findings": reworded})).is_empty
 
@@ -258,7 +262,7 @@ def test_a_comparison_shows_warnings_findings_and_the_largest_changes() -> None:
 def test_changes_beyond_the_table_are_counted() -> None:
     audit = samples.encoder()
     text = printed(compare(audit, with_heads(audit, {index: {"sink_mass": 1.0} for index in range(30)})))
-    assert text.count("sink mass") == 20
+    assert text[text.index("Largest changes") :].count("sink mass") == 20
     assert "… and 10 smaller ones" in text
 
 

@@ -2,17 +2,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
 
 from rankwise.audit.fields import Number, Record
+from rankwise.audit.finding_changes import OUTCOMES, FindingChange, finding_changes
+from rankwise.audit.layer_changes import LayerChange, Total, layer_changes, paired_stacks, totals
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
-from rankwise.audit.same_finding import missing_from
+from rankwise.audit.structure import structure_differences
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever a field of a comparison changes its meaning."""
 
 RecordT = TypeVar("RecordT", HeadRecord, LayerRecord)
@@ -44,48 +47,71 @@ class Comparison(Record):
     """Layers whose token states both audits hold."""
     warnings: list[str] = Field(default_factory=list)
     """Why the numbers may not compare."""
+    structure: list[str] = Field(default_factory=list)
+    """In what the architectures differ."""
+    totals: list[Total] = Field(default_factory=list)
+    """What compares whatever the architectures."""
+    by_layer: list[LayerChange] = Field(default_factory=list)
+    """Each measure of each layer, beside its spread over the sequences."""
     changes: list[Change] = Field(default_factory=list)
     """The largest first."""
-    new: list[Finding] = Field(default_factory=list)
-    gone: list[Finding] = Field(default_factory=list)
+    findings: list[FindingChange] = Field(default_factory=list)
+    """What became of each: new, worse, better, unchanged, gone, in this order."""
+    matched: list[Place] = Field(default_factory=list)
+    """Where the heads are that both audits hold, in the second."""
     only_before: list[Place] = Field(default_factory=list)
     only_after: list[Place] = Field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether the audits say the same."""
-        return not (self.changes or self.new or self.gone or self.only_before or self.only_after)
+        same = all(change.outcome == "unchanged" for change in self.findings)
+        return same and not (self.changes or self.only_before or self.only_after)
+
+    @property
+    def new(self) -> list[Finding]:
+        """Findings of the second audit that the first does not have."""
+        return [change.finding for change in self.findings if change.outcome == "new"]
+
+    @property
+    def gone(self) -> list[Finding]:
+        """Findings of the first audit that the second does not have."""
+        return [change.finding for change in self.findings if change.outcome == "gone"]
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page: what differs, findings, a map of the differences, the layers beside their spread.
+
+        Args:
+            path: the file; for an existing folder, ``comparison.html`` in it.
+
+        Returns:
+            The file written.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        from rankwise.report import write_comparison
+
+        return write_comparison(self, Path(path))
+
+    def __repr__(self) -> str:
+        counts = Counter(change.outcome for change in self.findings)
+        said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+        names = f"{self.before.model!r} → {self.after.model!r}"
+        return f"Comparison({names}: {len(self.changes)} changes; findings: {said or 'none'})"
+
+    __str__ = __repr__
 
 
-def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
-    """List what changed from one audit to another, the largest change first.
-
-    Heads are matched by stack, site, layer, head and whether they read another sequence; token states by
-    stack and layer; findings by code, severity and place, those of a whole layer by the layer and those of
-    twins by their group. A change is measured against the range that its measure can have there: 1 for
-    shares and distances, 2 for a cosine, min(T, S) for a rank (min(T, D) for that of states), log S for the
-    entropy, and the larger of the two values for what has no upper bound (σ_max, ‖Y‖, μ). The range is used
-    rather than the spread over sequences because it is always known, and because a head that hardly varies
-    from text to text would otherwise turn its rounding errors into the largest change of all.
-
-    Cost: linear in the number of records, plus the sorting.
+def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
+    """List what changed from one audit to another; see `compare`.
 
     Args:
         before: the audit to start from.
         after: the audit to hold against it.
-
-    Returns:
-        The differences; `Comparison.is_empty` where there are none.
-
-    Examples:
-        >>> from rankwise.audit.records import Provenance
-        >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
-        >>> compare(audit, audit).is_empty
-        True
     """
-    heads = _Matched(before.heads, after.heads, _head_key)
-    layers = _Matched(before.layers, after.layers, _layer_key)
+    heads = _matched_heads(before, after)
+    layers = _Matched(before.layers, after.layers, _layer_key(paired_stacks(before, after)), _layer_key({}))
     changes = [
         *(change for a, b in heads.both for change in _changes(a, b, HEAD_MEASURES)),
         *(change for a, b in layers.both for change in _changes(a, b, LAYER_MEASURES)),
@@ -96,21 +122,38 @@ def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
         heads=len(heads.both),
         layers=len(layers.both),
         warnings=list(_warnings(before, after, heads.both, layers.both)),
+        structure=structure_differences(before, after),
+        totals=totals(before, after),
+        by_layer=layer_changes(before, after),
         changes=sorted(changes, key=_by_size),
-        new=missing_from(before, after),
-        gone=missing_from(after, before),
+        findings=finding_changes(before, after),
+        matched=[_place(head) for _, head in heads.both],
         only_before=[*map(_place, heads.first_only), *map(_place, layers.first_only)],
         only_after=[*map(_place, heads.second_only), *map(_place, layers.second_only)],
     )
+
+
+def _matched_heads(before: AuditRecord, after: AuditRecord) -> "_Matched[HeadRecord]":
+    """By their names; where none is the same, as of one model inside another, by their numbers."""
+    named = _Matched(before.heads, after.heads, _head_key, _head_key)
+    if named.both:
+        return named
+    stacks = paired_stacks(before, after)
+    numbers = _Matched(before.heads, after.heads, _number_key(stacks), _number_key({}))
+    return numbers if numbers.both else named
 
 
 class _Matched(Generic[RecordT]):
     """Records of two audits in pairs, and those without a partner."""
 
     def __init__(
-        self, first: Sequence[RecordT], second: Sequence[RecordT], key: Callable[[RecordT], Hashable]
+        self,
+        first: Sequence[RecordT],
+        second: Sequence[RecordT],
+        key: Callable[[RecordT], Hashable],
+        other_key: Callable[[RecordT], Hashable],
     ) -> None:
-        ours, theirs = _numbered(first, key), _numbered(second, key)
+        ours, theirs = _numbered(first, key), _numbered(second, other_key)
         self.both: list[tuple[RecordT, RecordT]] = [
             (ours[name], theirs[name]) for name in ours if name in theirs
         ]
@@ -133,8 +176,12 @@ def _head_key(head: HeadRecord) -> Hashable:
     return head.stack, head.site, head.layer, head.head, head.cross
 
 
-def _layer_key(layer: LayerRecord) -> Hashable:
-    return layer.stack, layer.layer
+def _number_key(stacks: Mapping[str, str]) -> Callable[[HeadRecord], Hashable]:
+    return lambda head: (stacks.get(head.stack, head.stack), head.layer, head.head, head.cross, head.kind)
+
+
+def _layer_key(stacks: Mapping[str, str]) -> Callable[[LayerRecord], Hashable]:
+    return lambda layer: (stacks.get(layer.stack, layer.stack), layer.layer)
 
 
 def _place(record: HeadRecord | LayerRecord) -> Place:

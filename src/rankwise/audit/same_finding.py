@@ -1,26 +1,31 @@
-"""Which finding of one audit is which of another: what must agree for two to say the same."""
+"""Which finding of one audit is which of another: what must agree for two to say the same of one thing."""
 
 import math
-from collections import Counter
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 from rankwise.audit.records import AuditRecord, Finding
 
 OF_A_SITE = ("ABOVE_NULL", "BELOW_NULL", "NONFINITE")
 """Codes that speak of all heads of a site and are placed at one of them, an example."""
+OF_A_STACK = ("COLLAPSE",)
+"""Codes that speak of a stack from a layer on."""
+
+Pair = tuple[Finding | None, Finding | None]
 
 
-def missing_from(known: AuditRecord, audit: AuditRecord) -> list[Finding]:
-    """Findings of ``audit`` that ``known`` does not have.
+def paired_findings(before: AuditRecord, after: AuditRecord) -> list[Pair]:
+    """Findings of two audits in pairs, in the order of the second; then those that only the first has.
 
-    Two findings are the same where code, severity and place agree, whatever their numbers. The place of a
-    code `OF_A_SITE` is the site, of UNSEEN the class of the modules and the reason, of TWINS a group of heads
-    that are alike: of three such heads, which two are the nearest says nothing. Where a place has several
-    findings of a code, as a module that runs twice in its block, they are counted.
+    Two findings are one where code and place agree, whatever their numbers and severity. The place of a code
+    `OF_A_SITE` is the site, of one `OF_A_STACK` the stack, of UNSEEN the class of the modules and the reason,
+    of TWINS a group of heads that are alike: of three such heads, which two are the nearest says nothing.
+    Where a place has several findings of a code, as a module that runs twice in its block, they are paired
+    in order.
 
     Args:
-        known: the audit that may have them.
-        audit: the audit whose findings are looked up, in its order.
+        before: one audit.
+        after: the other.
 
     Examples:
         >>> from rankwise.audit.records import Place, Provenance
@@ -28,32 +33,72 @@ def missing_from(known: AuditRecord, audit: AuditRecord) -> list[Finding]:
         >>> sink = Finding(code="SINK", severity="warning", where=Place(layer=2, head=7), **words)
         >>> about = Provenance(model="m", delta=0.01)
         >>> empty = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
-        >>> [str(one.where) for one in missing_from(empty, empty.model_copy(update={"findings": [sink]}))]
-        ['layer 2 head 7']
+        >>> paired_findings(empty, empty.model_copy(update={"findings": [sink]}))
+        [(None, Finding(SINK, warning, 'layer 2 head 7': ''))]
     """
-    groups, modules = _twin_groups(known), {one.name: (one.type, one.reason) for one in audit.unseen}
-    known_modules = {one.name: (one.type, one.reason) for one in known.unseen}
-    left = Counter(_identity(finding, known_modules) for finding in known.findings if not _is_twins(finding))
-    missing = []
-    for finding in audit.findings:
-        if _is_twins(finding):
-            there = any(group.issuperset(_pair(finding)) for group in groups)
-        else:
-            identity = _identity(finding, modules)
-            there = left[identity] > 0
-            left[identity] -= 1
-        if not there:
-            missing.append(finding)
-    return missing
+    left = _Left(before, after)
+    pairs: list[Pair] = [(left.take(finding), finding) for finding in after.findings]
+    gone = [finding for finding in before.findings if not left.is_met(finding)]
+    return [*pairs, *((finding, None) for finding in gone)]
+
+
+class _Left:
+    """Findings of the first audit that have no partner yet."""
+
+    def __init__(self, before: AuditRecord, after: AuditRecord) -> None:
+        self._after_modules = _modules(after)
+        self._groups, self._after_groups = _twin_groups(before), _twin_groups(after)
+        self._known: dict[Hashable, list[Finding]] = defaultdict(list)
+        self._twins: list[Finding] = []
+        modules = _modules(before)
+        for finding in before.findings:
+            if _is_twins(finding):
+                self._twins.append(finding)
+            else:
+                self._known[_identity(finding, modules)].append(finding)
+        self._met: set[int] = set()
+
+    def take(self, finding: Finding) -> Finding | None:
+        """The partner of a finding of the second audit, if there is one."""
+        found = self._twin_of(finding) if _is_twins(finding) else self._alike(finding)
+        if found is not None:
+            self._met.add(id(found))
+        return found
+
+    def is_met(self, finding: Finding) -> bool:
+        """Whether a finding of the first audit has a partner, or is of a group that the second has too."""
+        if id(finding) in self._met:
+            return True
+        return _is_twins(finding) and _within(finding, self._after_groups)
+
+    def _alike(self, finding: Finding) -> Finding | None:
+        waiting = self._known[_identity(finding, self._after_modules)]
+        return waiting.pop(0) if waiting else None
+
+    def _twin_of(self, finding: Finding) -> Finding | None:
+        """The same two heads, else two of a group that holds these."""
+        if not _within(finding, self._groups):
+            return None
+        group = next(group for group in self._groups if group.issuperset(_pair(finding)))
+        mine = [one for one in self._twins if group.issuperset(_pair(one))]
+        same = [one for one in mine if _pair(one) == _pair(finding)]
+        fresh = [one for one in mine if id(one) not in self._met]
+        return (same or fresh or mine)[0]
+
+
+def _modules(audit: AuditRecord) -> dict[str, tuple[str, str]]:
+    return {one.name: (one.type, one.reason) for one in audit.unseen}
 
 
 def _identity(finding: Finding, modules: dict[str, tuple[str, str]]) -> Hashable:
     where: Hashable = finding.where
     if finding.code in OF_A_SITE:
         where = finding.where.model_copy(update={"head": None})
+    elif finding.code in OF_A_STACK:
+        where = finding.where.stack
     elif finding.code == "UNSEEN":
         where = modules.get(finding.where.site, where)
-    return finding.code, finding.severity, where
+    return finding.code, where
 
 
 def _is_twins(finding: Finding) -> bool:
@@ -66,6 +111,10 @@ def _pair(finding: Finding) -> set[Hashable]:
     other = finding.evidence.get("nearest_head", math.nan)
     heads = (where.head, other if math.isfinite(other) else None)
     return {(where.stack, where.layer, where.site, head) for head in heads}
+
+
+def _within(finding: Finding, groups: Sequence[set[Hashable]]) -> bool:
+    return any(group.issuperset(_pair(finding)) for group in groups)
 
 
 def _twin_groups(audit: AuditRecord) -> list[set[Hashable]]:

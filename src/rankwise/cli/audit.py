@@ -2,7 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.audit import Audit
+    from rankwise.audit.numbers import Method
     from rankwise.surgery import Skips
     from rankwise.worth import WorthSettings
 
@@ -21,7 +23,9 @@ HELP = """Measure the rank of every head and the collapse of tokens through dept
 
 Where tokens collapse, or λ-skips or LayerScale are there, the first batch runs again to advise on them.
 
-Without a model it audits the bundled demo. Writes audit.json and index.html (one file, works offline).
+Without a model it audits the bundled demo. Writes audit.json, index.html (one file, works offline) and the
+tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are audited one after the
+other on the same data, each into a folder of its own, with a page of curves over the steps beside them.
 
 [bold]Examples[/bold]
 
@@ -36,15 +40,21 @@ Without a model it audits the bundled demo. Writes audit.json and index.html (on
   rankwise audit gpt2 --text book.txt --worth exact --worth-tolerance 0.02
 
   rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
+
+  rankwise audit run/checkpoint-* --text book.txt --out run-audits
 """
 FOUND = 3
 """Exit status where a code of --fail-on was found."""
 
 
 def command(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face name, folder, or module.py:factory. The bundled demo by default."),
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Hugging Face name, folder, or module.py:factory; several give a history. The bundled demo "
+            "by default.",
+        ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl(.gz) with one text a line.")] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of pictures, or one picture.")] = None,
@@ -101,22 +111,72 @@ def command(
         bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
     ] = False,
 ) -> None:
-    """Audit a model; see `HELP`."""
-    from rankwise.assets import demo_text
-    from rankwise.audit import AuditError, audit, check_codes, check_method, chosen_heads
-    from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress, write_report
+    """Audit a model, or several one after the other; see `HELP`."""
+    from rankwise.audit import check_codes, check_method, chosen_heads
+    from rankwise.cli.audit_history import audit_each
+    from rankwise.cli.output import prepare_folder, quiet_libraries
     from rankwise.measures import check_delta
-    from rankwise.subjects import inputs_for, load_subject
-    from rankwise.surgery import apply_saved_skips
 
     codes = check_codes(fail_on or [])
     check_delta(delta)
     how = check_method(method)
     chosen_heads(matrices)
-    worthwhile = _worth(worth, model, worth_tolerance, worth_removal, worth_loss)
-    pictured = "all" if model is None and matrices is None else matrices
+    worthwhile = _worth(worth, models[0] if models else None, worth_tolerance, worth_removal, worth_loss)
     prepare_folder(out)
     quiet_libraries()
+    one = partial(
+        _audit_one,
+        text=text,
+        images=images,
+        dataset=dataset,
+        tokens=tokens,
+        sequences=sequences,
+        batch_size=batch_size,
+        delta=delta,
+        how=how,
+        matrices=matrices,
+        worth=worthwhile,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+    )
+    if models and len(models) > 1:
+        _fail_on(audit_each(models, out, one), codes)
+    else:
+        _fail_on([one(models[0] if models else None, out)], codes)
+
+
+def _audit_one(
+    model: str | None,
+    out: Path,
+    *,
+    text: Path | None,
+    images: Path | None,
+    dataset: str | None,
+    tokens: int,
+    sequences: int,
+    batch_size: int,
+    delta: float,
+    how: "Method",
+    matrices: str | None,
+    worth: "WorthSettings | Literal[False]",
+    device: str,
+    dtype: str,
+    revision: str | None,
+    tokenizer: str | None,
+    trust_remote_code: bool,
+    brief: bool = False,
+) -> "Audit":
+    """Audit one model and write what was found; Ctrl-C and failures leave the command when that is done."""
+    from rankwise.assets import demo_text
+    from rankwise.audit import AuditError, audit
+    from rankwise.cli.output import show_progress, write_report
+    from rankwise.subjects import inputs_for, load_subject
+    from rankwise.surgery import apply_saved_skips
+
+    pictured = "all" if model is None and matrices is None else matrices
     source, text = _demo(model, text, images, dataset)
     subject = load_subject(
         source,
@@ -154,7 +214,7 @@ def command(
                 method=how,
                 matrices=pictured,
                 tokenizer=inputs.tokenizer,
-                worth=worthwhile,
+                worth=worth,
                 provenance=facts,
                 on_progress=lambda done, site: say(_doing(done, sequences, site)),
             )
@@ -164,12 +224,12 @@ def command(
         if error.audit is None:
             raise
         result, failure = error.audit, error
-    write_report(result, out)
+    write_report(result, out, brief=brief)
     if failure is not None:
         raise failure
     if stopped or not result.complete:
         raise typer.Exit(130)
-    _fail_on(result, codes)
+    return result
 
 
 def _doing(done: int, sequences: int, what: str) -> str:
@@ -236,8 +296,8 @@ def _demo(
     return str(demo_model()), demo_text() if text is None and dataset is None else text
 
 
-def _fail_on(result: "Audit", codes: list[str]) -> None:
-    found = sorted({finding.code for finding in result.findings} & set(codes))
+def _fail_on(results: "Sequence[Audit]", codes: list[str]) -> None:
+    found = sorted({finding.code for result in results for finding in result.findings} & set(codes))
     if found:
         print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
         raise typer.Exit(FOUND)

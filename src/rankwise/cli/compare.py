@@ -1,33 +1,102 @@
 """`rankwise compare`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-HELP = """Show what changed between two audits, the largest changes first.
+if TYPE_CHECKING:
+    from rich.console import Console
 
-[bold]Example[/bold]
+HELP = """Show what changed from one audit to another, or over any number of them.
 
-  rankwise compare before/ after/ --out changes.json
+Of two, the findings that are new, worse, better, unchanged and gone, the layers beside their spread, and
+the largest changes. Of more, or of a folder that holds the audits of checkpoints, a history: a row for each
+audit, and with --out a page of curves.
+
+[bold]Examples[/bold]
+
+  rankwise compare before/ after/ --out changes.html
+
+  rankwise compare run/audits --out history.html
+
+  rankwise compare small/ medium/ large/
 """
 
 
 def command(
-    before: Annotated[Path, typer.Argument(help="audit.json, or the folder it lies in.")],
-    after: Annotated[Path, typer.Argument(help="Likewise, of the changed model.")],
-    out: Annotated[Path | None, typer.Option(help="Also write the comparison as JSON.")] = None,
+    audits: Annotated[
+        list[Path], typer.Argument(help="audit.json, or the folder it lies in; or a folder of such folders.")
+    ],
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="Also write it, by its ending: .html a page, .json of two, .csv of more."),
+    ] = None,
 ) -> None:
-    """Compare two audits; see `HELP`."""
+    """Compare audits; see `HELP`."""
     from rich.console import Console
 
-    from rankwise.audit import Audit, compare
+    from rankwise.audit import Audit, History, compare
     from rankwise.files import write_whole
-    from rankwise.report import render_comparison
+    from rankwise.report import render_comparison, render_history
 
-    comparison = compare(Audit.load(before), Audit.load(after))
+    paths = _paths(audits)
+    for path in out or []:
+        _check_ending(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"))
     console = Console()
-    render_comparison(comparison, console)
-    if out is not None:
-        written = write_whole(out, comparison.model_dump_json(indent=1), "comparison")
-        console.print(f"comparison: {written}", highlight=False, markup=False, soft_wrap=True)
+    if len(paths) == 2:
+        comparison = compare(Audit.load(paths[0]), Audit.load(paths[1]))
+        render_comparison(comparison, console)
+        for path in out or []:
+            if path.suffix == ".html":
+                written = comparison.to_html(path)
+            else:
+                written = write_whole(path, comparison.model_dump_json(indent=1), "comparison")
+            _say("comparison", written, console)
+        return
+    history = History.of([Audit.load(path) for path in paths], _names(paths))
+    render_history(history, console)
+    for path in out or []:
+        _say("history", history.to_html(path) if path.suffix == ".html" else history.to_csv(path), console)
+
+
+def _paths(given: list[Path]) -> list[Path]:
+    """The audits that are meant: a folder without one stands for those in its folders, by their steps."""
+    from rankwise.audit import in_order
+    from rankwise.errors import InputError
+
+    paths: list[Path] = []
+    for path in given:
+        inside = [] if (path / "audit.json").exists() else [one.parent for one in path.glob("*/audit.json")]
+        paths += [Path(one) for one in in_order(sorted(map(str, inside)))] or [path]
+    if len(paths) < 2:
+        raise InputError(
+            f"audit {paths[0]}",
+            wanted="two audits or more to compare",
+            got="one",
+            fix="Name the other, or a folder that holds several.",
+        )
+    return paths
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """As short as tells them apart: the folder of an audit.json, else the whole path."""
+    homes = [path.parent if path.name == "audit.json" else path for path in paths]
+    short = [home.name or str(home) for home in homes]
+    return short if len(set(short)) == len(short) else list(map(str, homes))
+
+
+def _check_ending(path: Path, known: tuple[str, ...]) -> None:
+    from rankwise.errors import InputError
+
+    if path.suffix not in known:
+        raise InputError(
+            f"--out {path}",
+            wanted=f"a file ending in {' or '.join(known)}",
+            got=path.suffix or "no ending",
+            fix=f"For instance --out {path.with_suffix(known[0])}.",
+        )
+
+
+def _say(kind: str, path: Path, console: "Console") -> None:
+    console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -14,6 +14,11 @@ from rankwise.errors import InputError
 
 if TYPE_CHECKING:
     from rankwise.audit import Audit
+
+
+TABLES: tuple[Literal["heads", "layers"], ...] = ("heads", "layers")
+"""Records that are also written as CSV."""
+_KINDS = {".html": "report", ".json": "audit", ".csv": "table"}
 
 
 def prepare_folder(folder: Path) -> None:
@@ -67,12 +72,13 @@ def show_trials(trials: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-def write_report(audit: "Audit", folder: Path) -> None:
-    """Write audit.json and index.html, then show the findings and say what was written where.
+def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
+    """Write the audit, its page and its tables, then show the findings and say what was written where.
 
     Args:
         audit: what to write.
         folder: where to; if that fails now, the JSON goes to the temporary folder so that nothing is lost.
+        brief: say in one line what was found, and name the folder only.
 
     Raises:
         InputError: if the folder cannot be written to any more.
@@ -81,6 +87,7 @@ def write_report(audit: "Audit", folder: Path) -> None:
 
     try:
         written = [audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")]
+        written += [audit.to_csv(folder / f"{kind}.csv", kind) for kind in TABLES]
     except InputError as error:
         rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")
         raise InputError(
@@ -91,7 +98,13 @@ def write_report(audit: "Audit", folder: Path) -> None:
         ) from error
     console = Console()
     with suppress(BrokenPipeError):  # a reader that has seen enough loses nothing
+        if brief:
+            counts = f"{len(audit.heads)} heads, {len(audit.findings)} findings"
+            console.print(
+                f"{audit.provenance.model}: {counts}, {folder}", highlight=False, markup=False, soft_wrap=True
+            )
+            return
         render_console(audit, console)
         for path in written:
-            kind = "report" if path.suffix == ".html" else "audit"
+            kind = _KINDS[path.suffix]
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

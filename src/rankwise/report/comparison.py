@@ -1,22 +1,35 @@
 """A comparison of two audits on the console."""
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from rankwise.audit.comparison import Change, Comparison
-from rankwise.audit.measures import shown
+from rankwise.audit.finding_changes import OUTCOMES, FindingChange
+from rankwise.audit.layer_changes import LayerChange
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, shown
 from rankwise.audit.records import Place
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import count, plain, title
 
 _MOST_CHANGES = 20
 _MOST_PLACES = 5
+_MOST_LINES = 8
+_COLUMNS = {
+    "heads": ("numerical_rank", "effective_rank", "stable_rank", "sink_mass"),
+    "states": ("relative_collapse", "effective_rank"),
+}
+"""Of the table of the layers; the page has all."""
+_MEANS = {"heads": "means of the heads", "states": "token states"}
+_HEADS = {("heads", measure.name): measure.short.lower() or measure.label for measure in HEAD_MEASURES} | {
+    ("states", measure.name): measure.console.replace("\n", " ") for measure in LAYER_MEASURES
+}
 
 
 def render_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print what changed between two audits: warnings, findings gone and new, and the largest changes.
+    """Print what changed between two audits: structure, findings, layers, the largest changes.
 
     Args:
         comparison: what `rankwise.audit.compare` returned.
@@ -24,13 +37,14 @@ def render_comparison(comparison: Comparison, console: Console | None = None) ->
     """
     with spelled_out(console or Console()) as out:
         _print_header(comparison, out)
-        for name, findings in (("Gone: ", comparison.gone), ("New: ", comparison.new)):
-            if findings:
-                out.print(Text(name, "bold") + tally(findings))
-                out.print()
-                print_findings(findings, out, brief=True)
+        if comparison.structure:
+            _print_structure(comparison, out)
+        for outcome in OUTCOMES:
+            _print_outcome(outcome, [one for one in comparison.findings if one.outcome == outcome], out)
         for words, places in (("before", comparison.only_before), ("after", comparison.only_after)):
             _print_places(f"Only in the audit {words}", places, out)
+        if any(change.change for change in comparison.by_layer):
+            _print_layers(comparison.by_layer, out)
         if comparison.changes:
             _print_changes(comparison.changes, out)
         if comparison.is_empty:
@@ -51,6 +65,60 @@ def _print_header(comparison: Comparison, console: Console) -> None:
     console.print()
 
 
+def _print_structure(comparison: Comparison, console: Console) -> None:
+    console.print(Text("The architectures differ", "bold"))
+    for sentence in comparison.structure[:_MOST_LINES]:
+        console.print(line(f"  {sentence}"), overflow="fold")
+    more = len(comparison.structure) - _MOST_LINES
+    if more > 0:
+        console.print(line(f"  … and {more} more sentences (see the page)"))
+    console.print()
+    table = new_table([("", False), ("before", True), ("after", True)])
+    for total in comparison.totals:
+        if not (math.isnan(total.before) and math.isnan(total.after)):
+            table.add_row(total.name, shown(total.before), shown(total.after))
+    console.print(table)
+    console.print()
+
+
+def _print_outcome(outcome: str, changes: Sequence[FindingChange], console: Console) -> None:
+    """New and gone ones in full, of the others the number that moved."""
+    if not changes:
+        return
+    findings = [change.finding for change in changes]
+    console.print(Text(f"{outcome.capitalize()}: ", "bold") + tally(findings))
+    if outcome in ("new", "gone"):
+        console.print()
+        print_findings(findings, console, brief=True)
+        return
+    for change in changes[:_MOST_LINES] if outcome != "unchanged" else ():
+        console.print(line(f"  {finding_words(change)}"), overflow="fold")
+    if outcome != "unchanged" and len(changes) > _MOST_LINES:
+        console.print(line(f"  … and {len(changes) - _MOST_LINES} more"))
+    console.print()
+
+
+def finding_words(change: FindingChange) -> str:
+    """Say in one line what became of a finding: its place, its severity, the number it rests on.
+
+    Args:
+        change: of one finding.
+    """
+    finding = change.finding
+    facts = [f"{finding.code} {finding.where}"]
+    if change.before and change.after and change.before.severity != change.after.severity:
+        facts.append(f"{change.before.severity} → {change.after.severity}")
+    if change.before and change.after and change.before.where.layer != change.after.where.layer:
+        facts.append(f"from layer {change.before.where.layer} → {change.after.where.layer}")
+    if change.numbers is not None:
+        name, old, new = change.numbers
+        both = change.before is not None and change.after is not None
+        facts.append(
+            f"{title(name)} {f'{shown(old)} → ' if both else ''}{shown(new if change.after else old)}"
+        )
+    return ", ".join(facts)
+
+
 def _print_places(words: str, places: Sequence[Place], console: Console) -> None:
     if not places:
         return
@@ -58,6 +126,37 @@ def _print_places(words: str, places: Sequence[Place], console: Console) -> None
     rest = f" … and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
     console.print(line((f"{words}: ", "bold"), "; ".join(named) + rest, separator=""), overflow="fold")
     console.print()
+
+
+def _print_layers(changes: Sequence[LayerChange], console: Console) -> None:
+    """A row for each layer; each change with how many standard deviations over sequences it is."""
+    facts = "in brackets: changes in standard deviations over the sequences"
+    for of, measures in _COLUMNS.items():
+        rows: dict[tuple[str, int, bool], dict[str, str]] = {}
+        for change in changes:
+            if change.of == of and change.measure in measures:
+                row = rows.setdefault((change.stack, change.layer, change.cross), {})
+                row[change.measure] = change_words(change)
+        if not any(change.change for change in changes if change.of == of and change.measure in measures):
+            continue
+        console.print(line((f"Changes by layer, {_MEANS[of]}", "bold"), (facts, "dim")), overflow="fold")
+        table = new_table([("layer", False), *((_HEADS[of, name], True) for name in measures)])
+        for (stack, layer, cross), row in rows.items():
+            name = f"{plain(stack)} {layer}{', cross' if cross else ''}".strip()
+            table.add_row(Text(name), *(row.get(measure, "–") for measure in measures))
+        console.print(table)
+        console.print()
+
+
+def change_words(change: LayerChange) -> str:
+    """A change with its sign, and how many standard deviations over the sequences it is.
+
+    Args:
+        change: of a layer.
+    """
+    signed = f"{'+' if change.change > 0 else ''}{shown(change.change)}"
+    ratio = f" ({abs(change.ratio):.1f})" if math.isfinite(change.ratio) else ""
+    return f"{signed}{ratio}"
 
 
 def _print_changes(changes: Sequence[Change], console: Console) -> None:

@@ -1,0 +1,124 @@
+"""What became of each finding from one audit to another: unchanged, better, worse, gone or new."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from rankwise.audit.fields import Record
+from rankwise.audit.records import SEVERITY_ORDER, AuditRecord, Finding, HeadRecord, LayerRecord
+from rankwise.audit.same_finding import paired_findings
+
+Outcome = Literal["new", "worse", "better", "unchanged", "gone"]
+OUTCOMES: tuple[Outcome, ...] = ("new", "worse", "better", "unchanged", "gone")
+
+RESTS_ON = {
+    "COLLAPSE": ("relative_collapse_lowest", -1),
+    "SWITCHED_OFF": ("turn", -1),
+    "SINK": ("peak_mass", 1),
+    "CONSTANT": ("row_distance", -1),
+    "IDENTITY": ("identity_distance", -1),
+    "TWINS": ("nearest_distance", -1),
+    "ABOVE_NULL": ("heads", 1),
+    "BELOW_NULL": ("heads", 1),
+    "NONFINITE": ("heads", 1),
+    "UNSEEN": ("modules", 1),
+}
+"""The number that a finding stands or falls by, and the way in which it says more."""
+MEASURED = {"relative_collapse_lowest": "relative_collapse"}
+"""The measure that a piece of evidence is one of, where the names differ."""
+ERRORS = 2.0
+"""Standard errors of the difference within which a number counts as the same."""
+
+
+class FindingChange(Record):
+    """One finding before and after."""
+
+    outcome: Outcome
+    """``worse``: the same is said, and graver, earlier in the stack, of more heads, or by a number that is
+    farther beyond its threshold, by more than two standard errors over the sequences; ``better`` the other
+    way. It speaks of the finding, not of what the model is worth."""
+    before: Finding | None = None
+    after: Finding | None = None
+
+    @property
+    def finding(self) -> Finding:
+        """As it is now; as it was, where it is gone."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
+    def numbers(self) -> tuple[str, float, float] | None:
+        """The evidence it rests on, before and after; None where it has none."""
+        name, _ = RESTS_ON.get(self.finding.code, ("", 0))
+        old, new = (
+            math.nan if one is None else one.evidence.get(name, math.nan) for one in (self.before, self.after)
+        )
+        return (name, old, new) if name and not (math.isnan(old) and math.isnan(new)) else None
+
+
+def finding_changes(before: AuditRecord, after: AuditRecord) -> list[FindingChange]:
+    """What became of every finding, in the order of `OUTCOMES`.
+
+    Args:
+        before: one audit.
+        after: the other.
+    """
+    changes = [
+        FindingChange(outcome=_outcome(old, new, before, after), before=old, after=new)
+        for old, new in paired_findings(before, after)
+    ]
+    return sorted(changes, key=lambda change: OUTCOMES.index(change.outcome))
+
+
+def _outcome(old: Finding | None, new: Finding | None, before: AuditRecord, after: AuditRecord) -> Outcome:
+    if old is None:
+        return "new"
+    if new is None:
+        return "gone"
+    more = _more(old, new, before, after)
+    return "worse" if more > 0 else "better" if more < 0 else "unchanged"
+
+
+def _more(old: Finding, new: Finding, before: AuditRecord, after: AuditRecord) -> float:
+    """Above 0 where the second says more than the first, below it where less, 0 where the same."""
+    graver = SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity]
+    earlier = (old.where.layer or 0) - (new.where.layer or 0)  # differs for findings of a stack alone
+    if graver or earlier:
+        return float(graver or earlier)
+    name, way = RESTS_ON.get(new.code, ("", 0))
+    step = way * (new.evidence.get(name, math.nan) - old.evidence.get(name, math.nan))
+    error = math.hypot(_error(old, name, before), _error(new, name, after))
+    return step if abs(step) > ERRORS * error else 0.0  # NaN is never larger
+
+
+def _error(finding: Finding, name: str, audit: AuditRecord) -> float:
+    """Standard error over sequences of the number a finding rests on; 0 for counts and where unknown."""
+    measure = MEASURED.get(name, name)
+    record = _record(finding, measure, audit)
+    if record is None or record.sequences < 2:
+        return 0.0
+    spread = record.spread.get(measure, math.nan)
+    return spread / math.sqrt(record.sequences) if math.isfinite(spread) else 0.0
+
+
+def _record(finding: Finding, measure: str, audit: AuditRecord) -> HeadRecord | LayerRecord | None:
+    where = finding.where
+    if where.head is not None:
+        heads = (head for head in audit.heads if _is_at(head, finding) and head.head == where.head)
+        return next(heads, None)
+    if finding.code == "COLLAPSE":
+        return _lowest([layer for layer in audit.layers if layer.stack == where.stack])
+    return next(
+        (layer for layer in audit.layers if (layer.stack, layer.layer) == (where.stack, where.layer)), None
+    )
+
+
+def _is_at(head: HeadRecord, finding: Finding) -> bool:
+    where = finding.where
+    return (head.stack, head.layer, head.site) == (where.stack, where.layer, where.site)
+
+
+def _lowest(layers: Sequence[LayerRecord]) -> LayerRecord | None:
+    known = [layer for layer in layers if math.isfinite(layer.relative_collapse)]
+    return min(known, key=lambda layer: layer.relative_collapse, default=None)

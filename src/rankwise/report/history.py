@@ -1,0 +1,68 @@
+"""A history of audits on the console: a row for each of them."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, Measure, shown
+from rankwise.audit.records import AuditRecord
+from rankwise.report.terminal import line, new_table, spelled_out
+from rankwise.report.text import SEVERITIES, count, mean, plain
+
+if TYPE_CHECKING:
+    from rankwise.audit.history import History
+
+HEADS = [
+    m for m in HEAD_MEASURES if m.name in ("numerical_rank", "effective_rank", "stable_rank", "sink_mass")
+]
+_NAME = 14
+"""Columns of a name that is not broken over lines, at least."""
+STATES = [m for m in LAYER_MEASURES if m.name in ("relative_collapse", "mean_cosine")]
+"""Of the last states of each stack."""
+
+
+def render_history(history: "History", console: Console | None = None) -> None:
+    """Print a history: for each audit the means over its heads, its last states, and its findings.
+
+    Args:
+        history: the audits.
+        console: where to print; the standard output where there is none.
+    """
+    with spelled_out(console or Console()) as out:
+        said = f"{count(len(history), 'audit')}"
+        out.print(line(("Rankwise history", "bold"), said, separator="  "), overflow="fold")
+        facts = "means over all heads; states: at the end; findings: errors/warnings/notes"
+        out.print(line((facts, "dim")), overflow="fold")
+        counts = [] if history.counted else [("step", True)]
+        measures = [(measure.console or measure.head.lower().replace(" ", "\n"), True) for measure in HEADS]
+        measures += [(measure.console, True) for measure in STATES]
+        longest = max(map(len, history.names), default=0)
+        table = new_table([("audit", False), *counts, ("heads", True), *measures, ("findings", True)])
+        table.columns[0].min_width = min(longest, _NAME)
+        for step, name, audit in zip(history.steps, history.names, history.audits, strict=True):
+            steps = [] if history.counted else [str(step)]
+            table.add_row(Text(plain(name)), *steps, *audit_words(audit))
+        out.print(table)
+
+
+def audit_words(audit: AuditRecord) -> list[str]:
+    """What a row says of an audit: its heads, their means, its last states, its findings.
+
+    Args:
+        audit: the audit.
+    """
+    last = list({layer.stack: layer for layer in sorted(audit.layers, key=lambda x: x.layer)}.values())
+    return [
+        str(len(audit.heads)) + ("" if audit.complete else ", incomplete"),
+        *(_mean_words(measure, audit.heads) for measure in HEADS),
+        *(_mean_words(measure, last) for measure in STATES),
+        "/".join(str(sum(f.severity == severity for f in audit.findings)) for severity in SEVERITIES),
+    ]
+
+
+def _mean_words(measure: Measure, records: Sequence[Any]) -> str:
+    value = mean(measure.value(record) for record in records)
+    return shown(value, measure.digits) if math.isfinite(value) else shown(value)
