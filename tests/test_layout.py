@@ -24,7 +24,8 @@ ALLOWED = {
     "theory": {"errors", "shapes", "linalg", "threads"},
     "capture": {"errors", "shapes", "operators", "torch_internals"},
     "running": {"errors"},
-    "worth": {"running", "errors", "shapes", "operators", "capture"},
+    "rank_correlation": set(),
+    "worth": {"running", "errors", "shapes", "operators", "capture", "rank_correlation"},
     "audit": {
         "running",
         "threads",
@@ -37,7 +38,7 @@ ALLOWED = {
         "theory",
         "worth",
     },
-    "report": {"errors", "files", "audit"},
+    "report": {"errors", "files", "rank_correlation", "audit"},
     "plan": {
         "errors",
         "files",

@@ -12,7 +12,8 @@ from worth_cases import Heads, encoder, ids, language_model
 
 import rankwise as rw
 from rankwise.audit import AuditError
-from rankwise.worth import HeadPlace, WorthSettings, cost_of_removal, measure_worth, spearman
+from rankwise.rank_correlation import spearman
+from rankwise.worth import HeadPlace, WorthSettings, cost_of_removal, measure_worth
 
 
 def nats(model, given):

@@ -45,8 +45,8 @@ def removable(worth: WorthRecord) -> Iterator[Finding]:
         severity="info",
         where=Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head),
         evidence={"heads": count, "cost": found.cost, "relative": found.relative, "loss": found.loss},
-        meaning=f"Removing {heads} costs {found.relative:.2%} ({_change(worth, found.cost)}), "
-        "by a run without them on this audit's batches.",
+        meaning=f"Removing {heads} costs {share_words(worth, found.cost)}, by a run without them on this "
+        "audit's batches.",
         remedy="rankwise.worth.cost_of_removal(model, other_batches, [rankwise.worth.HeadPlace("
         "**head.model_dump()) for head in audit.worth.removable.heads])",
     )
@@ -106,6 +106,16 @@ def _worth_at(where: Place, head: int | None, heads: Sequence[HeadRecord]) -> He
 
 def _tolerance(worth: WorthRecord) -> float:
     return TOLERANCE if worth.removable is None else worth.removable.tolerance
+
+
+def share_words(worth: WorthRecord, cost: float) -> str:
+    """A cost as a share of the loss, and what the loss becomes.
+
+    Args:
+        worth: of the audit.
+        cost: in the unit of its loss.
+    """
+    return f"{worth.share(cost):.2%} ({_change(worth, cost)})"
 
 
 def _per_cent(share: float) -> str:

@@ -337,7 +337,7 @@ class HeadMeasures(Record):
     removal_cost: Annotated[Number, HeadMeasure(
         title="Cost of removal", formula="L without the head − L; exact where it was run, else to second "
         "order curvature − ∂L/∂ξ of a gate ξ = 1 on M V; NaN where worth was not asked for",
-        range="(−∞, ∞) of the loss's unit", low="the model does without it", high="the model needs it",
+        range="(−∞, ∞) of the loss's unit", low="costs least here", high="costs most here",
         digits=4, cost="a forward and a few backward passes for all heads; exact a forward pass each",
         console="cost of\nremoval", known_only=True,
         meaning="What the model loses without the head, in the unit of its loss. Below 0 it is better "
@@ -405,16 +405,6 @@ LAYER_MEASURES: tuple[LayerMeasure, ...] = tuple(_rows(LayerMeasures))
 
 PICTURED = tuple(measure for measure in HEAD_MEASURES if measure.meaning)
 """The measures of heads that have a heat map, in the order they are offered; the first is shown at first."""
-
-
-def pictured(heads: Sequence[Any]) -> tuple[HeadMeasure, ...]:
-    """Those of `PICTURED` that these heads have.
-
-    Args:
-        heads: records.
-    """
-    return tuple(measure for measure in PICTURED if measure.known_in(heads))
-
 
 DRAWN = tuple(measure for measure in LAYER_MEASURES if measure.meaning)
 """The measures of token states that have a curve through depth."""

@@ -18,6 +18,7 @@ from rankwise.report.heatmap import draw_panel
 from rankwise.report.memberships import membership_maps
 from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
 from rankwise.report.panels import Panel, make_panels
+from rankwise.report.scatter import scatter, worth_words
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
 from rankwise.report.text import (
     SEVERITIES,
@@ -29,7 +30,7 @@ from rankwise.report.text import (
 
 _SCRIPTS = (
     *("theme.js", "numbers.js", "save.js", "depth.js", "spectrum.js", "matrix.js", "one_head.js"),
-    *("heatmap.js", "tables.js", "memberships.js", "page.js"),
+    *("heatmap.js", "tables.js", "memberships.js", "worth.js", "page.js"),
 )
 
 
@@ -123,6 +124,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "opening": opening_head(audit.heads, list(marks)),
         "targets": [target.data() for target in targets],
         "memberships": memberships,
+        "scatter": scatter(audit, columns),
         "states": state_table(audit.layers),
     }
     return {
@@ -138,6 +140,8 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "panels": [_panel_words(panel, audit.heads) for panel in panels],
         "stacks": stacks,
         "memberships": memberships,
+        "worth": worth_words(audit),
+        "scatter": data["scatter"],
         "provenance": _provenance(audit),
         "data": without_nan(data),
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rankwise.audit.measures import DRAWN, NULLS, PICTURED, shown
-from rankwise.audit.records import AuditRecord, Finding, Severity
+from rankwise.audit.records import AuditRecord, Finding, Place, Severity
 from rankwise.report.panels import HeadsByLayer, Panel
 from rankwise.report.text import SEVERITIES, pieces, title
 
@@ -25,6 +25,7 @@ _BY_CODE = {
     "TWINS": "nearest_distance",
     "ABOVE_NULL": "numerical_rank",
     "BELOW_NULL": "numerical_rank",
+    "REMOVABLE": "removal_cost",
 }
 
 
@@ -75,6 +76,8 @@ def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Targe
     for number in finding.heads:
         spoken_of = layers.at(where.model_copy(update={"head": number}))
         heads += [index for index in spoken_of if index not in heads]
+    if finding.code == "REMOVABLE":
+        heads = [index for place in _removable(audit) for index in layers.at(place)]
     if where.head is None and _is_about_states(finding, audit, heads):
         return Target("states", stack=where.stack, layer=where.layer)
     if not heads:
@@ -84,6 +87,13 @@ def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Targe
         same = layers.at(where.model_copy(update={"head": first.nearest_head}))
         heads += [index for index in same if audit.heads[index].cross == first.cross and index not in heads]
     return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer)
+
+
+def _removable(audit: AuditRecord) -> list[Place]:
+    """The heads that can go together."""
+    found = None if audit.worth is None else audit.worth.removable
+    heads = [] if found is None else found.heads
+    return [Place(stack=head.stack, layer=head.layer, site=head.site, head=head.head) for head in heads]
 
 
 def _is_about_states(finding: Finding, audit: AuditRecord, heads: Sequence[int]) -> bool:

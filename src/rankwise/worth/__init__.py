@@ -2,7 +2,7 @@
 
 from rankwise.worth.choice import LOSSES
 from rankwise.worth.measure import WorthSettings, check_removal, cost_of_removal, measure_worth
-from rankwise.worth.results import BlockWorth, HeadPlace, Joint, Removal, SiteWorth, Worth, spearman
+from rankwise.worth.results import BlockWorth, HeadPlace, Joint, Removal, SiteWorth, Worth
 from rankwise.worth.runs import NotDifferentiableError
 
 __all__ = [
@@ -18,5 +18,4 @@ __all__ = [
     "check_removal",
     "cost_of_removal",
     "measure_worth",
-    "spearman",
 ]

@@ -11,12 +11,13 @@ from torch import nn
 
 from rankwise.capture import SiteAdapter, StateSite, capture
 from rankwise.errors import InputError, did_you_mean
+from rankwise.rank_correlation import spearman
 from rankwise.running import Batch, device_of, moved, run_model
 from rankwise.worth.choice import LossName, check_loss, choose_loss
 from rankwise.worth.gates import CallKey
 from rankwise.worth.joint import search
 from rankwise.worth.losses import Case, LossFunction
-from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth, spearman
+from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth
 from rankwise.worth.runs import NotDifferentiableError, Placed, Runs
 
 UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"

@@ -129,29 +129,3 @@ class Worth:
     backward: int = 0
     """How often a batch was run forward and backward."""
     notes: list[str] = field(default_factory=list)
-
-
-def spearman(first: Floats, second: Floats) -> float:
-    """Spearman's rank correlation of what is finite in both; ties share their mean rank; NaN below three.
-
-    Args:
-        first: numbers.
-        second: as many.
-
-    Examples:
-        >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0]))
-        0.5
-    """
-    known = np.isfinite(first) & np.isfinite(second)
-    if known.sum() < 3:
-        return math.nan
-    a, b = _ranks(first[known]), _ranks(second[known])
-    a, b = a - a.mean(), b - b.mean()
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm > 0 else math.nan
-
-
-def _ranks(values: Floats) -> Floats:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2)[inverse], dtype=np.float64)

@@ -37,7 +37,7 @@ function follow(event) {
 }
 
 async function drawAll() {
-  await Promise.all([...(maps.length ? [drawMaps()] : []), drawDepth(), drawSpectra(), open === null ? null : drawMatrix(), drawMemberships()]);
+  await Promise.all([...(maps.length ? [drawMaps()] : []), drawDepth(), drawWorth(), drawSpectra(), open === null ? null : drawMatrix(), drawMemberships()]);
 }
 
 if (maps.length) showMeasure();
@@ -47,6 +47,7 @@ if (report.opening !== null && beside.matches) {
 }
 await drawAll();
 maps.forEach(listenToMap);
+listenToWorth();
 makeTables();
 document.addEventListener("click", follow);
 measurePicker?.addEventListener("change", () => showMeasure());

@@ -20,7 +20,8 @@ const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 
 const faded = (hex, alpha) => `rgba(${channels(hex).join(", ")}, ${alpha})`;
 
 // The colour of a scale at a share of its length.
-function blend(steps, share) {
+function blend(steps, wanted) {
+  const share = Math.min(Math.max(wanted, 0), 1); // a number may lie beyond the scale
   const after = Math.max(1, steps.findIndex(([at]) => at >= share));
   const [[from, start], [to, end]] = [steps[after - 1], steps[after]];
   const part = Math.min(Math.max((share - from) / (to - from), 0), 1);

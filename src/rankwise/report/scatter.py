@@ -1,0 +1,87 @@
+"""What heads are worth against what they measure: the numbers behind the scatter plot."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rankwise.audit.consequence import share_words
+from rankwise.audit.measures import shown
+from rankwise.audit.records import AuditRecord
+from rankwise.audit.worth_records import WorthRecord
+from rankwise.rank_correlation import spearman
+from rankwise.report.columns import Column
+
+COST = "removal_cost"
+
+
+def scatter(audit: AuditRecord, columns: Sequence[Column]) -> dict[str, Any] | None:
+    """Name the columns that can stand against the cost of removal, with their rank correlations.
+
+    Args:
+        audit: the audit.
+        columns: of its heads.
+
+    Returns:
+        What the page's script draws; None where no head has a cost.
+    """
+    costs = next((column.values for column in columns if column.name == COST), None)
+    if audit.worth is None or costs is None:
+        return None
+    others = [column for column in columns if column.meaning and column.name != COST]
+    return {
+        "cost": COST,
+        "axis": f"cost of removal, {audit.worth.unit}",
+        "correlations": {column.name: spearman(column.values, costs) for column in others},
+    }
+
+
+def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
+    """What the page says of worth: plain text, not escaped.
+
+    Args:
+        audit: the audit.
+
+    Returns:
+        ``facts`` (pairs of a name and words) and ``blocks`` (rows of a table); None where nothing is known.
+    """
+    worth = audit.worth
+    if worth is None:
+        return None
+    whole = f"{shown(worth.value)} {worth.unit}" if worth.value else worth.unit
+    known = [head.worth for head in audit.heads if head.worth is not None and not head.worth.why_not]
+    costs = sorted({one.how for one in known})
+    facts = [
+        ("Loss", f"{worth.loss}: {whole}"),
+        (
+            "Costs of heads",
+            f"{' and '.join(costs) or 'not known'}; {worth.removal} in a head's place",
+        ),
+    ]
+    if math.isfinite(worth.spearman):
+        facts.append(("Estimated against exact", f"Spearman {shown(worth.spearman, 2)}"))
+    facts += [("Heads that can go together", words) for words in _set(worth)]
+    blocks = [
+        (block.stack, block.layer, *(_cost(worth, cost) for cost in (block.estimate, block.exact)))
+        for block in worth.blocks
+    ]
+    return {"facts": facts, "blocks": blocks, "notes": worth.notes}
+
+
+def _set(worth: WorthRecord) -> list[str]:
+    found = worth.removable
+    if found is None:
+        return []
+    if not found.heads:
+        return [f"none was found at {found.tolerance:.2%} of the loss"]
+    layers: dict[tuple[str, int], list[int]] = {}
+    for head in found.heads:
+        layers.setdefault((head.stack, head.layer), []).append(head.head)
+    where = "; ".join(
+        f"layer {layer}: {', '.join(map(str, sorted(heads)))}" for (_, layer), heads in sorted(layers.items())
+    )
+    heads = "1 head costs" if len(found.heads) == 1 else f"{len(found.heads)} heads cost"
+    return [f"{heads} {share_words(worth, found.cost)}, by a run without ({where})"]
+
+
+def _cost(worth: WorthRecord, cost: float) -> str:
+    return "–" if math.isnan(cost) else f"{shown(cost, 4)} ({worth.share(cost):.1%})"

@@ -1,0 +1,54 @@
+"""The page shows worth where there is some: a scatter with its correlation, words, and what can go."""
+
+import math
+
+import pytest
+from worth_cases import ids, language_model
+
+import rankwise as rw
+from rankwise.rank_correlation import spearman
+from rankwise.report.page import page_context, render_html
+from rankwise.worth import WorthSettings
+
+
+@pytest.fixture(scope="module")
+def audit():
+    settings = WorthSettings(exact=True, probes=2, tolerance=0.5)
+    return rw.audit(language_model(), [{"input_ids": ids(2, 12)}], worth=settings)
+
+
+def test_the_correlation_is_that_of_the_columns_drawn(audit):
+    data = page_context(audit)["data"]
+    drawn = {column["name"]: column["values"] for column in data["columns"]}
+    costs = [head.worth.exact for head in audit.heads]
+    assert drawn["removal_cost"] == pytest.approx(costs, rel=1e-5)
+    for name, correlation in data["scatter"]["correlations"].items():
+        values = [math.nan if value is None else value for value in drawn[name]]
+        wanted = spearman(values, costs)
+        assert correlation == (None if math.isnan(wanted) else pytest.approx(wanted))
+    assert len(data["scatter"]["correlations"]) > 5
+
+
+def test_the_finding_leads_to_all_heads_that_can_go(audit):
+    context = page_context(audit)
+    number = [finding.code for finding in audit.findings].index("REMOVABLE")
+    target = context["data"]["targets"][number]
+    gone = {(head.layer, head.head) for head in audit.worth.removable.heads}
+    assert {(audit.heads[at].layer, audit.heads[at].head) for at in target["heads"]} == gone
+    assert target["measure"] == "removal_cost"
+
+
+def test_the_words_say_loss_cost_and_set(audit):
+    words = dict(page_context(audit)["worth"]["facts"])
+    assert words["Loss"].startswith("next tokens, causal: 4.")
+    assert words["Costs of heads"] == "exact; zero in a head's place"
+    assert "by a run without" in words["Heads that can go together"]
+    assert len(page_context(audit)["worth"]["blocks"]) == 2
+    assert 'id="worth"' in render_html(audit)
+
+
+def test_without_worth_the_page_has_no_such_section():
+    audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
+    page = render_html(audit)
+    assert 'id="worth"' not in page
+    assert "removal_cost" not in page.partition('id="report-data"')[2].partition("</script>")[0]
