@@ -128,9 +128,24 @@ def test_unseen_modules_are_counted_by_class() -> None:
 
 def test_the_gravest_come_first() -> None:
     found = find(
-        [head(identity_distance=0.0), head(head=1, peak_mass=0.95), head(head=2, nonfinite=1)], (), ()
+        [
+            head(identity_distance=0.0),
+            head(head=1, peak_mass=0.95, tokens=64, sources=64),
+            head(head=2, nonfinite=1),
+        ],
+        (),
+        (),
     )
     assert [finding.severity for finding in found] == ["error", "warning", "info"]
+
+
+@pytest.mark.parametrize("trouble", [{"peak_mass": 0.95}, {"stable_rank": 1.0, "row_distance": 0.1}])
+def test_structure_of_few_tokens_is_a_note_that_says_so(trouble: dict[str, float]) -> None:
+    (short,) = find([head(tokens=63, sources=200, **trouble)], (), ())
+    (long,) = find([head(tokens=64, sources=64, **trouble)], (), ())
+    assert (short.severity, long.severity) == ("info", "warning")
+    assert short.meaning.endswith("Of 63 tokens; longer sequences may show another head.")
+    assert "Of 6" not in long.meaning
 
 
 def test_every_code_is_known() -> None:
@@ -199,7 +214,7 @@ def test_a_rank_beyond_the_null_names_its_band_and_the_nulls_it_knows() -> None:
         "delta_low": pytest.approx(0.01 / math.sqrt(10)), "delta_high": pytest.approx(0.01 * math.sqrt(10)),
     }  # fmt: skip
     assert finding.meaning == (
-        "1 of 1 heads have over 1.25 times the rank of heads that know nothing (of 32: random winners 16, "
+        "1 of 1 heads have over 1.25 times the rank of each reference (of 32: random winners 16, "
         "equal weights 1), whatever δ from 0.0032 to 0.032."
     )
 

@@ -181,6 +181,9 @@ def test_a_finding_marks_all_heads_it_speaks_of(encoder: Page) -> None:
     opened(encoder, 40)
     encoder.wait_for_selector(".heat[data-marked='40 41']")
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
+    assert encoder.input_value("#measure") == "nearest_distance"
+    encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # ABOVE_NULL
+    encoder.wait_for_function("document.querySelector('#measure').value === 'numerical_rank'")
 
 
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
@@ -278,9 +281,11 @@ def test_a_diagonal_is_hatched_where_a_measure_says_nothing_of_it(
     browser: Browser, reports: dict[str, str]
 ) -> None:
     page = Visit(browser, reports["memberships"]).page
+    assert page.input_value("#measure") == "effective_rank"  # the first that says something of them
+    assert "╱╱╱" not in page.locator(".heat .textpoint text").all_text_contents()
+    page.select_option("#measure", "numerical_rank")
+    page.wait_for_function("document.querySelector('.heat .textpoint text').textContent === '╱╱╱'")
     assert set(page.locator(".heat .textpoint text").all_text_contents()) == {"╱╱╱"}
-    page.select_option("#measure", "effective_rank")
-    page.wait_for_function("document.querySelector('.heat .textpoint text').textContent !== '╱╱╱'")
     page.close()
 
 

@@ -39,7 +39,7 @@ def test_each_cell_is_its_own_head() -> None:
 
 def test_columns_hold_the_numbers_of_the_records() -> None:
     heads = samples.encoder_decoder().heads
-    ranks = column(heads, "numerical_rank_share")
+    ranks = column(heads, "numerical_rank")
     assert ranks["values"] == [pytest.approx(rank_share(head), rel=1e-5) for head in heads]
     assert ranks["spread"][0] == pytest.approx(heads[0].spread["numerical_rank"] / 128, rel=1e-5)
     assert column(heads, "sink_mass")["values"] == [pytest.approx(h.sink_mass, rel=1e-5) for h in heads]
@@ -47,11 +47,11 @@ def test_columns_hold_the_numbers_of_the_records() -> None:
 
 def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() -> None:
     expected = 1 - (1 - 1 / 128) ** 128
-    (winners,) = column(samples.encoder().heads, "numerical_rank_share")["references"]
+    (winners,) = column(samples.encoder().heads, "numerical_rank")["references"]
     assert (winners["name"], winners["at"]) == ("random winners", pytest.approx(expected, rel=1e-5))
     assert winners["said"] == f"{expected:.2g}"
     assert " no " in winners["note"]
-    (winners,) = column(samples.mixed().heads, "numerical_rank_share")["references"]
+    (winners,) = column(samples.mixed().heads, "numerical_rank")["references"]
     assert winners["said"] == "0.5–0.63"  # under a causal and a full mask
 
 
@@ -72,13 +72,13 @@ def test_one_outlier_does_not_stretch_the_scale_and_is_told() -> None:
 
 def test_measures_that_follow_from_a_diagonal_are_silent_of_it() -> None:
     heads = samples.memberships().heads
-    assert column(heads, "numerical_rank_share")["silent"] == list(range(len(heads)))
+    assert column(heads, "numerical_rank")["silent"] == list(range(len(heads)))
     assert column(heads, "effective_rank")["silent"] == []
-    assert column(samples.encoder().heads, "numerical_rank_share")["silent"] == []
+    assert column(samples.encoder().heads, "numerical_rank")["silent"] == []
 
 
 def test_an_estimate_says_so_in_its_column() -> None:
-    words = column(samples.estimated().heads, "numerical_rank_share")["words"]
+    words = column(samples.estimated().heads, "numerical_rank")["words"]
     assert words[4].startswith("≈")
     assert "–" in words[8]
     assert set(words) == set(range(4, 12))

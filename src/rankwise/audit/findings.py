@@ -7,7 +7,16 @@ from typing import TypeVar
 from rankwise.audit.consequence import removable, with_consequence
 from rankwise.audit.measures import NULLS
 from rankwise.audit.numbers import AVERAGING
-from rankwise.audit.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord, Place, RankAt, Unseen
+from rankwise.audit.records import (
+    SEVERITY_ORDER,
+    Finding,
+    HeadRecord,
+    LayerRecord,
+    Place,
+    RankAt,
+    Severity,
+    Unseen,
+)
 from rankwise.audit.worth_records import WorthRecord
 from rankwise.errors import InputError, did_you_mean
 
@@ -31,6 +40,10 @@ CODES = (
 
 MIN_TOKENS = 8
 """Fewer rows say nothing about structure: of 2×2 matrices many are near the identity or near constant."""
+
+STRUCTURE_TOKENS = 64
+"""Of fewer, what the rows of a head have in common is a note, and says of how many tokens it is: mass that 20
+tokens leave to one may go elsewhere among 500."""
 
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
 """μ/‖Y‖ at which 9 % and 1 % of the energy of the states still tells one token from another."""
@@ -193,7 +206,7 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
     if head.peak_mass > SINK_MASS:
         yield Finding(
             code="SINK",
-            severity="warning",
+            severity=_structural(head),
             where=_place(head),
             evidence={
                 "peak_mass": head.peak_mass,
@@ -201,16 +214,16 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
                 "row_entropy": head.row_entropy,
             },
             meaning=f"{_peak(head)} takes {head.peak_mass:.0%} of a row on average: the head passes "
-            "on little else.",
+            f"on little else.{_short_words(head)}",
             remedy=WITHOUT_HEAD,
         )
     elif head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE:
         yield Finding(
             code="CONSTANT",
-            severity="warning",
+            severity=_structural(head),
             where=_place(head),
             evidence={"stable_rank": head.stable_rank, "row_distance": head.row_distance},
-            meaning="All rows are nearly the same: every token gets the same average.",
+            meaning=f"All rows are nearly the same: every token gets the same average.{_short_words(head)}",
             remedy=WITHOUT_HEAD,
         )
     if head.identity_distance < IDENTITY_DISTANCE:
@@ -219,10 +232,20 @@ def _head(head: HeadRecord) -> Iterator[Finding]:
             severity="info",
             where=_place(head),
             evidence={"identity_distance": head.identity_distance, "effective_rank": head.effective_rank},
-            meaning="Every token keeps to itself: the head mixes nothing.",
+            meaning=f"Every token keeps to itself: the head mixes nothing.{_short_words(head)}",
             remedy="put a linear map of each token in its place, the product of its output and value "
             "projections, and compare the loss",
         )
+
+
+def _structural(head: HeadRecord) -> Severity:
+    return "warning" if min(head.tokens, head.sources) >= STRUCTURE_TOKENS else "info"
+
+
+def _short_words(head: HeadRecord) -> str:
+    fewest = min(head.tokens, head.sources)
+    short = f" Of {fewest:.0f} tokens; longer sequences may show another head."
+    return short if fewest < STRUCTURE_TOKENS else ""
 
 
 def _peak(head: HeadRecord) -> str:
@@ -295,7 +318,7 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                     "delta_low": low.delta,
                     "delta_high": high.delta,
                 },
-                meaning=f"{len(found)} of {len(site)} heads have {words} the rank of heads that know nothing "
+                meaning=f"{len(found)} of {len(site)} heads have {words} the rank of each reference "
                 f"(of {extreme.tokens:.0f}: {said}), whatever δ from {low.delta:.2g} to {high.delta:.2g}.",
                 remedy=NULL_REMEDY,
                 heads=[head.head for head in found],

@@ -29,8 +29,8 @@ NULLS = {
 }
 """What numerical ranks are held against: the fields of the record, and what a reader is told."""
 NULL_NOTES = {
-    "null_rank": "Every row picks one token at random, under the head's mask: a row of a real head weighs "
-    "many tokens, so this is no bound, and no trained or untrained model does it.",
+    "null_rank": "Every row picks one token at random, under the head's mask: not an untrained model, whose "
+    "rows weigh many tokens, and no bound on what a head can have.",
     "random_rank": "Softmax of independent, standard normal queries and keys of the head's width and scale: "
     "not an untrained model, whose queries and keys are smaller and come from the same tokens.",
     "uniform_rank": "Every row weighs all that its mask lets it see alike: the limit of no scores at all, "

@@ -30,7 +30,9 @@ class Column:
     """A number of each head."""
 
     name: str
-    """In a CSV file."""
+    """Of the measure, which findings name."""
+    share: bool = False
+    """Whether it is a share of min(T, S): its name in a CSV file says so."""
     title: str
     head: str
     """A title for a narrow column."""
@@ -57,8 +59,9 @@ class Column:
         """As the page's scripts read it."""
         low, high = self.limits
         beyond = [value for value in self.values if math.isfinite(value) and value > high]
-        said = {
+        said: dict[str, Any] = {
             "name": self.name,
+            "file_name": f"{self.name}_share" if self.share else self.name,
             "title": self.title,
             "head": self.head,
             "digits": self.digits,
@@ -110,9 +113,10 @@ def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
         if measure.kinds and not any(map(math.isfinite, column.values)):
             continue
         columns.append(column)
-        columns += [
+        nulls = [
             Column(
                 name=name,
+                share=True,
                 title=f"{words.capitalize()}, share",
                 head=words.capitalize(),
                 digits=measure.digits,
@@ -121,6 +125,7 @@ def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
             for name, words in NULLS.items()
             if name in measure.nulls
         ]
+        columns += [null for null in nulls if any(map(math.isfinite, null.values))]
     return columns
 
 
@@ -144,7 +149,8 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         if name in measure.nulls
     ]
     return Column(
-        name=f"{measure.name}_share" if measure.share else measure.name,
+        name=measure.name,
+        share=measure.share,
         title=measure.title,
         head=measure.head,
         digits=measure.digits,

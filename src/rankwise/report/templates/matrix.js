@@ -20,7 +20,7 @@ async function unpacked(picture) {
 function axis(cells, size, texts) {
   const step = Math.max(1, Math.ceil(cells / MOST_TICKS));
   const at = Array.from({ length: Math.ceil(cells / step) }, (_, i) => i * step);
-  const tick = ({ place, text }) => literal(text && !place.includes("–") ? (text.length > 8 ? `${text.slice(0, 7)}…` : text) : place);
+  const tick = ({ place, text }) => literal(text ? (text.length > 8 ? `${text.slice(0, 7)}…` : text) : place);
   return { tickvals: at, ticktext: at.map((one) => tick(blockOf(one, cells, size, texts))) };
 }
 
@@ -62,7 +62,7 @@ async function drawMatrix() {
     colorscale: signed ? signedRamp() : ramp(),
   }], {
     height: Math.min(Math.max((width - 60) * (rows / columns), 120), 360) + 50, showlegend: false, dragmode: false,
-    margin: { l: 62, r: 4, t: 4, b: 52 },
+    margin: { l: 62, r: 8, t: 8, b: 52 },
     xaxis: { ...bare, ...axis(columns, sources, across), tickangle: -60 },
     yaxis: { ...bare, ...axis(rows, tokens, down), autorange: "reversed" },
   });

@@ -40,7 +40,10 @@ async function drawAll() {
   await Promise.all([...(maps.length ? [drawMaps()] : []), drawDepth(), drawWorth(), drawSpectra(), open === null ? null : drawMatrix(), drawMemberships()]);
 }
 
-if (maps.length) showMeasure();
+if (maps.length) {
+  const speaking = drawn.find((column) => column.silent.length < column.values.length);
+  showMeasure((speaking ?? drawn[0]).name);
+}
 if (report.opening !== null && beside.matches) {
   marked = [report.opening];
   openHead(report.opening);

@@ -21,7 +21,7 @@ function spectrumOf(head) {
 
 // Where the curve passes the rank of the table, the mean over the sequences.
 function ringOf(head, { x, y }) {
-  const share = columnNamed.numerical_rank_share.values[head];
+  const share = columnNamed.numerical_rank.values[head];
   const after = x.findIndex((place) => place >= share - 1e-9);
   if (share === null || share <= 0 || after < 0 || y[after] === null) return null;
   if (after === 0) return { x: share, y: y[0] };

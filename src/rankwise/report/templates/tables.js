@@ -20,7 +20,7 @@ function headTable() {
     { ...texts("site", "Site", site), ...only }, { ...numbers("layer", "Layer", layer), ...only }, { ...numbers("head", "Head", head), ...only },
     texts("kind", "Kind", kind), texts("mask", "Mask", mask), numbers("tokens", "Tokens", tokens),
     ...report.columns,
-    { ...report.columns.find((column) => column.name === "nearest_distance"), name: "nearest_head", head: "Nearest head", digits: 0, values: nearest, spread: undefined, words: undefined },
+    { ...report.columns.find((column) => column.name === "nearest_distance"), name: "nearest_head", file_name: undefined, head: "Nearest head", digits: 0, values: nearest, spread: undefined, words: undefined },
     texts("peak_token", "Peak at", peak),
     numbers("sequences", "Sequences", sequences), numbers("nonfinite", "Not finite", nonfinite),
   ];
@@ -83,6 +83,7 @@ class Table {
 
   csvRows() {
     const columns = this.all.filter((column) => column.name)
+      .map((column) => ({ ...column, name: column.file_name ?? column.name }))
       .flatMap((column) => (column.spread ? [column, { name: `${column.name}_std`, values: column.spread }] : [column]));
     return [columns.map((column) => column.name), ...this.order.map((row) => columns.map((column) => keyOf(column, row)))];
   }
