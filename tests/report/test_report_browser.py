@@ -383,3 +383,29 @@ def test_memberships_are_drawn_for_the_layer_chosen(browser: Browser, reports: d
     assert page.evaluate(read, 0) == before[0]
     assert visit.complaints == []
     page.close()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    from rankwise.audit import History
+
+    history = History([(step, samples.encoder()) for step in (0, 500, 1000)])
+    context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
+    page = context.new_page()
+    troubles: list[str] = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(history.to_html(tmp_path / "history.html").as_uri())
+    page.wait_for_selector("#states .chart:last-child svg.main-svg", timeout=PATIENCE)
+    drawn = page.eval_on_selector_all(
+        ".chart", "boxes => boxes.map(box => [box.clientWidth, box.querySelector('.main-svg').clientWidth])"
+    )
+    assert len(drawn) == 4
+    assert all(svg <= box for box, svg in drawn)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.select_option("#measure", label="Sink mass")
+    page.wait_for_function("document.querySelector('#heads .gtitle').textContent.startsWith('Sink mass')")
+    assert page.locator("#heads .chart").count() == 1
+    assert troubles == []
+    context.close()

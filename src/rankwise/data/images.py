@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rankwise.data.arrays import is_array_file, open_array
 from rankwise.data.evenly import check_positive, evenly
 from rankwise.errors import InputError
 
@@ -35,7 +36,7 @@ def read_images(
 
     Args:
         folder: a folder, searched to any depth for files named like pictures (``SUFFIXES``; hidden ones are
-            left out), or one picture.
+            left out), or one picture, or a ``.npz`` file (`open_array`).
         processor: from :func:`load_image_processor`, or any image processor of transformers.
         sequences: how many pictures to take at most.
         batch_size: pictures in a batch; the last batch may hold fewer.
@@ -57,10 +58,32 @@ def read_images(
     """
     check_positive(sequences=sequences, batch_size=batch_size)
     need_pillow()
+    if is_array_file(folder):
+        return _from_array(folder, processor, sequences, batch_size, mode)
     paths = find_images(folder)
     chosen = [paths[i] for i in evenly(len(paths), sequences)]
     return (
-        _process([open_image(path, mode) for path in chosen[i : i + batch_size]], processor, chosen[i])
+        _process([open_image(path, mode) for path in chosen[i : i + batch_size]], processor, str(chosen[i]))
+        for i in range(0, len(chosen), batch_size)
+    )
+
+
+def _from_array(
+    path: str | Path, processor: ImageProcessor, sequences: int, batch_size: int, mode: str
+) -> Iterator[dict[str, Tensor]]:
+    from PIL import Image
+
+    pixels = open_array(path)
+    chosen = evenly(len(pixels), sequences)
+
+    def picture(at: int) -> Any:
+        one = pixels[at]
+        return Image.fromarray(one[..., 0] if one.ndim == 3 and one.shape[-1] == 1 else one).convert(mode)
+
+    return (
+        _process(
+            [picture(at) for at in chosen[i : i + batch_size]], processor, f"picture {chosen[i]} of {path}"
+        )
         for i in range(0, len(chosen), batch_size)
     )
 
@@ -151,7 +174,7 @@ def need_pillow() -> None:
         ) from error
 
 
-def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[str, Tensor]:
+def _process(images: list[Any], processor: ImageProcessor, first: str) -> dict[str, Tensor]:
     try:
         made = processor(images=images, return_tensors="pt")
     except ValueError as error:

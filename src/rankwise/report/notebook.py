@@ -62,7 +62,8 @@ def _panel(panel: Panel, heads: Sequence[HeadRecord]) -> str:
     measure = HEAD_MEASURES[0]
     said = f"{measure.head} of each head, from {_block(0.0)} 0 to {_block(1.0)} 1"
     return (
-        f"<div style='overflow-x:auto'><table><caption>{escape(panel.title)}</caption>"
+        "<div style='overflow-x:auto'><table>"
+        f"<caption style='text-align:left'>{escape(panel.title)}</caption>"
         f"<thead><tr>{head}<th style='text-align:left'>{said}</th></tr></thead><tbody>{body}</tbody></table>"
         f"{rest}</div>"
     )

@@ -11,10 +11,7 @@
     return `hsl(${260 - 200 * part}, 62%, ${40 + 12 * part}%)`;
   }
 
-  function draw(chart, parent) {
-    const box = document.createElement("div");
-    box.className = "chart";
-    parent.append(box);
+  function draw(chart, box) {
     const text = getComputedStyle(document.body).color;
     const axis = { color: text, gridcolor: "rgba(128,128,128,.25)", zeroline: false, automargin: true, fixedrange: true };
     const traces = chart.lines.map((line, at) => ({
@@ -39,8 +36,10 @@
     const parent = document.getElementById(of);
     parent.querySelectorAll(".chart").forEach((box) => window.Plotly.purge(box));
     parent.replaceChildren();
-    data.charts.filter((chart) => chart.of === of && (title === null || chart.title === title))
-      .forEach((chart) => draw(chart, parent));
+    const chosen = data.charts.filter((chart) => chart.of === of && (title === null || chart.title === title));
+    const boxes = chosen.map(() => Object.assign(document.createElement("div"), { className: "chart" }));
+    parent.append(...boxes); // all of them before the first is drawn: a chart takes the width its box has then
+    chosen.forEach((chart, at) => draw(chart, boxes[at]));
   }
 
   for (const title of new Set(data.charts.filter((chart) => chart.of === "heads").map((chart) => chart.title))) {
