@@ -39,6 +39,7 @@ ALLOWED = {
         "worth",
     },
     "report": {"errors", "files", "rank_correlation", "audit"},
+    "monitor": {"audit", "errors", "files", "running"},
     "plan": {
         "errors",
         "files",

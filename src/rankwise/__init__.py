@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rankwise import errors as errors
     from rankwise import measures as measures
     from rankwise import models as models
+    from rankwise import monitor as monitor
     from rankwise import operators as operators
     from rankwise import ops as ops
     from rankwise import plan as plan
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         stable_rank,
         token_collapse,
     )
+    from rankwise.monitor import RankMonitor
     from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
     from rankwise.plan import plan_head_dim
     from rankwise.surgery import add_lambda_skip, advise, certify_skip, remove_lambda_skip
@@ -48,6 +50,7 @@ __all__ = [
     "DenseMixing",
     "MixerSite",
     "MixingOperator",
+    "RankMonitor",
     "RankwiseError",
     "SoftmaxMixing",
     "StateSite",
@@ -78,6 +81,7 @@ _PACKAGES = (
     "errors",
     "measures",
     "models",
+    "monitor",
     "operators",
     "ops",
     "plan",
@@ -99,6 +103,7 @@ _HOMES = {
         "stable_rank",
         "token_collapse",
     ),
+    "monitor": ("RankMonitor",),
     "operators": ("DenseMixing", "MixingOperator", "SoftmaxMixing"),
     "plan": ("plan_head_dim",),
     "surgery": ("add_lambda_skip", "advise", "certify_skip", "remove_lambda_skip"),

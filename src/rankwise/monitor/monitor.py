@@ -1,0 +1,219 @@
+"""`RankMonitor`: audit a probe batch every so many steps of training, without a trace in the training."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.audit import Audit, audit
+from rankwise.audit.finding_changes import finding_changes
+from rankwise.audit.findings import check_codes
+from rankwise.audit.history import History
+from rankwise.audit.records import Finding
+from rankwise.errors import InputError
+from rankwise.files import write_whole
+from rankwise.monitor.scalars import scalars
+from rankwise.running import Batch, evaluating, tensors_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+
+EVERY = 500
+"""Steps between two audits: the demo's training spends less than 1 % of its time in them then."""
+Log = Callable[[dict[str, float], int], None]
+"""Takes scalars and the step they were measured at."""
+OnFinding = Callable[[int, Finding], None]
+
+logger = logging.getLogger("rankwise.monitor")
+
+
+class RankMonitor:
+    """Audits a fixed probe batch every ``every`` steps and tells what it finds.
+
+    An audit runs in evaluation mode, without gradients, with the random state of torch put aside: a training
+    is bit-identical with and without it. Each new finding is logged once as a warning (logger
+    ``rankwise.monitor``). With ``torch.distributed`` every process audits, so that sharded models run as they
+    must, and the first one writes and logs.
+
+    Cost: one audit of the probe every ``every`` steps; `seconds` is what they took.
+
+    Args:
+        probe: a batch, or a list of batches: dicts, tuples or tensors, as `rankwise.audit` takes them.
+        every: steps between two audits; step 0 is audited, too.
+        stop_on: codes of findings that end the training.
+        folder: where each audit goes as ``step-N/audit.json``; `history` is saved there with its page by
+            `finish`. Nothing is written where it is None.
+        log: called with the scalars of each audit and its step, such as ``wandb.log``.
+        on_finding: called with the step and each new finding.
+        **settings: passed on to `rankwise.audit`: ``delta``, ``method``, ``sites``, ``blocks``.
+
+    Raises:
+        InputError: if ``every`` is no positive number, the probe is no batch, or a code is not known.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> monitor = rw.RankMonitor(torch.randn(1, 5, 8), every=2)
+        >>> for step in range(4):
+        ...     audited = monitor.step(model, step)
+        >>> monitor.history.steps
+        [0, 2]
+    """
+
+    def __init__(
+        self,
+        probe: Batch | Sequence[Batch],
+        every: int = EVERY,
+        *,
+        stop_on: Sequence[str] = (),
+        folder: str | Path | None = None,
+        log: Log | None = None,
+        on_finding: OnFinding | None = None,
+        **settings: Any,
+    ) -> None:
+        self.batches = _batches(probe)
+        self.every = _positive(every)
+        self.stop_on = frozenset(check_codes([stop_on] if isinstance(stop_on, str) else stop_on))
+        self.folder = None if folder is None else Path(folder)
+        self.history = History()
+        self.stopped_by: Finding | None = None
+        """The finding that ends the training, once there is one."""
+        self.seconds = 0.0
+        """Time that the audits took."""
+        self._log, self._on_finding, self._settings = log, on_finding, settings
+
+    def step(self, model: nn.Module, step: int) -> Audit | None:
+        """Audit the probe if it is time to; call it after every step of training.
+
+        Args:
+            model: the model that trains; it stays as it is.
+            step: the number of the step, from 0.
+
+        Returns:
+            The audit; None at the steps between.
+
+        Raises:
+            AuditError: if the model cannot run on the probe.
+            CaptureError: if it holds no mixer that can be captured.
+            KeyboardInterrupt: if it was pressed during the audit; what was measured is dropped.
+        """
+        if step % self.every or step in self.history.steps:
+            return None
+        began = time.perf_counter()
+        with evaluating(model), _random_state_kept(model):
+            found = audit(model, self.batches, **self._settings)
+        self.seconds += time.perf_counter() - began
+        if not found.complete:
+            raise KeyboardInterrupt
+        new = found.findings
+        if len(self.history):
+            changes = finding_changes(self.history.audits[-1], found)
+            new = [change.finding for change in changes if change.outcome == "new"]
+        self.history.add(step, found)
+        self.stopped_by = next((one for one in found.findings if one.code in self.stop_on), None)
+        if _first_process():
+            self._tell(step, found, new)
+        return found
+
+    def attach(self, trainer: "Trainer") -> "TrainerCallback":
+        """Let a Hugging Face `Trainer` call this monitor; scalars go to its own loggers.
+
+        Args:
+            trainer: the trainer.
+
+        Returns:
+            The callback that was added to it.
+        """
+        from rankwise.monitor.trainer import RankCallback
+
+        callback = RankCallback(self, trainer)
+        trainer.add_callback(callback)
+        return callback
+
+    def lightning(self) -> Any:
+        """A Lightning callback of this monitor: ``Trainer(callbacks=[monitor.lightning()])``.
+
+        Raises:
+            InputError: if neither ``lightning`` nor ``pytorch_lightning`` is installed.
+        """
+        from rankwise.monitor.lightning import lightning_callback
+
+        return lightning_callback(self)
+
+    def finish(self) -> Path | None:
+        """Write the history with its page into the folder; the callbacks call it at the end of training.
+
+        Returns:
+            The page; None where there is no folder, no audit, or another process writes.
+        """
+        if self.folder is None or not len(self.history) or not _first_process():
+            return None
+        self.history.save(self.folder)
+        return self.folder / "index.html"
+
+    def _tell(self, step: int, found: Audit, new: Sequence[Finding]) -> None:
+        if self.folder is not None:
+            found.save(self.folder / f"step-{step}" / "audit.json")
+        for finding in new:
+            if finding.severity != "info" or finding.code in self.stop_on:
+                logger.warning("step %d: %s at %s: %s", step, finding.code, finding.where, finding.meaning)
+            if self._on_finding is not None:
+                self._on_finding(step, finding)
+        if self._log is not None:
+            self._log(scalars(found) | {"rank/seconds": self.seconds}, step)
+        if self.stopped_by is not None:
+            kept = self._keep_probe()
+            where = f"; audit and probe in {kept}" if kept else ""
+            logger.error("step %d: training stops on %s%s", step, self.stopped_by.code, where)
+
+    def _keep_probe(self) -> Path | None:
+        """Write the probe beside the audits, so that the stop can be looked into."""
+        if self.folder is None:
+            return None
+        from safetensors.torch import save_file
+
+        tensors = {
+            f"{at}.{name}": tensor.detach().cpu().contiguous()
+            for at, batch in enumerate(self.batches)
+            for name, tensor in tensors_of(batch).items()
+        }
+        write_whole(self.folder / "probe.safetensors", lambda path: save_file(tensors, path), "probe")
+        return self.folder
+
+
+def _batches(probe: Any) -> list[Batch]:
+    many = isinstance(probe, list) and bool(probe) and not all(isinstance(one, int | float) for one in probe)
+    batches = list(probe) if many else [probe]
+    for batch in batches:
+        if not isinstance(batch, Mapping | tuple | Tensor):
+            raise InputError(
+                "`probe`",
+                wanted="a batch (dict, tuple or tensor) or a list of batches",
+                got=type(batch).__name__,
+                fix="Take a batch of the evaluation data: `next(iter(loader))`.",
+            )
+    return batches
+
+
+def _positive(every: int) -> int:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InputError(
+            "`every`", wanted="a number of steps, 1 or more", got=repr(every), fix=f"Take {EVERY}."
+        )
+    return every
+
+
+def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
+    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cuda"
+    return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
+
+
+def _first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

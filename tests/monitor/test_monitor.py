@@ -1,0 +1,173 @@
+"""A monitor leaves no trace in a training, keeps what it measured, and stops what it was told to stop."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.unchecked import unchecked
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.audit.history import History
+from rankwise.errors import InputError
+from rankwise.monitor import scalars
+
+WIDTH, TOKENS = 16, 10
+
+
+class Weak(nn.Module):
+    """Every token gets the mean of all, beside a weak skip: tokens become alike."""
+
+    def __init__(self, skip: float) -> None:
+        super().__init__()
+        self.attention, self.skip = nn.MultiheadAttention(WIDTH, 2, batch_first=True), skip
+        with torch.no_grad():
+            self.attention.in_proj_weight[: 2 * WIDTH] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip * x + self.attention(x, x, x)[0]
+
+
+def collapsing() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Weak(0.01) for _ in range(3)))
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.2, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def probe(sequences: int = 2) -> Tensor:
+    return torch.randn(sequences, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def trained(monitor: rw.RankMonitor | None, steps: int = 7) -> tuple[nn.Module, Tensor]:
+    model = encoder().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(steps):
+        if monitor is not None:
+            monitor.step(model, step)
+        assert model.training
+        assert all(module.training for module in model.modules())
+        loss = model(torch.randn(4, TOKENS, WIDTH)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model, torch.rand(3)
+
+
+def test_a_training_is_bit_identical_with_and_without_it():
+    monitor = rw.RankMonitor(probe(), every=2)
+    (watched, drawn), (alone, wanted) = trained(monitor), trained(None)
+    assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
+    assert torch.equal(drawn, wanted)  # dropout and data drew the same numbers
+    assert monitor.history.steps == [0, 2, 4, 6]
+    first, last = monitor.history.audits[0], monitor.history.audits[-1]
+    assert first.heads[0].effective_rank != last.heads[0].effective_rank
+    assert monitor.seconds > 0
+
+
+def test_a_module_that_is_frozen_in_evaluation_mode_stays_so():
+    model = encoder().train()
+    model.layers[0].eval()
+    rw.RankMonitor(probe()).step(model, 0)
+    assert model.training
+    assert model.layers[1].training
+    assert not model.layers[0].training
+
+
+def test_an_audit_is_that_of_the_same_probe_in_evaluation_mode():
+    model = encoder().train()
+    found = rw.RankMonitor([probe(), probe()]).step(model, 0)
+    wanted = rw.audit(model.eval(), [probe(), probe()])
+    assert found is not None
+    for one, other in zip([*found.heads, *found.layers], [*wanted.heads, *wanted.layers], strict=True):
+        assert one.model_dump_json() == other.model_dump_json()  # NaN is NaN there
+
+
+def test_scalars_name_each_layer_and_hold_means_over_heads():
+    audit = rw.audit(encoder().eval(), [probe()])
+    named = scalars(audit)
+    ranks = [head.effective_rank for head in audit.heads if head.layer == 1]
+    assert named["rank/heads_effective_rank/layers.01"] == pytest.approx(sum(ranks) / len(ranks))
+    assert named["rank/states_relative_collapse/layers.02"] == audit.layers[2].relative_collapse
+    assert named["rank/findings/error"] == 0
+    assert all(isinstance(value, float) for value in named.values())
+
+
+def test_it_stops_on_a_collapse_and_keeps_probe_and_audit(tmp_path, caplog):
+    logged: list[tuple[int, dict[str, float]]] = []
+    monitor = rw.RankMonitor(
+        probe(),
+        1,
+        stop_on=["collapse"],
+        folder=tmp_path,
+        log=lambda values, step: logged.append((step, values)),
+    )
+    with caplog.at_level(logging.WARNING, "rankwise.monitor"):
+        monitor.step(collapsing(), 0)
+    assert monitor.stopped_by is not None
+    assert monitor.stopped_by.code == "COLLAPSE"
+    assert "COLLAPSE at" in caplog.text
+    assert "training stops on COLLAPSE" in caplog.text
+    assert rw.Audit.load(tmp_path / "step-0").findings[0].code == "COLLAPSE"
+    (kept,) = load_file(tmp_path / "probe.safetensors").values()
+    assert torch.equal(kept, probe())
+    assert logged[0][0] == 0
+    assert logged[0][1]["rank/findings/error"] >= 1
+    assert monitor.finish() == tmp_path / "index.html"
+    assert History.load(tmp_path).steps == [0]
+
+
+def test_a_finding_is_told_once_while_it_stays(caplog):
+    told = []
+    monitor = rw.RankMonitor(probe(), 1, on_finding=lambda step, finding: told.append((step, finding.code)))
+    model = collapsing()
+    with caplog.at_level(logging.WARNING, "rankwise.monitor"):
+        for step in range(3):
+            monitor.step(model, step)
+    assert [step for step, code in told if code == "COLLAPSE"] == [0]
+    assert caplog.text.count("COLLAPSE") == 1
+    assert monitor.stopped_by is None
+
+
+def test_ctrl_c_during_an_audit_reaches_the_training():
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner(x)
+            raise KeyboardInterrupt
+
+    monitor = rw.RankMonitor(probe())
+    model = Interrupted().train()
+    with pytest.raises(KeyboardInterrupt):
+        monitor.step(model, 0)
+    assert model.inner.layers[0].training
+    assert not len(monitor.history)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"probe": "text"}, "`probe`"),
+        ({"probe": []}, "`probe`"),
+        ({"every": 0}, "`every`"),
+        ({"every": 1.5}, "`every`"),
+        ({"every": True}, "`every`"),
+        ({"stop_on": ["COLAPSE"]}, "COLLAPSE"),
+    ],
+)
+def test_wrong_settings_are_refused_before_training(settings, named):
+    with unchecked(), pytest.raises(InputError, match=named):
+        rw.RankMonitor(**{"probe": probe()} | settings)
+
+
+def test_a_model_that_holds_no_mixer_is_refused_at_its_first_step():
+    with pytest.raises(rw.RankwiseError, match="mixing operator"):
+        rw.RankMonitor(probe()).step(nn.Linear(WIDTH, WIDTH), 0)

@@ -1,0 +1,84 @@
+"""The monitor inside Hugging Face's Trainer: logged by it, bit-identical, stopped."""
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+
+import rankwise as rw
+
+pytest.importorskip("accelerate")
+
+
+def bert() -> BertForMaskedLM:
+    torch.manual_seed(0)
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=40,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 40, (count, 12), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer_of(model: BertForMaskedLM, folder: str) -> Trainer:
+    settings = TrainingArguments(
+        folder,
+        max_steps=5,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+    )
+    return Trainer(model, settings, train_dataset=rows(10))
+
+
+def probe() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.stack([row["input_ids"] for row in rows(2)])}
+
+
+def test_trainer_logs_its_scalars_and_trains_the_same_bits(tmp_path):
+    alone = trainer_of(bert(), str(tmp_path))
+    alone.train()
+    watched = trainer_of(bert(), str(tmp_path))
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path / "rank")
+    monitor.attach(watched)
+    watched.train()
+    pairs = zip(watched.model.parameters(), alone.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert monitor.history.steps == [0, 2, 4]
+    logged = {
+        row["step"]: row for row in watched.state.log_history if any(k.startswith("rank/heads") for k in row)
+    }
+    assert sorted(logged) == [0, 2, 4]
+    losses = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (watched, alone)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
+    assert any(name.startswith("rank/states_relative_collapse/") for name in logged[4])
+    assert (tmp_path / "rank" / "index.html").is_file()
+
+
+def test_trainer_stops_where_a_finding_says_so(tmp_path):
+    model = bert()
+    with torch.no_grad():  # every token gets the mean of all, many times over
+        for name, weight in model.named_parameters():
+            if "attention.self.query" in name:
+                weight.zero_()
+            if "attention.self.value.weight" in name or "attention.output.dense.weight" in name:
+                weight *= 50
+    trainer = trainer_of(model, str(tmp_path))
+    monitor = rw.RankMonitor(probe(), every=1, stop_on=("COLLAPSE",))
+    monitor.attach(trainer)
+    trainer.train()
+    assert monitor.stopped_by is not None
+    assert trainer.state.global_step < 5
