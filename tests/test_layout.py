@@ -29,6 +29,7 @@ ALLOWED = {
     "audit": {
         "running",
         "threads",
+        "torch_internals",
         "errors",
         "shapes",
         "operators",

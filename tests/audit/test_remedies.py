@@ -176,6 +176,7 @@ LEADS = (
     "what is not finite in float32 either comes from inputs or from weights, ",
     "see how much mixing its λ-skip or LayerScale leaves, ",
     "see what training did: ",
+    "see what the model loses without it: ",
     ", then ",
 )
 """Words around commands and calls, which say what these show."""

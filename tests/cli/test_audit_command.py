@@ -66,6 +66,19 @@ def test_writes_report_and_says_where(run: Run, folder: Path, tmp_path: Path) ->
         assert name in result.output
 
 
+def test_a_baseline_stands_beside_the_model(run: Run, folder: Path, tmp_path: Path) -> None:
+    asked = ("audit", folder, "--text", "text.txt", "--tokens", 16, "--sequences", 2, "--baseline-seeds", 2)
+    result = run(*asked)
+    assert result.exit_code == 0, result.output
+    audit = audit_of(tmp_path)
+    assert audit.baseline is not None
+    assert audit.baseline.seeds == [0, 1]
+    assert all(head.baseline.judged for head in audit.heads)
+    said = " ".join(result.output.split())
+    assert "at fresh weights, built from its configuration, on the same data, seeds 0, 1" in said
+    assert "fresh" in result.output
+
+
 def test_windows_longer_than_the_model_are_cut_and_it_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
     assert run("audit", folder, "--text", "text.txt", "--tokens", 500, "--sequences", 1).exit_code == 0
     audit = audit_of(tmp_path)
@@ -340,7 +353,7 @@ def test_help_names_every_option_and_shows_examples(run: Run) -> None:
     text = run("audit", "--help").output
     for option in (
         "--text", "--images", "--dataset", "--tokens", "--sequences", "--batch-size", "--delta", "--device",
-        "--dtype", "--out", "--fail-on", "--trust-remote-code",
+        "--dtype", "--baseline", "--out", "--fail-on", "--trust-remote-code",
     ):  # fmt: skip
         assert option in text
     assert "Examples" in text

@@ -2,6 +2,7 @@
 
 from rankwise.audit.comparison import Comparison
 from rankwise.audit.findings import CODES, check_codes
+from rankwise.audit.fresh_copies import BaselineSettings
 from rankwise.audit.fresh_weights import FreshWeightsError, fresh_weights
 from rankwise.audit.history import History, compare
 from rankwise.audit.matrix_picture import MatrixPicture
@@ -17,6 +18,7 @@ __all__ = [
     "CODES",
     "Audit",
     "AuditError",
+    "BaselineSettings",
     "BlockWorth",
     "Comparison",
     "Finding",

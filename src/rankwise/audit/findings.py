@@ -68,11 +68,10 @@ heads that know nothing, at a temperature of 0, of the head, and without end: a 
 that of such a head at another temperature. Without a mask equal weights have rank 1, which no rank is below.
 """
 
-NULL_REMEDY = (
-    "see what training did: `untrained = rw.audit(type(model)(model.config).eval(), batches)`, then "
-    "`rw.compare(untrained, audit)`"
-)
+NULL_REMEDY = "see what training did: `rw.audit(model, batches, baseline=True)`"
 """No null knows the weights a model starts with."""
+BASELINE_REMEDY = "see what the model loses without it: `rw.audit(model, batches, worth=True)`"
+"""More or less rank than at the start is what training did, and no fault."""
 
 SWITCHED_OFF_REMEDY = (
     "see how much mixing its λ-skip or LayerScale leaves, `rankwise skip MODEL --text TEXT --certify`; or "
@@ -106,6 +105,7 @@ def find(
         *_switched_off(layers),
         *(finding for head in heads for finding in _head(head)),
         *_twins(heads),
+        *_baseline(heads),
         *_null(heads),
         *_unseen(unseen),
     ]
@@ -295,10 +295,69 @@ def _weights(head: HeadRecord) -> str:
     return "query and key weights" if head.kind in ("softmax", "linear") else "weights"
 
 
+def _baseline(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
+    """One finding a layer and direction, against the same heads at fresh weights."""
+    for _, group in _grouped(heads, _site_of):
+        site = [head for head in group if _is_long_enough(head) and has_baseline(head)]
+        for code, words in (("ABOVE_NULL", "more"), ("BELOW_NULL", "less")):
+            found = [head for head in site if beyond_null(head) == code]
+            if not found:
+                continue
+            extreme = max(found, key=_distance_from_baseline)
+            known = extreme.baseline
+            assert known is not None
+            low, at, high = (known.band[number] for number in (0, len(known.band) // 2, -1))
+            fresh = (at.rank_low + at.rank_high) / 2
+            yield Finding(
+                code=code,
+                severity="info",
+                where=_place(extreme),
+                evidence={
+                    "heads": len(found),
+                    "of": len(site),
+                    "numerical_rank": _middle_rank(extreme),
+                    "baseline": fresh,
+                    "baseline_std": at.std,
+                    "difference": (at.difference_low + at.difference_high) / 2,
+                    "margin": at.margin,
+                    "pairs": at.pairs,
+                    "seeds": known.seeds,
+                    **extreme.band[len(extreme.band) // 2].nulls,
+                    "delta_low": low.delta,
+                    "delta_high": high.delta,
+                },
+                meaning=f"{len(found)} of {len(site)} heads have {words} rank than the same heads at fresh "
+                f"weights: this one {_middle_rank(extreme):.0f} of {extreme.smaller:.0f}, fresh "
+                f"{fresh:.0f}, on the same data. The difference is larger than 95 % of pairs of a sequence "
+                f"and a seed vary, {at.margin:.1g}, whatever δ from {low.delta:.2g} to {high.delta:.2g}.",
+                remedy=BASELINE_REMEDY,
+            )
+
+
+def has_baseline(head: HeadRecord) -> bool:
+    """Whether the head is held against fresh weights: their spread is known at every threshold.
+
+    Args:
+        head: the head.
+    """
+    return head.baseline is not None and head.baseline.judged
+
+
+def _is_long_enough(head: HeadRecord) -> bool:
+    return min(head.tokens, head.sources) >= MIN_TOKENS
+
+
+def _distance_from_baseline(head: HeadRecord) -> float:
+    """At δ, on a scale of ratios."""
+    assert head.baseline is not None
+    at = head.baseline.band[len(head.baseline.band) // 2]
+    return abs(math.log((_middle_rank(head) + 1) / ((at.rank_low + at.rank_high) / 2 + 1)))
+
+
 def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
     """One finding a layer and direction: most heads of a trained model lie on one side or the other."""
     for _, group in _grouped(heads, _site_of):
-        site = [head for head in group if min(head.tokens, head.sources) >= MIN_TOKENS and _judged(head)]
+        site = [head for head in group if _is_long_enough(head) and _judged(head) and not has_baseline(head)]
         for code, words in (("ABOVE_NULL", f"over {ABOVE_NULL:g} times"), ("BELOW_NULL", "less than half")):
             found = [head for head in site if beyond_null(head) == code]
             if not found:
@@ -326,11 +385,18 @@ def _null(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
 
 
 def beyond_null(head: HeadRecord) -> str | None:
-    """ABOVE_NULL or BELOW_NULL where that holds against every known null at every threshold of the band.
+    """ABOVE_NULL or BELOW_NULL where that holds at every threshold of the band.
+
+    Against the same head at fresh weights, where the spread of those is known; else against every known null.
 
     Args:
         head: the head.
     """
+    if head.baseline is not None and head.baseline.judged:
+        at = head.baseline.band
+        if all(point.difference_low > point.margin for point in at):
+            return "ABOVE_NULL"
+        return "BELOW_NULL" if all(-point.difference_high > point.margin for point in at) else None
     points = _judged(head)
     if points and all(point.rank_low > ABOVE_NULL * max(point.nulls.values()) for point in points):
         return "ABOVE_NULL"

@@ -56,6 +56,8 @@ def fresh_weights(
         (True, True)
     """
     devices = {parameter.device for parameter in model.parameters()}
+    if factory is None:
+        _check_can_be_drawn(model)
     with _seeded(seed, devices):
         if factory is not None:
             fresh = factory()
@@ -65,6 +67,44 @@ def fresh_weights(
             fresh = _drawn_anew(model)
     _check_same_weights(model, fresh)
     return _placed_like(model, fresh)
+
+
+def way_to_fresh_weights(model: nn.Module) -> str:
+    """How `fresh_weights` makes a copy of a model, in words, where no factory is given.
+
+    Args:
+        model: the model.
+
+    Examples:
+        >>> way_to_fresh_weights(torch.nn.Linear(2, 2))
+        'by the methods of its modules that draw weights'
+    """
+    from_configuration = _has_configuration(model)
+    return (
+        "from its configuration" if from_configuration else "by the methods of its modules that draw weights"
+    )
+
+
+def _check_can_be_drawn(model: nn.Module) -> None:
+    """Refuse weights that are not numbers as they would be drawn, or not here."""
+    where = getattr(model, "hf_device_map", None) or {}
+    reasons = {
+        "quantised weights": bool(getattr(model, "is_quantized", False)),
+        "weights on more than one device": len(set(map(str, where.values()))) > 1,
+        "weights that are not in memory": any(one.is_meta for one in model.parameters()),
+    }
+    for name, weight in model.named_parameters():
+        if not (weight.is_floating_point() or weight.is_complex()):
+            raise _no_way(model, [name], f"{weight.dtype} weights, which no method draws")
+    for reason, holds in reasons.items():
+        if holds:
+            raise FreshWeightsError(
+                f"fresh weights of {type(model).__name__}",
+                wanted="a model with floating-point weights in the memory of one device",
+                got=reason,
+                fix="Load it without quantisation or offloading, or give a function that builds a model "
+                "that runs where this one does.",
+            )
 
 
 @contextmanager
@@ -95,9 +135,7 @@ def _from_configuration(model: nn.Module) -> nn.Module:
 def _drawn_anew(model: nn.Module) -> nn.Module:
     fresh = copy.deepcopy(model)
     with torch.no_grad():
-        for name, parameter in fresh.named_parameters():
-            if not parameter.is_floating_point() and not parameter.is_complex():
-                raise _no_way(model, [name], f"{parameter.dtype} weights, which no method draws")
+        for parameter in fresh.parameters():
             parameter.fill_(torch.nan)
             vars(parameter).pop(TRANSFORMERS_FLAG, None)
         for module in fresh.modules():
@@ -164,7 +202,9 @@ def _placed_like(model: nn.Module, fresh: nn.Module) -> nn.Module:
             like = dict(getattr(model, tensors)())
             for name, tensor in getattr(fresh, tensors)():
                 if name in like:
-                    tensor.data = tensor.data.to(device=like[name].device, dtype=like[name].dtype)
+                    numbers = tensor.is_floating_point() and like[name].is_floating_point()
+                    dtype = like[name].dtype if numbers else tensor.dtype  # no cast to a quantised type
+                    tensor.data = tensor.data.to(device=like[name].device, dtype=dtype)
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in fresh.named_modules():
         module.training = modes.get(name, model.training)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankwise.audit.baseline_records import Baseline
 from rankwise.audit.masks import Pattern
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.nulls import BAND, thresholds
@@ -41,6 +42,11 @@ MAX_CHANNELS = 16
 SIGMA = COLUMNS.index("sigma_max")
 WHOLE = [COLUMNS.index(column_at(name, step)) for name in RANKS_AT for step in range(len(BAND))]
 """Numbers that may not be known of a sequence: a mean over the others would be biased, and is not taken."""
+
+ENDS = [
+    [COLUMNS.index(column_at(end, step)) for end in ("rank_low", "rank_high")] for step in range(len(BAND))
+]
+"""Where the least and the most rank stand at each threshold."""
 
 
 @dataclass
@@ -93,6 +99,23 @@ class SiteKey(NamedTuple):
     """From 0, where the same mixer runs more than once in a block."""
 
 
+HeadPlace = tuple[Any, ...]
+"""A `SiteKey`, and the number of the head."""
+
+
+def with_baseline(record: HeadRecord, baseline: Baseline | None) -> HeadRecord:
+    """The record with what the same head is at fresh weights; itself where that is not known.
+
+    Args:
+        record: of the head.
+        baseline: of it.
+    """
+    if baseline is None:
+        return record
+    said = {f"fresh_{name}": baseline.mean[name] for name in ("numerical_rank", "effective_rank")}
+    return record.model_copy(update={"baseline": baseline, **said})
+
+
 @dataclass
 class SiteHeads:
     """What is known so far of the heads of one call of one mixer."""
@@ -114,6 +137,8 @@ class SiteHeads:
     """What the token at the peak of each head is called, sequence by sequence."""
     pictures: dict[int, MatrixPicture] = field(default_factory=dict)
     """By the place of the head."""
+    ranks: list[Floats] | None = None
+    """Of each sequence the least and the most rank at each threshold, (H, 5, 2), for a baseline."""
 
     def check_heads(self, heads: int) -> None:
         """Refuse another number of heads than before."""
@@ -134,6 +159,8 @@ class SiteHeads:
         mean[:, WHOLE] = np.where(np.isnan(group[:, :, WHOLE]).any(0), np.nan, mean[:, WHOLE])
         mean[broken] = np.nan
         self.moments.add(mean)
+        if self.ranks is not None:
+            self.ranks.append(mean[:, ENDS])
         self.distances.add(_mean(np.stack([one.distances for one in windows])))
 
 
@@ -145,6 +172,7 @@ class HeadTable:
         method: how ranks are taken.
         names: what tokens are called.
         pictures: keeps pictures of matrices, where they are asked for.
+        each_sequence: whether the ranks of each sequence are kept, to be held against a baseline.
     """
 
     def __init__(
@@ -153,8 +181,10 @@ class HeadTable:
         method: Method = "auto",
         names: TokenNames | None = None,
         pictures: PictureTaker | None = None,
+        each_sequence: bool = False,
     ) -> None:
         self.delta, self.method, self.pictures = delta, method, pictures
+        self.each_sequence = each_sequence
         self.names = names or TokenNames()
         self._picture: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
@@ -202,6 +232,7 @@ class HeadTable:
         if known is None:
             moments, distances = RunningMoments((heads, len(COLUMNS))), RunningMoments((heads, heads))
             known = SiteHeads(key, kind, moments, distances, np.zeros(heads), channels=channels)
+            known.ranks = [] if self.each_sequence else None
             self._sites[key] = known
         known.check_heads(heads)
         for one in numbers:
@@ -234,17 +265,34 @@ class HeadTable:
         known = self._sites.get(key)
         return [] if known is None else known.channels
 
-    def records(self, worths: Mapping[tuple[Any, ...], HeadWorth] | None = None) -> list[HeadRecord]:
+    def known(self) -> Iterator[tuple[HeadPlace, HeadRecord, Floats]]:
+        """Each head with the ranks of its sequences (N, 5, 2), where those are kept."""
+        for site in self._sites.values():
+            ranks = np.stack(site.ranks) if site.ranks else np.empty((0, len(site.channels), len(BAND), 2))
+            for at, record in enumerate(_records(site, self.delta)):
+                yield (*site.key, record.head), record, ranks[:, at]
+
+    def records(
+        self,
+        worths: Mapping[HeadPlace, HeadWorth] | None = None,
+        baselines: Mapping[HeadPlace, Baseline] | None = None,
+    ) -> list[HeadRecord]:
         """One record a head, in the order of the model.
 
         Args:
             worths: what heads are worth, by the key of their mixer and their number.
+            baselines: what they are at fresh weights, likewise.
         """
         alone = Counter(_pattern_of(site) for site in self._sites.values() if len(site.nonfinite) == 1)
         met: Counter[SiteKey] = Counter()
         out: list[HeadRecord] = []
         for site in self._sites.values():
-            records = [_with_worth(one, site.key, worths or {}) for one in _records(site, self.delta)]
+            records = [
+                with_baseline(
+                    _with_worth(one, site.key, worths or {}), (baselines or {}).get((*site.key, one.head))
+                )
+                for one in _records(site, self.delta)
+            ]
             together = _pattern_of(site)
             if len(records) == 1 and alone[together] > 1:  # a list of modules with one head each
                 records = [records[0].model_copy(update={"site": together.site, "head": met[together]})]
@@ -260,7 +308,7 @@ class HeadTable:
         return self._calls[key]
 
 
-def _with_worth(record: HeadRecord, key: SiteKey, worths: Mapping[tuple[Any, ...], HeadWorth]) -> HeadRecord:
+def _with_worth(record: HeadRecord, key: SiteKey, worths: Mapping[HeadPlace, HeadWorth]) -> HeadRecord:
     worth = worths.get((*key, record.head))
     if worth is None:
         return record
@@ -339,6 +387,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},
             spectrum=site.spectra[head] if site.spectra else [],
             worth=None,
+            baseline=None,
             peak_token=peak,
             peak_token_sequences=agreeing,
             picture=site.pictures.get(head),

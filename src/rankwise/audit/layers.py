@@ -72,6 +72,7 @@ class SiteStates:
             nonfinite=self.nonfinite,
             width=self.width,
             spread={name: float(spread[at]) for at, name in enumerate(COLUMNS) if at},
+            baseline=None,
             **{name: float(mean[at]) for at, name in enumerate(COLUMNS)},
         )
 

@@ -253,6 +253,14 @@ class HeadMeasures(Record):
         "relative δ (σ ≥ δ σ₁) would divide out: read effective and stable rank there.",
         take=lambda heads: heads.ranks["numerical_rank"],
     )]
+    fresh_numerical_rank: Annotated[Number, HeadMeasure(
+        title="Rank share at fresh weights", short="Fresh rank share", symbol="rank at fresh weights",
+        formula="#{i : σ_i ≥ δ} of the same head, mean over copies of the model at fresh weights; NaN where "
+        "no baseline was asked for", range="[0, min(T, S)]",
+        low="no direction", high="full rank", digits=2, cost="one audit for each seed",
+        bounds=lambda head: (0.0, head.smaller), share=True, known_only=True, console="fresh\nshare",
+        take=None,  # by audits of their own
+    )] = math.nan
     effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range="[1, min(T, S)]",
         low="few directions", high="many directions", digits=1,
@@ -262,6 +270,15 @@ class HeadMeasures(Record):
         "spectrum is spread.",
         take=lambda heads: heads.ranks["effective_rank"],
     )]
+    fresh_effective_rank: Annotated[Number, HeadMeasure(
+        title="Effective rank at fresh weights", short="Fresh effective rank",
+        symbol="effective rank at fresh weights",
+        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the same head, mean over copies of the model at fresh "
+        "weights; NaN where no baseline was asked for", range="[1, min(T, S)]",
+        low="few directions", high="many directions", digits=1, cost="one audit for each seed",
+        bounds=_to_full_rank, to_the_largest=True, known_only=True, console="fresh\neffective",
+        take=None,  # by audits of their own
+    )] = math.nan
     stable_rank: Annotated[Number, HeadMeasure(
         title="Stable rank", formula="‖M‖_F²/σ_1²", range="[1, min(T, S)]", low="σ₁ dominates",
         high="many as strong", digits=1, cost="less than half an SVD", bounds=_to_full_rank,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rankwise.audit.baseline_records import Baseline, BaselineRecord
 from rankwise.audit.fields import Count, Number, Record, Size
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures, shown
@@ -129,6 +130,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """
     worth: HeadWorth | None = None
     """What the model loses without it, in the unit of the audit's worth; None where nobody asked."""
+    baseline: Baseline | None = None
+    """The same head at fresh weights, on the same data; None where nobody asked."""
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {shown(self.numerical_rank)} of {shown(self.smaller)}"
@@ -185,6 +188,8 @@ class LayerRecord(LayerMeasures, LayerOrigin):
 
     spread: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, under the name of each measure."""
+    baseline: Baseline | None = None
+    """The same state of the model at fresh weights, on the same data; None where nobody asked."""
 
     def __repr__(self) -> str:
         return (
@@ -281,6 +286,8 @@ class AuditRecord(Record):
     """Tokens of the sequence that pictures of matrices are of, by the name of the input."""
     worth: WorthRecord | None = None
     """What was lost without heads and blocks; None where that was not asked for."""
+    baseline: BaselineRecord | None = None
+    """How the copies at fresh weights were made that heads and layers are held against."""
 
 
 def _word(text: str) -> str:

@@ -12,8 +12,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from rankwise.audit.baseline_numbers import head_baselines, layer_baselines
+from rankwise.audit.baseline_records import BaselineRecord
 from rankwise.audit.batches import check_batches, cure, readable
 from rankwise.audit.findings import find
+from rankwise.audit.fresh_copies import BaselineWanted, FreshCopies, check_baseline
 from rankwise.audit.heads import HeadTable, SiteKey
 from rankwise.audit.layers import LayerTable
 from rankwise.audit.numbers import Method, check_method, method_of
@@ -62,6 +65,7 @@ def audit(
     blocks: str | None = None,
     matrices: Matrices | None = None,
     worth: WorthWanted = False,
+    baseline: BaselineWanted = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
@@ -98,6 +102,10 @@ def audit(
         worth: whether to measure what the model loses without each head and block, and which heads can go
             together: True estimates it from gradients, "exact" removes heads one by one as well;
             `rankwise.worth.WorthSettings` say more, such as the loss.
+        baseline: whether the same architecture is audited at fresh weights too, on the same batches, one
+            copy after another: True for three seeds, their number, or a function of a seed that builds the
+            model where it cannot be built anew (`fresh_weights`). Each costs an audit and, while it runs, the
+            memory of a copy; batches are kept in a list.
         provenance: what to write into the record besides what is known here: model, revision, data, command.
         on_progress: called after each measured site.
 
@@ -106,11 +114,13 @@ def audit(
         first one, its finished layers), and ``complete`` is False.
 
     Raises:
-        AuditError: if the model or the batches raise, or worth cannot be measured; its ``audit``
-            holds what was measured before.
+        AuditError: if the model or the batches raise, or worth or the baseline cannot be measured; its
+            ``audit`` holds what was measured before.
         CaptureError: if no mixing operator is found.
         InputError: if there are no batches, or both batches and texts, no tokenizer for texts, or no such
             method.
+        FreshWeightsError: before anything is measured, if a baseline is wanted and the model cannot be built
+            at fresh weights.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -126,14 +136,15 @@ def audit(
         batches, notes = _from_texts(model, batches, texts, tokenizer, tokens, batch_size)
     check_batches(batches if texts is None else ())
     settings = check_worth(worth, tokenizer)
+    copies = None if (fresh := check_baseline(baseline)) is None else FreshCopies(model, fresh)
     given = batches or ()
-    given = given if settings is None else list(given)
+    given = given if settings is None and copies is None else list(given)
     names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
     pictures = None if chosen is None else PictureTaker(chosen, names)
-    heads = HeadTable(delta, check_method(method), names, pictures)
+    heads = HeadTable(delta, check_method(method), names, pictures, each_sequence=copies is not None)
     run = _Run(model, delta, heads, dict(provenance or {}), on_progress)
     run.notes += notes
-    run.over(given, sites, blocks, settings)
+    run.over(given, sites, blocks, settings, copies)
     return run.result()
 
 
@@ -191,6 +202,9 @@ class _Run:
         self.sequences = 0
         self.complete = True
         self.worth: Worth | None = None
+        self.fresh: dict[int, tuple[HeadTable, LayerTable]] = {}
+        """What was measured at fresh weights, by the seed."""
+        self.built = ""
         self._name = type(model).__name__
         self._current: Any = None
         self._on_progress = on_progress or (lambda batches, site: None)
@@ -200,9 +214,10 @@ class _Run:
         batches: Iterable[Batch],
         sites: Mapping[str, SiteAdapter] | None,
         blocks: str | None,
-        worth: WorthSettings | None,
+        worth: WorthSettings | None = None,
+        copies: FreshCopies | None = None,
     ) -> None:
-        """Run all batches, or as many as can be run; then, if that is asked for, measure worth."""
+        """Run all batches, or as many as can be run; then copies at fresh weights and worth, if wanted."""
         with ExitStack() as stack:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -221,8 +236,39 @@ class _Run:
                 raise
             except Exception as error:
                 raise self._failed(error) from error
+            if copies is not None and self.complete:
+                self._measure_baseline(batches, sites, blocks, copies)
             if worth is not None and self.complete:
                 self._measure_worth(batches, sites, blocks, worth)
+
+    def _measure_baseline(
+        self,
+        batches: Iterable[Batch],
+        sites: Mapping[str, SiteAdapter] | None,
+        blocks: str | None,
+        copies: FreshCopies,
+    ) -> None:
+        self.built = copies.built
+        try:
+            with copies.random_state_kept():
+                for seed, model in copies:
+                    torch.manual_seed(seed)  # of dropout, where the model is in training mode
+                    run = self._of_copy(model, f"seed {seed} of {len(copies)} at fresh weights")
+                    run.over(batches, sites, blocks)
+                    if not run.complete:
+                        raise KeyboardInterrupt
+                    self.fresh[seed] = run.heads, run.layers
+                    del run, model  # one copy at a time
+        except KeyboardInterrupt:
+            self.notes.append(f"baseline of {len(self.fresh)} seeds only: interrupted from the keyboard")
+        except Exception as error:
+            raise self._after_all("baseline", "an audit at fresh weights", error) from error
+
+    def _of_copy(self, model: nn.Module, name: str) -> "_Run":
+        heads = HeadTable(self.delta, self.heads.method, each_sequence=True)
+        return _Run(
+            model, self.delta, heads, {}, lambda done, site: self._on_progress(done, f"{name}: {site}")
+        )
 
     def _measure_worth(
         self,
@@ -245,15 +291,19 @@ class _Run:
         except KeyboardInterrupt:
             self.notes.append("worth not measured: interrupted from the keyboard")
         except Exception as error:
-            if not isinstance(error, RankwiseError):
-                error = RankwiseError(
-                    "worth",
-                    wanted="what the model loses without its heads",
-                    got=f"{type(error).__name__}: {error}",
-                    fix="Audit without worth, or with smaller batches if memory ran out.",
-                )
-            said = {"wanted": error.wanted, "got": error.got, "fix": error.fix}
-            raise AuditError(self.result(), error.subject, **said) from error
+            raise self._after_all("worth", "what the model loses without its heads", error) from error
+
+    def _after_all(self, subject: str, wanted: str, error: Exception) -> AuditError:
+        """Of a step after the batches: the audit itself is whole."""
+        if not isinstance(error, RankwiseError):
+            error = RankwiseError(
+                subject,
+                wanted=wanted,
+                got=f"{type(error).__name__}: {error}",
+                fix=f"Audit without {subject}, or with smaller batches if memory ran out.",
+            )
+        said = {"wanted": error.wanted, "got": error.got, "fix": error.fix}
+        return AuditError(self.result(), error.subject, **said)
 
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for given in batches:
@@ -305,8 +355,16 @@ class _Run:
     def result(self) -> Audit:
         """What is known so far."""
         worth = None if self.worth is None else worth_record(self.worth)
-        heads = self.heads.records({} if self.worth is None else head_worths(self.worth))
+        fresh = list(self.fresh.values())
+        heads = self.heads.records(
+            {} if self.worth is None else head_worths(self.worth),
+            head_baselines(self.heads, [heads for heads, _ in fresh]) if fresh else {},
+        )
         layers = self.layers.records()
+        at_layers = layer_baselines(layers, [layers.records() for _, layers in fresh])
+        layers = [
+            one.model_copy(update={"baseline": at_layers.get((one.stack, one.layer))}) for one in layers
+        ]
         unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
         findings = find(heads, layers, unseen, worth)
         pictures = self.heads.pictures
@@ -322,6 +380,7 @@ class _Run:
             unseen=unseen,
             texts={} if pictures is None else pictures.texts,
             worth=worth,
+            baseline=BaselineRecord(seeds=list(self.fresh), built=self.built) if fresh else None,
         )
 
     def _mixer(self, site: MixerSite) -> None:

@@ -33,7 +33,7 @@ other on the same data, each into a folder of its own, with a page of curves ove
 
   rankwise audit gpt2 --text book.txt --tokens 512
 
-  rankwise audit ./my-bert --dataset imdb:test:text --sequences 32
+  rankwise audit ./my-bert --dataset imdb:test:text --sequences 32 --baseline
 
   rankwise audit google/vit-base-patch16-224 --images photos/
 
@@ -98,6 +98,17 @@ def command(
             help="auto, causal, masked, encoder-decoder, labels, own, or output (how far it moves)."
         ),
     ] = "auto",
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline",
+            help="Audit the same architecture at fresh weights too, and show both side by side. Of the demo "
+            "that is done.",
+        ),
+    ] = False,
+    baseline_seeds: Annotated[
+        int | None, typer.Option(min=1, help="Copies at fresh weights, 3 by default; implies --baseline.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
@@ -138,6 +149,7 @@ def command(
         how=how,
         matrices=matrices,
         worth=worthwhile,
+        baseline=baseline if baseline_seeds is None else baseline_seeds,
         device=device,
         dtype=dtype,
         revision=revision,
@@ -164,6 +176,7 @@ def _audit_one(
     how: "Method",
     matrices: str | None,
     worth: "WorthSettings | Literal[False]",
+    baseline: bool | int,
     device: str,
     dtype: str,
     revision: str | None,
@@ -215,6 +228,7 @@ def _audit_one(
                 delta,
                 method=how,
                 matrices=pictured,
+                baseline=baseline or model is None,
                 tokenizer=inputs.tokenizer,
                 worth=worth,
                 provenance=facts,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
-from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord, Provenance
+from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.audit.worth_records import WorthRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
@@ -68,7 +68,7 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
         if audit.worth is not None:
             _print_worth(audit.worth, out)
         _print_unseen(audit, out)
-        _print_provenance(audit.provenance, out)
+        _print_provenance(audit, out)
 
 
 def console_text(audit: AuditRecord, width: int = 100) -> str:
@@ -117,6 +117,8 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     ]
     tokens = ["tokens"] if len(lengths) > 1 else []
     nulls = [name for name, of in _NULLS.items() if any(math.isfinite(of(head)) for head in mine)]
+    if any(head.baseline for head in mine):
+        nulls = []  # a line has room for what the model itself is at fresh weights, or for these
     shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
     measures = [
         measure
@@ -202,7 +204,8 @@ def _print_unseen(audit: AuditRecord, console: Console) -> None:
     console.print()
 
 
-def _print_provenance(about: Provenance, console: Console) -> None:
+def _print_provenance(audit: AuditRecord, console: Console) -> None:
+    about = audit.provenance
     kept = f"{about.model_dtype} measured in" if about.model_dtype else "measured in"
     batches = f"in {count(about.batches, 'batch', 'batches')}" if about.batches else ""
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
@@ -217,5 +220,7 @@ def _print_provenance(about: Provenance, console: Console) -> None:
         versions,
     ]
     console.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
+    if audit.baseline is not None:
+        console.print(line(("Fresh: ", "bold"), str(audit.baseline), separator=""), overflow="fold")
     for note in about.notes:
         console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
