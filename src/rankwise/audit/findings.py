@@ -327,9 +327,9 @@ def _baseline(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                     "delta_high": high.delta,
                 },
                 meaning=f"{len(found)} of {len(site)} heads have {words} rank than the same heads at fresh "
-                f"weights: this one {_middle_rank(extreme):.0f} of {extreme.smaller:.0f}, fresh "
-                f"{fresh:.0f}, on the same data. The difference is larger than 95 % of pairs of a sequence "
-                f"and a seed vary, {at.margin:.1g}, whatever δ from {low.delta:.2g} to {high.delta:.2g}.",
+                f"weights on the same data: this one {_middle_rank(extreme):.0f} of {extreme.smaller:.0f}, "
+                f"fresh {fresh:.0f}; over sequences and seeds the difference varies by "
+                f"±{at.margin:.2g}. So it is for δ from {low.delta:.2g} to {high.delta:.2g}.",
                 remedy=BASELINE_REMEDY,
             )
 
