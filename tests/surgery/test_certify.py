@@ -28,6 +28,7 @@ bert = hugging_face("BertModel", **BERT)
 llama = hugging_face("LlamaModel", **LLAMA)
 
 
+@pytest.mark.usefixtures("coarse_thresholds")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bound_is_broken_in_any_family(name: str) -> None:
     model, batch = FOUND[name][0]()
@@ -49,6 +50,7 @@ def test_no_bound_is_broken_in_any_family(name: str) -> None:
             assert layer.sound_scale <= layer.sound_scale_any_mixing * (1 + 1e-6)
 
 
+@pytest.mark.usefixtures("coarse_thresholds")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_layer_keeps_what_the_sound_scale_promises(name: str) -> None:
     """λ set to it in one layer at a time, so that the layer reads what it read before."""
