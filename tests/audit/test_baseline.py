@@ -96,7 +96,7 @@ def test_a_trained_model_is_above_and_the_evidence_is_the_baseline() -> None:
     (finding,) = [one for one in audit.findings if one.code == "ABOVE_NULL"]
     head = audit.heads[finding.where.head]
     at = head.baseline.band[2]
-    assert finding.evidence["heads"] == finding.evidence["of"] == 2
+    assert finding.evidence["heads"] == finding.evidence["of"] == len(finding.heads) == 2
     assert finding.evidence["baseline"] == at.rank_low == head.fresh_numerical_rank
     assert finding.evidence["margin"] == at.margin < finding.evidence["difference"]
     assert finding.evidence["difference"] == pytest.approx(head.numerical_rank - head.fresh_numerical_rank)

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report import samples
 
+from rankwise.audit.baseline_records import Baseline
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.report.columns import head_columns
 from rankwise.report.curves import draw_depth
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.one_head import NONE, opening_head, pack_pictures, pack_spectra
+from rankwise.report.page import page_context
 from rankwise.report.panels import make_panels
 from rankwise.report.text import rank_share
 
@@ -53,6 +55,23 @@ def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() 
     assert " no " in winners["note"]
     (winners,) = column(samples.mixed().heads, "numerical_rank")["references"]
     assert winners["said"] == "0.5–0.63"  # under a causal and a full mask
+
+
+def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() -> None:
+    audit = samples.encoder()
+    fresh = Baseline(
+        seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, std={}, spread={}, spectrum=[1.0, 0.1]
+    )
+    heads = [head.model_copy(update={"baseline": fresh}) for head in audit.heads]
+    first, *others = column(heads, "numerical_rank")["references"]
+    assert (first["name"], first["at"], first["said"]) == ("fresh weights", 0.5, "0.5")
+    assert "2 seeds" in first["note"]
+    assert [one["name"] for one in others] == ["random winners"]
+    assert column(heads, "sigma_max")["references"][0]["at"] == 1.5
+    assert column(heads, "sink_mass")["references"] == []
+    data = page_context(audit.model_copy(update={"heads": heads}))["data"]
+    assert set(data["fresh_spectra"]["points"]) == {2}
+    assert page_context(audit)["data"]["fresh_spectra"] is None
 
 
 def test_what_is_not_finite_has_no_value_and_no_reference() -> None:
@@ -132,7 +151,7 @@ def decoded(packed, head):
 def test_spectra_are_shares_of_the_largest_on_a_logarithmic_scale() -> None:
     first, last = samples.grid(1, 2)
     first = first.model_copy(update={"spectrum": [2.0, 1.0, 0.02, 0.0, 1e-15]})
-    packed = pack_spectra([first, last])
+    packed = pack_spectra([first.spectrum, last.spectrum])
     codes = decoded(packed, 0)
     shares = 10.0 ** (-12 * codes[:3].astype(float) / (NONE - 1))
     np.testing.assert_allclose(shares, [1.0, 0.5, 0.01], rtol=1e-3)  # a step is 12/65534 decades: 4e-4
@@ -143,12 +162,12 @@ def test_spectra_are_shares_of_the_largest_on_a_logarithmic_scale() -> None:
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
 def test_a_head_without_a_usable_spectrum_draws_none(values: list[float]) -> None:
     head = samples.grid(1, 1)[0].model_copy(update={"spectrum": values})
-    assert pack_spectra([head])["points"] == [0]
+    assert pack_spectra([head.spectrum])["points"] == [0]
 
 
 def test_many_heads_have_fewer_points_each() -> None:
     (head,) = samples.grid(1, 1)
-    packed = pack_spectra([head] * 5000)
+    packed = pack_spectra([head.spectrum] * 5000)
     assert set(packed["points"]) == {20}
     assert decoded(packed, 4999)[0] == 0
 

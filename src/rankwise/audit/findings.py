@@ -331,6 +331,7 @@ def _baseline(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                 f"fresh {fresh:.0f}; over sequences and seeds the difference varies by "
                 f"±{at.margin:.2g}. So it is for δ from {low.delta:.2g} to {high.delta:.2g}.",
                 remedy=BASELINE_REMEDY,
+                heads=[head.head for head in found],
             )
 
 

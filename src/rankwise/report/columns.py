@@ -10,6 +10,7 @@ from typing import Any
 
 from rankwise.audit.measures import HEAD_MEASURES, NULL_NOTES, NULLS, HeadMeasure, share
 from rankwise.audit.records import HeadRecord
+from rankwise.report.text import count
 
 _DIGITS = 6
 """Significant digits that the page holds of a number; audit.json has all of them."""
@@ -162,7 +163,23 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         high=measure.high,
         limits=measure.limits(spoken),
         silent=frozenset(at for at, head in enumerate(heads) if head.kind in measure.silent),
-        references=[one for one in references if any(map(math.isfinite, one.values))],
+        references=[
+            one for one in (_fresh(measure, spoken), *references) if any(map(math.isfinite, one.values))
+        ],
+    )
+
+
+def _fresh(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Reference:
+    """The same heads before training, where they were audited."""
+    known = [None if head.baseline is None else head.baseline.mean.get(measure.name) for head in heads]
+    values = [math.nan if value is None else value for value in known]
+    shares = [share(value, head) for value, head in zip(values, heads, strict=True)]
+    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
+    return Reference(
+        name="fresh weights",
+        note="The same heads of the same architecture before training, on the same data, mean over "
+        f"{count(seeds, 'seed')}: what the model starts from, not what it should be.",
+        values=shares if measure.share else values,
     )
 
 

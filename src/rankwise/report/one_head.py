@@ -25,24 +25,23 @@ STEPS = (254, 126, 62, 30, 14)
 """Between the smallest and the largest magnitude of a matrix."""
 
 
-def pack_spectra(heads: Sequence[HeadRecord]) -> dict[str, Any]:
+def pack_spectra(spectra: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Pack the singular values of heads, as shares of their largest, on a logarithmic scale.
 
     Args:
-        heads: the heads of the audit.
+        spectra: those of each head, from the largest; empty where they are not known.
 
     Returns:
         ``values`` (base64 of little-endian uint16, one head after the other) and ``points`` (how many each
         head has; 0 where it has no spectrum).
     """
-    most = min(64, max(16, SPECTRA_BYTES // (2 * max(len(heads), 1))))
-    packed = [_codes(head, most) for head in heads]
+    most = min(64, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
+    packed = [_codes(spectrum, most) for spectrum in spectra]
     joined = np.concatenate([np.array(codes, dtype="<u2") for codes in [*packed, []]])
     return {"values": base64.b64encode(joined.tobytes()).decode(), "points": [len(codes) for codes in packed]}
 
 
-def _codes(head: HeadRecord, most: int) -> list[int]:
-    spectrum = head.spectrum
+def _codes(spectrum: Sequence[float], most: int) -> list[int]:
     largest = spectrum[0] if spectrum else math.nan
     if not (math.isfinite(largest) and largest > 0):
         return []

@@ -109,6 +109,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
     stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
     memberships = membership_maps(panels, audit.heads)
     pictures, left_out = pack_pictures(audit)
+    fresh = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
     data = {
         "model": model_name(audit.provenance.model),
         "delta": audit.provenance.delta,
@@ -117,7 +118,8 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "columns": [column.data() for column in columns],
         "depth": draw_depth(audit.layers),
         "stacks": stacks,
-        "spectra": pack_spectra(audit.heads),
+        "spectra": pack_spectra([head.spectrum for head in audit.heads]),
+        "fresh_spectra": pack_spectra(fresh) if any(fresh) else None,
         "pictures": pictures,
         "pictures_left_out": left_out,
         "texts": audit.texts,
@@ -154,10 +156,15 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
     mixing = [head for head in heads if head.kind not in HEAD_MEASURES[0].silent]
     if mixing:
         nulls = {words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()}
-        known = [f"{words} {null:.2g}" for words, null in nulls.items() if math.isfinite(null)]
+        fresh = mean(share(head.fresh_numerical_rank, head) for head in mixing)
+        named = {"fresh weights": fresh, **nulls}
+        known = [f"{words} {value:.2g}" for words, value in named.items() if math.isfinite(value)]
         facts.append(("Mean rank share", shown(mean(map(rank_share, mixing)), 2), ", ".join(known)))
     above, below = (_heads_of(audit.findings, code) for code in ("ABOVE_NULL", "BELOW_NULL"))
-    if mixing and any(head.band for head in mixing):
+    if any(head.baseline is not None and head.baseline.judged for head in mixing):
+        against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
+        facts.append(("Heads unlike fresh weights", str(above + below), against))
+    elif any(head.band for head in mixing):
         against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
         facts.append(("Heads unlike every reference", str(above + below), against))
     last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}

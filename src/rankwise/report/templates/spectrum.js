@@ -1,18 +1,24 @@
 // Singular values of the head that is open, and of those that are kept beside it.
 const spectraPlot = find("#spectra-plot");
 const NO_VALUE = 65535;
-const codes = new Uint16Array(bytesOf(report.spectra.values).buffer);
-const starts = [0];
-for (const points of report.spectra.points) starts.push(starts.at(-1) + points);
+
+function unpackedSpectra({ values, points }) {
+  const starts = [0];
+  for (const count of points) starts.push(starts.at(-1) + count);
+  return { codes: new Uint16Array(bytesOf(values).buffer), points, starts };
+}
+
+const spectra = unpackedSpectra(report.spectra);
+const freshSpectra = report.fresh_spectra ? unpackedSpectra(report.fresh_spectra) : null;
 let kept = Array(SERIES).fill(null); // a head keeps its colour for as long as it is kept
 let waiting = null; // a seventh one waits until another is let go
 
 // Of N values the k-th stands at k/N, so that a rank stands where its share says.
-function spectrumOf(head) {
-  const points = report.spectra.points[head];
+function spectrumOf(head, from = spectra) {
+  const points = from.points[head];
   const whole = report.heads.full_rank[head] ?? points;
   const place = (at) => (1 + (points > 1 ? at / (points - 1) : 0) * (whole - 1)) / whole;
-  const values = [...codes.subarray(starts[head], starts[head] + points)];
+  const values = [...from.codes.subarray(from.starts[head], from.starts[head] + points)];
   return {
     x: values.map((_, at) => place(at)),
     y: values.map((code) => (code === NO_VALUE ? null : 10 ** ((-12 * code) / (NO_VALUE - 1)))),
@@ -45,14 +51,23 @@ function spectrumTraces(head, paint, dash, width) {
   return traces;
 }
 
+// The same head before training, behind its own.
+function freshTrace(head) {
+  if (!freshSpectra?.points[head]) return [];
+  return [{
+    type: "scatter", mode: "lines", name: "fresh weights", ...spectrumOf(head, freshSpectra), meta: { fresh: head },
+    line: { color: colour("muted"), width: 5 }, opacity: 0.35, hovertemplate: "fresh weights<br>%{y:.3g} at %{x:.2f}<extra></extra>",
+  }];
+}
+
 function drawSpectra() {
   if (open === null) return null;
   const others = kept.flatMap((head, slot) => (head === null || head === open ? [] : spectrumTraces(head, series(slot), DASHES[slot], 1.5)));
   const slot = kept.indexOf(open);
   const own = spectrumTraces(open, slot < 0 ? colour("text") : series(slot), "solid", 2.5);
-  find("#spectra-status").textContent = report.spectra.points[open] ? "" : "No spectrum was kept of this head.";
+  find("#spectra-status").textContent = spectra.points[open] ? "" : "No spectrum was kept of this head.";
   drawChips();
-  return draw(spectraPlot, [...others, ...own], {
+  return draw(spectraPlot, [...freshTrace(open), ...others, ...own], {
     height: 170, margin: { l: 52, r: 8, t: 6, b: 36 }, showlegend: false, dragmode: false, hovermode: "closest",
     xaxis: { title: { text: "i / min(T, S)" }, range: [0, 1.02], fixedrange: true, zeroline: false, automargin: true },
     yaxis: { title: { text: "σᵢ / σ₁" }, type: "log", fixedrange: true, exponentformat: "power", nticks: 5, automargin: true },
