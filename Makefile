@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
-demo: $(STAMP)  ## Audit the bundled demo and write rankwise-audit/index.html.
-	$(BIN)/rankwise audit
+demo: $(STAMP)  ## Audit the bundled demo, with worth and baseline, and write rankwise-audit/index.html.
+	$(BIN)/rankwise audit --worth --baseline
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests src/rankwise --doctest-modules $(ARGS)
