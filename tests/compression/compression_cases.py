@@ -74,5 +74,35 @@ def llama() -> nn.Module:
     return sharpened(LlamaForCausalLM(config))
 
 
-DECODERS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "opt": opt, "bigcode": bigcode}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {"bert": bert, **DECODERS}
+def mpnet() -> nn.Module:
+    """Attention written out by hand, with biases of positions."""
+    from transformers import MPNetConfig, MPNetModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return sharpened(MPNetModel(MPNetConfig(vocab_size=VOCABULARY, **sizes)))
+
+
+def bloom() -> nn.Module:
+    """ALiBi, written out by hand, queries, keys and values of each head side by side in one projection."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
+    return sharpened(BloomForCausalLM(config))
+
+
+def deberta() -> nn.Module:
+    """Relative positions that read queries and keys."""
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = DebertaV2Config(
+        vocab_size=VOCABULARY, relative_attention=True, pos_att_type=["c2p", "p2c"], **sizes
+    )
+    return sharpened(DebertaV2Model(config))
+
+
+DECODERS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "opt": opt, "bigcode": bigcode, "bloom": bloom}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {"bert": bert, "mpnet": mpnet, **DECODERS}

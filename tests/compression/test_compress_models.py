@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import DECODERS, FAMILIES, bert, gpt2, ids, llama
+from tests.compression.compression_cases import DECODERS, FAMILIES, bert, deberta, gpt2, ids, llama
 from torch import nn
 
 import rankwise as rw
@@ -79,8 +79,8 @@ def test_it_generates_with_a_cache_of_narrow_keys(family: str) -> None:
     kept = sum(layer.keys.numel() for layer in cache.layers)
     assert kept == 2 * 12 * sum(head.width for head in done.heads)
     bytes_kept = sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in cache.layers)
-    if family != "bigcode":
-        assert done.cache_bytes_after == bytes_kept // (2 * 12)
+    assert done.cache_bytes_after == bytes_kept // (2 * 12)
+    assert done.cache_bytes_before - done.cache_bytes_after == 4 * sum(h.before - h.width for h in done.heads)
     greedy = model.generate(batch["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0)
     beams = model.generate(batch["input_ids"], max_new_tokens=6, num_beams=3, do_sample=False, pad_token_id=0)
     assert greedy.shape == (2, 18)
@@ -219,6 +219,8 @@ def test_models_and_data_that_cannot_be_used_stay_as_they_are() -> None:
     with pytest.raises(CompressionError, match="positions are rotated in"):
         rw.compress_qk(model, [batch], width=3, **QUICK)
     assert torch.equal(output(model, batch), before)
+    with pytest.raises(CompressionError, match="plus what all sequences share"):
+        rw.compress_qk(deberta(), [batch], width=3, **QUICK)
     model = bert()
     with pytest.raises(CompressionError, match="Give more text"):
         rw.compress_qk(model, [ids(1, 3)], width=3, **QUICK)
@@ -238,3 +240,34 @@ def test_nan_is_refused_by_name() -> None:
         model.encoder.layer[1].attention.self.query.weight[8:16] = float("nan")
     with pytest.raises(CompressionError, match="NaN"):
         rw.compress_qk(model, [ids()], width=3, **QUICK)
+
+
+def test_written_and_fused_attention_give_the_same_factors() -> None:
+    fused, written = bert(), bert(attn_implementation="eager")
+    assert written.config._attn_implementation == "eager"
+    batch = ids(6, 30)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][::2, 20:] = 0
+    one, other = (rw.compress_qk(model, [batch], width=3, **QUICK) for model in (fused, written))
+    assert [head.width for head in one.heads] == [head.width for head in other.heads]
+    assert one.kl == pytest.approx(other.kl, rel=1e-3)
+
+
+def test_padding_changes_no_factor() -> None:
+    short = ids(4, 20)
+    padded = {
+        "input_ids": torch.cat([short["input_ids"], torch.zeros(4, 9, dtype=torch.long)], 1),
+        "attention_mask": torch.ones(4, 29, dtype=torch.long),
+    }
+    padded["attention_mask"][:, 20:] = 0
+    one, other = (rw.compress_qk(bert(), [batch], width=3, **QUICK) for batch in (short, padded))
+    assert [head.width for head in one.heads] == [head.width for head in other.heads]
+    assert [head.kl for head in one.heads] == pytest.approx([head.kl for head in other.heads], rel=1e-3)
+
+
+def test_half_precision_is_narrowed_too() -> None:
+    model, batch = bert().to(torch.bfloat16), ids(8, 30)
+    done = rw.compress_qk(model, [batch], width=3, **QUICK)
+    whole = rw.compress_qk(bert(), [batch], width=3, **QUICK)
+    assert done.kl == pytest.approx(whole.kl, rel=0.2)  # rounding of 2⁻⁸ of logits of some units
+    assert next(model.parameters()).dtype == torch.bfloat16

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rankwise.compression.outputs import is_decoder
 from rankwise.compression.records import Latency
 from rankwise.running import first_sequences, run_model, tensors_of
 
@@ -37,7 +38,7 @@ def measure_latency(
     found = []
     for given, tokens in _inputs(model, batch):
         found.append(_turns("prefill", tokens, partial(run_model, model, given), model, before, after))
-        if _decodes(model, given):
+        if isinstance(given, dict) and is_decoder(model):
             found.append(_decode(model, given, tokens, before, after))
     return found
 
@@ -75,12 +76,6 @@ def longest_input(model: nn.Module) -> int | None:
 
 def _sizes(batch: Any) -> list[int]:
     return [tensor.shape[0] for tensor in tensors_of(batch).values() if tensor.dim()]
-
-
-def _decodes(model: nn.Module, given: Any) -> bool:
-    can = getattr(model, "can_generate", None)
-    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return can is not None and can() and not encoder and isinstance(given, dict)
 
 
 def _decode(

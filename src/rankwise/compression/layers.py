@@ -1,6 +1,6 @@
 """The attention layers of a model, with what their heads saw on some batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from rankwise.capture import MixerSite, capture
 from rankwise.compression.divergence import Sample
 from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
-from rankwise.operators import SoftmaxMixing
+from rankwise.compression.written import find_written
+from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.running import device_of, first_sequences, moved, run_model
 
+WRITTEN = (
+    "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "
+    "what all sequences share, or the first batch has no two different sequences; attn_implementation='sdpa' "
+    "may show more"
+)
 Step = Callable[[str], None]
 
 
@@ -28,6 +34,9 @@ class Found:
     layer: int
     query: Projection
     key: Projection
+    written: float | None = None
+    """Scale of the logits where the softmax is written out by hand: queries and keys are then taken from the
+    projections. None where fused attention shows them."""
 
     @property
     def heads(self) -> int:
@@ -73,7 +82,7 @@ def find_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, st
     outputs: dict[str, list[Tensor]] = {}
     sites: list[MixerSite] = []
     short = moved(first_sequences(batch, 2), device_of(model))
-    with _linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
+    with linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
     found: dict[str, Found] = {}
     reasons: dict[str, str] = {}
@@ -110,28 +119,47 @@ def see(
     seen: dict[str, AttentionLayer] = {}
     wanted = {one.name: one for one in layers}
 
+    outputs: dict[str, list[Tensor]] = {}
+    read = {side.module for one in layers if one.written for side in (one.query, one.key)}
+    calls: dict[str, int] = {}
+
     def add(site: MixerSite) -> None:
         found = wanted.get(site.name)
-        if found is None or not isinstance(site.operator, SoftmaxMixing):
+        if found is None:
             return
+        call = calls[site.name] = calls.get(site.name, -1) + 1
         if site.name not in seen:
             empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
             seen[site.name] = AttentionLayer(found, empty, empty.clone())
-        _add(seen[site.name], site)
+        _add(seen[site.name], site, *_queries_and_keys(found, site, outputs, call))
 
     device = device_of(model)
     for count, batch in enumerate(batches, start=1):
         if on_step is not None:
             on_step(f"running batch {count}")
-        with torch.no_grad(), capture(model, on_mixer=add):
+        outputs.clear()
+        calls.clear()
+        with linear_outputs(model, outputs, read), torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, moved(batch, device))
     return [seen[one.name] for one in layers if one.name in seen]
 
 
-def _add(layer: AttentionLayer, site: MixerSite) -> None:
+def _queries_and_keys(
+    found: Found, site: MixerSite, outputs: dict[str, list[Tensor]], call: int
+) -> tuple[Tensor, Tensor, float]:
+    """(B, H, T, K), (B, G, S, K) and the scale of the logits, of one call."""
     operator = site.operator
-    assert isinstance(operator, SoftmaxMixing)
-    query, key = operator.query, operator.key
+    if isinstance(operator, SoftmaxMixing):
+        return operator.query, operator.key, operator.scale
+    assert found.written is not None
+    sides = [
+        outputs[side.module][call][..., side.channels].permute(0, 2, 1, 3)
+        for side in (found.query, found.key)
+    ]
+    return sides[0], sides[1], found.written
+
+
+def _add(layer: AttentionLayer, site: MixerSite, query: Tensor, key: Tensor, scale: float) -> None:
     groups = query.shape[1] // key.shape[1]
     fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
     layer.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
@@ -141,22 +169,26 @@ def _add(layer: AttentionLayer, site: MixerSite) -> None:
     layer.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
     layer.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
     layer.tokens += int(site.valid_tokens.sum())
-    layer.samples.append(Sample(operator, query * operator.scale, key, site.valid_tokens))
+    layer.samples.append(Sample(site.operator, query * scale, key, site.valid_tokens))
 
 
 def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -> Found | str:
     operator = site.operator
-    if not isinstance(operator, SoftmaxMixing):
-        return (
-            "its softmax is written out by hand, so that queries and keys are not seen: "
-            "load the model with attn_implementation='sdpa'"
-        )
     if site.cross:
         return "its queries and keys come from different sequences"
-    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
-        return "its queries or keys hold NaN or infinity"
     near = names_below(list(outputs), site.name)
     given = {name: outputs[name][min(call, len(outputs[name]) - 1)] for name in near}
+    if isinstance(operator, DenseMixing):
+        if not bool(operator.matrix.isfinite().all()):
+            return "its attention holds NaN or infinity"
+        written = find_written(operator.matrix, given)
+        if written is None:
+            return WRITTEN
+        return Found(site.name, site.stack, site.layer, *written)
+    if not isinstance(operator, SoftmaxMixing):
+        return f"it is no softmax attention, but {operator.kind}"
+    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
+        return "its queries or keys hold NaN or infinity"
     sides = []
     for what, heads in (("queries", operator.query), ("keys", operator.key)):
         side = find_projection(heads, given)
@@ -166,7 +198,7 @@ def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -
                 "their weights lie in no nn.Linear"
             )
         sides.append(side)
-    return Found(site.name, site.stack, site.layer, *sides)
+    return Found(site.name, site.stack, site.layer, sides[0], sides[1])
 
 
 def _same(one: Found, other: Found) -> bool:
@@ -175,11 +207,19 @@ def _same(one: Found, other: Found) -> bool:
 
 
 @contextmanager
-def _linear_outputs(model: nn.Module, into: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Keep what every linear layer gives, in the order of its calls."""
+def linear_outputs(
+    model: nn.Module, into: dict[str, list[Tensor]], names: Collection[str] | None = None
+) -> Iterator[None]:
+    """Keep what linear layers give, in the order of their calls.
+
+    Args:
+        model: the model.
+        into: outputs by name.
+        names: of which layers; all by default.
+    """
     handles = []
     for name, module in model.named_modules():
-        if linear_parts(module) is not None:
+        if linear_parts(module) is not None and (names is None or name in names):
             kept = into.setdefault(name, [])
             handles.append(
                 module.register_forward_hook(lambda _m, _a, out, kept=kept: kept.append(out.detach()))

@@ -22,7 +22,7 @@ from rankwise.compression.widths import widths_under_budget
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Of the head's width, at which curves are measured."""
-SEQUENCES = 16
+SEQUENCES = 32
 """On which curves are measured, at most."""
 
 Way = Callable[[AttentionLayer, int], Bases]

@@ -37,6 +37,17 @@ def relative_error(after: Tensor, before: Tensor, real: Tensor | None = None) ->
     return float((after - before).norm() / before.norm().clamp(min=1e-300))
 
 
+def is_decoder(model: nn.Module) -> bool:
+    """Whether a model generates from its own cache alone.
+
+    Args:
+        model: the model.
+    """
+    can = getattr(model, "can_generate", None)
+    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return callable(can) and bool(can()) and not encoder
+
+
 def _tensors(out: Any) -> list[Tensor]:
     if isinstance(out, Tensor):
         return [out]

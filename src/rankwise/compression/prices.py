@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from rankwise.capture import StateSite, capture
 from rankwise.compression.latency import measure_latency
-from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.outputs import is_decoder, main_output, relative_error
 from rankwise.compression.parts import PartResult
-from rankwise.compression.structure import NarrowedKeys, structure_of
 from rankwise.running import device_of, moved, run_model
+
+COUNTED = 8
+"""Tokens whose cache is counted."""
 
 
 @dataclass
@@ -52,11 +54,11 @@ def measure_prices(
 
     on_step("comparing outputs")
     moved_batches = [moved(batch, device_of(model)) for batch in batches]
-    now = _size(model)
+    now = _size(model, moved_batches[0])
     states, outputs, loss = _look(model, moved_batches)
     before()
     try:
-        then = _size(model)
+        then = _size(model, moved_batches[0])
         old_states, old_outputs, old_loss = _look(model, moved_batches)
     finally:
         after()
@@ -81,33 +83,30 @@ def measure_prices(
     return Prices(fields, errors)
 
 
-def _size(model: nn.Module) -> tuple[int, int]:
+def _size(model: nn.Module, batch: Any) -> tuple[int, int]:
     """Parameters, and bytes of keys and values in the cache for each token."""
-    parameters = sum(one.numel() for one in model.parameters())
-    return parameters, cache_bytes(model)
+    return sum(one.numel() for one in model.parameters()), cache_bytes(model, batch)
 
 
-def cache_bytes(model: nn.Module) -> int:
-    """Bytes of keys and values that a decoder keeps for each token; 0 for models that keep none.
+def cache_bytes(model: nn.Module, batch: Any) -> int:
+    """Bytes of keys and values that a decoder keeps for each token, counted in its cache; 0 for others.
 
     Args:
-        model: the model.
+        model: the model, in evaluation mode.
+        batch: what it takes.
     """
-    config = getattr(model, "config", None)
-    can = getattr(model, "can_generate", None)
-    if config is None or can is None or not can() or getattr(config, "is_encoder_decoder", False):
+    if not is_decoder(model) or not isinstance(batch, dict) or "input_ids" not in batch:
         return 0
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_attention_heads", None)
-    layers = getattr(config, "num_hidden_layers", None)
-    if heads is None or layers is None:
-        return 0
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kept = getattr(config, "num_key_value_heads", None) or heads
-    size = next(model.parameters()).element_size()
-    narrow = [change for change in structure_of(model).changes if isinstance(change, NarrowedKeys)]
-    less = sum(kept * width - sum(count for _, count in change.runs) for change in narrow)
-    return size * (2 * layers * kept * width - less)
+    ids = batch["input_ids"][:1, :COUNTED]
+    with torch.no_grad():
+        cache = getattr(run_model(model, {"input_ids": ids, "use_cache": True}), "past_key_values", None)
+    kept = [
+        tensor
+        for layer in getattr(cache, "layers", [])
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if isinstance(tensor, Tensor)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept) // ids.shape[1]
 
 
 def _look(model: nn.Module, batches: list[Any]) -> tuple[dict[int, Tensor], Tensor, float]:
@@ -139,8 +138,7 @@ def _loss(model: nn.Module, batch: Any) -> tuple[float, int]:
         with torch.no_grad():
             loss = getattr(run_model(model, batch), "loss", None)
         return (0.0, 0) if loss is None else (float(loss), int((batch["labels"] != -100).sum()))
-    can, config = getattr(model, "can_generate", None), getattr(model, "config", None)
-    if can is None or not can() or getattr(config, "is_encoder_decoder", False):
+    if not is_decoder(model):
         return 0.0, 0
     with torch.no_grad():
         logits = getattr(run_model(model, batch), "logits", None)

@@ -61,14 +61,21 @@ def find_projection(
         if rows.shape[0] != flat.shape[0]:
             continue
         rows = rows.double()
-        for channels in _layouts(count, width, rows.shape[-1]):
+        for channels in head_layouts(count, width, rows.shape[-1]):
             factor = _factor(flat, rows[:, channels], output.dtype)
             if factor is not None:
                 return Projection(name, channels, factor)
     return None
 
 
-def _layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
+def head_layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
+    """Where the channels of heads may lie among the outputs of one projection.
+
+    Args:
+        heads: H.
+        width: K.
+        outputs: channels of the projection.
+    """
     head, dim = torch.arange(heads)[:, None], torch.arange(width)
     blocks = [start + head * width + dim for start in range(0, outputs - heads * width + 1, width)]
     group = outputs // (heads * width)

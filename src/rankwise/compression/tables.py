@@ -103,7 +103,7 @@ def _curves(record: Compression) -> CompressionTable:
         "Attention KL against mean width",
         ["way", *(f"{width:g}" for width in widths)],
         [[curve.method, *(shown(point.kl, 4) for point in curve.points)] for curve in record.curves],
-        f"On up to 16 sequences of {record.figures}, without steps of calibration. Weights alone: the SVD of "
+        f"On up to 32 sequences of {record.figures}, without steps of calibration. Weights alone: the SVD of "
         "W_qᵀ W_k.",
     )
 
