@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -15,7 +16,7 @@ SUFFIXES = {"spread": "std", "stderr": "stderr"}
 """What is kept of a measure beside it: a field of the record, and the end of its column's name."""
 PACKED = ("picture",)
 """What is no number of its own, and no text that anybody reads."""
-_LISTS = (list, tuple, set)
+_LISTS: tuple[type, ...] = (list, tuple, set)
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula."""
 
@@ -97,18 +98,30 @@ def _flat(record: BaseModel) -> Row:
     """One row; what is kept beside a measure comes right behind it."""
     beside = {end: dict(getattr(record, field, {})) for field, end in SUFFIXES.items()}
     row: Row = {}
-    for name, field in type(record).model_fields.items():
+    for name, may_be_left_out in _fields(type(record)).items():
         value = getattr(record, name)
-        nothing = value is None and (_record_in(field.annotation) or _holds(field.annotation, _LISTS))
-        if name in (*SUFFIXES, *PACKED) or nothing:
+        if value is None and may_be_left_out:
             continue
-        row |= _parts(name, value)
+        if isinstance(value, (BaseModel, dict, *_LISTS)):
+            row |= _parts(name, value)
+            continue
+        row[name] = value
         for end, kept in beside.items():
             if name in kept:
                 row[f"{name}_{end}"] = kept.pop(name)
     for end, kept in beside.items():
         row |= {f"{name}_{end}": value for name, value in kept.items()}
     return row
+
+
+@cache
+def _fields(of: type[BaseModel]) -> dict[str, bool]:
+    """Fields that become columns, and whether None in them stands for a record or a list."""
+    return {
+        name: _record_in(field.annotation) is not None or _holds(field.annotation, _LISTS)
+        for name, field in of.model_fields.items()
+        if name not in (*SUFFIXES, *PACKED)
+    }
 
 
 def _parts(name: str, value: Any) -> Row:

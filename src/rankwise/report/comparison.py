@@ -12,7 +12,7 @@ from rankwise.audit.layer_changes import LayerChange
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, shown
 from rankwise.audit.records import Place
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
-from rankwise.report.text import count, plain, title
+from rankwise.report.text import count, model_name, plain, title
 
 _MOST_CHANGES = 20
 _MOST_PLACES = 5
@@ -52,7 +52,7 @@ def render_comparison(comparison: Comparison, console: Console | None = None) ->
 
 
 def _print_header(comparison: Comparison, console: Console) -> None:
-    names = [plain(about.model) for about in (comparison.before, comparison.after)]
+    names = [plain(model_name(about.model)) for about in (comparison.before, comparison.after)]
     console.print(
         line(("Rankwise comparison", "bold"), f"{names[0]} → {names[1]}", separator="  "), overflow="fold"
     )

@@ -13,7 +13,7 @@ from rankwise.audit.records import Place
 from rankwise.files import write_whole
 from rankwise.report.comparison import change_words, finding_words
 from rankwise.report.pages import render_page
-from rankwise.report.text import SEVERITIES, title
+from rankwise.report.text import SEVERITIES, model_name, title
 
 MOST_CELLS = 2**15
 """Of all maps: those of the measures that changed most come first, and the page says which are left out."""
@@ -53,7 +53,7 @@ def comparison_context(comparison: Comparison) -> dict[str, Any]:
     maps, left_out = difference_maps(comparison)
     return {
         "comparison": comparison,
-        "names": [about.model for about in (comparison.before, comparison.after)],
+        "names": [model_name(about.model) for about in (comparison.before, comparison.after)],
         "totals": [
             (total.name, shown(total.before), shown(total.after))
             for total in comparison.totals

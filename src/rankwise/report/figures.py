@@ -17,6 +17,7 @@ from rankwise.audit.measures import (
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.errors import InputError, did_you_mean
 from rankwise.report.panels import Panel, make_panels
+from rankwise.report.text import model_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -49,7 +50,7 @@ def plot_heads(audit: AuditRecord, measure: str) -> "go.Figure":
         figure.add_trace(go.Heatmap(_map(panel, audit.heads, of), coloraxis="coloraxis"), row=row, col=1)
     low, high = of.limits(audit.heads)
     height = sum(_ROW * len(panel.rows) + _AROUND for panel in panels)
-    title = f"{of.title}, {html.escape(audit.provenance.model)}"
+    title = f"{of.title}, {html.escape(model_name(audit.provenance.model))}"
     scale = {"colorscale": SCALE, "cmin": low, "cmax": high, "colorbar": {"title": {"text": of.head}}}
     figure.update_layout(title=title, height=min(height, _TALLEST), coloraxis=scale)
     figure.update_xaxes(title="head", tickformat="d", showgrid=False, type="category")
@@ -76,7 +77,7 @@ def plot_depth(audit: AuditRecord, measure: str | None = None) -> "go.Figure":
         for number, stack in enumerate(stacks):
             line = _line(stack, audit.layers, one) | {"showlegend": column == 1 and len(stacks) > 1}
             figure.add_trace(go.Scatter(line, legendgroup=str(number)), row=1, col=column)
-    figure.update_layout(title=f"Token states, {html.escape(audit.provenance.model)}", height=380)
+    figure.update_layout(title=f"Token states, {html.escape(model_name(audit.provenance.model))}", height=380)
     figure.update_xaxes(title="blocks passed", tickformat="d")
     return figure
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, Measure, shown
 from rankwise.audit.records import AuditRecord
 from rankwise.report.terminal import line, new_table, spelled_out
-from rankwise.report.text import SEVERITIES, count, mean, plain
+from rankwise.report.text import SEVERITIES, count, mean, model_name, plain
 
 if TYPE_CHECKING:
     from rankwise.audit.history import History
@@ -39,12 +39,12 @@ def render_history(history: "History", console: Console | None = None) -> None:
         counts = [] if history.counted else [("step", True)]
         measures = [(measure.console or measure.head.lower().replace(" ", "\n"), True) for measure in HEADS]
         measures += [(measure.console, True) for measure in STATES]
-        longest = max(map(len, history.names), default=0)
+        longest = max((len(model_name(name)) for name in history.names), default=0)
         table = new_table([("audit", False), *counts, ("heads", True), *measures, ("findings", True)])
         table.columns[0].min_width = min(longest, _NAME)
         for step, name, audit in zip(history.steps, history.names, history.audits, strict=True):
             steps = [] if history.counted else [str(step)]
-            table.add_row(Text(plain(name)), *steps, *audit_words(audit))
+            table.add_row(Text(plain(model_name(name))), *steps, *audit_words(audit))
         out.print(table)
 
 

@@ -14,7 +14,7 @@ from rankwise.report.charts import chart_script
 from rankwise.report.comparison_page import finding_groups
 from rankwise.report.history import HEADS, STATES, audit_words
 from rankwise.report.pages import render_page, template_text
-from rankwise.report.text import SEVERITIES
+from rankwise.report.text import SEVERITIES, model_name
 
 if TYPE_CHECKING:
     from rankwise.audit.history import History
@@ -59,7 +59,7 @@ def history_context(history: "History", links: Mapping[str, str]) -> dict[str, A
         "history": history,
         "columns": [*columns, "errors/warnings/notes"],
         "rows": [
-            (name, links.get(name, ""), step, audit_words(audit))
+            (model_name(name), links.get(name, ""), step, audit_words(audit))
             for step, name, audit in zip(history.steps, history.names, history.audits, strict=True)
         ],
         "findings": findings[:MOST_FINDINGS],
@@ -68,7 +68,7 @@ def history_context(history: "History", links: Mapping[str, str]) -> dict[str, A
         "structure": history.comparison.structure if len(history) > 1 else [],
         "data": {
             "steps": history.steps,
-            "names": history.names,
+            "names": [model_name(name) for name in history.names],
             "counted": history.counted,
             "charts": charts(history),
         },

@@ -7,7 +7,7 @@ from html import escape
 from rankwise.audit.measures import HEAD_MEASURES, HeadMeasure, shown
 from rankwise.audit.records import AuditRecord, HeadRecord
 from rankwise.report.panels import Panel, Row, make_panels
-from rankwise.report.text import SEVERITIES, count, mean
+from rankwise.report.text import SEVERITIES, count, mean, model_name
 
 MOST_ROWS, MOST_COLUMNS = 48, 64
 """Layers and heads of a map that are shown; of more, it is said how many."""
@@ -46,7 +46,7 @@ def _header(audit: AuditRecord) -> str:
         findings or "no findings",
         *([] if audit.complete else ["incomplete"]),
     ]
-    return f"<strong>Rankwise audit</strong> {escape(about.model)}<br>{escape(' · '.join(facts))}"
+    return f"<strong>Rankwise audit</strong> {escape(model_name(about.model))}<br>{escape(' · '.join(facts))}"
 
 
 def _panel(panel: Panel, heads: Sequence[HeadRecord]) -> str:
