@@ -69,6 +69,7 @@ ALLOWED = {
         "torch_internals",
     },
     "compression": {
+        "worth",
         "errors",
         "files",
         "shapes",

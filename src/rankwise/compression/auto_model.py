@@ -17,6 +17,7 @@ from transformers.quantizers.auto import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise.compression.narrow import narrow_projections
+from rankwise.compression.removed_heads import RemovedHeads, renamed
 from rankwise.compression.structure import Structure, read_structure, rebuild, structure_of
 
 NAME = "rankwise"
@@ -75,7 +76,12 @@ def _named_for(model: nn.Module, structure: Structure) -> Structure:
         others = (old.removeprefix(prefix), prefix + old)
         return old if old in modules else next((new for new in others if new in modules), old)
 
-    changes = [change.model_copy(update={"module": name(change.module)}) for change in structure.changes]
+    changes = [
+        renamed(change, name(change.module))
+        if isinstance(change, RemovedHeads)
+        else change.model_copy(update={"module": name(change.module)})
+        for change in structure.changes
+    ]
     return structure.model_copy(update={"changes": changes})
 
 

@@ -15,26 +15,26 @@ MOST_NUMBERS = 32
 
 def width_map(record: Compression) -> str:
     """Layers down, key heads across: what is left of each head's width, darker where more."""
-    sites = list(dict.fromkeys(head.site for head in record.heads))
-    across = max(head.head for head in record.heads) + 1
+    shown = [head for head in record.heads if head.part != "heads"] or record.heads
+    sites = list(dict.fromkeys(head.site for head in shown))
+    across = max(head.head for head in shown) + 1
     cell = min(CELL, (WIDTH - LEFT) / across)
     parts = []
     for row, site in enumerate(sites):
-        heads = [head for head in record.heads if head.site == site]
+        heads = [head for head in shown if head.site == site]
         y = TOP + row * cell
         parts.append(_text(LEFT - 6, y + cell * 0.62, f"layer {heads[0].layer}", "end"))
         parts += [_cell(head, LEFT + head.head * cell, y, cell, across <= MOST_NUMBERS) for head in heads]
     height = TOP + len(sites) * cell + 26
-    parts.append(_text(LEFT + across * cell / 2, height - 6, "key head", "middle"))
+    parts.append(_text(LEFT + across * cell / 2, height - 6, "head", "middle"))
     return _svg(parts, "width of each head", LEFT + across * cell + 4, height)
 
 
 def _cell(head: HeadWidth, x: float, y: float, size: float, numbers: bool) -> str:
     share = head.width / head.before
-    said = (
-        f"layer {head.layer}, head {head.head}: {head.width} of {head.before}, attention KL "
-        f"{head.kl_calibrated:.4f} nats on the calibration data"
-    )
+    said = f"layer {head.layer}, head {head.head}: {head.width} of {head.before}"
+    if not math.isnan(head.kl_calibrated):
+        said += f", attention KL {head.kl_calibrated:.4f} nats on the calibration data"
     colour = "#ffffff" if share > 0.45 else "currentColor"
     number = _text(x + size / 2, y + size * 0.62, str(head.width), "middle", colour) if numbers else ""
     return (

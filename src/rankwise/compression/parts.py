@@ -60,6 +60,7 @@ Part = Callable[[Job], PartResult]
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
+    from rankwise.compression.heads import compress_heads
     from rankwise.compression.query_keys import compress_query_keys
 
-    return {"qk": compress_query_keys}
+    return {"heads": compress_heads, "qk": compress_query_keys}

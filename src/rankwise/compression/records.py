@@ -22,7 +22,7 @@ class HeadWidth(Record):
     before: int
     width: int
     kl: Number
-    """Nats: mean KL(M‖M') over rows of these heads, closed form, on the calibration data."""
+    """Nats: mean KL(M‖M') over rows of these heads, closed form, on calibration data; NaN where removed."""
     kl_calibrated: Number
     """After calibration; the same as ``kl`` without."""
 
@@ -105,8 +105,10 @@ class Compression(Record):
 
     @property
     def mean_width(self) -> float:
-        """Mean width of the key heads."""
-        return sum(head.width for head in self.heads) / max(len(self.heads), 1)
+        """Mean width of the key heads that are left; of values where heads were removed and nothing else."""
+        widths = [head.width for head in self.heads if head.part != "heads"]
+        widths = widths or [head.width for head in self.heads if head.width]
+        return sum(widths) / max(len(widths), 1)
 
     def save(self, path: str | Path) -> Path:
         """Write JSON.

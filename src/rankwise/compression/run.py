@@ -1,5 +1,6 @@
 """`compress`: one budget over parts of a model, with what it costs and what it gains, measured."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -104,14 +105,15 @@ def compress(
 ) -> Compression:
     """Compress parts of a trained model in place, under one budget.
 
-    Parts are done one after another, each on the model that the ones before left: ``qk``, narrower queries
-    and keys (`compress_qk`).
+    Parts are done one after another, each on the model that the ones before left: ``heads``, heads removed
+    with their weights; ``qk``, narrower queries and keys (`compress_qk`).
 
     Args:
         model: any module; changed in place.
         batches: calibration data.
         keep: share of each part to keep, 0 < keep < 1; 0.5 by default.
-        tolerance: or the attention KL that each part may cost, nats.
+        tolerance: or the attention KL that each part may cost, nats; of ``heads``, the share of the loss
+            that removing them together may cost, the loss as `rankwise.worth` takes it.
         parts: which, by name.
         calibrate: steps of Adam for each layer.
         held_out: data to measure prices on.
@@ -189,13 +191,16 @@ def _record(
 ) -> Compression:
     heads = [head for result in done for head in result.heads]
     numbers = {head.site: head.layer for head in heads}
+    kl: dict[str, float] = {}  # of removed heads there is no attention to compare
+    for result in done:
+        kl |= {site: one for site, one in result.kl.items() if site not in kl or not math.isnan(one)}
     layers = [
         LayerPrice(
-            site=site, layer=numbers[site], kl=kl, output_error=prices.layer_errors.get(site, float("nan"))
+            site=site, layer=numbers[site], kl=one, output_error=prices.layer_errors.get(site, float("nan"))
         )
-        for result in done
-        for site, kl in result.kl.items()
+        for site, one in kl.items()
     ]
+    known = [one.kl for one in layers if not math.isnan(one.kl)]
     notes = [note for result in done for note in result.notes]
     if not held_out:
         notes.append(
@@ -211,7 +216,7 @@ def _record(
         heads=heads,
         layers=layers,
         curves=[curve for result in done for curve in result.curves],
-        kl=sum(one.kl for one in layers) / max(len(layers), 1),
+        kl=sum(known) / len(known) if known else float("nan"),
         left_out={name: reason for result in done for name, reason in result.left_out.items()},
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(job.seed)},

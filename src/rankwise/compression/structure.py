@@ -13,6 +13,7 @@ from torch import nn
 from rankwise.compression.key_cache import add_key_cache, key_cache_of
 from rankwise.compression.narrow import NarrowProjection, narrow_projections, put
 from rankwise.compression.projections import linear_parts
+from rankwise.compression.removed_heads import RemovedHeads, cut_linear, removed_heads_of, renamed, set_sizes
 from rankwise.errors import CompressionError, did_you_mean
 
 
@@ -34,7 +35,7 @@ class NarrowedKeys(BaseModel, extra="forbid"):
     runs: list[tuple[int, int]]
 
 
-Change = Annotated[NarrowedLinear | NarrowedKeys, Field(discriminator="kind")]
+Change = Annotated[RemovedHeads | NarrowedLinear | NarrowedKeys, Field(discriminator="kind")]
 
 
 class Structure(BaseModel, extra="forbid"):
@@ -50,7 +51,10 @@ def structure_of(model: nn.Module) -> Structure:
     Args:
         model: the model.
     """
-    changes: list[Any] = [
+    named = [(name, removed_heads_of(module)) for name, module in model.named_modules()]
+    # heads go first: what is narrowed has their number
+    changes: list[Any] = [renamed(one, name) for name, one in named if one is not None]
+    changes += [
         NarrowedLinear(module=name, out_features=one.out_features, runs=one.runs)
         for name, one in narrow_projections(model)
     ]
@@ -113,7 +117,13 @@ def _keys(model: nn.Module, change: NarrowedKeys) -> None:
     add_key_cache(_module(model, change.module), change.runs)
 
 
-MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {"narrow": _narrow, "keys": _keys}
+def _heads(model: nn.Module, change: RemovedHeads) -> None:
+    for cut in change.cuts:
+        put(model, cut.module, cut_linear(_module(model, cut.module), cut))
+    set_sizes(_module(model, change.module), change)
+
+
+MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {"heads": _heads, "narrow": _narrow, "keys": _keys}
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

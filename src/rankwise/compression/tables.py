@@ -19,12 +19,22 @@ class CompressionTable(NamedTuple):
 
 def headline(record: Compression) -> str:
     """What was done, paid and won, in one sentence."""
-    before = sum(head.before for head in record.heads) / max(len(record.heads), 1)
+    narrowed = [head for head in record.heads if head.part != "heads"]
+    removed = [head for head in record.heads if head.part == "heads"]
+    words = []
+    if removed:
+        words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
+    if narrowed:
+        before = sum(head.before for head in narrowed) / len(narrowed)
+        words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
+    done = "; ".join(words)
     saved = 1 - record.parameters_after / record.parameters_before if record.parameters_before else math.nan
-    return (
-        f"Queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average: attention KL "
-        f"{shown(record.kl, 4)} nats on {record.figures}, {saved:.1%} fewer parameters."
+    price = (
+        f"attention KL {shown(record.kl, 4)} nats"
+        if math.isfinite(record.kl)
+        else f"error of the output {shown(record.output_error, 4)}"
     )
+    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}, {saved:.1%} fewer parameters."
 
 
 def setting_words(record: Compression) -> str:
@@ -112,6 +122,7 @@ def _layers(record: Compression) -> CompressionTable:
     rows = []
     for layer in record.layers:
         heads = [head for head in record.heads if head.site == layer.site]
+        heads = [head for head in heads if head.part != "heads"] or heads
         widths = [head.width for head in heads]
         rows.append(
             [

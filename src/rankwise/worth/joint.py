@@ -1,7 +1,7 @@
 """The largest set of heads that can go together within a tolerance."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankwise.worth.gates import CallKey
@@ -10,6 +10,9 @@ from rankwise.worth.runs import Runs
 
 if TYPE_CHECKING:
     from rankwise.worth.measure import WorthSettings
+
+Together = Callable[[HeadPlace], Hashable | None]
+"""Heads with the same key go together or not at all; those with None stay."""
 
 FURTHER = 16
 """Heads that are tried one by one beyond the first that does not fit."""
@@ -21,6 +24,7 @@ def search(
     keys: Mapping[tuple[Any, ...], CallKey],
     settings: "WorthSettings",
     say: Callable[[str], None],
+    together: Together | None = None,
 ) -> Joint | None:
     """Remove the cheapest heads together, as many as the tolerance lets go, and run the model without them.
 
@@ -34,23 +38,24 @@ def search(
         keys: of mixers, by their places.
         settings: tolerance, and what takes their place.
         say: told what is being done.
+        together: which heads can only go together; each for itself without.
 
     Returns:
         The set, empty where no head can go; None where no head's cost is known.
     """
     assert settings.tolerance is not None
     exactly = all(not math.isnan(cost) for site in worth.sites if not site.why_not for cost in site.exact)
-    ranked = _ranked(worth, exactly)
+    ranked = ranked_units(worth, exactly, together)
     if not ranked:
         return None
     limit = settings.tolerance * (abs(runs.value) or 1.0)
     tried: dict[int, float] = {}
 
-    def cost(heads: Sequence[HeadPlace]) -> float:
+    def cost(units: Sequence[Sequence[HeadPlace]]) -> float:
         chosen: dict[CallKey, list[int]] = {}
-        for place in heads:
+        for place in (place for unit in units for place in unit):
             chosen.setdefault(keys[place[:5]], []).append(place.head)
-        say(f"without {len(heads)} heads together")
+        say(f"without {sum(map(len, units))} heads together")
         tried[len(tried)] = runs.without(chosen, settings.removal == "mean")[0] - runs.value
         return tried[len(tried) - 1]
 
@@ -63,22 +68,32 @@ def search(
         else:
             fails = middle
     kept = ranked[:fits]
-    for place in ranked[fits + 1 : fits + 1 + FURTHER]:
-        found = cost([*kept, place])
+    for unit in ranked[fits + 1 : fits + 1 + FURTHER]:
+        found = cost([*kept, unit])
         if found <= limit:
-            kept, spent = [*kept, place], found
+            kept, spent = [*kept, unit], found
     relative = spent / abs(runs.value) if runs.value else spent
-    removal = Removal(tuple(kept), runs.value + spent, spent, relative)
+    removal = Removal(tuple(place for unit in kept for place in unit), runs.value + spent, spent, relative)
     return Joint(removal, settings.tolerance, "exact" if exactly else "estimate", len(tried))
 
 
-def _ranked(worth: Worth, exactly: bool) -> list[HeadPlace]:
-    """Heads whose cost is known, the cheapest first."""
-    costs = [
-        (float(costs[head]), site.place(head))
-        for site in worth.sites
-        if not site.why_not
-        for costs in (site.exact if exactly else site.estimates.removal,)
-        for head in range(len(costs))
-    ]
-    return [place for cost, place in sorted(costs) if not math.isnan(cost)]
+def ranked_units(worth: Worth, exactly: bool, together: Together | None) -> list[list[HeadPlace]]:
+    """Heads that go together, the cheapest first; costs of single heads are added up.
+
+    Args:
+        worth: what is known of single heads; those of unknown cost are left out, and all they go with.
+        exactly: whether to take what their removal cost, else the estimates.
+        together: which heads can only go together; each for itself without.
+    """
+    units: dict[Hashable, list[HeadPlace]] = {}
+    costs: dict[Hashable, float] = {}
+    for site in worth.sites:
+        each = site.exact if exactly else site.estimates.removal
+        for head in range(len(each)):
+            place = site.place(head)
+            key = place if together is None else together(place)
+            if key is not None:
+                units.setdefault(key, []).append(place)
+                costs[key] = costs.get(key, 0.0) + (math.nan if site.why_not else float(each[head]))
+    ranked = sorted((cost, units[key]) for key, cost in costs.items() if not math.isnan(cost))
+    return [unit for _, unit in ranked]

@@ -15,7 +15,7 @@ from rankwise.rank_correlation import spearman
 from rankwise.running import Batch, device_of, moved, run_model
 from rankwise.worth.choice import LossName, check_loss, choose_loss
 from rankwise.worth.gates import CallKey
-from rankwise.worth.joint import search
+from rankwise.worth.joint import Together, search
 from rankwise.worth.losses import Case, LossFunction
 from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth
 from rankwise.worth.runs import NotDifferentiableError, Placed, Runs
@@ -107,6 +107,7 @@ def measure_worth(
     blocks: str | None = None,
     readable: Callable[[Batch], Batch] | None = None,
     channels: Callable[[SiteWorth], Sequence[int]] | None = None,
+    together: Together | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Worth:
     r"""What the model loses without each head, each block, and the largest set of heads that can go.
@@ -132,6 +133,7 @@ def measure_worth(
         blocks: as in `rankwise.capture`.
         readable: from a batch to what the model takes of it; the rest may be labels.
         channels: of a mixer the heads that exact removes; all without.
+        together: heads with the same key are in the joint set together or not at all; those with None stay.
         on_progress: told what is being done.
 
     Raises:
@@ -181,7 +183,7 @@ def measure_worth(
             _exactly(session, worth)
         if chosen.tolerance is not None:
             keys = {site.place(0)[:5]: key for key, site in zip(runs.sites, measured, strict=False)}
-            worth.joint = search(runs, worth, keys, chosen, session.say)
+            worth.joint = search(runs, worth, keys, chosen, session.say, together)
     except KeyboardInterrupt:
         worth.notes.append("interrupted from the keyboard: not all removals were run")
     known = [site for site in measured if not site.why_not]

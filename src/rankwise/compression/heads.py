@@ -1,0 +1,185 @@
+"""The part ``heads``: heads whose removal the model hardly notices go, with all their weights."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.compression.head_sites import HeadSite
+from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.records import HeadWidth
+from rankwise.compression.removed_heads import removed_heads_of
+from rankwise.compression.structure import structure_of
+from rankwise.errors import CompressionError
+from rankwise.running import device_of, first_sequences, moved
+from rankwise.worth import HeadPlace, Worth, WorthSettings, measure_worth, ranked_units
+
+ROUNDS = 4
+"""In which a share of the heads goes: costs are estimated again after each."""
+PROBES = 2
+"""Random projections for the curvature in each round."""
+
+
+def compress_heads(job: Job) -> PartResult:
+    """Remove heads: all that `rankwise.worth` finds removable within the tolerance, or a share of them.
+
+    Under ``tolerance`` the set is the joint one of `measure_worth`, run together; under ``keep`` heads go in
+    rounds, the cheapest by estimate first. Query heads that share keys go together, with their key head.
+
+    Args:
+        job: what to do; its tolerance is a share of the loss.
+
+    Raises:
+        CompressionError: if no layer can be done, or the request fits none.
+    """
+    if structure_of(job.model).changes:
+        raise CompressionError(
+            f"model {type(job.model).__name__}",
+            wanted="a model that is not compressed yet",
+            got="one with " + ("removed heads" if _has_removed(job.model) else "narrowed layers"),
+            fix="Load the original; name all parts at once: heads are done first.",
+        )
+    job.on_step("looking for heads that can be removed")
+    sites, left_out = removable_sites(job.model, job.batches[0])
+    if not sites:
+        said = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:2])
+        raise CompressionError(
+            f"model {type(job.model).__name__}",
+            wanted="softmax attention whose heads come from linear layers and go into a linear layer",
+            got=said or "no such attention",
+            fix="Its heads cannot be removed this way; `rankwise audit --worth` says what they are worth.",
+        )
+    if job.keep is not None:
+        plan, notes, worth = _share(job, sites)
+    elif job.tolerance is not None:
+        plan, notes, worth = _within(job, sites)
+    else:
+        raise CompressionError(
+            "`width`", wanted="a share to keep or a tolerance", got="a width", fix="Use `compress`."
+        )
+    removal = removal_of(job.model, sites, plan)
+    with zeroed(job.model, sites, plan):
+        expected = main_output(job.model, _short(job))
+    removal.put_in()
+    off = relative_error(main_output(job.model, _short(job)), expected)
+    if not off <= torch.finfo(expected.dtype).eps ** 0.5:  # NaN is not
+        removal.take_out()
+        raise CompressionError(
+            f"model {type(job.model).__name__}",
+            wanted="outputs of the smaller model that are those with the heads at zero",
+            got=f"a relative difference of {off:.1e}",
+            fix="The model is as it was: its own code does not compute with these heads alone.",
+        )
+    return PartResult(
+        heads=_records(sites, plan, worth),
+        kl={site.name: float("nan") for site in sites},
+        tokens=round(worth.counted),
+        left_out=left_out,
+        notes=notes,
+        undo=removal.take_out,
+        redo=removal.put_in,
+    )
+
+
+def _within(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Worth]:
+    """The set that can go together within the tolerance."""
+    assert job.tolerance is not None
+    worth = _worth(job, sites, {}, job.tolerance)
+    if worth.joint is None:
+        raise CompressionError(
+            f"model {type(job.model).__name__}",
+            wanted="heads whose cost is known",
+            got="none: no gradient reaches them",
+            fix="`rankwise audit --worth` says why, for each layer.",
+        )
+    plan: dict[str, set[int]] = {}
+    groups = {site.name: site.group for site in sites}
+    for place in worth.joint.removal.heads:
+        plan.setdefault(place.site, set()).add(place.head // groups[place.site])
+    removal = worth.joint.removal
+    share = f" ({removal.relative:+.2%})" if worth.value else ""
+    say = (
+        f"Heads: {_count(plan, sites)}; without them the loss ({worth.loss}, {worth.unit}) is "
+        f"{removal.loss:.4g} on the calibration data, {worth.value:.4g} with them{share}; the tolerance was "
+        f"{job.tolerance:g} of it. Sorted by {worth.joint.order}; {worth.joint.runs} sets were run."
+    )
+    return plan, [say, *worth.notes], worth
+
+
+def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Worth]:
+    """The cheapest heads, in rounds."""
+    assert job.keep is not None
+    every = sum(site.heads for site in sites)
+    groups = {site.name: site.group for site in sites}
+    plan: dict[str, set[int]] = {}
+    gone, first = 0, None
+    for number in range(1, ROUNDS + 1):
+        worth = _worth(job, sites, plan, None)
+        first = first or worth
+        room = (every - job.keep * every) * number / ROUNDS
+        for unit in ranked_units(worth, False, _together(sites, plan)):
+            if gone + len(unit) <= room + 1e-9:
+                plan.setdefault(unit[0].site, set()).add(unit[0].head // groups[unit[0].site])
+                gone += len(unit)
+    assert first is not None
+    say = f"Heads: {_count(plan, sites)}, the cheapest by estimate in {ROUNDS} rounds ({first.loss})."
+    return plan, [say, *first.notes], first
+
+
+def _worth(job: Job, sites: list[HeadSite], plan: dict[str, set[int]], tolerance: float | None) -> Worth:
+    probes = PROBES if tolerance is None else WorthSettings.probes
+    settings = WorthSettings(tolerance=tolerance, seed=job.seed, probes=probes)
+    with zeroed(job.model, sites, plan):
+        return measure_worth(
+            job.model, job.batches, settings, together=_together(sites, plan), on_progress=job.on_step
+        )
+
+
+def _together(sites: list[HeadSite], plan: dict[str, set[int]]) -> Any:
+    by_name = {site.name: site for site in sites}
+
+    def key(place: HeadPlace) -> Hashable | None:
+        site = by_name.get(place.site)
+        if site is None or place.head // site.group in plan.get(place.site, ()):
+            return None
+        return place.site, place.head // site.group
+
+    return key
+
+
+def _short(job: Job) -> Any:
+    return moved(first_sequences(job.batches[0], 2), device_of(job.model))
+
+
+def _has_removed(model: nn.Module) -> bool:
+    return any(removed_heads_of(module) is not None for module in model.modules())
+
+
+def _count(plan: dict[str, set[int]], sites: list[HeadSite]) -> str:
+    gone = sum(len(plan.get(site.name, ())) * site.group for site in sites)
+    empty = sum(len(plan.get(site.name, ())) == site.units for site in sites)
+    words = f"{gone} of {sum(site.heads for site in sites)} go"
+    return words + (f", all of {empty} layers" if empty else "")
+
+
+def _records(sites: list[HeadSite], plan: dict[str, set[int]], worth: Worth) -> list[HeadWidth]:
+    places = {site.site: (site.stack, site.layer) for site in reversed(worth.sites)}
+    return [
+        HeadWidth(
+            part="heads",
+            stack=places[site.name][0],
+            site=site.name,
+            layer=places[site.name][1],
+            head=head,
+            before=site.value_width,
+            width=0 if gone else site.value_width,
+            kl=float("nan") if gone else 0.0,
+            kl_calibrated=float("nan") if gone else 0.0,
+        )
+        for site in sites
+        for head in range(site.heads)
+        for gone in [head // site.group in plan.get(site.name, ())]
+    ]

@@ -1,0 +1,276 @@
+"""Heads that go, in several families."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.compression.compression_cases import (
+    DECODERS,
+    FAMILIES,
+    VOCABULARY,
+    bert,
+    gpt2,
+    ids,
+    llama,
+    sharpened,
+)
+from torch import nn
+
+import rankwise as rw
+from rankwise.compression import compress, save_compressed
+from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
+from rankwise.compression.removed_heads import EmptyLinear
+from rankwise.errors import CompressionError
+
+QUICK: dict[str, Any] = {"time": False, "nulls": False, "parts": ("heads",)}
+EPS = torch.finfo(torch.float32).eps
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
+def phi3() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(**SIZES, num_key_value_heads=2, pad_token_id=0, eos_token_id=1)
+    return sharpened(transformers.Phi3ForCausalLM(config))
+
+
+def neox() -> nn.Module:
+    torch.manual_seed(0)
+    return sharpened(
+        transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES, eos_token_id=1, bos_token_id=1))
+    )
+
+
+ALL: dict[str, Callable[[], nn.Module]] = {**FAMILIES, "llama": llama, "phi3": phi3, "neox": neox}
+GENERATE: dict[str, Callable[[], nn.Module]] = {**DECODERS, "llama": llama, "phi3": phi3, "neox": neox}
+
+
+def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def decided() -> nn.Module:
+    """A GPT-2 whose outputs are far from even, so that its heads matter."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def own_words(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Labels that the model itself finds likeliest, so that it has something to lose."""
+    labels = batch["input_ids"].clone()
+    labels[:, 1:] = output(model, batch).argmax(-1)[:, :-1]
+    return {**batch, "labels": labels}
+
+
+def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int]]) -> torch.Tensor:
+    """Remove units by hand, and give what the model gives with them at zero."""
+    sites, _ = removable_sites(model, batch)
+    named = {site.name: units for site, units in zip(sites, plan, strict=False)}
+    with zeroed(model, sites, named):
+        expected = output(model, batch)
+    removal_of(model, sites, named).put_in()
+    return expected
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("plan", [[{1}, set()], [{0}, {1}], [set(), {0, 1, 2, 3}]], ids=["one", "two", "all"])
+def test_removed_heads_are_heads_at_zero(family: str, plan: list[set[int]]) -> None:
+    model, batch = ALL[family](), ids(2, 12)
+    units = removable_sites(model, batch)[0][0].units
+    plan = [{unit for unit in own if unit < units} for own in plan]
+    before = sum(one.numel() for one in model.parameters())
+    expected = removed(model, batch, plan)
+    got = output(model, batch)
+    assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
+    if any(plan[: len(removable_sites(ALL[family](), batch)[0])]):
+        assert sum(one.numel() for one in model.parameters()) < before
+
+
+def test_nothing_is_written_to_a_model_from_which_nothing_goes() -> None:
+    model, batch = decided(), ids()
+    before, names = output(model, batch), [name for name, _ in model.named_modules()]
+    done = compress(model, [own_words(model, batch)], tolerance=1e-9, **QUICK)
+    assert torch.equal(output(model, batch), before)
+    assert [name for name, _ in model.named_modules()] == names
+    assert done.parameters_after == done.parameters_before
+    assert all(head.width == head.before for head in done.heads)
+    assert "0 of 8 go" in done.notes[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_removal_is_undone_bit_by_bit(family: str) -> None:
+    model, batch = ALL[family](), ids(2, 12)
+    before = output(model, batch)
+    sites, _ = removable_sites(model, batch)
+    removal = removal_of(model, sites, {site.name: {0} for site in sites})
+    for _ in range(2):
+        removal.put_in()
+        assert not torch.equal(output(model, batch), before)
+        removal.take_out()
+        assert torch.equal(output(model, batch), before)
+
+
+def test_the_order_of_heads_does_not_matter() -> None:
+    model, batch = bert(), ids()
+    turned = copy.deepcopy(model)
+    order = [2, 0, 3, 1]
+    places = torch.cat([torch.arange(8) + 8 * head for head in order])
+    with torch.no_grad():
+        for layer in turned.encoder.layer:
+            for one in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+                one.weight.copy_(one.weight[places])
+                one.bias.copy_(one.bias[places])
+            dense = layer.attention.output.dense
+            dense.weight.copy_(dense.weight[:, places])
+    done = compress(model, [batch], tolerance=0.3, **QUICK)
+    again = compress(turned, [batch], tolerance=0.3, **QUICK)
+    gone = {(head.layer, head.head) for head in done.heads if not head.width}
+    assert gone
+    assert {(head.layer, order[head.head]) for head in again.heads if not head.width} == gone
+    assert torch.allclose(output(model, batch), output(turned, batch), atol=1e-4)
+
+
+def test_the_tolerance_holds_and_the_dead_head_goes() -> None:
+    model = decided()
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_proj.weight[8:16] = 0
+    batch = own_words(model, ids())
+    done = compress(model, [batch], tolerance=1e-6, **QUICK)
+    assert {(h.layer, h.head) for h in done.heads if not h.width} == {(1, 1)}
+    assert done.loss_after == pytest.approx(done.loss_before, rel=1e-6)
+    model = decided()
+    done = compress(model, [own_words(model, ids())], tolerance=2.0, **QUICK)
+    assert done.loss_after <= done.loss_before * 3 + 1e-5
+    assert 1 <= sum(not head.width for head in done.heads) < 8
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0.5, 4), (0.3, 3)])
+def test_a_share_is_kept(keep: float, left: int) -> None:
+    model, batch = gpt2(), ids()
+    done = compress(model, [batch], keep=keep, **QUICK)
+    assert sum(head.width > 0 for head in done.heads) == left
+    assert done.cache_bytes_after == done.cache_bytes_before * max(left, _slots(model, left)) // 8
+
+
+def _slots(model: nn.Module, left: int) -> int:
+    return left + sum(
+        isinstance(layer.attn.c_attn, EmptyLinear) for layer in model.transformer.h
+    )  # an empty layer holds a head of zeros
+
+
+def test_grouped_queries_go_with_their_keys() -> None:
+    model, batch = llama(), ids()
+    done = compress(model, [batch], keep=0.5, **QUICK)
+    gone = [head.head for head in done.heads if not head.width]
+    assert gone in ([0, 1], [2, 3])
+    attention = model.model.layers[0].self_attn
+    assert [getattr(attention, f"{name}_proj").weight.shape[0] for name in "qkv"] == [16, 8, 8]
+    assert done.cache_bytes_after * 2 == done.cache_bytes_before
+
+
+@pytest.mark.parametrize("family", GENERATE)
+@pytest.mark.parametrize("plan", [[{1}, {0}], [{0, 1, 2, 3}, {0}]], ids=["some", "all of a layer"])
+def test_it_generates_with_its_cache(family: str, plan: list[set[int]]) -> None:
+    model, batch = GENERATE[family](), ids(2, 12)
+    units = removable_sites(model, batch)[0][0].units
+    removed(model, batch, [{unit for unit in own if unit < units} for own in plan])
+    whole = output(model, batch)
+    with torch.no_grad():
+        start = model(batch["input_ids"][:, :7], use_cache=True)
+        rest = model(batch["input_ids"][:, 7:], past_key_values=start.past_key_values, use_cache=True)
+    logits = torch.cat([start.logits, rest.logits], 1)
+    assert torch.allclose(logits, whole, atol=1e4 * EPS * float(whole.abs().max()))
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with_cache = model.generate(batch["input_ids"], **options)
+    assert torch.equal(with_cache, model.generate(batch["input_ids"], use_cache=False, **options))
+    if family != "bigcode":
+        static = model.generate(batch["input_ids"], cache_implementation="static", **options)
+        assert torch.equal(with_cache, static)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_it_is_saved_twice_and_loaded(family: str, tmp_path: Path) -> None:
+    model, batch = ALL[family](), ids()
+    removed(model, batch, [{0}, {1}])
+    expected = output(model, batch)
+    save_compressed(model, tmp_path / "one")
+    first = rw.load_compressed(tmp_path / "one")
+    first.save_pretrained(tmp_path / "two")
+    second = rw.load_compressed(tmp_path / "two")
+    assert torch.equal(output(second, batch), expected)
+    automatic = transformers.AutoModel.from_pretrained(tmp_path / "two")
+    assert bool(automatic(**batch)[0].isfinite().all())
+    half = rw.load_compressed(tmp_path / "two", dtype=torch.bfloat16)
+    assert bool(output(half, batch).isfinite().all())
+
+
+def test_empty_layers_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, batch = gpt2(), ids()
+    removed(model, batch, [{0, 1, 2, 3}, {2}])
+    expected = output(model, batch)
+    save_compressed(model, tmp_path / "one")
+    assert torch.equal(output(rw.load_compressed(tmp_path / "one"), batch), expected)
+    base = transformers.AutoModel.from_pretrained(tmp_path / "one")
+    assert isinstance(base.h[0].attn.c_attn, EmptyLinear)
+    base.save_pretrained(tmp_path / "two")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "two")
+    assert torch.equal(output(again, batch), output(base, batch))
+
+
+def test_training_audits_and_narrowing_go_on() -> None:
+    model, batch = gpt2(), ids(8, 30)
+    done = compress(model, [batch], keep=0.5, parts=("qk", "heads"), time=False, nulls=False)
+    assert done.parts == ["qk", "heads"]
+    heads = rw.audit(model, [batch]).heads
+    left = sum(head.width > 0 for head in done.heads if head.part == "heads")
+    assert len(heads) >= left
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(twin, batch), output(model, batch))
+    with pytest.raises(CompressionError, match="not compressed yet"):
+        compress(model, [batch], keep=0.5, **QUICK)
+
+
+@pytest.mark.parametrize("name", ["bloom", "t5", "mpnet", "olmo2", "torch"])
+def test_families_that_cannot_are_refused_and_stay_as_they_are(name: str) -> None:
+    torch.manual_seed(0)
+    made: dict[str, Callable[[], nn.Module]] = {
+        "bloom": lambda: transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+        ),
+        "t5": lambda: transformers.T5EncoderModel(
+            transformers.T5Config(
+                vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+            )
+        ),
+        "mpnet": lambda: transformers.MPNetModel(transformers.MPNetConfig(**SIZES)),
+        "olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)),
+        "torch": lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True),
+    }
+    model = sharpened(made[name]())
+    batch: Any = torch.randn(2, 6, 32) if name == "torch" else ids()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"own code does not compute|not seen"):
+        compress(model, [batch], keep=0.5, **QUICK)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_it_compiles() -> None:
+    model, batch = phi3(), ids(2, 12)
+    removed(model, batch, [{0}, {1}])
+    expected = output(model, batch)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(output(compiled, batch), expected, atol=1e3 * EPS * float(expected.abs().max()))
