@@ -79,7 +79,9 @@ def _named_for(model: nn.Module, structure: Structure) -> Structure:
     changes = [
         renamed(change, name(change.module))
         if isinstance(change, RemovedHeads)
-        else change.model_copy(update={"module": name(change.module)})
+        else change.model_copy(
+            update={key: name(getattr(change, key)) for key in ("module", "rotary") if hasattr(change, key)}
+        )
         for change in structure.changes
     ]
     return structure.model_copy(update={"changes": changes})

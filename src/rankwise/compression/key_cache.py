@@ -24,20 +24,38 @@ class NarrowKeysHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look for a cache among the arguments."""
-        cache = next((one for one in (*kwargs.values(), *args) if hasattr(one, "get_seq_length")), None)
-        cache = getattr(cache, "self_attention_cache", cache)
-        at, layers = getattr(module, "layer_idx", None), getattr(cache, "layers", None)
-        if layers is None or not isinstance(at, int):
-            return
-        from transformers.cache_utils import DynamicLayer
 
-        from rankwise.compression.narrow_keys import NarrowKeys
+        def narrow() -> Any:
+            from rankwise.compression.narrow_keys import NarrowKeys
 
-        grows = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
-        if len(layers) == at and grows:
-            layers.append(NarrowKeys(self.runs))
-        elif at < len(layers) and type(layers[at]) is DynamicLayer and not layers[at].is_initialized:
-            layers[at] = NarrowKeys(self.runs)
+            return NarrowKeys(self.runs)
+
+        keep_in_cache(module, args, kwargs, narrow)
+
+
+def keep_in_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[[], Any]
+) -> None:
+    """Give a cache that still is empty a layer of another kind, where it has or would make a `DynamicLayer`.
+
+    Args:
+        module: the attention layer.
+        args: what it is called with.
+        kwargs: likewise.
+        make: makes the layer of the cache.
+    """
+    cache = next((one for one in (*kwargs.values(), *args) if hasattr(one, "get_seq_length")), None)
+    cache = getattr(cache, "self_attention_cache", cache)
+    at, layers = getattr(module, "layer_idx", None), getattr(cache, "layers", None)
+    if layers is None or not isinstance(at, int):
+        return
+    from transformers.cache_utils import DynamicLayer
+
+    grows = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
+    if len(layers) == at and grows:
+        layers.append(make())
+    elif at < len(layers) and type(layers[at]) is DynamicLayer and not layers[at].is_initialized:
+        layers[at] = make()
 
 
 def add_key_cache(module: nn.Module, runs: Sequence[tuple[int, int]]) -> Callable[[], None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.compression.records import BudgetCurve, HeadWidth
+from rankwise.compression.records import BudgetCurve, HeadWidth, LatentCurve, LatentRank
 
 
 @dataclass
@@ -53,6 +53,8 @@ class PartResult:
     """Take the change out of the model, for a while or for good."""
     redo: Callable[[], None] = lambda: None
     """Put it in again."""
+    latents: list[LatentRank] = field(default_factory=list)
+    latent_curves: list[LatentCurve] = field(default_factory=list)
 
 
 Part = Callable[[Job], PartResult]
@@ -61,6 +63,7 @@ Part = Callable[[Job], PartResult]
 def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
     from rankwise.compression.heads import compress_heads
+    from rankwise.compression.keys_values import compress_keys_values
     from rankwise.compression.query_keys import compress_query_keys
 
-    return {"heads": compress_heads, "qk": compress_query_keys}
+    return {"heads": compress_heads, "qk": compress_query_keys, "kv": compress_keys_values}

@@ -63,6 +63,7 @@ def measure_prices(
     finally:
         after()
     sites = {head.layer: head.site for result in done for head in result.heads}
+    sites |= {latent.layer: latent.site for result in done for latent in result.latents}
     errors = {
         sites[layer]: relative_error(states[layer + 1], old)
         for layer, old in ((at - 1, one) for at, one in old_states.items())

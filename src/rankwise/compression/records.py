@@ -43,6 +43,39 @@ class BudgetCurve(Record):
     points: list[BudgetPoint]
 
 
+class LatentRank(Record):
+    """The latent out of which one layer reads keys and values."""
+
+    part: str
+    site: str
+    layer: int
+    before: int
+    """Channels of keys and values of one token, all key heads together."""
+    full: int
+    """Rank that loses nothing: the least of ``before`` and the width of tokens."""
+    rank: int
+    nats: Number
+    """Of the KL of the model's outputs, a token, that the rank costs: a prediction to second order."""
+
+
+class LatentPoint(Record):
+    """What one budget of cache bytes costs."""
+
+    keep: Number
+    """Share of the bytes of full keys and values."""
+    rank: Number
+    """Mean over layers."""
+    output_kl: Number
+    """Nats a token: KL(p‖p') of what the model gives, p the original's."""
+
+
+class LatentCurve(Record):
+    """KL of the outputs against bytes of the cache for one way to factor, on the data of the figures."""
+
+    method: str
+    points: list[LatentPoint]
+
+
 class LayerPrice(Record):
     """What one layer pays."""
 
@@ -85,8 +118,11 @@ class Compression(Record):
     heads: list[HeadWidth]
     layers: list[LayerPrice]
     curves: list[BudgetCurve] = Field(default_factory=list)
+    latents: list[LatentRank] = Field(default_factory=list)
+    latent_curves: list[LatentCurve] = Field(default_factory=list)
     kl: Number
-    """Nats: mean KL(M‖M') over rows, heads and layers, each layer given what the original gave it."""
+    """Nats: mean KL(M‖M') over rows, heads and layers, each layer given what the original gave it; NaN where
+    no part that was done measures it."""
     output_error: Number = float("nan")
     """‖y' − y‖/‖y‖ of what the model gives, end to end."""
     loss_before: Number = float("nan")

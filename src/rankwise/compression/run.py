@@ -106,14 +106,17 @@ def compress(
     """Compress parts of a trained model in place, under one budget.
 
     Parts are done one after another, each on the model that the ones before left: ``heads``, heads removed
-    with their weights; ``qk``, narrower queries and keys (`compress_qk`).
+    with their weights; ``qk``, narrower queries and keys (`compress_qk`); ``kv``, a decoder's keys and values
+    out of one latent, which is what its cache keeps, before rotation.
 
     Args:
         model: any module; changed in place.
         batches: calibration data.
-        keep: share of each part to keep, 0 < keep < 1; 0.5 by default.
-        tolerance: or the attention KL that each part may cost, nats; of ``heads``, the share of the loss
-            that removing them together may cost, the loss as `rankwise.worth` takes it.
+        keep: share of each part to keep, 0 < keep < 1; 0.5 by default. Of ``qk`` it is a share of the width,
+            of ``kv`` of the bytes of the cache.
+        tolerance: or what each part may cost, nats: of ``qk`` the attention KL, of ``kv`` the KL of the
+            outputs as predicted to second order; of ``heads``, the share of the loss that removing them
+            together may cost, the loss as `rankwise.worth` takes it.
         parts: which, by name.
         calibrate: steps of Adam for each layer.
         held_out: data to measure prices on.
@@ -216,6 +219,8 @@ def _record(
         heads=heads,
         layers=layers,
         curves=[curve for result in done for curve in result.curves],
+        latents=[one for result in done for one in result.latents],
+        latent_curves=[curve for result in done for curve in result.latent_curves],
         kl=sum(known) / len(known) if known else float("nan"),
         left_out={name: reason for result in done for name, reason in result.left_out.items()},
         notes=notes,

@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import nn
 
 from rankwise.compression.key_cache import add_key_cache, key_cache_of
+from rankwise.compression.latent import LatentLayer
+from rankwise.compression.latent_hook import build_latent, latent_layers
 from rankwise.compression.narrow import NarrowProjection, narrow_projections, put
 from rankwise.compression.projections import linear_parts
 from rankwise.compression.removed_heads import RemovedHeads, cut_linear, removed_heads_of, renamed, set_sizes
@@ -35,7 +37,7 @@ class NarrowedKeys(BaseModel, extra="forbid"):
     runs: list[tuple[int, int]]
 
 
-Change = Annotated[RemovedHeads | NarrowedLinear | NarrowedKeys, Field(discriminator="kind")]
+Change = Annotated[RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")]
 
 
 class Structure(BaseModel, extra="forbid"):
@@ -62,7 +64,7 @@ def structure_of(model: nn.Module) -> Structure:
         hook = key_cache_of(module)
         if hook is not None:
             changes.append(NarrowedKeys(module=name, runs=hook.runs))
-    return Structure(changes=changes)
+    return Structure(changes=[*changes, *latent_layers(model)])
 
 
 def rebuild(model: nn.Module, structure: Structure) -> None:
@@ -123,7 +125,24 @@ def _heads(model: nn.Module, change: RemovedHeads) -> None:
     set_sizes(_module(model, change.module), change)
 
 
-MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {"heads": _heads, "narrow": _narrow, "keys": _keys}
+def _latent(model: nn.Module, change: LatentLayer) -> None:
+    names = [change.below(name) for name in (change.key, change.value)]
+    for name, runs in zip(names, (change.key_channels, change.value_channels), strict=True):
+        parts = linear_parts(_module(model, name))
+        last = max(first + count for first, count in runs)
+        if parts is None or parts[0].shape[0] < last:
+            raise _another(name, f"a linear layer with {last} channels or more", _module(model, name))
+    for name in (change.below(change.norm) if change.norm else "", change.rotary):
+        _module(model, name)
+    build_latent(model, change)
+
+
+MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "heads": _heads,
+    "narrow": _narrow,
+    "keys": _keys,
+    "latent": _latent,
+}
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

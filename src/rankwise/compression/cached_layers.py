@@ -1,0 +1,257 @@
+"""The attention layers of a decoder, with the linear layers behind what their cache keeps."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.compression.latent import LatentLayer, LatentProjection
+from rankwise.compression.narrow import runs_of
+from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
+from rankwise.compression.rotation import ROTATIONS, Rotation, rotate_back
+from rankwise.errors import CompressionError
+from rankwise.running import device_of, first_sequences, moved, run_model
+
+LENGTHENED = ("dynamic", "longrope")
+"""Rotations that turn by other angles when a text becomes long: keys would have to be rotated anew."""
+
+
+@dataclass
+class _Seen:
+    """What one forward pass with a cache showed."""
+
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Keyword arguments of modules that were given a cache."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Where they keep it."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Of all modules that take a tensor and give a tensor."""
+    rotations: dict[str, tuple[Any, dict[str, str]]] = field(default_factory=dict)
+    """What modules that give two tensors gave, and with which options."""
+
+
+def find_cached_layers(model: nn.Module, batch: Any) -> tuple[dict[int, LatentLayer], dict[str, str]]:
+    """Find what makes the keys and values in the cache of each attention layer.
+
+    Args:
+        model: a decoder, in evaluation mode.
+        batch: what it takes; a sequence or two of it are used.
+
+    Returns:
+        Layers at full rank, by their number in the cache; and the reason for each one that cannot be done.
+
+    Raises:
+        CompressionError: if the model keeps no cache of keys and values.
+    """
+    short = moved(first_sequences(batch, 2), device_of(model))
+    seen, cache = _run(model, short)
+    found: dict[int, LatentLayer] = {}
+    reasons: dict[str, str] = {}
+    for name, at in seen.numbers.items():
+        one = _layer(model, name, at, cache, seen)
+        if isinstance(one, str):
+            reasons[name] = one
+        elif at in found:
+            reasons[name] = f"it reads the cache of {found[at].module}"
+        else:
+            found[at] = one
+    owners: dict[str, str] = {}
+    for at, layer in list(found.items()):
+        for own in {layer.below(layer.key), layer.below(layer.value)}:
+            if owners.setdefault(own, layer.module) != layer.module:
+                reasons[layer.module] = f"it shares {own!r} with {owners[own]}"
+                found.pop(at, None)
+    return found, reasons
+
+
+def _run(model: nn.Module, batch: Any) -> tuple[_Seen, Any]:
+    config, can = getattr(model, "config", None), getattr(model, "can_generate", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _no_cache(model, "an encoder-decoder, whose decoder caches two kinds of keys")
+    if config is None or can is None or not can() or not isinstance(batch, Mapping):
+        raise _no_cache(model, "one that does not generate: a latent is won in the cache alone")
+    seen = _Seen()
+    with _watching(model, seen), torch.no_grad():
+        out = run_model(model, {**batch, "use_cache": True})
+    cache = getattr(out, "past_key_values", None)
+    if not getattr(cache, "layers", None) or not seen.numbers:
+        raise _no_cache(model, "one whose outputs hold no such cache")
+    return seen, cache
+
+
+def _no_cache(model: nn.Module, got: str) -> CompressionError:
+    return CompressionError(
+        f"model {type(model).__name__}",
+        wanted="a decoder that caches keys and values",
+        got=got,
+        fix="Leave `kv` out of the parts.",
+    )
+
+
+@contextmanager
+def _watching(model: nn.Module, seen: _Seen) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
+            at = getattr(module, "layer_idx", None)
+            if isinstance(at, int) and any(hasattr(v, "get_seq_length") for v in (*kwargs.values(), *args)):
+                seen.calls[name], seen.numbers[name] = kwargs, at
+
+        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any, name: str = name) -> None:
+            if isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
+                seen.inputs[name], seen.outputs[name] = args[0].detach(), out.detach()
+            elif isinstance(out, tuple) and len(out) == 2 and all(isinstance(one, Tensor) for one in out):
+                options = {key: one for key, one in kwargs.items() if isinstance(one, str)}
+                named = [one for one in args if isinstance(one, str)]
+                options |= {"layer_type": named[0]} if named else {}
+                seen.rotations[f"{name}|{len(seen.rotations)}"] = (out, options)
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    inner = [name for name in seen.numbers if not any(_inside(other, name) for other in seen.numbers)]
+    seen.numbers = {name: seen.numbers[name] for name in inner}
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name != outer and name.startswith(f"{outer}.")
+
+
+def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> LatentLayer | str:
+    from transformers.cache_utils import DynamicLayer
+
+    kept = cache.layers[at] if at < len(cache.layers) else None
+    below = [one for one in seen.outputs if _inside(one, name)]
+    if any(isinstance(model.get_submodule(one), LatentProjection) for one in below):
+        return "it has a latent already"
+    if type(kept) is not DynamicLayer:
+        what = "a window of fixed length" if getattr(kept, "is_sliding", False) else type(kept).__name__
+        return f"its cache is {what}, not all keys and values"
+    keys, values = kept.keys, kept.values  # type: ignore[union-attr]
+    if keys is None or values is None:
+        return "it keeps nothing in the cache"
+    if not bool(keys.isfinite().all() and values.isfinite().all()):
+        return "its keys or values hold NaN or infinity"
+    if keys.shape[1] != values.shape[1]:
+        return "it has not as many heads of keys as of values"
+    linear = {
+        one: seen.outputs[one]
+        for one in names_below(below, name)
+        if linear_parts(model.get_submodule(one)) is not None
+    }
+    value = find_projection(values, linear)
+    if value is None:
+        return "its values are the output of no linear layer, or of one that is narrowed already"
+    unrotated = _unrotated(model, name, keys, seen)
+    if isinstance(unrotated, str):
+        return unrotated
+    fitting = [
+        (off, at, fields | rotation)
+        for at, (before, rotation) in enumerate(unrotated)
+        for off, fields in _keys(before, name, linear, below, seen)
+    ]
+    if not fitting:
+        return (
+            "its keys are no linear layer's output, nor such an output that went through a norm and "
+            "through rotation by the position embeddings the layer is given"
+        )
+    fields = min(fitting, key=lambda one: one[:2])[2]
+    key = fields.pop("projection")
+    if seen.inputs[key.module] is not seen.inputs[value.module] and not torch.equal(
+        seen.inputs[key.module], seen.inputs[value.module]
+    ):
+        return "its keys and its values are made from different tokens"
+    short = len(name) + 1 if name else 0
+    return LatentLayer(
+        module=name,
+        key=key.module[short:],
+        value=value.module[short:],
+        heads=keys.shape[1],
+        key_channels=_in_runs(key),
+        value_channels=_in_runs(value),
+        rank=min(seen.inputs[key.module].shape[-1], keys.shape[1] * (keys.shape[3] + values.shape[3])),
+        key_factor=key.factor,
+        value_factor=value.factor,
+        **fields,
+    )
+
+
+def _in_runs(projection: Projection) -> list[tuple[int, int]]:
+    return [run for head in projection.channels.tolist() for run in runs_of(head)]
+
+
+def _unrotated(
+    model: nn.Module, name: str, keys: Tensor, seen: _Seen
+) -> list[tuple[Tensor, dict[str, Any]]] | str:
+    """Keys as they may have been before rotation, each with how a `LatentLayer` says so."""
+    given = seen.calls[name].get("position_embeddings")
+    if given is None:
+        return [(keys, {})]
+    tables = [
+        (module.partition("|")[0], options)
+        for module, (gave, options) in seen.rotations.items()
+        if all(one is other or torch.equal(one, other) for one, other in zip(gave, given, strict=True))
+    ]
+    if not tables:
+        return "no module gives the position embeddings it is given"
+    rotary, options = tables[0]
+    kind = getattr(model.get_submodule(rotary), "rope_type", "default")
+    kind = kind.get(options.get("layer_type")) if isinstance(kind, dict) else kind
+    if kind in LENGTHENED:
+        return f"its rotation ({kind}) changes with the length of the text, and old keys keep theirs"
+    positions = seen.calls[name].get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return "it is not given the positions of its tokens, one number each"
+    cos, sin = given
+    if cos.dim() != 3 or cos.shape[-1] % 2 or cos.shape[-1] > keys.shape[-1]:
+        return f"its position embeddings have the unknown shape {tuple(cos.shape)}"
+    ways: list[Rotation] = list(ROTATIONS)
+    noted = {"rotary": rotary, "rotary_options": options}
+    turned = [(rotate_back(keys, cos, sin, way).to(keys.dtype), {**noted, "rotation": way}) for way in ways]
+    return [*turned, (keys, {})]
+
+
+def _keys(
+    keys: Tensor, name: str, linear: dict[str, Tensor], below: list[str], seen: _Seen
+) -> list[tuple[float, dict[str, Any]]]:
+    """Where unrotated keys may come from: a linear layer, or one and a norm; with how far off each is."""
+    direct = _fit(keys, linear)
+    found: list[tuple[float, dict[str, Any]]] = []
+    if direct is not None:
+        found.append((direct[0], {"projection": direct[1]}))
+    batch, heads, tokens, width = keys.shape
+    for norm in below:
+        flat = seen.outputs[norm].dim() == 3
+        shape = (batch, tokens, heads * width) if flat else (batch, tokens, heads, width)
+        if norm in linear or seen.outputs[norm].shape != shape or seen.inputs[norm].shape != shape:
+            continue
+        # The norm is known by what it gives, the linear layer by what the norm is given.
+        gives = _fit(keys, {norm: seen.outputs[norm].flatten(2)})
+        went = seen.inputs[norm].reshape(batch, tokens, heads, width).transpose(1, 2)
+        before = None if gives is None or gives[1].factor != 1 else _fit(went, linear)
+        if gives is not None and before is not None and before[1].factor == 1:
+            short = len(name) + 1 if name else 0
+            fields = {"projection": before[1], "norm": norm[short:], "norm_flat": flat}
+            found.append((gives[0], fields))
+    return found
+
+
+def _fit(heads: Tensor, outputs: dict[str, Tensor]) -> tuple[float, Projection] | None:
+    """What `find_projection` finds, and how far off it is; a factor within rounding of 1 is 1."""
+    found = find_projection(heads, outputs)
+    if found is None:
+        return None
+    if abs(found.factor - 1) < 8 * torch.finfo(heads.dtype).eps:
+        found = replace(found, factor=1.0)
+    given = outputs[found.module].reshape(-1, outputs[found.module].shape[-1])[:, found.channels]
+    rows = heads.transpose(1, 2).reshape(given.shape)
+    return float((rows.double() - found.factor * given.double()).norm()), found

@@ -1,0 +1,212 @@
+"""The part ``kv``: keys and values out of one latent, which is what the cache keeps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.compression.cached_layers import find_cached_layers
+from rankwise.compression.latent import LatentLayer, fill, latent_modules
+from rankwise.compression.latent_curves import latent_curves
+from rankwise.compression.latent_hook import add_latent
+from rankwise.compression.latent_moments import Moments, Spectrum, layer_moments, layer_weight, spectrum
+from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.records import LatentRank
+from rankwise.errors import CompressionError
+from rankwise.running import device_of, first_sequences, moved, run_model
+
+LEAST_TOKENS = 0.5
+"""Calibration tokens for each channel of the latent at full rank, below which moments say too little."""
+
+
+def compress_keys_values(job: Job) -> PartResult:
+    """Factor keys and values of each layer through one latent, with one budget of bytes over layers.
+
+    Args:
+        job: what to do; ``keep`` is a share of the bytes of the cache, ``tolerance`` nats of the output's KL,
+            as predicted to second order.
+
+    Raises:
+        CompressionError: if no layer can be done, or the request fits none.
+    """
+    layers, left_out = _usable(job.model, job.batches[0])
+    moments = layer_moments(job.model, layers, job.batches, job.seed, job.on_step)
+    notes = _check_tokens(layers, moments)
+    found = [spectrum(one.weight, one.tokens, one.gradients) for one in moments]
+    size = next(job.model.parameters()).element_size()
+    if job.keep is not None:
+        ranks = ranks_for_keep(layers, [one.nats for one in found], job.keep, size)
+    else:
+        assert job.tolerance is not None, "`compress` gives a share or a tolerance"
+        ranks = ranks_for_tolerance([one.nats for one in found], job.tolerance)
+    curves = latent_curves(job, layers, moments, found, size) if job.nulls else []
+    swap = latents_of(job.model, layers, found, ranks)
+    swap.put_in()
+    records = [
+        LatentRank(
+            part="kv",
+            site=layer.module,
+            layer=_number(job.model, layer),
+            before=layer.full,
+            full=layer.rank,
+            rank=rank,
+            nats=float(one.nats[rank:].sum()),
+        )
+        for layer, one, rank in zip(layers, found, ranks, strict=True)
+    ]
+    return PartResult(
+        latents=records,
+        latent_curves=curves,
+        tokens=moments[0].count,
+        left_out=left_out,
+        notes=notes,
+        undo=swap.take_out,
+        redo=swap.put_in,
+    )
+
+
+@dataclass
+class LatentSwap:
+    """Projections through latents that can be put in and taken out again."""
+
+    model: nn.Module
+    plan: list[tuple[LatentLayer, dict[str, nn.Module]]]
+    _remove: list[Callable[[], None]] = field(default_factory=list)
+
+    def put_in(self) -> None:
+        """Latents go in."""
+        self._remove = [add_latent(self.model, layer, modules) for layer, modules in self.plan]
+
+    def take_out(self) -> None:
+        """The model is as it was."""
+        for remove in reversed(self._remove):
+            remove()
+        self._remove = []
+
+
+def latents_of(
+    model: nn.Module, layers: list[LatentLayer], spectra: list[Spectrum], ranks: list[int]
+) -> LatentSwap:
+    """Make projections through latents for a model; `LatentSwap.put_in` puts them there.
+
+    Args:
+        model: the model.
+        layers: which.
+        spectra: of each.
+        ranks: of each.
+    """
+    return _swap(model, layers, [one.factors(rank) for one, rank in zip(spectra, ranks, strict=True)])
+
+
+def _swap(model: nn.Module, layers: list[LatentLayer], factors: list[tuple[Tensor, Tensor]]) -> LatentSwap:
+    plan = []
+    for layer, (down, up) in zip(layers, factors, strict=True):
+        own = layer.model_copy(update={"rank": down.shape[0]})
+        modules = latent_modules(model, own)
+        fill(modules, own, down, up)
+        plan.append((own, modules))
+    return LatentSwap(model, plan)
+
+
+def _usable(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
+    """Layers that give the same through a latent of full rank, from a cache too; reasons for all others."""
+    found, reasons = find_cached_layers(model, batch)
+    layers = [layer for _, layer in sorted(found.items())]
+    short = moved(first_sequences(batch, 2), device_of(model))
+    before = main_output(model, short)
+    bound = torch.finfo(before.dtype).eps ** 0.5
+    if layers and not _same_at_full_rank(model, layers, short, before, bound):
+        for one in list(layers):
+            if not _same_at_full_rank(model, [one], short, before, bound):
+                layers.remove(one)
+                reasons[one.module] = "its outputs change when keys and values are read out of a full latent"
+    if not layers:
+        said = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2])
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted="attention whose cached keys and values come from linear layers of the same tokens",
+            got=said or "no such attention",
+            fix="Leave `kv` out of the parts; in Python, `rw.capture` shows which mixers the model has.",
+        )
+    return layers, reasons
+
+
+def _same_at_full_rank(
+    model: nn.Module, layers: list[LatentLayer], batch: Any, before: Tensor, bound: float
+) -> bool:
+    """Whether outputs stay what they are, read at once and read in two halves with a cache between them."""
+    swap = _swap(model, layers, [full_factors(layer_weight(model, layer)) for layer in layers])
+    swap.put_in()
+    try:
+        at_once = main_output(model, batch)
+        in_halves = _in_halves(model, batch)
+    finally:
+        swap.take_out()
+    after = [at_once] if in_halves is None else [at_once, in_halves]
+    real = batch.get("attention_mask")
+    real = real.bool() if isinstance(real, Tensor) and real.dim() == 2 else None
+    return all(relative_error(one, before, real) <= bound for one in after)
+
+
+def full_factors(weight: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """W = up · down at full rank, in a random orthonormal basis.
+
+    Args:
+        weight: W (N, D).
+        seed: of the basis.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = min(weight.shape)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=weight.dtype)).Q
+    if weight.shape[1] == size:
+        return basis, weight @ basis.mT
+    return basis @ weight, basis.mT
+
+
+def _in_halves(model: nn.Module, batch: Any) -> Tensor | None:
+    """Outputs of a text of ids that is read in two calls; None for other batches."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
+        return None
+    half = ids.shape[1] // 2
+    first: dict[str, Any] = {"input_ids": ids[:, :half], "use_cache": True}
+    second: dict[str, Any] = {"input_ids": ids[:, half:], "use_cache": True}
+    if mask is not None:
+        first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
+    with torch.no_grad():
+        one = run_model(model, first)
+        two = run_model(model, {**second, "past_key_values": one.past_key_values})
+    return torch.cat([one.logits, two.logits], 1)
+
+
+def _number(model: nn.Module, layer: LatentLayer) -> int:
+    at: Any = model.get_submodule(layer.module).layer_idx
+    return int(at)
+
+
+def _check_tokens(layers: list[LatentLayer], moments: list[Moments]) -> list[str]:
+    """Refuse too little text, and say where second moments lack rank."""
+    tokens, full = moments[0].count, max(layer.rank for layer in layers)
+    if tokens < LEAST_TOKENS * full:
+        raise CompressionError(
+            "the calibration data",
+            wanted=f"at least {round(LEAST_TOKENS * full)} tokens for latents of up to {full} channels, "
+            f"better {10 * full}",
+            got=f"{tokens}",
+            fix="Give more text.",
+        )
+    poor = sum(
+        int(torch.linalg.matrix_rank(matrix, hermitian=True)) < matrix.shape[0]
+        for one in moments
+        for matrix in (one.tokens, one.gradients)
+    )
+    if not poor:
+        return []
+    return [
+        f"Second moments of {poor} sets of tokens or gradients lack full rank on {tokens} tokens: a ridge "
+        "was added; directions never seen are dropped first. More text says more."
+    ]

@@ -1,0 +1,99 @@
+"""Other ways to factor keys and values, measured beside ours at the same bytes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.compression.latent import LatentLayer, channels_of
+from rankwise.compression.latent_moments import Moments, Spectrum, real_tokens, spectrum
+from rankwise.compression.latent_ranks import ranks_for_keep
+from rankwise.compression.parts import Job
+from rankwise.compression.projections import linear_parts
+from rankwise.compression.records import LatentCurve, LatentPoint
+from rankwise.errors import CompressionError
+from rankwise.running import device_of, first_sequences, moved, run_model
+
+SHARES = (0.125, 0.25, 0.5)
+"""Of the bytes of the cache, at which curves are measured."""
+SEQUENCES = 16
+"""On which curves are measured, at most, of the first batch."""
+
+
+def latent_curves(
+    job: Job, layers: list[LatentLayer], moments: list[Moments], found: list[Spectrum], size: int
+) -> list[LatentCurve]:
+    """KL of the outputs against bytes kept: ours with and without ranks per layer, and two nulls.
+
+    Args:
+        job: for the model, the data of the figures and what to tell.
+        layers: at full rank.
+        moments: of each.
+        found: our directions of each.
+        size: bytes of a number in the cache.
+    """
+    ways = {
+        "tokens and gradients, ranks per layer": (found, True),
+        "tokens and gradients, one rank": (found, False),
+        "tokens alone, one rank": ([spectrum(one.weight, one.tokens) for one in moments], False),
+        "weights alone (SVD), one rank": ([spectrum(one.weight) for one in moments], False),
+    }
+    batch = moved(first_sequences(job.figures[0], SEQUENCES), device_of(job.model))
+    before = _log_chances(job.model, batch)
+    curves = []
+    for method, (spectra, by_layer) in ways.items():
+        job.on_step(f"measuring {method}")
+        points = []
+        for share in SHARES:
+            try:
+                ranks = ranks_for_keep(layers, [one.nats for one in spectra], share, size)
+            except CompressionError:  # too few bytes for one direction a layer
+                continue
+            if not by_layer:
+                ranks = [min(layer.rank, max(1, sum(ranks) // len(ranks))) for layer in layers]
+            weights = []
+            for one, rank in zip(spectra, ranks, strict=True):
+                down, up = one.factors(rank)
+                weights.append(up @ down)
+            with approximated(job.model, layers, weights):
+                after = _log_chances(job.model, batch)
+            kl = F.kl_div(after, before, reduction="batchmean", log_target=True)
+            points.append(LatentPoint(keep=share, rank=sum(ranks) / len(ranks), output_kl=float(kl)))
+        curves.append(LatentCurve(method=method, points=points))
+    return curves
+
+
+@contextmanager
+def approximated(model: nn.Module, layers: list[LatentLayer], weights: list[Tensor]) -> Iterator[None]:
+    """The model with other weights of keys and values.
+
+    Args:
+        model: not compressed.
+        layers: which.
+        weights: (N, D) of each, rows of keys and then of values.
+    """
+    before: list[tuple[Tensor, list[int], Tensor]] = []
+    with torch.no_grad():
+        for layer, weight in zip(layers, weights, strict=True):
+            at = 0
+            for name, runs in ((layer.key, layer.key_channels), (layer.value, layer.value_channels)):
+                parts = linear_parts(model.get_submodule(layer.below(name)))
+                assert parts is not None
+                rows = channels_of(runs)
+                before.append((parts[0], rows, parts[0].detach()[rows].clone()))
+                parts[0][rows] = weight[at : at + len(rows)].to(parts[0])
+                at += len(rows)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for matrix, rows, old in before:
+                matrix[rows] = old
+
+
+def _log_chances(model: nn.Module, batch: object) -> Tensor:
+    with torch.no_grad():
+        logits = run_model(model, batch).logits  # type: ignore[arg-type]
+    return logits[real_tokens(batch, logits)].double().log_softmax(-1).cpu()

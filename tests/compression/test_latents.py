@@ -1,0 +1,379 @@
+"""Keys and values out of one latent: laws of the factors, and decoders at work with caches of latents."""
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compression.compression_cases import VOCABULARY, bert, bigcode, gpt2, ids, llama, sharpened
+from torch import nn
+
+import rankwise as rw
+from rankwise.compression import Compression, save_compressed
+from rankwise.compression.keys_values import full_factors
+from rankwise.compression.latent import LatentLayer, LatentProjection, fill, latent_modules
+from rankwise.compression.latent_hook import add_latent, latent_layers
+from rankwise.compression.latent_moments import layer_moments, layer_weight, spectrum
+from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
+from rankwise.compression.rotation import ROTATIONS, Rotation, rotate, rotate_back
+from rankwise.errors import CompressionError
+
+QUICK: dict[str, Any] = {"parts": ("kv",), "time": False, "nulls": False}
+
+
+def qwen3() -> nn.Module:
+    """Norms of keys before rotation, grouped queries."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64,
+    )  # fmt: skip
+    model = sharpened(Qwen3ForCausalLM(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("k_norm.weight"):
+                parameter.copy_(torch.linspace(0.5, 2, 8))
+    return model
+
+
+def neox() -> nn.Module:
+    """Queries, keys and values of a head beside each other in one projection; a quarter of it is rotated."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=64,
+    )  # fmt: skip
+    return sharpened(GPTNeoXForCausalLM(config))
+
+
+def cohere() -> nn.Module:
+    """Neighbouring channels are rotated together."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64,
+    )  # fmt: skip
+    return sharpened(CohereForCausalLM(config))
+
+
+DECODERS = {
+    "llama": llama, "qwen3": qwen3, "neox": neox, "cohere": cohere, "gpt2": gpt2, "bigcode": bigcode,
+}  # fmt: skip
+
+
+def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(**batch).logits
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def in_steps(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Logits of a text read a half at once and then token by token, and the cache."""
+    found, cache, at = [], None, 0
+    tokens = batch["input_ids"].shape[1]
+    with torch.no_grad():
+        for end in [tokens // 2, *range(tokens // 2 + 1, tokens + 1)]:
+            part = {"input_ids": batch["input_ids"][:, at:end]}
+            if "attention_mask" in batch:
+                part["attention_mask"] = batch["attention_mask"][:, :end]
+            if "position_ids" in batch:
+                part["position_ids"] = batch["position_ids"][:, at:end]
+            out = model(**part, past_key_values=cache, use_cache=True)
+            found.append(out.logits)
+            cache, at = out.past_key_values, end
+    return torch.cat(found, 1), cache
+
+
+# --- laws -----------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W, A and G, these two with eigenvalues over four decades."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moments(size: int) -> torch.Tensor:
+        basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+        return basis * torch.logspace(0, -4, size, dtype=torch.float64) @ basis.mT
+
+    weight = torch.randn(12, 9, generator=generator, dtype=torch.float64)
+    return weight, moments(9), moments(12)
+
+
+def price(gap: torch.Tensor, tokens: torch.Tensor, gradients: torch.Tensor) -> float:
+    return float((gradients @ gap @ tokens @ gap.mT).trace() / 2)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8])
+def test_no_factors_of_a_rank_are_better_weighted(rank: int) -> None:
+    weight, tokens, gradients = drawn()
+    found = spectrum(weight, tokens, gradients)
+    down, up = found.factors(rank)
+    least = price(weight - up @ down, tokens, gradients)
+    # the ridges add at most 1e-6 of the mean eigenvalue of G, and 1e-9 of that of A, to each direction
+    assert least == pytest.approx(float(found.nats[rank:].sum()), rel=1e-3)
+    assert torch.allclose(down @ down.mT, torch.eye(rank, dtype=torch.float64), atol=1e-12)
+    plain_down, plain_up = spectrum(weight).factors(rank)
+    assert price(weight - plain_up @ plain_down, tokens, gradients) > least
+    generator = torch.Generator().manual_seed(1)
+    for size in (1e-3, 1e-1, 1.0):  # and near it nothing is better either
+        for _ in range(10):
+            other_down = down + size * torch.randn(down.shape, generator=generator, dtype=torch.float64)
+            other_up = up + size * torch.randn(up.shape, generator=generator, dtype=torch.float64)
+            assert price(weight - other_up @ other_down, tokens, gradients) >= least * (1 - 1e-3)
+
+
+def test_full_rank_is_the_map_itself_and_scales_of_moments_are_nothing() -> None:
+    weight, tokens, gradients = drawn()
+    down, up = spectrum(weight, tokens, gradients).factors(9)
+    assert torch.allclose(up @ down, weight, atol=1e-6)
+    one = spectrum(weight, tokens, gradients).factors(4)
+    other = spectrum(weight, 7 * tokens, 0.01 * gradients).factors(4)
+    assert torch.allclose(one[1] @ one[0], other[1] @ other[0], atol=1e-6)
+    for shape in ((12, 9), (9, 12)):
+        matrix = torch.randn(shape, dtype=torch.float64)
+        down, up = full_factors(matrix)
+        assert torch.allclose(up @ down, matrix, atol=1e-12)
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_rotations_keep_lengths_and_are_undone(rotation: Rotation) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64)
+    half = torch.randn(2, 5, 3, generator=generator, dtype=torch.float64)
+    angles = half.repeat_interleave(2, -1) if rotation == "pairs" else torch.cat([half, half], -1)
+    turned = rotate(keys, angles.cos(), angles.sin(), rotation)
+    assert torch.allclose(turned.norm(dim=-1), keys.norm(dim=-1))
+    assert torch.equal(turned[..., 6:], keys[..., 6:])
+    assert not torch.allclose(turned, keys)
+    scaled = rotate(keys, 2 * angles.cos(), 2 * angles.sin(), rotation)
+    again = rotate_back(scaled, 2 * angles.cos(), 2 * angles.sin(), rotation)
+    assert torch.allclose(again, keys)
+    assert torch.equal(rotate(keys, angles.cos() * 0 + 1, angles.sin() * 0, rotation), keys)
+
+
+def test_bytes_go_where_they_are_worth_most() -> None:
+    layer = LatentLayer(
+        module="m", key="k", value="v", heads=1, key_channels=[(0, 4)], value_channels=[(0, 4)], rank=4
+    )
+    nats = [torch.tensor(one).double() for one in ([4.0, 3.0, 0.2, 0.1], [2.0, 0.5, 0.3, 0.0])]
+    assert ranks_for_keep([layer, layer], nats, 0.25, 4) == [2, 2]
+    turned = layer.model_copy(update={"rotary": "r"})
+    assert turned.bytes_of_position == 4
+    assert ranks_for_keep([turned, turned], nats, 0.25, 4) == [1, 1]  # two of four numbers are positions
+    assert ranks_for_tolerance(nats, 0.61) == [2, 2]
+    assert ranks_for_tolerance(nats, 1.11) == [2, 1]
+    assert ranks_for_tolerance(nats, 99) == [1, 1]
+    with pytest.raises(CompressionError, match="Keep more"):
+        ranks_for_keep([turned, turned], nats, 0.2, 4)
+
+
+def test_moments_know_neither_the_order_of_sequences_nor_padding() -> None:
+    from rankwise.compression.cached_layers import find_cached_layers
+
+    model, batch = llama(), ids(6, 12)
+    layers = list(find_cached_layers(model, batch)[0].values())
+    said: list[str] = []
+    one = layer_moments(model, layers, [batch], 0, said.append)[0]
+    turned = {"input_ids": batch["input_ids"].flip(0)}
+    assert torch.allclose(layer_moments(model, layers, [turned], 0, said.append)[0].tokens, one.tokens)
+    padded = {
+        "input_ids": torch.cat([batch["input_ids"], torch.ones(6, 5, dtype=torch.long)], 1),
+        "attention_mask": torch.cat([torch.ones(6, 12), torch.zeros(6, 5)], 1).long(),
+    }
+    other = layer_moments(model, layers, [padded], 0, said.append)[0]
+    assert other.count == one.count == 72
+    assert torch.allclose(other.tokens, one.tokens, rtol=1e-5, atol=1e-6 * float(one.tokens.abs().max()))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    scale = float(one.gradients.abs().max())  # the same draws: padding comes after all tokens
+    assert torch.allclose(other.gradients, one.gradients, rtol=1e-3, atol=1e-4 * scale)
+
+
+# --- models ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_full_latent_in_any_basis_is_the_model(family: str) -> None:
+    from rankwise.compression.cached_layers import find_cached_layers
+
+    model, batch = DECODERS[family](), ids(3, 14)
+    mask = torch.ones(3, 14, dtype=torch.long)
+    mask[0, :4] = mask[1, :1] = 0
+    batch["attention_mask"] = mask
+    batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    before = logits(model, batch)
+    found, reasons = find_cached_layers(model, ids(2, 9))
+    assert not reasons
+    for layer in found.values():
+        modules = latent_modules(model, layer)
+        fill(modules, layer, *full_factors(layer_weight(model, layer), seed=3))
+        add_latent(model, layer, modules)
+    close = {"rtol": 0, "atol": 1e-4 * float(before.abs().max())}
+    assert torch.allclose(logits(model, batch)[mask.bool()], before[mask.bool()], **close)
+    stepped, cache = in_steps(model, batch)
+    assert torch.allclose(stepped[mask.bool()], before[mask.bool()], **close)
+    assert [one.keys.shape[-1] for one in cache.layers] == [one.rank for one in found.values()]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_caches_of_latents_give_what_no_cache_gives(family: str, tmp_path: Path) -> None:
+    model, batch = DECODERS[family](), ids(2, 12)
+    before = logits(model, batch)
+    done = rw.compress(model, [ids(8, 30)], keep=0.4, held_out=[ids(4, 30, 1)], **QUICK)
+    assert done.cache_bytes_after <= 0.4 * done.cache_bytes_before
+    assert math.isnan(done.kl)  # attention was not measured
+    whole = logits(model, batch)
+    assert not torch.allclose(whole, before, atol=1e-2)
+    stepped, cache = in_steps(model, batch)
+    assert torch.allclose(stepped, whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
+    kept = sum(part.numel() * part.element_size() for one in cache.layers for part in (one.keys, one.values))
+    assert done.cache_bytes_after == kept // 24
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    greedy = model.generate(batch["input_ids"], **options)
+    assert torch.equal(greedy, model.generate(batch["input_ids"], use_cache=False, **options))
+    beams = model.generate(batch["input_ids"], num_beams=3, **options)
+    assert torch.equal(beams, model.generate(batch["input_ids"], num_beams=3, use_cache=False, **options))
+    save_compressed(model, tmp_path / "one", done)
+    first = rw.load_compressed(tmp_path / "one")
+    first.save_pretrained(tmp_path / "two")
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    second = AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
+    assert torch.equal(logits(second, batch), whole)
+    assert torch.equal(in_steps(second, batch)[0], stepped)
+    assert Compression.load(tmp_path / "one").model_dump_json() == done.model_dump_json()
+    base = AutoModel.from_pretrained(tmp_path / "two")
+    assert len(latent_layers(base)) == len(latent_layers(model)) == len(done.latents)
+    half = rw.load_compressed(tmp_path / "two", dtype=torch.bfloat16)
+    assert bool(in_steps(half, batch)[0].isfinite().all())
+
+
+def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
+    model, batch = llama(), ids()
+    before = logits(model, batch)
+    from rankwise.compression.keys_values import compress_keys_values
+    from rankwise.compression.parts import Job
+
+    result = compress_keys_values(Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4, nulls=False))
+    changed = logits(model, batch)
+    result.undo()
+    assert torch.equal(logits(model, batch), before)
+    assert not latent_layers(model)
+    result.redo()
+    assert torch.equal(logits(model, batch), changed)
+    twin = copy.deepcopy(model)
+    assert torch.equal(in_steps(twin, batch)[0], in_steps(model, batch)[0])
+    model.train()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    parts = [one for one in model.modules() if isinstance(one, LatentProjection)]
+    slopes = [parameter.grad for one in parts for parameter in one.parameters()]
+    assert len(slopes) == 3
+    assert all(slope is not None and bool(slope.any()) for slope in slopes)
+    assert torch.equal(logits(twin.eval(), batch), changed)  # copies share nothing
+    assert rw.audit(model, [batch]).heads
+
+
+def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from rankwise.assets import demo_model, demo_text
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
+    tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 48 * 128]]).view(48, 128)
+    batches, held_out = [{"input_ids": tokens[:32]}], [{"input_ids": tokens[32:]}]
+    done = rw.compress(model, batches, keep=0.25, parts=("kv",), held_out=held_out, time=False)
+    assert done.cache_bytes_after * 4 == done.cache_bytes_before == 4096
+    assert done.loss_after <= done.loss_before + 0.017
+    for at in range(2):  # at a half nothing is lost: tokens have 128 channels, keys and values 256
+        ours, _, tokens_alone, weights_alone = (curve.points[at].output_kl for curve in done.latent_curves)
+        assert ours < tokens_alone < weights_alone
+    predicted = sum(one.nats for one in done.latents)
+    assert 0.5 < done.latent_curves[0].points[1].output_kl / predicted < 2.5  # to second order
+
+
+COMPILED = """
+import torch
+import rankwise as rw
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=61, intermediate_size=48, **sizes)).eval()
+ids = torch.randint(0, 61, (8, 30))
+rw.compress(model, [{"input_ids": ids}], keep=0.4, parts=("kv",), time=False, nulls=False)
+compiled = torch.compile(model, backend="eager")
+found = []
+for run in (model, compiled):
+    with torch.no_grad():
+        one = run(ids[:2, :6], use_cache=True)
+        two = run(ids[:2, 6:12], past_key_values=one.past_key_values, use_cache=True)
+    found.append(torch.cat([one.logits, two.logits], 1))
+    assert type(one.past_key_values.layers[0]).__name__ == "LatentCache"
+torch.testing.assert_close(*found)
+torch.testing.assert_close(found[0], model(ids[:2, :12]).logits)
+print("equal")
+"""
+
+
+def test_it_compiles() -> None:
+    """In a process of its own, without the checks of shapes that tests put around every function."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+def test_a_tolerance_is_a_sum_of_nats() -> None:
+    ranks = []
+    for tolerance in (0.3, 0.003):
+        done = rw.compress(qwen3(), [ids(8, 30)], tolerance=tolerance, **QUICK)
+        assert sum(one.nats for one in done.latents) <= tolerance
+        ranks.append(sum(one.rank for one in done.latents))
+    assert ranks[0] < ranks[1]
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
+    from transformers import MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": VOCABULARY, "intermediate_size": 48}
+    window = MistralForCausalLM(MistralConfig(sliding_window=8, **sizes, **more)).eval()
+    t5 = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    long = llama()
+    long.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    long = type(long)(long.config).eval()
+    for model, said in (
+        (window, "a window of fixed length"),
+        (bert(), "does not generate"),
+        (T5ForConditionalGeneration(t5).eval(), "encoder-decoder"),
+        (long, "changes with the length"),
+    ):
+        with pytest.raises(CompressionError, match=said):
+            rw.compress(model, [ids(8, 30)], keep=0.5, **QUICK)
+        assert not latent_layers(model)
+    model = llama()
+    with pytest.raises(CompressionError, match="Give more text"):
+        rw.compress(model, [ids(1, 3)], keep=0.5, **QUICK)
+    with pytest.raises(CompressionError, match="Keep more"):
+        rw.compress(model, [ids(8, 30)], keep=0.01, **QUICK)
+    done = rw.compress(model, [ids(1, 20)], keep=0.5, **QUICK)
+    assert any("lack full rank" in note for note in done.notes)
+    with pytest.raises(CompressionError, match="a latent already"):
+        rw.compress(model, [ids(8, 30)], keep=0.5, **QUICK)
+
+
+def test_a_layer_with_nan_is_refused_by_name() -> None:
+    model = qwen3()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[3] = float("nan")
+    with pytest.raises(CompressionError, match=r"layers\.1\.self_attn: its keys or values hold NaN|finite"):
+        rw.compress(model, [ids(8, 30)], keep=0.5, **QUICK)
