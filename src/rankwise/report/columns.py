@@ -184,5 +184,5 @@ def _fresh(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Reference:
 
 
 def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
-    deviation = head.spread.get(measure.name, math.nan)
-    return share(deviation, head) if measure.share else deviation
+    """Of a share it is not known: the deviation of a rank holds that of the lengths of sequences."""
+    return math.nan if measure.share else head.spread.get(measure.name, math.nan)

@@ -176,8 +176,9 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
 
 
 def _heads_of(findings: Sequence[Finding], code: str) -> int:
-    """How many heads findings of a code speak of, as the map marks them."""
-    return sum(len(finding.heads) or 1 for finding in findings if finding.code == code)
+    """How many heads findings of a code speak of, as the map marks them; files before that named one each."""
+    counts = [len(one.heads) or one.evidence.get("heads", 1.0) for one in findings if one.code == code]
+    return int(sum(number for number in counts if math.isfinite(number)))
 
 
 def _nan_last(value: float) -> float:

@@ -51,7 +51,7 @@ def is_command(remedy: str) -> bool:
         >>> is_command("rankwise plan --tokens 128"), is_command("prune it")
         (True, False)
     """
-    return remedy.startswith(("rankwise ", "rw."))
+    return remedy.startswith(("rankwise ", "rankwise.", "rw."))
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
@@ -87,7 +87,7 @@ def model_name(name: str) -> str:
     Examples:
         >>> model_name("/me/runs/bert-a/checkpoint-500"), model_name("org/model"), model_name("./my-vit/")
         ('bert-a/checkpoint-500', 'org/model', 'my-vit')
-        >>> model_name("/data/all-MiniLM/model"), model_name("C:\m\gpt"), model_name("code/net.py:build")
+        >>> model_name("/data/all-MiniLM/model"), model_name("C:\\m\\gpt"), model_name("code/net.py:build")
         ('all-MiniLM/model', 'gpt', 'net.py:build')
     """
     parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..", "~")]

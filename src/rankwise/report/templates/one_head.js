@@ -18,7 +18,7 @@ function drawFindings(head) {
 function drawNumbers(head) {
   const rows = drawn.filter((column) => column.values[head] !== null || column.words?.[head]).map((column) => {
     const name = element("dt", { textContent: column.head });
-    const value = element("dd", {}, element("b", { textContent: said(column, head) }), around(column, head));
+    const value = element("dd", {}, element("b", { textContent: said(column, head) }), element("span", { className: "spread", textContent: around(column, head) }));
     if (silent[column.name].has(head)) value.replaceChildren(element("span", { textContent: "╱╱╱", title: "says nothing of a diagonal mixer" }));
     const chosen = column.name === measurePicker?.value;
     return element("div", { className: chosen ? "chosen" : "" }, name, value);
