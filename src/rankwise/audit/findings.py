@@ -327,9 +327,9 @@ def _baseline(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
                     "delta_high": high.delta,
                 },
                 meaning=f"{len(found)} of {len(site)} heads have {words} rank than the same heads at fresh "
-                f"weights on the same data: this one {_middle_rank(extreme):.0f} of {extreme.smaller:.0f}, "
-                f"fresh {fresh:.0f}; over sequences and seeds the difference varies by "
-                f"±{at.margin:.2g}. So it is for δ from {low.delta:.2g} to {high.delta:.2g}.",
+                f"weights on the same data: head {extreme.head} has {_middle_rank(extreme):.0f} of "
+                f"{extreme.smaller:.0f}, fresh {fresh:.0f}; over sequences and seeds the difference varies "
+                f"by ±{at.margin:.2g}. So it is for δ from {low.delta:.2g} to {high.delta:.2g}.",
                 remedy=BASELINE_REMEDY,
                 heads=[head.head for head in found],
             )

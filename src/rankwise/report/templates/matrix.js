@@ -61,8 +61,8 @@ async function drawMatrix() {
     type: "heatmap", z: roots, hovertext, hoverinfo: "text", showscale: false, zmin: signed ? -1 : 0, zmax: 1,
     colorscale: signed ? signedRamp() : ramp(),
   }], {
-    height: Math.min(Math.max((width - 60) * (rows / columns), 120), 360) + 50, showlegend: false, dragmode: false,
-    margin: { l: 62, r: 8, t: 8, b: 52 },
+    height: Math.min(Math.max((width - 60) * (rows / columns), 120), 360) + 66, showlegend: false, dragmode: false,
+    margin: { l: 62, r: 8, t: 8, b: 64 },
     xaxis: { ...bare, ...axis(columns, sources, across), tickangle: -60 },
     yaxis: { ...bare, ...axis(rows, tokens, down), autorange: "reversed" },
   });
