@@ -195,3 +195,18 @@ def test_sites_of_a_trace_are_shown_on_one_line() -> None:
     assert repr(trace.mixers[0]).endswith(said)
     assert repr(trace.states[0]).startswith(f"StateSite({trace.states[0].name!r}, layer 0, tokens (2, 10, ")
     assert len(repr(trace).splitlines()) == 1
+
+
+def test_worth_and_baseline_are_columns_under_the_names_of_the_measures() -> None:
+    pytest.importorskip("pandas")
+    batches = [{"input_ids": torch.randint(0, 60, (2, 10))}]
+    audit = rw.audit(nano_gpt(), batches, worth=True, baseline=2)
+    frame, head = audit.to_frame(), audit.heads[0]
+    assert head.baseline is not None
+    assert frame["baseline_stable_rank"][0] == head.baseline.mean["stable_rank"]
+    assert frame["baseline_stable_rank_std"][0] == head.baseline.spread["stable_rank"]
+    assert frame["baseline_stable_rank_seed_std"][0] == head.baseline.std["stable_rank"]
+    assert head.worth is not None
+    assert frame["worth_gradient"][0] == head.worth.gradient
+    assert len(set(frame.columns)) == len(frame.columns)
+    assert rw.compare(audit, audit).is_empty

@@ -16,6 +16,8 @@ SUFFIXES = {"spread": "std", "stderr": "stderr"}
 """What is kept of a measure beside it: a field of the record, and the end of its column's name."""
 PACKED = ("picture",)
 """What is no number of its own, and no text that anybody reads."""
+MEANS = {"mean": "", "std": "seed_std"}
+"""What a record such as a baseline holds of each measure by its name; of ``std`` the seeds are what varies."""
 _LISTS: tuple[type, ...] = (list, tuple, set)
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula."""
@@ -128,6 +130,9 @@ def _parts(name: str, value: Any) -> Row:
     if isinstance(value, BaseModel):
         return {f"{_prefix(name)}{part}": item for part, item in _flat(value).items()}
     if isinstance(value, Mapping):
+        of, _, kind = name.rpartition("_")
+        if kind in MEANS:
+            return {"_".join(filter(None, (of, key, MEANS[kind]))): part for key, part in value.items()}
         parts = [_parts(f"{name}_{key}", part) for key, part in value.items()]
         return {column: item for part in parts for column, item in part.items()}
     return {} if isinstance(value, _LISTS) else {name: value}
