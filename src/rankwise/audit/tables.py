@@ -17,7 +17,7 @@ SUFFIXES = {"spread": "std", "stderr": "stderr"}
 PACKED = ("picture",)
 """What is no number of its own, and no text that anybody reads."""
 MEANS = {"mean": "", "std": "seed_std"}
-"""What a record such as a baseline holds of each measure by its name; of ``std`` the seeds are what varies."""
+"""What a baseline holds of each measure by its name; its ``std`` is over seeds."""
 _LISTS: tuple[type, ...] = (list, tuple, set)
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula."""
