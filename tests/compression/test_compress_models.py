@@ -271,3 +271,29 @@ def test_half_precision_is_narrowed_too() -> None:
     whole = rw.compress_qk(bert(), [batch], width=3, **QUICK)
     assert done.kl == pytest.approx(whole.kl, rel=0.2)  # rounding of 2⁻⁸ of logits of some units
     assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_layer_without_memory_is_named_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(layer: Any, on_step: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("rankwise.compression.query_keys.head_curves", full)
+    model, batch = bert(), ids()
+    before = output(model, batch)
+    with pytest.raises(CompressionError, match=r"encoder\.layer\.0\.attention\.self.*the model is unchanged"):
+        rw.compress_qk(model, [batch], width=3, **QUICK)
+    assert torch.equal(output(model, batch), before)
+
+
+def test_what_fails_after_the_change_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankwise.compression.run.measure_prices", stopped)
+    model, batch = gpt2(), ids()
+    before = output(model, batch)
+    with pytest.raises(KeyboardInterrupt):
+        rw.compress_qk(model, [batch], width=3, **QUICK)
+    assert torch.equal(output(model, batch), before)
+    assert not any(isinstance(one, NarrowProjection) for one in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -35,7 +35,7 @@ def _cell(head: HeadWidth, x: float, y: float, size: float, numbers: bool) -> st
     said = f"layer {head.layer}, head {head.head}: {head.width} of {head.before}"
     if not math.isnan(head.kl_calibrated):
         said += f", attention KL {head.kl_calibrated:.4f} nats on the calibration data"
-    colour = "#ffffff" if share > 0.45 else "currentColor"
+    colour = "#ffffff" if share > 0.6 else "currentColor"
     number = _text(x + size / 2, y + size * 0.62, str(head.width), "middle", colour) if numbers else ""
     return (
         f'<g><title>{html.escape(said)}</title><rect x="{x + 1:.1f}" y="{y + 1:.1f}" width="{size - 2:.1f}" '

@@ -18,7 +18,7 @@ TEMPLATE = """<!doctype html>
 <style>{{ style }}
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; }
-.scroll { overflow-x: auto; } td, th { padding: 4px 12px; text-align: right; white-space: nowrap; }
+.scroll { overflow-x: auto; } td, th { padding: 4px 8px; text-align: right; white-space: nowrap; }
 td:first-child, th:first-child { text-align: left; } pre { overflow-x: auto; }
 </style>
 </head>

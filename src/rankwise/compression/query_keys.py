@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from rankwise.compression.layers import AttentionLayer, Found, find_layers, see
-from rankwise.compression.narrow import narrow_projections
 from rankwise.compression.narrow_heads import (
     Factors,
     calibrated,
@@ -82,13 +81,6 @@ def compress_query_keys(job: Job) -> PartResult:
 
 def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
     """Layers whose heads may be turned into any basis; the reason for all others."""
-    if any(True for _ in narrow_projections(model)):
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            wanted="a model that is not compressed yet",
-            got="one with narrowed queries and keys",
-            fix="Load the original, and compress it once to the width you want.",
-        )
     found, reasons = find_layers(model, batch)
     short = moved(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)

@@ -11,6 +11,7 @@ from torch import nn
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
 from rankwise.compression.records import Compression, Latency, LayerPrice
+from rankwise.compression.structure import structure_of
 from rankwise.errors import CompressionError, InputError, did_you_mean
 from rankwise.running import batch_size, evaluating
 
@@ -157,6 +158,7 @@ def _compress(
     on_step: Callable[[str], None] | None,
 ) -> Compression:
     chosen = _chosen(names)
+    _check_untouched(model)
     _check_budget(keep, tolerance, width, calibrate)
     data, figures = (
         _batches(batches, "batches"),
@@ -241,6 +243,16 @@ def _chosen(names: Sequence[str]) -> list[str]:
             fix=did_you_mean(wrong[0] if wrong else "", known),
         )
     return [name for name in known if name in names]
+
+
+def _check_untouched(model: nn.Module) -> None:
+    if structure_of(model).changes:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted="a model that is not compressed yet",
+            got="one that is",
+            fix="Load the original, and compress it once to the budget you want.",
+        )
 
 
 def _check_budget(
