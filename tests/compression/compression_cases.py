@@ -104,5 +104,7 @@ def deberta() -> nn.Module:
     return sharpened(DebertaV2Model(config))
 
 
-DECODERS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "opt": opt, "bigcode": bigcode, "bloom": bloom}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {"bert": bert, "mpnet": mpnet, **DECODERS}
+DECODERS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "opt": opt, "bigcode": bigcode}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {"bert": bert, **DECODERS}
+WRITTEN: dict[str, Callable[[], nn.Module]] = {"mpnet": mpnet, "bloom": bloom}
+"""Families that write their softmax out by hand."""

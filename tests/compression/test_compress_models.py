@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import DECODERS, FAMILIES, bert, deberta, gpt2, ids, llama
+from tests.compression.compression_cases import DECODERS, FAMILIES, WRITTEN, bert, deberta, gpt2, ids, llama
 from torch import nn
 
 import rankwise as rw
@@ -15,6 +15,7 @@ from rankwise.compression.narrow import NarrowProjection
 from rankwise.errors import CompressionError, InputError
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False}
+NARROWED = {**FAMILIES, **WRITTEN}
 
 
 def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -28,9 +29,9 @@ def matrices(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Ten
     return [site.operator.dense() for site in trace.mixers]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NARROWED)
 def test_attention_of_the_first_layer_is_what_the_record_says(family: str) -> None:
-    model = FAMILIES[family]()
+    model = NARROWED[family]()
     batch = ids(6, 30)
     before = matrices(model, batch)[0]
     done = rw.compress_qk(model, [batch], width=4, **QUICK)
@@ -64,9 +65,9 @@ def test_queries_of_low_rank_lose_nothing() -> None:
     )  # a ridge of 1e-9: 3e-5 of logits of up to 50
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, "bloom"])
 def test_it_generates_with_a_cache_of_narrow_keys(family: str) -> None:
-    model, batch = DECODERS[family](), ids(2, 12)
+    model, batch = NARROWED[family](), ids(2, 12)
     done = rw.compress_qk(model, [ids(6, 30)], width=3, **QUICK)
     with torch.no_grad():
         whole = model(**batch).logits
@@ -91,11 +92,11 @@ def test_it_generates_with_a_cache_of_narrow_keys(family: str) -> None:
     assert torch.equal(greedy, plain)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NARROWED)
 def test_it_is_saved_twice_and_loaded_by_everyone(family: str, tmp_path: Path) -> None:
     from transformers import AutoModel
 
-    model, batch = FAMILIES[family](), ids()
+    model, batch = NARROWED[family](), ids()
     done = rw.compress_qk(model, [batch], width=3, **QUICK)
     expected = output(model, batch)
     save_compressed(model, tmp_path / "one", done)
