@@ -183,7 +183,7 @@ def encoder() -> AuditRecord:
             "BELOW_NULL",
             where=_place(4),
             evidence={"numerical_rank": 44.1, "null_rank": 81.1},
-            meaning="The heads of this layer mix in fewer directions than chance would.",
+            meaning="The heads of this layer mix in fewer directions than every reference.",
         ),
         finding(
             "IDENTITY",
@@ -197,7 +197,7 @@ def encoder() -> AuditRecord:
             "info",
             where=_place(0),
             evidence={"numerical_rank": 120.0, "null_rank": 81.1},
-            meaning="The heads of this layer mix in more directions than chance would.",
+            meaning="The heads of this layer mix in more directions than every reference.",
         ),
         finding(
             "UNSEEN",

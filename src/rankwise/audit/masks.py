@@ -1,4 +1,4 @@
-"""What rows may see: the name of the mask and the rank that chance gives under it, read block by block."""
+"""What rows may see: the name of the mask and the rank of random winners under it, read block by block."""
 
 import math
 from collections.abc import Iterator

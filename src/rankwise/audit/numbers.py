@@ -47,7 +47,7 @@ ERRORS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
 WAYS = ("estimated", "fallback")
 """1 where the ranks of a head were estimated; where the exact count was too close and the SVD decided."""
 AVERAGING = ("softmax", "dense", "linear")
-"""Kinds whose rows are means over tokens: chance under their mask is a null for their rank."""
+"""Kinds whose rows are means over tokens: random winners under their mask are a null for their rank."""
 MAP_TOKENS = 1024
 """Tokens of a membership map."""
 RANKS_AT = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
@@ -269,7 +269,7 @@ def _estimated(operator: MixingOperator, delta: float) -> tuple[MixingOperator, 
 
 
 def _nulls(operator: MixingOperator, patterns: list[list[Pattern]], delta: float) -> Columns:
-    """What chance, random queries and keys, and equal weights give, the last two at each threshold."""
+    """Ranks of random winners, random queries and keys, and equal weights, the last two at each threshold."""
     tokens, sources = operator.shape[-2:]
     made = operator.operator if isinstance(operator, PartMixing) else operator
     width, scale = (made.query.shape[-1], made.scale) if isinstance(made, SoftmaxMixing) else (None, None)

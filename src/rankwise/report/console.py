@@ -16,6 +16,7 @@ from rankwise.report.terminal import line, new_table, print_findings, spelled_ou
 from rankwise.report.text import (
     count,
     mean,
+    model_name,
     null_share,
     plain,
     random_share,
@@ -86,7 +87,8 @@ def console_text(audit: AuditRecord, width: int = 100) -> str:
 def _print_header(audit: AuditRecord, console: Console) -> None:
     about = audit.provenance
     console.print(
-        line(("Rankwise audit", "bold"), (about.model, "bold cyan"), separator="  "), overflow="fold"
+        line(("Rankwise audit", "bold"), (model_name(about.model), "bold cyan"), separator="  "),
+        overflow="fold",
     )
     parameters = f"{about.parameters:,} parameters" if about.parameters else ""
     sequences = count(about.sequences, "sequence")
@@ -146,7 +148,7 @@ def _add_layer(
     texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in words]
     numbers: list[str | Text] = [
         *([shown(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
-        Text(_share_words(heads, rank), "yellow" if rank < null else ""),
+        _share_words(heads, rank),
         shown(null, 2),
         *(shown(mean(map(_NULLS[name], heads)), 2) for name in nulls),
         *(_measure_words(measure, heads) for measure in measures),

@@ -1,4 +1,4 @@
-"""The low-rank barrier: what rank chance alone gives."""
+"""The low-rank barrier: the rank that random winners give."""
 
 import math
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def rank_barrier(
     - causal (row i sees columns 0 … i): (T + 1)/2
     - causal with a window w (row i sees the last w columns up to i): the first, summed column by column
 
-    Range: [1, min(T, S)] where any row sees a column; a matrix above it has more rank than chance gives. It
+    Range: [1, min(T, S)] where any row sees a column; a matrix above it has more rank than random winners. It
     is an expectation, not a maximum: attention to the previous token alone has almost full rank.
     Cost: O(1); O(T) with a window; O(T S) for a boolean mask.
     Source: Theorem 1 of "On the Limitation and Redundancy of Transformers: A Rank Perspective" bounds the
