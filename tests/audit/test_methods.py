@@ -13,7 +13,7 @@ from rankwise.audit.records import HeadRecord
 from rankwise.errors import InputError
 from rankwise.operators import ToeplitzMixing
 
-RANKS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
+RANKS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
 OTHERS = ("row_entropy", "sink_mass", "peak_mass", "row_distance", "identity_distance", "null_rank")
 
 

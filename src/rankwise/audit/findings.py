@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from rankwise.audit.consequence import removable, with_consequence
-from rankwise.audit.measures import NULLS
+from rankwise.audit.measures import NULLS, OF_KNOWN_SCALE
 from rankwise.audit.numbers import AVERAGING
 from rankwise.audit.records import (
     SEVERITY_ORDER,
@@ -336,12 +336,12 @@ def _baseline(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
 
 
 def has_baseline(head: HeadRecord) -> bool:
-    """Whether the head is held against fresh weights: their spread is known at every threshold.
+    """Whether the head is held against fresh weights: their spread is known, and the scale of its matrix.
 
     Args:
         head: the head.
     """
-    return head.baseline is not None and head.baseline.judged
+    return head.kind in OF_KNOWN_SCALE and head.baseline is not None and head.baseline.judged
 
 
 def _is_long_enough(head: HeadRecord) -> bool:
@@ -393,7 +393,7 @@ def beyond_null(head: HeadRecord) -> str | None:
     Args:
         head: the head.
     """
-    if head.baseline is not None and head.baseline.judged:
+    if head.baseline is not None and has_baseline(head):
         at = head.baseline.band
         if all(point.difference_low > point.margin for point in at):
             return "ABOVE_NULL"

@@ -12,6 +12,7 @@ import numpy as np
 from rankwise.audit.baseline_records import Baseline
 from rankwise.audit.masks import Pattern
 from rankwise.audit.matrix_picture import MatrixPicture
+from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
     AVERAGED,
@@ -99,6 +100,7 @@ class SiteKey(NamedTuple):
     """From 0, where the same mixer runs more than once in a block."""
 
 
+NUMERICAL_RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
 HeadPlace = tuple[Any, ...]
 """A `SiteKey`, and the number of the head."""
 
@@ -112,7 +114,10 @@ def with_baseline(record: HeadRecord, baseline: Baseline | None) -> HeadRecord:
     """
     if baseline is None:
         return record
-    said = {f"fresh_{name}": baseline.mean[name] for name in ("numerical_rank", "effective_rank")}
+    said = {
+        "fresh_numerical_rank": baseline.mean[NUMERICAL_RANK.shown_field(record)],
+        "fresh_effective_rank": baseline.mean["effective_rank"],
+    }
     return record.model_copy(update={"baseline": baseline, **said})
 
 

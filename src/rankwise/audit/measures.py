@@ -38,6 +38,9 @@ NULL_NOTES = {
 }
 """One sentence on each: what it is, and what it is not."""
 
+OF_KNOWN_SCALE = ("softmax", "dense", "linear", "diagonal")
+"""Kinds whose entries are shares: δ in their unit means the same in every layer. Others have signs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
@@ -71,6 +74,8 @@ class Measure:
     """Whether a layer has the sum of its heads, and not their mean."""
     share: bool = False
     """Whether it is shown as a share of min(T, S)."""
+    if_signed: str = ""
+    """The field that is shown in its place where a mixer has signs and a scale of its own."""
     known_only: bool = False
     """Whether it is left out where no record has it."""
     nulls: Sequence[str] = ()
@@ -94,8 +99,18 @@ class Measure:
         Args:
             record: of a head or of states.
         """
-        number: float = getattr(record, self.name)
+        number: float = getattr(record, self.shown_field(record))
         return share(number, record) if self.share else number
+
+    def shown_field(self, record: Any) -> str:
+        """The field that `value` is from: of a matrix with signs that which divides its scale out.
+
+        Args:
+            record: of a head or of states; files of before that field have no number in it.
+        """
+        if not self.if_signed or record.kind in OF_KNOWN_SCALE:
+            return self.name
+        return self.name if math.isnan(getattr(record, self.if_signed)) else self.if_signed
 
     def said(self, record: Any) -> str:
         """`value` in few characters, with ≈ before an estimate, and as a range where that is all it gives.
@@ -106,7 +121,7 @@ class Measure:
         value = self.value(record)
         if self.name not in getattr(record, "stderr", ()):
             return shown(value, self.digits)
-        if math.isfinite(value) or not self.share:
+        if math.isfinite(value) or not self.share or self.shown_field(record) != "numerical_rank":
             return f"{'≈' if math.isfinite(value) else ''}{shown(value, self.digits)}"
         low, high = share(record.least_rank, record), share(record.most_rank, record)
         known = math.isfinite(low) and math.isfinite(high)
@@ -246,17 +261,24 @@ class HeadMeasures(Record):
         formula="#{i : σ_i ≥ δ}, δ absolute; NaN where an estimate can only bound it", range="[0, min(T, S)]",
         low="no direction", high="full rank", digits=2, cost="¼ of an SVD",
         bounds=lambda head: (0.0, head.smaller), share=True, nulls=tuple(NULLS),
-        silent=("diagonal",),
+        silent=("diagonal",), if_signed="relative_rank",
         meaning="Singular values at or above δ, as a share of min(T, S): in how many directions the head "
         "mixes. It says how a head mixes, not what it is worth. δ is absolute: rows that sum to 1 give "
-        "σ₁ ≥ 1 where T = S. Signed matrices (state-space mixers) have a scale of their own, which a "
-        "relative δ (σ ≥ δ σ₁) would divide out: read effective and stable rank there.",
+        "σ₁ ≥ 1 where T = S. Matrices with signs (state-space mixers) have a scale of their own, which a "
+        "relative δ divides out: of them the relative rank is shown, σ ≥ δ σ₁.",
         take=lambda heads: heads.ranks["numerical_rank"],
     )]
+    relative_rank: Annotated[Number, HeadMeasure(
+        title="Relative rank share", short="Relative share",
+        formula="#{i : σ_i ≥ δ σ_1}: the numerical rank of M/σ_1; NaN where an estimate can only bound it",
+        range="[0, min(T, S)]", low="no direction", high="full rank", digits=2, cost="that of all ranks",
+        bounds=lambda head: (0.0, head.smaller), share=True,
+        take=lambda heads: heads.ranks["relative_rank"],
+    )] = math.nan
     fresh_numerical_rank: Annotated[Number, HeadMeasure(
         title="Rank share at fresh weights", short="Fresh rank share", symbol="rank at fresh weights",
-        formula="#{i : σ_i ≥ δ} of the same head, mean over copies of the model at fresh weights; NaN where "
-        "no baseline was asked for", range="[0, min(T, S)]",
+        formula="#{i : σ_i ≥ δ} (of mixers with signs σ_i ≥ δ σ_1) of the same head, mean over copies of the "
+        "model at fresh weights; NaN where no baseline was asked for", range="[0, min(T, S)]",
         low="no direction", high="full rank", digits=2, cost="one audit for each seed",
         bounds=lambda head: (0.0, head.smaller), share=True, known_only=True, console="fresh\nshare",
         take=None,  # by audits of their own

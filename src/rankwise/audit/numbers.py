@@ -42,7 +42,7 @@ AVERAGED = (
     *(measure.name for measure in TAKEN),
 )
 """Fields of a record that are means over sequences."""
-ERRORS = ("numerical_rank", "effective_rank", "stable_rank", "sigma_max")
+ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that an estimate gives with a standard error."""
 WAYS = ("estimated", "fallback")
 """1 where the ranks of a head were estimated; where the exact count was too close and the SVD decided."""
@@ -248,7 +248,9 @@ def _formed(operator: MixingOperator) -> Tensor:
 def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.RankSummary:
     """Ranks of all heads, so many heads at once."""
     parts = [
-        measures.rank_summary(operator[:, start : start + together], delta, also_at=thresholds(delta))
+        measures.rank_summary(
+            operator[:, start : start + together], delta, also_at=thresholds(delta), relative=True
+        )
         for start in range(0, operator.shape[1], together)
     ]
     return measures.RankSummary(*(torch.cat(numbers, dim=1) for numbers in zip(*parts, strict=True)))
@@ -257,7 +259,9 @@ def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.Ra
 def _estimated(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Columns, Tensor | None]:
     found = measures.estimate_spectrum(operator, PROBES, STEPS, SEED)
     count = found.count(delta)
-    named = dict(zip(ERRORS, (count, found.effective_rank, found.stable_rank, found.sigma_max), strict=True))
+    relative = found.relative_count(delta)
+    in_turn = (count, relative, found.effective_rank, found.stable_rank, found.sigma_max)
+    named = dict(zip(ERRORS, in_turn, strict=True))
     columns: Columns = {name: one.value for name, one in named.items()}
     columns |= {f"stderr of {name}": one.stderr for name, one in named.items()}
     columns |= {"estimated": 1.0, "fallback": 0.0}

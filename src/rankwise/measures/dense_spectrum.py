@@ -78,6 +78,7 @@ def gram_or_svd(
     matrices: Float64[Tensor, "N T S"],
     thresholds: Sequence[float] = (),
     rtol: float | None = EFFECTIVE_RTOL,
+    relative: float | None = None,
 ) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"], Float64[Tensor, " N"]]:
     """Singular values as right as they need be.
 
@@ -85,6 +86,7 @@ def gram_or_svd(
         matrices: finite.
         thresholds: none of them may have crossed one of these by rounding.
         rtol: the relative error they may give the effective rank.
+        relative: nor this share of the largest.
 
     Returns:
         The singular values in units of a power of two; that power; 1 where the Gram matrix could not promise
@@ -97,6 +99,8 @@ def gram_or_svd(
         decided = torch.ones_like(spectrum.scale, dtype=torch.bool)
         for delta in thresholds:
             decided &= spectrum.decides_count(delta)
+        if relative is not None:
+            decided &= spectrum.decides_relative_count(relative)
         if rtol is not None:
             decided &= spectrum.effective_rank_error() <= rtol
         sigma = spectrum.eigenvalues.sqrt()
@@ -147,6 +151,13 @@ class GramSpectrum(NamedTuple):
         """Whether no eigenvalue lies so near δ² that rounding could carry it across (Weyl)."""
         threshold = (delta / self.scale).square()[:, None]
         return ((self.eigenvalues - threshold).abs() > self.slack[:, None]).all(-1)
+
+    def decides_relative_count(self, delta: float) -> Bool[Tensor, " N"]:
+        """The same of δσ_1, which rounding carries too; not asked of σ_1 itself, nor of a matrix of zeros."""
+        threshold = delta * delta * self.eigenvalues[:, :1]
+        away = (self.eigenvalues - threshold).abs() > (1 + delta * delta) * self.slack[:, None]
+        away[:, 0] = True
+        return away.all(-1) | (self.eigenvalues[:, 0] == 0)
 
     def effective_rank_error(self) -> Float64[Tensor, " N"]:
         """Bound on the relative error of exp(entropy of σ/Σσ).

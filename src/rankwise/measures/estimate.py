@@ -86,6 +86,26 @@ class SpectrumEstimate:
         check_delta(delta)
         return _each(self._heads, self.products, lambda head: head.count(delta))
 
+    def relative_count(self, delta: float) -> Estimate:
+        """How many singular values are at least δσ_1: `count` at δ times the estimate of σ_1.
+
+        The interval holds the count for every σ_1 of its own interval.
+
+        Args:
+            delta: the share of σ_1.
+
+        Raises:
+            RankwiseError: if ``delta`` is not finite and positive.
+
+        Examples:
+            >>> import torch
+            >>> spectrum = estimate_spectrum(torch.diag(torch.tensor([100.0, 10.0, 0.1])))
+            >>> spectrum.relative_count(0.05).value.item()
+            2.0
+        """
+        check_delta(delta)
+        return _each(self._heads, self.products, lambda head: head.relative_count(delta))
+
 
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:
     """Estimate the ranks of matrices that are never formed.
@@ -201,6 +221,13 @@ class _Head:
             self._counter = Counter(self.estimator, self.steps)
         relative = min(delta / self.scale, 1e100)  # no σ reaches that, and its square is finite
         return self._counter.count(relative * relative, self.quantile)
+
+    def relative_count(self, delta: float) -> Numbers:
+        top, _, low, high = self.sigma_max()
+        if top == 0:
+            return ZERO
+        value, stderr, _, _ = self.count(delta * top)
+        return value, stderr, self.count(delta * high)[2], self.count(delta * low)[3]
 
     def _top(self) -> tuple[float, float, float]:
         """λ_1: a Ritz value is at most it; the residual, squared over the gap, is how far it may be above.

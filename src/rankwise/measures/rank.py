@@ -32,6 +32,8 @@ class RankSummary(NamedTuple):
     """σ_1, the operator norm."""
     fallback: Float64[Tensor, "*batch"]
     """1 where the Gram matrix could not decide and the SVD had to, 0 elsewhere."""
+    relative_rank: Float64[Tensor, "*batch"]
+    """Singular values ≥ δσ_1: the numerical rank of M/σ_1, whatever the scale of M; 0 for the zero matrix."""
 
     def rank_at(self, delta: float) -> Float64[Tensor, "*batch"]:
         """Count the singular values ≥ δ, NaN where a matrix is not finite.
@@ -65,7 +67,11 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
 
 
 def rank_summary(
-    op: Mixing, delta: float = DELTA, exact: bool = False, also_at: Sequence[float] = ()
+    op: Mixing,
+    delta: float = DELTA,
+    exact: bool = False,
+    also_at: Sequence[float] = (),
+    relative: bool = False,
 ) -> RankSummary:
     """Singular values and every rank, for the price of one decomposition.
 
@@ -83,6 +89,8 @@ def rank_summary(
         delta: absolute threshold of the numerical rank.
         exact: decompose every matrix: singular values right to 1e-16·σ_1, and the effective rank with them.
         also_at: further thresholds, for `RankSummary.rank_at`.
+        relative: let no singular value cross δσ_1 by rounding either; else the relative rank is counted from
+            what the other ranks need. A δ below about 1e-7 then leaves every matrix to the SVD.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -100,7 +108,7 @@ def rank_summary(
     if exact:
         return _summarize(*scaled_spectrum(op, "`rank_summary`"), delta)
     sigma, scale, fallback = measured_in_parts(
-        op, "`rank_summary`", lambda part: gram_or_svd(part, thresholds)
+        op, "`rank_summary`", lambda part: gram_or_svd(part, thresholds, relative=delta if relative else None)
     )
     return _summarize(sigma, scale, delta)._replace(fallback=fallback)
 
@@ -226,6 +234,7 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
         effective_rank=_entropy_rank(scaled),
         stable_rank=_energy_rank(scaled),
         sigma_max=sigma[..., 0],
+        relative_rank=_relative_count(scaled, delta),
         fallback=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
     )
 
@@ -233,6 +242,11 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
 def _count(sigma: Tensor, delta: float) -> Tensor:
     count = (sigma >= delta).sum(-1).to(torch.float64)
     return count.masked_fill(sigma.isnan().any(-1), math.nan)
+
+
+def _relative_count(sigma: Tensor, delta: float) -> Tensor:
+    count = (sigma >= delta * sigma[..., :1]).sum(-1).to(torch.float64)
+    return torch.where(sigma[..., 0] == 0, 0.0, count).masked_fill(sigma.isnan().any(-1), math.nan)
 
 
 def _entropy_rank(sigma: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from rankwise.audit.worth_records import WorthRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import (
+    RANK,
     count,
     mean,
     model_name,
@@ -114,6 +115,7 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     facts = [
         *(kinds if len(kinds) == 1 else []),
         *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
+        *(["δ relative to σ₁"] if any(RANK.shown_field(head) != RANK.name for head in mine) else []),
         *([panel.pattern] if panel.pattern != panel.title else []),
         *(f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
@@ -165,8 +167,10 @@ def _measure_words(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
 
 def _share_words(heads: Sequence[HeadRecord], rank: float) -> str:
     """The mean rank share; from the least to the most it can be where an estimate only bounds some."""
-    if all(math.isfinite(head.numerical_rank) or not head.estimated for head in heads):
+    if all(math.isfinite(rank_share(head)) or not head.estimated for head in heads):
         return ("≈" if any(head.estimated for head in heads) else "") + shown(rank, 2)
+    if any(RANK.shown_field(head) != RANK.name for head in heads):
+        return shown(rank, 2)  # of a relative rank no interval is kept
     ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
     return "–".join(shown(end, 2) for end in ends)
 

@@ -15,6 +15,8 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 }
 """From the worst down; the words for one and for more."""
 
+RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
+
 _TITLES = {
     "relative_collapse_layer_0": "μ/‖Y‖ of the input",
     "relative_collapse_lowest": "lowest μ/‖Y‖",
@@ -99,8 +101,8 @@ def model_name(name: str) -> str:
 
 
 def rank_share(head: HeadRecord) -> float:
-    """Numerical rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
-    return share(head.numerical_rank, head)
+    """Numerical rank (of a matrix with signs the relative one) over min(T, S); NaN without tokens."""
+    return RANK.value(head)
 
 
 def null_share(head: HeadRecord) -> float:
