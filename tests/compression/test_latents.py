@@ -284,7 +284,7 @@ def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
     assert rw.audit(model, [batch]).heads
 
 
-def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache() -> None:
+def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from rankwise.assets import demo_model, demo_text
@@ -298,6 +298,10 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache() -> None:
     for at in range(2):  # at a half nothing is lost: tokens have 128 channels, keys and values 256
         ours, _, tokens_alone, weights_alone = (curve.points[at].output_kl for curve in done.latent_curves)
         assert ours < tokens_alone < weights_alone
+    page = done.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "75.0% fewer bytes of cache" in page
+    assert "rank that loses nothing" in page
+    assert "attention KL, nats" not in page  # nobody measured it
     predicted = sum(one.nats for one in done.latents)
     assert 0.5 < done.latent_curves[0].points[1].output_kl / predicted < 2.5  # to second order
 

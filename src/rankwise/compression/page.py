@@ -38,13 +38,13 @@ td:first-child, th:first-child { text-align: left; } pre { overflow-x: auto; }
 <figure class="panel"><figcaption>{{ table.title }}</figcaption>{{ show(table) }}</figure>
 {% endfor %}
 </div></section>
-<section><h2>Where the width is</h2><div class="figures">
+{% if map %}<section><h2>Where the width is</h2><div class="figures">
 <figure class="panel">{{ map }}
 <figcaption>Width left of each key head</figcaption></figure>
 {% if curve %}<figure class="panel">{{ curve }}
 <figcaption>Attention KL against mean width; the dot is this model, with its calibration</figcaption></figure>
 {% endif %}
-</div></section>
+</div></section>{% endif %}
 {% for table in tables[2:] %}
 <section><h2>{{ table.title }}</h2>{{ show(table) }}</section>
 {% endfor %}
@@ -83,7 +83,7 @@ def render_page(record: Compression) -> str:
         style=Markup(style),
         headline=headline(record),
         setting=setting_words(record),
-        map=Markup(width_map(record)),
+        map=Markup(width_map(record)) if record.heads else "",
         curve=Markup(curve_figure(record.curves, (record.mean_width, record.kl))) if drawn else "",
         tables=list(compression_tables(record)),
         show=lambda one: Markup(table.render(table=one)),

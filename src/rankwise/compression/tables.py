@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rankwise.audit.measures import shown
+from rankwise.compression.latent_tables import latent_tables, latent_words
 from rankwise.compression.records import Compression
 
 
@@ -27,6 +28,8 @@ def headline(record: Compression) -> str:
     if narrowed:
         before = sum(head.before for head in narrowed) / len(narrowed)
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
+    if record.latents:
+        words.append(latent_words(record))
     done = "; ".join(words)
     saved = 1 - record.parameters_after / record.parameters_before if record.parameters_before else math.nan
     price = (
@@ -34,7 +37,10 @@ def headline(record: Compression) -> str:
         if math.isfinite(record.kl)
         else f"error of the output {shown(record.output_error, 4)}"
     )
-    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}, {saved:.1%} fewer parameters."
+    gain = f"{saved:.1%} fewer parameters" if saved >= 0 else f"{-saved:.1%} more parameters"
+    if record.latents and record.cache_bytes_before:
+        gain += f", {1 - record.cache_bytes_after / record.cache_bytes_before:.1%} fewer bytes of cache"
+    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}, {gain}."
 
 
 def setting_words(record: Compression) -> str:
@@ -51,7 +57,10 @@ def compression_tables(record: Compression) -> Iterator[CompressionTable]:
     yield _gain(record)
     if record.curves:
         yield _curves(record)
-    yield _layers(record)
+    for words in latent_tables(record):
+        yield CompressionTable(*words)
+    if record.layers:
+        yield _layers(record)
     if record.left_out:
         yield CompressionTable(
             "Left as they were", ["attention layer", "why"], [[a, b] for a, b in record.left_out.items()]
@@ -59,8 +68,9 @@ def compression_tables(record: Compression) -> Iterator[CompressionTable]:
 
 
 def _price(record: Compression) -> CompressionTable:
+    measured = [["attention KL, nats", "0", shown(record.kl, 4)]] if math.isfinite(record.kl) else []
     rows = [
-        ["attention KL, nats", "0", shown(record.kl, 4)],
+        *measured,
         ["error of the output, ‖y′ − y‖/‖y‖", "0", shown(record.output_error, 4)],
     ]
     if math.isfinite(record.loss_before):
