@@ -79,6 +79,17 @@ def test_a_baseline_stands_beside_the_model(run: Run, folder: Path, tmp_path: Pa
     assert "fresh" in result.output
 
 
+def test_a_chosen_head_keeps_its_matrix_with_the_tokens(run: Run, folder: Path, tmp_path: Path) -> None:
+    data = ("--text", "text.txt", "--tokens", 16, "--sequences", 2)
+    assert run("audit", folder, *data, "--matrices", "1:0").exit_code == 0
+    audit = audit_of(tmp_path)
+    assert [(head.layer, head.head) for head in audit.heads if head.picture] == [(1, 0)]
+    assert len(audit.texts["input_ids"]) == audit.head(1, 0).picture.tokens == 16
+    assert "".join(audit.texts["input_ids"]) == "It␣is␣a␣truth␣u</s>"
+    assert run("audit", folder, *data).exit_code == 0
+    assert not any(head.picture for head in audit_of(tmp_path).heads)
+
+
 def test_windows_longer_than_the_model_are_cut_and_it_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
     assert run("audit", folder, "--text", "text.txt", "--tokens", 500, "--sequences", 1).exit_code == 0
     audit = audit_of(tmp_path)
@@ -238,6 +249,7 @@ def test_weights_that_are_missing_are_said_to_be_random(run: Run, folder: Path, 
         (["--text", "text.txt", "--dataset", "imdb"], "--text and --dataset"),
         (["--text", "text.txt", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
         (["--text", "text.txt", "--delta", "-1"], "delta"),
+        (["--text", "text.txt", "--matrices", "3;7"], "flagged"),
         (["--text", "text.txt", "--device", "gpu0"], "device"),
         (["--text", "text.txt", "--dtype", "float99"], "float99"),
         (["--text", "text.txt", "--out", "text.txt/report"], "can be written"),
