@@ -148,6 +148,7 @@ def _turns(
         tokens=tokens,
         before=float(first.median()),
         after=float(second.median()),
+        ratio=float(ratios.median()),
         low=float(ratios.quantile(0.1)),
         high=float(ratios.quantile(0.9)),
     )

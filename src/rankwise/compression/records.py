@@ -95,6 +95,8 @@ class Latency(Record):
     """Read at once, or already in the cache."""
     before: Number
     after: Number
+    ratio: Number = float("nan")
+    """Median of after/before over rounds."""
     low: Number
     """10th percentile of after/before over rounds."""
     high: Number

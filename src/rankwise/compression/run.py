@@ -178,7 +178,7 @@ def _compress(
             raise
     record = _record(model, job, list(names), done, prices, bool(figures))
     _note_structure(model)
-    slow = [_slower(one) for one in record.latency if one.after > SLOWER * one.before and one.low > 1]
+    slow = [_slower(one) for one in record.latency if one.ratio > SLOWER and one.low > 1]
     for said_so in slow:
         warnings.warn(said_so, UserWarning, stacklevel=3)
     return record.model_copy(update={"notes": [*record.notes, *slow]})

@@ -98,7 +98,7 @@ def _gain(record: Compression) -> CompressionTable:
             f"{one.phase}, {one.tokens} tokens, ms",
             f"{one.before:.2f}",
             f"{one.after:.2f}",
-            f"{one.after / one.before:.2f} ({one.low:.2f} to {one.high:.2f})",
+            f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})",
         ]
         for one in record.latency
     ]
