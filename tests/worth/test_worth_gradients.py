@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 from worth_cases import encoder, ids, language_model, run_scaled
 
+import rankwise as rw
 from rankwise.worth import WorthSettings, measure_worth
 
 STEP = 1e-5
@@ -43,6 +44,20 @@ def test_gradients_are_difference_quotients(causal):
             assert found.gradient[head] == pytest.approx(rows.sum() / tokens, abs=1e-8)
             assert found.first_order[head] == pytest.approx(np.abs(rows).sum() / tokens, abs=1e-8)
             assert found.fisher[head] == pytest.approx(0.5 * np.square(rows).sum() / tokens, abs=1e-7)
+
+
+def test_gradients_towards_the_mean_are_difference_quotients():
+    model, given = language_model(), {"input_ids": ids()}
+    worth = measure_worth(model, [given], WorthSettings(removal="mean", probes=0, tolerance=None))
+    with rw.capture(model, values=True) as trace:
+        model(**given)
+    for site, mixer in zip(worth.sites, trace.mixers, strict=True):
+        for head in range(4):
+            mean = mixer.output[:, head].mean((0, 1))
+            rows = slope(
+                lambda gate, at=site.site, h=head, m=mean: nats(model, given, gate, site=at, head=h, mean=m)
+            )
+            assert site.estimates.gradient[head] == pytest.approx(float(rows.sum()) / worth.counted, abs=1e-8)
 
 
 def test_gradients_of_blocks_are_difference_quotients(causal):

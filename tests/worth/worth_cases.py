@@ -28,17 +28,17 @@ def ids(sequences=3, tokens=10, seed=1):
 
 
 class Scaled(Changes):
-    """Multiplies what one head, or one block, gives by ξ."""
+    """Takes what one head, or one block, gives by ξ, and the rest from its mean or from zero."""
 
-    def __init__(self, gate, site="", head=0, block=""):
-        self.gate, self.site, self.head = gate, site, head
+    def __init__(self, gate, site="", head=0, block="", mean=0.0):
+        self.gate, self.site, self.head, self.mean = gate, site, head, mean
         self.blocks = frozenset({block} if block else ())
 
     def heads(self, outputs):
         if outputs.name != self.site:
             return None
         values = outputs.values.clone()
-        values[:, self.head] *= self.gate
+        values[:, self.head] = self.gate * values[:, self.head] + (1 - self.gate) * self.mean
         return values
 
     def block(self, output):

@@ -46,19 +46,20 @@ class Gates(Changes):
     Args:
         blocks: names of the blocks.
         sequences: how many there are in the batch.
+        means: of each call what is there at ξ = 0, (H, V); zero without.
     """
 
-    def __init__(self, blocks: Iterable[str], sequences: int) -> None:
+    def __init__(
+        self, blocks: Iterable[str], sequences: int, means: Mapping[CallKey, Tensor] | None = None
+    ) -> None:
         self.blocks = frozenset(blocks)
-        self._sequences = sequences
+        self._sequences, self._means = sequences, means
         self._calls: Counter[str] = Counter()
         self._block_calls: Counter[str] = Counter()
         self.of_heads: dict[CallKey, Tensor] = {}
         self.of_blocks: dict[CallKey, Tensor] = {}
         self.serials: dict[int, CallKey] = {}
         """Which call a `MixerSite` is of."""
-        self.sums: dict[CallKey, tuple[Tensor, int]] = {}
-        """Over real tokens, what each head gave (H, V), and how many tokens these were."""
 
     def heads(self, outputs: HeadOutputs) -> Tensor:
         """Gated."""
@@ -68,11 +69,10 @@ class Gates(Changes):
         values = outputs.values
         gate = _ones(values, values.shape[:2])
         self.of_heads[key] = gate
-        with torch.no_grad():
-            real = outputs.valid[:, None, :, None]
-            summed = torch.where(real, values, 0).double().sum((0, 2))
-            self.sums[key] = summed, int(outputs.valid.sum())
-        return Ungated.apply(gate, values, values.detach())
+        part = values.detach()
+        if self._means is not None:
+            part = part - self._means[key].to(part)[:, None]
+        return Ungated.apply(gate, values, part)
 
     def block(self, output: BlockOutput) -> Tensor | None:
         """Gated is what the block adds to what it read."""
@@ -88,6 +88,26 @@ class Gates(Changes):
             return Ungated.apply(gate, gave[None], part[None])[0]
         turned = Ungated.apply(gate, gave.movedim(axis, 0), part.movedim(axis, 0))
         return turned.movedim(0, axis)
+
+
+class MeanTaker(Changes):
+    """Sums what every head gives over the real tokens, and changes nothing.
+
+    Args:
+        sums: of each call (H, V), and of how many tokens; added to.
+    """
+
+    def __init__(self, sums: dict[CallKey, tuple[Tensor, int]]) -> None:
+        self._sums = sums
+        self._calls: Counter[str] = Counter()
+
+    def heads(self, outputs: HeadOutputs) -> None:
+        """Added up."""
+        key = CallKey(outputs.name, self._calls[outputs.name])
+        self._calls[outputs.name] += 1
+        summed = torch.where(outputs.valid[:, None, :, None], outputs.values, 0).double().sum((0, 2))
+        before, tokens = self._sums.get(key, (torch.zeros_like(summed), 0))
+        self._sums[key] = before + summed, tokens + int(outputs.valid.sum())
 
 
 class Without(Changes):

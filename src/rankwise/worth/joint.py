@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankwise.worth.gates import CallKey
 from rankwise.worth.results import HeadPlace, Joint, Removal, Worth
 from rankwise.worth.runs import Runs
-
-if TYPE_CHECKING:
-    from rankwise.worth.measure import WorthSettings
+from rankwise.worth.settings import WorthSettings
 
 Together = Callable[[HeadPlace], Hashable | None]
 """Heads with the same key go together or not at all; those with None stay."""
@@ -22,7 +20,7 @@ def search(
     runs: Runs,
     worth: Worth,
     keys: Mapping[tuple[Any, ...], CallKey],
-    settings: "WorthSettings",
+    settings: WorthSettings,
     say: Callable[[str], None],
     together: Together | None = None,
 ) -> Joint | None:

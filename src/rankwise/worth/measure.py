@@ -3,86 +3,27 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from rankwise.capture import SiteAdapter, StateSite, capture
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import InputError
 from rankwise.rank_correlation import spearman
 from rankwise.running import Batch, device_of, moved, run_model
-from rankwise.worth.choice import LossName, check_loss, choose_loss
+from rankwise.worth.choice import choose_loss
 from rankwise.worth.gates import CallKey
 from rankwise.worth.joint import Together, search
-from rankwise.worth.losses import Case, LossFunction
+from rankwise.worth.losses import Case
 from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth
 from rankwise.worth.runs import NotDifferentiableError, Placed, Runs
+from rankwise.worth.settings import WorthSettings
 
 UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"
+TRAINING = "the model is in training mode: where it drops at random, so do its losses; call model.eval()"
 UNREACHED = "no gradient reached it"
-RemovalName = Literal["zero", "mean"]
-REMOVALS: tuple[RemovalName, ...] = ("zero", "mean")
-
-
-def check_removal(name: str) -> RemovalName:
-    """Refuse what no head can be replaced by.
-
-    Args:
-        name: zero or mean.
-
-    Raises:
-        InputError: if it is neither.
-    """
-    for known in REMOVALS:
-        if name == known:
-            return known
-    raise InputError(
-        "`removal`", wanted="zero or mean", got=repr(name), fix=did_you_mean(str(name), REMOVALS)
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorthSettings:
-    """How worth is measured.
-
-    Args:
-        exact: whether heads are removed one by one as well; of thousands of channels of a state-space mixer
-            those in ``channels``.
-        estimates: whether gradients are taken; only with ``exact`` can they be left out.
-        removal: what takes a removed head's place, ``zero`` or its ``mean`` over the real tokens.
-        tolerance: of the set of heads that can go together: a share of the loss. None: no set is looked for.
-        loss: a name out of `rankwise.worth.LOSSES`, or a function of (output, batch).
-        probes: random projections of each batch's output for the curvature: a backward pass each.
-        seed: of the projections, and of masked tokens.
-        mask_token: id of the mask token, for masked language models.
-    """
-
-    exact: bool = False
-    estimates: bool = True
-    removal: RemovalName = "zero"
-    tolerance: float | None = 0.01
-    loss: LossName | LossFunction = "auto"
-    probes: int = 8
-    seed: int = 0
-    mask_token: int | None = None
-
-    def __post_init__(self) -> None:
-        check_removal(self.removal)
-        if not callable(self.loss):
-            check_loss(self.loss)
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise InputError(
-                "`tolerance`", wanted="a share of the loss, at least 0", got=str(self.tolerance),
-                fix="Take 0.01 for one per cent.",
-            )  # fmt: skip
-        if self.probes < 0:
-            raise InputError("`probes`", wanted="at least 0", got=str(self.probes), fix="Take 8.")
-        if not (self.exact or self.estimates):
-            raise InputError(
-                "worth", wanted="estimates, exact, or both", got="neither", fix="Set one of them."
-            )
 
 
 @dataclass
@@ -112,12 +53,12 @@ def measure_worth(
 ) -> Worth:
     r"""What the model loses without each head, each block, and the largest set of heads that can go.
 
-    Formula: a gate ξ_h = 1 on what each head gives, M V. With S_i the loss of sequence i summed over its N_i
-    tokens, N = Σ N_i and L = Σ S_i / N: gradient ∂L/∂ξ_h; first order Σ_i |∂S_i/∂ξ_h| / N (Michel et al.);
-    Fisher ½ Σ_i (∂S_i/∂ξ_h)² / N; curvature ½ J_hᵀ (diag p − p pᵀ) J_h / N of the logits' Jacobian J, of
-    states ‖J_h‖² / ‖Y‖², its expectation over random projections. Removal is ξ_h from 1 to 0, to second order
-    ``curvature − gradient``; of a loss that is how far the output moves the gradient is 0, and the curvature
-    is all there is.
+    Formula: a gate ξ_h = 1 on what each head gives, ξ M V; where its mean m takes its place,
+    ξ M V + (1 − ξ) m. With S_i the loss of sequence i summed over its N_i tokens, N = Σ N_i and L = Σ S_i /
+    N: gradient ∂L/∂ξ_h; first order Σ_i |∂S_i/∂ξ_h| / N (Michel et al.); Fisher ½ Σ_i (∂S_i/∂ξ_h)² / N;
+    curvature ½ J_hᵀ (diag p − p pᵀ) J_h / N of the logits' Jacobian J, of states ‖J_h‖² / ‖Y‖², its
+    expectation over random projections. Removal is ξ_h from 1 to 0, to second order ``curvature − gradient``;
+    of a loss that is how far the output moves the gradient is 0, and the curvature is all there is.
     Range: costs are of the loss's unit; below 0 the model is better without the head.
     Cost: one run of the first batch, then for each batch a forward pass with gradients and ``1 + probes``
     backward passes, whatever the number of heads; exact as many forward passes as there are heads and blocks;
@@ -150,14 +91,19 @@ def measure_worth(
     chosen, every = settings or WorthSettings(), list(batches)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     session = _begin(model, every, chosen, capturing, readable, channels, on_progress)
+    mean = chosen.removal == "mean"
+    if mean:
+        session.runs.note_means()
     try:
-        session.runs.whole(session.blocks, chosen.probes, chosen.seed, gradients=chosen.estimates)
+        session.runs.whole(session.blocks, chosen.probes, chosen.seed, gradients=chosen.estimates, mean=mean)
     except NotDifferentiableError as error:
         if not chosen.exact:
             raise
         chosen = replace(chosen, estimates=False)
         session = _begin(model, every, chosen, capturing, readable, channels, on_progress)
         session.notes.append(f"worth without estimates: no gradients flow ({error.got})")
+        if mean:
+            session.runs.note_means()
         session.runs.whole((), 0, 0, gradients=False)
     runs = session.runs
     measured = [_site(session, key, placed) for key, placed in runs.sites.items()]
@@ -206,7 +152,7 @@ def cost_of_removal(
 ) -> Removal:
     """What the model loses on some batches without a set of heads, by running it without them.
 
-    Cost: two forward passes.
+    Cost: three forward passes, and one more for means.
 
     Args:
         model: any `torch.nn.Module`.
@@ -232,6 +178,8 @@ def cost_of_removal(
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     session = _begin(model, list(batches), settings or WorthSettings(), capturing, readable, None, None)
     runs = session.runs
+    if session.settings.removal == "mean":
+        runs.note_means()
     runs.whole((), 0, 0, gradients=False)
     chosen: dict[CallKey, list[int]] = {}
     places = {placed[:5]: (key, placed.heads) for key, placed in runs.sites.items()}
@@ -292,13 +240,15 @@ def _begin(
         seed=settings.seed,
     )
     del output
+    notes = [TRAINING] if model.training else []
     both = enumerate(zip(taken, every, strict=True))
     cases = [chosen.case(batch, given, number) for number, (batch, given) in both]
     # what a block wrote is the state after it; where the last one is missing, blocks do not add to a stream
     standing = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
     runs = Runs(model, cases, chosen, capturing, say)
     runs.forward += 1
-    return _Session(runs, standing, settings, say, channels or (lambda site: range(site.estimates.heads)))
+    every_head = channels or (lambda site: range(site.estimates.heads))
+    return _Session(runs, standing, settings, say, every_head, notes)
 
 
 def _site(session: _Session, key: CallKey, placed: Placed) -> SiteWorth:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankwise.capture import MixerSite, StateSite, capture
 from rankwise.errors import InputError, RankwiseError
 from rankwise.running import Batch, batch_size, device_of, moved, run_model
-from rankwise.worth.gates import CallKey, Gates, Without
+from rankwise.worth.gates import CallKey, Gates, MeanTaker, Without
 from rankwise.worth.losses import Case, Loss, Read
 from rankwise.worth.results import Estimates, Floats
 
@@ -116,12 +116,21 @@ class Runs:
         self.heads: dict[CallKey, Sums] = {}
         self.blocks: dict[CallKey, Sums] = {}
         self._finite: list[Tensor] = []
-        self._sums: dict[CallKey, list[Any]] = {}
+        self._sums: dict[CallKey, tuple[Tensor, int]] = {}
         self._device = device_of(model)
 
     # --- the whole model ----------------------------------------------------------------------------------
 
-    def whole(self, blocks: Iterable[str], probes: int, seed: int, gradients: bool = True) -> None:
+    def note_means(self) -> None:
+        """Run every batch once for what its heads give on average."""
+        for number, case in enumerate(self.cases):
+            self._say(f"means of batch {number + 1} of {len(self.cases)}")
+            with torch.no_grad():
+                self._run(moved(case.batch, self._device), MeanTaker(self._sums), _ignore)
+
+    def whole(
+        self, blocks: Iterable[str], probes: int, seed: int, gradients: bool = True, mean: bool = False
+    ) -> None:
         """Run every batch once, with gates, and go back from its loss and from random projections.
 
         Args:
@@ -129,16 +138,18 @@ class Runs:
             probes: random projections a batch.
             seed: of these.
             gradients: whether to go back at all.
+            mean: whether heads are taken down to their means, which are known then, and not to zero.
 
         Raises:
             NotDifferentiableError: if no gradient reaches the gates.
             InputError: if no sequence has a finite loss.
         """
         generator = torch.Generator().manual_seed(seed)
-        total = 0.0
+        total, means = 0.0, self.means() if mean else None
         for number, case in enumerate(self.cases):
             self._say(f"gradients of batch {number + 1} of {len(self.cases)}")
-            total += self._one(case, blocks, probes if self.loss.probed else 0, generator, gradients)
+            gates = Gates(blocks, batch_size(case.batch), means)
+            total += self._one(case, gates, probes if self.loss.probed else 0, generator, gradients)
         if not self.count:
             raise InputError(
                 f"loss, {self.loss.name}", wanted="a finite number for at least one sequence",
@@ -149,10 +160,9 @@ class Runs:
         self.value = total / self.count
 
     def _one(
-        self, case: Case, blocks: Iterable[str], probes: int, generator: torch.Generator, gradients: bool
+        self, case: Case, gates: Gates, probes: int, generator: torch.Generator, gradients: bool
     ) -> float:
-        batch = moved(case.batch, self._device)
-        gates, sites = Gates(blocks, batch_size(case.batch)), _Sites()
+        batch, sites = moved(case.batch, self._device), _Sites()
         try:
             with torch.set_grad_enabled(gradients):
                 output = self._run(batch, gates, sites.add)
@@ -210,9 +220,6 @@ class Runs:
                 self.ungated[placed] = None
             else:
                 self.sites.setdefault(key, placed)
-        for key, (summed, tokens) in gates.sums.items():
-            before = self._sums.setdefault(key, [0.0, 0])
-            before[0], before[1] = before[0] + summed, before[1] + tokens
 
     # --- without some heads -------------------------------------------------------------------------------
 
