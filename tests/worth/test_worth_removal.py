@@ -130,7 +130,7 @@ def states(sequences=2):
 
 
 def test_a_model_without_gradients_is_refused_or_removed_from_one_by_one():
-    model = Detached(Heads(3))
+    model = Detached(Heads(3)).eval()
     with pytest.raises(rw.errors.RankwiseError, match='worth="exact"'):
         measure_worth(model, [states()])
     worth = measure_worth(model, [states()], WorthSettings(exact=True))
