@@ -8,6 +8,9 @@ from rankwise.audit.worth_records import HeadWorth, WorthRecord
 
 OF_ONE_HEAD = ("SINK", "CONSTANT", "IDENTITY")
 """Findings that say a head does little: what it is worth says whether that matters."""
+OF_RANKS = ("ABOVE_NULL", "BELOW_NULL")
+"""Findings that compare the ranks of a site's heads: how these mix, and nothing about what they are worth."""
+EXACTLY = 'rw.audit(model, batches, worth="exact") removes it and compares the loss'
 TOLERANCE = 0.01
 """Of the loss: what counts as within tolerance where no set of heads was looked for."""
 
@@ -22,6 +25,9 @@ def with_consequence(finding: Finding, heads: Sequence[HeadRecord], worth: Worth
     """
     if finding.code in OF_ONE_HEAD:
         return _of_one(finding, _worth_at(finding.where, finding.where.head, heads), worth)
+    if finding.code in OF_RANKS:
+        spoken = finding.heads or [finding.where.head]
+        return _of_many(finding, [_worth_at(finding.where, head, heads) for head in spoken], worth)
     if finding.code == "TWINS":
         other = finding.evidence.get("nearest_head", math.nan)
         second = None if math.isnan(other) else _worth_at(finding.where, int(other), heads)
@@ -60,13 +66,34 @@ def _of_one(finding: Finding, known: HeadWorth | None, worth: WorthRecord) -> Fi
     if known.how == "exact":
         remedy = "take it out" if can_go else "leave it in: the model needs it"
     else:
-        remedy = 'rw.audit(model, batches, worth="exact") removes it and compares the loss'
+        remedy = EXACTLY
     return finding.model_copy(
         update={
             "meaning": f"{finding.meaning} Without it the loss changes by {_per_cent(share)} "
             f"({_change(worth, known.cost)}, {known.how}).",
             "evidence": {**finding.evidence, "removal_cost": known.cost},
             "remedy": remedy,
+        }
+    )
+
+
+def _of_many(finding: Finding, known: Sequence[HeadWorth | None], worth: WorthRecord) -> Finding:
+    sure = [one for one in known if one is not None and not math.isnan(one.cost)]
+    if not sure or len(sure) < len(known):
+        return finding
+    costs = [one.cost for one in sure]
+    how = " and ".join(sorted({one.how for one in sure}))
+    least, most = (_per_cent(worth.share(cost)) for cost in (min(costs), max(costs)))
+    said = (
+        f"it the loss changes by {most}"
+        if len(costs) == 1
+        else (f"one of them the loss changes by {least} to {most}")
+    )
+    return finding.model_copy(
+        update={
+            "meaning": f"{finding.meaning} Without {said} ({how}).",
+            "evidence": {**finding.evidence, "removal_cost": max(costs)},
+            "remedy": "nothing: the rank is no fault, and its price is known" if how == "exact" else EXACTLY,
         }
     )
 
