@@ -7,6 +7,9 @@ from rankwise.compression.records import (
     Compression,
     HeadWidth,
     Latency,
+    LatentCurve,
+    LatentPoint,
+    LatentRank,
     LayerPrice,
 )
 from rankwise.compression.run import compress, compress_qk
@@ -19,6 +22,9 @@ __all__ = [
     "HeadWidth",
     "Job",
     "Latency",
+    "LatentCurve",
+    "LatentPoint",
+    "LatentRank",
     "LayerPrice",
     "PartResult",
     "compress",
