@@ -42,8 +42,8 @@ def calibrate(
     """
     groups = len(query) // len(key)
     widths = [factor.shape[1] for factor in key]
-    whiten_q = [_inverse_root(moments[0][h // groups]) for h in range(len(query))]
-    whiten_k = [_inverse_root(one) for one in moments[1]]
+    whiten_q = [whitening(moments[0][h // groups]) for h in range(len(query))]
+    whiten_k = [whitening(one) for one in moments[1]]
     start_q, start_k = [], []
     for head, factor in enumerate(query):
         start_q.append(torch.linalg.solve(whiten_q[head], factor))
@@ -112,8 +112,12 @@ def _stacked(factors: list[Tensor], widest: int) -> Tensor:
     return out
 
 
-def _inverse_root(moments: Float64[Tensor, "K K"]) -> Tensor:
-    """S^−½ of second moments scaled to a mean square of 1 in all, directions never seen at a floor."""
+def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:
+    """S^−½ of second moments scaled to a mean square of 1 in all, directions never seen at a floor.
+
+    Args:
+        moments: S.
+    """
     values, vectors = torch.linalg.eigh(moments)
     values = values / values.clamp(min=0).mean().clamp(min=1e-300)
     return (vectors / values.clamp(min=1e-4).sqrt()) @ vectors.mT

@@ -67,7 +67,9 @@ class HeadFactors:
 
     channels: Int[Tensor, "H K"]
     factors: list[Float64[Tensor, "K _"]]
-    """For each head: its r new channels are factorᵀ times its K old ones. They take its first r places."""
+    """For each head: its r new channels are factorᵀ times its K old ones."""
+    places: list[list[int]] | None = None
+    """Where in each head they go; by default its first r places."""
 
 
 def narrowed(module: nn.Module, changes: Sequence[HeadFactors]) -> NarrowProjection:
@@ -83,13 +85,14 @@ def narrowed(module: nn.Module, changes: Sequence[HeadFactors]) -> NarrowProject
     gone: set[int] = set()
     rows: dict[int, tuple[Tensor, Tensor | None]] = {}
     for change in changes:
-        for channels, factor in zip(change.channels.tolist(), change.factors, strict=True):
+        places_of = change.places or [list(range(factor.shape[1])) for factor in change.factors]
+        for channels, factor, own in zip(change.channels.tolist(), change.factors, places_of, strict=True):
             gone |= set(channels)
             turn = factor.to(weight.device).mT
             new = (turn @ weight[channels].double()).to(weight.dtype)
             shift = None if bias is None else (turn @ bias[channels].double()).to(bias.dtype)
-            for at in range(new.shape[0]):
-                rows[channels[at]] = new[at], None if shift is None else shift[at]
+            for at, place in enumerate(own):
+                rows[channels[place]] = new[at], None if shift is None else shift[at]
     places = sorted(rows.keys() | (set(range(weight.shape[0])) - gone))
     options: Any = {"device": weight.device, "dtype": weight.dtype}
     narrow = nn.Linear(weight.shape[1], len(places), bias is not None, **options)

@@ -65,5 +65,11 @@ def parts() -> dict[str, Part]:
     from rankwise.compression.heads import compress_heads
     from rankwise.compression.keys_values import compress_keys_values
     from rankwise.compression.query_keys import compress_query_keys
+    from rankwise.compression.rotary import compress_rotary
 
-    return {"heads": compress_heads, "qk": compress_query_keys, "kv": compress_keys_values}
+    return {
+        "heads": compress_heads,
+        "qk": compress_query_keys,
+        "rotary": compress_rotary,
+        "kv": compress_keys_values,
+    }

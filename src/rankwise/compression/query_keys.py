@@ -99,7 +99,7 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
             f"model {type(model).__name__}",
             wanted="softmax attention whose queries and keys are outputs of linear layers, unrotated",
             got=said or "no such attention",
-            fix="It cannot be narrowed this way; `rankwise plan --model` says what its heads would need.",
+            fix="Where positions are rotated in, use `compress` with the part `rotary`.",
         )
     return found, reasons
 

@@ -107,17 +107,18 @@ def compress(
     """Compress parts of a trained model in place, under one budget.
 
     Parts are done one after another, each on the model that the ones before left: ``heads``, heads removed
-    with their weights; ``qk``, narrower queries and keys (`compress_qk`); ``kv``, a decoder's keys and values
-    out of one latent, which is what its cache keeps, before rotation.
+    with their weights; ``qk``, narrower queries and keys (`compress_qk`); ``rotary``, the same where
+    positions are rotated in, by pairs; ``kv``, a decoder's keys and values out of one latent, which is what
+    its cache keeps, before rotation.
 
     Args:
         model: any module; changed in place.
         batches: calibration data.
-        keep: share of each part to keep, 0 < keep < 1; 0.5 by default. Of ``qk`` it is a share of the width,
-            of ``kv`` of the bytes of the cache.
-        tolerance: or what each part may cost, nats: of ``qk`` the attention KL, of ``kv`` the KL of the
-            outputs as predicted to second order; of ``heads``, the share of the loss that removing them
-            together may cost, the loss as `rankwise.worth` takes it.
+        keep: share of each part to keep, 0 < keep < 1; 0.5 by default. Of ``qk`` and ``rotary`` it is a share
+            of the width, of ``kv`` of the bytes of the cache.
+        tolerance: or what each part may cost, nats: of ``qk`` and ``rotary`` the attention KL, of ``kv`` the
+            KL of the outputs as predicted to second order; of ``heads``, the share of the loss that removing
+            them together may cost, the loss as `rankwise.worth` takes it.
         parts: which, by name.
         calibrate: steps of Adam for each layer.
         held_out: data to measure prices on.

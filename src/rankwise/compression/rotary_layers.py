@@ -1,0 +1,201 @@
+"""Attention layers whose queries and keys are rotated by position, and the rotation, told from values.
+
+No formula of positions is assumed. A pair of channels before the rotation, (x, y), comes out as
+(x cos − y sin, x sin + y cos) with one angle for all heads: cos and sin of each token and pair are fitted to
+what the model did, and the fit must leave nothing but rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rankwise.capture import MixerSite, capture
+from rankwise.compression.layers import linear_outputs
+from rankwise.compression.projections import Projection, head_layouts, names_below
+from rankwise.operators import SoftmaxMixing
+from rankwise.running import device_of, first_sequences, moved, run_model
+
+FIT = 16
+"""Roundings of the dtype, relative in the Frobenius norm, that the fitted rotation may be off."""
+NO_ROTATION = (
+    "its queries and keys are no rotated output of linear layers: positions are not rotated in, or a norm "
+    "comes between, which reads all pairs of a head"
+)
+
+
+@dataclass(frozen=True)
+class PairRotation:
+    """cos and sin of each token and pair."""
+
+    pairs: Int[Tensor, "P 2"]
+    """Channels of a head that turn into each other; the others stay."""
+    cos: Float[Tensor, "B T P"]
+    sin: Float[Tensor, "B T P"]
+
+    def __call__(self, heads: Float[Tensor, "B H T K"]) -> Float[Tensor, "B H T K"]:
+        """Rotate queries or keys.
+
+        Args:
+            heads: as they come from their projection.
+        """
+        first, second = heads[..., self.pairs[:, 0]], heads[..., self.pairs[:, 1]]
+        cos, sin = self.cos[:, None].to(heads), self.sin[:, None].to(heads)
+        turned = heads.clone()
+        turned[..., self.pairs[:, 0]] = first * cos - second * sin
+        turned[..., self.pairs[:, 1]] = first * sin + second * cos
+        return turned
+
+
+@dataclass(frozen=True)
+class RotaryLayer:
+    """Where a layer with rotated positions gets its queries and keys from."""
+
+    name: str
+    stack: str
+    layer: int
+    query: Projection
+    key: Projection
+    pairs: Int[Tensor, "P 2"]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return len(self.query.channels)
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads: fewer where they are grouped."""
+        return len(self.key.channels)
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def width(self) -> int:
+        """K, of queries and keys."""
+        return self.query.channels.shape[1]
+
+
+def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer], dict[str, str]]:
+    """Find the projections behind rotated queries and keys, and which channels are pairs.
+
+    Args:
+        model: the model, in evaluation mode.
+        batch: what it takes; a sequence or two are run.
+
+    Returns:
+        The layers; and the reason for each one that cannot be done.
+    """
+    outputs: dict[str, list[Tensor]] = {}
+    sites: list[MixerSite] = []
+    short = moved(first_sequences(batch, 2), device_of(model))
+    with linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
+        run_model(model, short)
+    found: dict[str, RotaryLayer] = {}
+    reasons: dict[str, str] = {}
+    for site in sites:
+        if site.name in found or site.name in reasons:
+            found.pop(site.name, None)
+            reasons[site.name] = "it runs more than once"
+            continue
+        one = _rotary_layer(site, {name: outputs[name][0] for name in names_below(list(outputs), site.name)})
+        if isinstance(one, str):
+            reasons[site.name] = one
+        else:
+            found[site.name] = one
+    return list(found.values()), reasons
+
+
+def fitted(
+    pairs: Int[Tensor, "P 2"],
+    before: list[Float[Tensor, "B _ T K"]],
+    after: list[Float[Tensor, "B _ T K"]],
+) -> tuple[PairRotation, float]:
+    """The rotation that takes queries and keys to what attention got, by least squares over heads.
+
+    Args:
+        pairs: channels that turn into each other.
+        before: queries and keys from their projections.
+        after: as attention got them.
+
+    Returns:
+        It, and what it leaves over, relative in the Frobenius norm.
+    """
+    x, y = (torch.cat([one[..., pairs[:, side]].double() for one in before], 1) for side in (0, 1))
+    u, v = (torch.cat([one[..., pairs[:, side]].double() for one in after], 1) for side in (0, 1))
+    size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
+    rotation = PairRotation(pairs, (x * u + y * v).sum(1) / size, (x * v - y * u).sum(1) / size)
+    off = sum(
+        float((rotation(a.double()) - b.double()).square().sum()) for a, b in zip(before, after, strict=True)
+    )
+    whole = sum(float(one.double().square().sum()) for one in after)
+    return rotation, (off / max(whole, 1e-300)) ** 0.5
+
+
+def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> RotaryLayer | str:
+    operator = site.operator
+    if not isinstance(operator, SoftmaxMixing):
+        return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"
+    if site.cross:
+        return "its queries and keys come from different sequences"
+    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
+        return "its queries or keys hold NaN or infinity"
+    query, key = _of_equal_norms(operator.query, outputs), _of_equal_norms(operator.key, outputs)
+    bound = FIT * torch.finfo(operator.query.dtype).eps
+    for q in query:
+        for k in key:
+            before = [side_of(outputs[one.module], one) for one in (q, k)]
+            pairs = _pairs(before, [operator.query, operator.key], bound)
+            if pairs is not None:
+                return RotaryLayer(site.name, site.stack, site.layer, q, k, pairs)
+    return NO_ROTATION
+
+
+def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "B H T K"]:
+    """Heads of a projection's output.
+
+    Args:
+        output: of the linear layer.
+        side: which channels.
+    """
+    return output[..., side.channels.to(output.device)].permute(0, 2, 1, 3)
+
+
+def _of_equal_norms(heads: Tensor, outputs: dict[str, Tensor]) -> list[Projection]:
+    """Projections whose heads are as long as those that attention got: rotations keep lengths."""
+    batch, count, tokens, width = heads.shape
+    wanted = heads.transpose(1, 2).double().norm(dim=-1)
+    bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
+    found = []
+    for name, output in outputs.items():
+        if output.shape[:-1] != (batch, tokens) or output.shape[-1] < count * width:
+            continue
+        for channels in head_layouts(count, width, output.shape[-1]):
+            norms = output[..., channels.to(output.device)].double().norm(dim=-1)
+            if float((norms - wanted).norm()) <= bound:
+                found.append(Projection(name, channels))
+    return found
+
+
+def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | None:
+    """Channels that turn into each other: halves of the rotated channels, or neighbours."""
+    width = before[0].shape[-1]
+    device = before[0].device
+    for rotated in range(width - width % 2, 1, -2):
+        dims = torch.arange(rotated, device=device)
+        for pairs in (dims.reshape(2, -1).T, dims.reshape(-1, 2)):
+            if fitted(pairs, before, after)[1] <= bound:
+                return _moving(pairs, before, after)
+    return None
+
+
+def _moving(pairs: Tensor, before: list[Tensor], after: list[Tensor]) -> Tensor | None:
+    """The pairs that turn: channels that are passed through keep every bit."""
+    same = torch.stack([(a == b).flatten(0, 2).all(0) for a, b in zip(before, after, strict=True)]).all(0)
+    turning = pairs[~same[pairs].all(1)]
+    return turning if len(turning) else None
