@@ -7,8 +7,8 @@ Asked     Loss and output KL on held-out text at 1/2, 1/4 and 1/8 of the bytes, 
 Data      text.txt of the demo, which the model was not trained on: 32 windows drawn from the first 100 to
           calibrate on, the last 59 held out.
 Hardware  one CPU core, about 4 minutes
-Expect    loss added, nats a byte: 0.0000 at 1/2, 0.001 ± 0.0005 at 1/4, 0.018 ± 0.005 at 1/8; decode about
-          twice as long, prefill the same.
+Expect    loss added, nats a byte: 0.0000 at 1/2, 0.001 ± 0.0005 at 1/4, 0.018 ± 0.005 at 1/8; a step
+          of decoding two to four times as long, prefill the same.
 
     python -m recipes.compress_cache
 """

@@ -66,7 +66,33 @@ def cohere() -> nn.Module:
     return sharpened(CohereForCausalLM(config))
 
 
+def gpt_oss() -> nn.Module:
+    """Cosines for one half of the channels, sinks beside the softmax; every other layer has a window."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64, num_local_experts=2,
+        num_experts_per_tok=1, layer_types=["full_attention"],
+    )  # fmt: skip
+    return sharpened(GptOssForCausalLM(config))
+
+
+def apertus() -> nn.Module:
+    """Norms of keys with heads before tokens."""
+    from transformers import ApertusConfig, ApertusForCausalLM
+
+    torch.manual_seed(0)
+    config = ApertusConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64,
+    )  # fmt: skip
+    return sharpened(ApertusForCausalLM(config))
+
+
 DECODERS = {
+    "gpt_oss": gpt_oss, "apertus": apertus,
     "llama": llama, "qwen3": qwen3, "neox": neox, "cohere": cohere, "gpt2": gpt2, "bigcode": bigcode,
 }  # fmt: skip
 
@@ -151,7 +177,8 @@ def test_rotations_keep_lengths_and_are_undone(rotation: Rotation) -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64)
     half = torch.randn(2, 5, 3, generator=generator, dtype=torch.float64)
-    angles = half.repeat_interleave(2, -1) if rotation == "pairs" else torch.cat([half, half], -1)
+    by_channel = {"pairs": half.repeat_interleave(2, -1), "halves, short": half}
+    angles = by_channel.get(rotation, torch.cat([half, half], -1))
     turned = rotate(keys, angles.cos(), angles.sin(), rotation)
     assert torch.allclose(turned.norm(dim=-1), keys.norm(dim=-1))
     assert torch.equal(turned[..., 6:], keys[..., 6:])
@@ -290,8 +317,8 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> No
     from rankwise.assets import demo_model, demo_text
 
     model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
-    tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 48 * 128]]).view(48, 128)
-    batches, held_out = [{"input_ids": tokens[:32]}], [{"input_ids": tokens[32:]}]
+    tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)
+    batches, held_out = [{"input_ids": tokens[:20]}], [{"input_ids": tokens[20:]}]
     done = rw.compress(model, batches, keep=0.25, parts=("kv",), held_out=held_out, time=False)
     assert done.cache_bytes_after * 4 == done.cache_bytes_before == 4096
     assert done.loss_after <= done.loss_before + 0.017

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rankwise.compression.latent import LatentLayer, LatentProjection
 from rankwise.compression.narrow import runs_of
 from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
-from rankwise.compression.rotation import ROTATIONS, Rotation, rotate_back
+from rankwise.compression.rotation import ROTATIONS, Rotation, channels_turned, rotate_back
 from rankwise.errors import CompressionError
 from rankwise.running import device_of, first_sequences, moved, run_model
 
@@ -214,7 +214,7 @@ def _unrotated(
     cos, sin = given
     if cos.dim() != 3 or cos.shape[-1] % 2 or cos.shape[-1] > keys.shape[-1]:
         return f"its position embeddings have the unknown shape {tuple(cos.shape)}"
-    ways: list[Rotation] = list(ROTATIONS)
+    ways: list[Rotation] = [way for way in ROTATIONS if channels_turned(cos, way) <= keys.shape[-1]]
     noted = {"rotary": rotary, "rotary_options": options}
     turned = [(rotate_back(keys, cos, sin, way).to(keys.dtype), {**noted, "rotation": way}) for way in ways]
     return [*turned, (keys, {})]
@@ -229,19 +229,25 @@ def _keys(
     if direct is not None:
         found.append((direct[0], {"projection": direct[1]}))
     batch, heads, tokens, width = keys.shape
+    shapes = {
+        "flat": (batch, tokens, heads * width),
+        "tokens": (batch, tokens, heads, width),
+        "heads": (batch, heads, tokens, width),
+    }
     for norm in below:
-        flat = seen.outputs[norm].dim() == 3
-        shape = (batch, tokens, heads * width) if flat else (batch, tokens, heads, width)
-        if norm in linear or seen.outputs[norm].shape != shape or seen.inputs[norm].shape != shape:
+        given, gave = seen.inputs[norm], seen.outputs[norm]
+        axes = next((one for one, shape in shapes.items() if given.shape == gave.shape == shape), None)
+        if norm in linear or axes is None:
             continue
+        if axes == "heads":
+            given, gave = given.transpose(1, 2), gave.transpose(1, 2)
         # The norm is known by what it gives, the linear layer by what the norm is given.
-        gives = _fit(keys, {norm: seen.outputs[norm].flatten(2)})
-        went = seen.inputs[norm].reshape(batch, tokens, heads, width).transpose(1, 2)
+        gives = _fit(keys, {norm: gave.reshape(shapes["flat"])})
+        went = given.reshape(shapes["tokens"]).transpose(1, 2)
         before = None if gives is None or gives[1].factor != 1 else _fit(went, linear)
         if gives is not None and before is not None and before[1].factor == 1:
             short = len(name) + 1 if name else 0
-            fields = {"projection": before[1], "norm": norm[short:], "norm_flat": flat}
-            found.append((gives[0], fields))
+            found.append((gives[0], {"projection": before[1], "norm": norm[short:], "norm_axes": axes}))
     return found
 
 

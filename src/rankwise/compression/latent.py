@@ -36,8 +36,8 @@ class LatentLayer(BaseModel, extra="forbid"):
     value_factor: float = 1.0
     norm: str = ""
     """A module that keys pass before rotation."""
-    norm_flat: bool = False
-    """Whether it takes all heads side by side."""
+    norm_axes: Literal["flat", "tokens", "heads"] = "tokens"
+    """How it takes them: (B, T, G·K), (B, T, G, K) or (B, G, T, K)."""
     rotary: str = ""
     """The module that gives cosines and sines; none where positions are not rotated in."""
     rotary_options: dict[str, str] = Field(default_factory=dict)

@@ -50,12 +50,14 @@ class LatentReader:
             flat, values = flat[..., :count], flat[..., count:]
         else:
             values = self.value.up(latent)
-        if self.norm is not None and layer.norm_flat:
+        if self.norm is not None and layer.norm_axes == "flat":
             flat = self.norm(flat)
         keys = flat.unflatten(-1, (layer.heads, -1))
-        if self.norm is not None and not layer.norm_flat:
+        if self.norm is not None and layer.norm_axes == "tokens":
             keys = self.norm(keys)
         keys = keys.transpose(1, 2)
+        if self.norm is not None and layer.norm_axes == "heads":
+            keys = self.norm(keys)
         if self.rotary is not None:
             cos, sin = self.rotary(latent, position_ids=positions, **layer.rotary_options)
             keys = rotate(keys, cos, sin, layer.rotation)

@@ -6,10 +6,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Rotation = Literal["halves", "pairs", "pairs of halves"]
-"""Which channels turn together: i and i + R/2; or 2i and 2i + 1, with cosines for each channel or for the
-first half of them."""
-ROTATIONS: tuple[Rotation, ...] = ("halves", "pairs", "pairs of halves")
+Rotation = Literal["halves", "pairs", "pairs of halves", "halves, short"]
+"""Which channels turn together: i and i + R/2; or 2i and 2i + 1. Cosines are given for each channel, or for
+the first half of them and then again (pairs of halves), or for one half alone (halves, short)."""
+ROTATIONS: tuple[Rotation, ...] = ("halves", "pairs", "pairs of halves", "halves, short")
+
+
+def channels_turned(cos: Float[Tensor, "B S R"], rotation: Rotation) -> int:
+    """How many channels of keys are rotated.
+
+    Args:
+        cos: what a model gives.
+        rotation: which channels are pairs.
+    """
+    return cos.shape[-1] * (2 if rotation == "halves, short" else 1)
 
 
 def rotate(
@@ -24,7 +34,7 @@ def rotate(
 
     Args:
         keys: before rotation.
-        cos: of each position and channel, times what the model scales it with.
+        cos: of each position, as the model gives it, its scale in it.
         sin: likewise.
         rotation: which channels are pairs.
     """
@@ -55,13 +65,15 @@ def rotate_back(
 
 
 def _by_channel(angles: Tensor, rotation: Rotation) -> Tensor:
-    if rotation != "pairs of halves":
-        return angles
-    return angles[..., : angles.shape[-1] // 2].repeat_interleave(2, -1)
+    if rotation == "halves, short":
+        return torch.cat([angles, angles], -1)
+    if rotation == "pairs of halves":
+        return angles[..., : angles.shape[-1] // 2].repeat_interleave(2, -1)
+    return angles
 
 
 def _turned(keys: Tensor, rotation: Rotation) -> Tensor:
-    if rotation == "halves":
+    if rotation in ("halves", "halves, short"):
         first, second = keys.chunk(2, -1)
         return torch.cat([-second, first], -1)
     return torch.stack([-keys[..., 1::2], keys[..., ::2]], -1).flatten(-2)
