@@ -200,6 +200,14 @@ def ids() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(1))}
 
 
+def redundant() -> nn.Module:
+    """A head that nothing reads."""
+    model = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.output.dense.weight[:, :8] = 0
+    return model
+
+
 def drowned() -> tuple[nn.Module, dict[str, Tensor]]:
     model, batch = bert(), ids()
     skips = rw.add_lambda_skip(model)
@@ -294,6 +302,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "TWINS": (designed, tokens),
     "ABOVE_NULL": (designed, tokens),
     "BELOW_NULL": (lambda: designed(causal=True), tokens),
+    "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
     "UNSEEN": (Unseen, tokens),
 }
@@ -328,7 +337,7 @@ def run(command: str, model: nn.Module, folder: Path) -> None:
 def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
     made, inputs = CASES[case]
     model, batch = made(), inputs()
-    audit = rw.audit(model, [batch])
+    audit = rw.audit(model, [batch], worth=case == "REMOVABLE")
     if " " in case:
         audit = rw.advise(audit, model, batch)
     said = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}

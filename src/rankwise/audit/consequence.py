@@ -53,8 +53,7 @@ def removable(worth: WorthRecord) -> Iterator[Finding]:
         evidence={"heads": count, "cost": found.cost, "relative": found.relative, "loss": found.loss},
         meaning=f"Removing {heads} costs {share_words(worth, found.cost)}, by a run without them on this "
         "audit's batches.",
-        remedy="rankwise.worth.cost_of_removal(model, other_batches, [rankwise.worth.HeadPlace("
-        "**head.model_dump()) for head in audit.worth.removable.heads])",
+        remedy=f"rankwise compress MODEL --parts heads --tolerance {found.tolerance:g} --text TEXT --out DIR",
     )
 
 
