@@ -390,10 +390,25 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = 
 @pytest.mark.parametrize(
     ("options", "loads"),
     [
-        ((), {"revision": None, "dtype": "auto", "device": "cpu", "trust_remote_code": False}),
+        (
+            (),
+            {
+                "revision": None,
+                "dtype": "auto",
+                "device": "cpu",
+                "trust_remote_code": False,
+                "tokenizer": None,
+            },
+        ),
         (
             ("--revision", "v1", "--dtype", "float16", "--device", "cuda:1", "--trust-remote-code"),
-            {"revision": "v1", "dtype": "float16", "device": "cuda:1", "trust_remote_code": True},
+            {
+                "revision": "v1",
+                "dtype": "float16",
+                "device": "cuda:1",
+                "trust_remote_code": True,
+                "tokenizer": None,
+            },
         ),
     ],
     ids=["defaults", "all"],
