@@ -333,6 +333,20 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> No
     assert 0.5 < done.latent_curves[0].points[1].output_kl / predicted < 2.5  # to second order
 
 
+def test_a_cached_prompt_is_copied_and_belongs_to_its_model() -> None:
+    model, batch = llama(), ids(2, 12)
+    rw.compress(model, [ids(8, 30)], keep=0.4, **QUICK)
+    whole, tail = logits(model, batch), batch["input_ids"][:, 6:]
+    with torch.no_grad():
+        cache = model(batch["input_ids"][:, :6], use_cache=True).past_key_values
+        for _ in range(2):  # the prompt stays as it is
+            again = model(tail, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+            assert torch.allclose(again, whole[:, 6:], atol=1e-4 * float(whole.abs().max()))
+        assert cache.get_seq_length() == 6
+        with pytest.raises(CompressionError, match="this model filled"):
+            copy.deepcopy(model)(tail, past_key_values=cache, use_cache=True)
+
+
 def test_low_rank_adapters_train_and_merge() -> None:
     peft = pytest.importorskip("peft")
     model, batch = qwen3(), ids(2, 12)

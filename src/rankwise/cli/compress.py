@@ -24,6 +24,8 @@ is done.
 
   rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibrate 200
 
+  rankwise compress ./my-llama --text book.txt --keep 0.25 --parts kv
+
   rankwise compress ./my-vit --images photos/ --width 16
 """
 

@@ -1,5 +1,6 @@
 """A cache layer of transformers that keeps latents; imported where there is a cache."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise.compression.latent import Latent
 from rankwise.compression.latent_hook import LatentReader, positions_of
+from rankwise.errors import CompressionError
 
 
 class LatentCache(DynamicLayer):
@@ -35,6 +37,14 @@ class LatentCache(DynamicLayer):
         self.values = torch.empty(batch, 1, 0, int(bool(layer.rotary)), dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LatentCache":
+        """A copy of what is kept, read by the same modules: a prompt can be cached once and gone on from."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        if self.is_initialized:
+            other.keys, other.values = self.keys.clone(), self.values.clone()
+        return other
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -43,7 +53,13 @@ class LatentCache(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
         new = self.latent.value
-        assert new is not None, "the projection of keys ran before"
+        if new is None:  # the hook of another model's layer waits for tokens
+            raise CompressionError(
+                "the cache",
+                wanted="one that this model filled",
+                got="latents of another model, or of a copy of it",
+                fix="Give each model a cache of its own.",
+            )
         old, places = self.keys[:, 0], self.values[:, 0]
         self.keys = torch.cat([self.keys, new.to(self.dtype)[:, None]], dim=-2)
         if self.values.shape[-1]:
