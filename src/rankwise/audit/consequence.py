@@ -26,7 +26,7 @@ def with_consequence(finding: Finding, heads: Sequence[HeadRecord], worth: Worth
     if finding.code in OF_ONE_HEAD:
         return _of_one(finding, _worth_at(finding.where, finding.where.head, heads), worth)
     if finding.code in OF_RANKS:
-        spoken = finding.heads or [finding.where.head]
+        spoken: Sequence[int | None] = finding.heads or [finding.where.head]
         return _of_many(finding, [_worth_at(finding.where, head, heads) for head in spoken], worth)
     if finding.code == "TWINS":
         other = finding.evidence.get("nearest_head", math.nan)
