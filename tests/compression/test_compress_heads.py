@@ -274,3 +274,38 @@ def test_it_compiles() -> None:
     expected = output(model, batch)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.allclose(output(compiled, batch), expected, atol=1e3 * EPS * float(expected.abs().max()))
+
+
+GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1,
+    "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+}  # fmt: skip
+DISTIL: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
+    "Gemma2": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
+    "Falcon": ("ForCausalLM", {**SIZES, "alibi": False, "multi_query": True}),
+    "GPTJ": ("ForCausalLM", {**GPT, "rotary_dim": 4}),
+    "DistilBert": ("Model", DISTIL),
+    "Albert": ("Model", {**SIZES, "embedding_size": 16}),
+    "Bart": ("Model", BART),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_pass_the_trial(name: str) -> None:
+    torch.manual_seed(0)
+    ending, sizes = OTHERS[name]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = sharpened(getattr(transformers, f"{name}{ending}")(config))
+    batch = ids(2, 12)
+    if name == "Bart":
+        batch["decoder_input_ids"] = ids(2, 9, seed=3)["input_ids"]
+    sites, reasons = removable_sites(model, batch)
+    assert not reasons
+    assert len(sites) == {"Albert": 1, "Bart": 3}.get(name, 2)
+    expected = removed(model, batch, [{0}] * len(sites))
+    got = output(model, batch)
+    assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))

@@ -12,7 +12,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import compress, save_compressed
-from rankwise.compression.rotary import _swap, _usable
+from rankwise.compression.rotary import _usable, pair_swap
 from rankwise.compression.rotary_data import rotary_divergence, see_rotary
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_pairs import along, greedy, kept_factors, rows_of, units_of, whole_factors
@@ -52,7 +52,7 @@ def test_at_full_width_nothing_changes(family: str) -> None:
     found, _ = _usable(model, batch)
     assert len(found) == 2
     layers = see_rotary(model, found, [batch], lambda what: None)
-    swap = _swap(model, [(layer.found, whole_factors(layer)) for layer in layers])
+    swap = pair_swap(model, [(layer.found, whole_factors(layer)) for layer in layers])
     swap.put_in()
     # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
     assert torch.allclose(output(model, batch), before, atol=1e5 * EPS * float(before.abs().max()))
@@ -149,6 +149,23 @@ def test_the_order_of_key_heads_does_not_matter() -> None:
     assert torch.allclose(output(model, batch), output(turned, batch), atol=1e-4)
 
 
+def test_padding_counts_for_nothing() -> None:
+    made, plain = FAMILIES["llama, grouped"], ids(6, 30)
+    batch = {"input_ids": plain["input_ids"], "attention_mask": torch.ones(6, 30, dtype=torch.long)}
+    done = compress(made(), [plain], keep=0.5, **QUICK)
+    again = compress(made(), [batch], keep=0.5, **QUICK)
+    assert [head.width for head in again.heads] == [head.width for head in done.heads]
+    assert again.kl == pytest.approx(done.kl, rel=1e-4)
+    batch["attention_mask"][0, 20:] = 0
+    before = compress(made(), [batch], keep=0.5, **QUICK)
+    batch["input_ids"] = batch["input_ids"].clone()
+    batch["input_ids"][0, 20:] = 7
+    after = compress(made(), [batch], keep=0.5, **QUICK)
+    assert before.tokens == 6 * 30 - 10
+    assert [head.width for head in after.heads] == [head.width for head in before.heads]
+    assert after.kl == pytest.approx(before.kl, rel=1e-4)
+
+
 def test_calibration_lowers_attention_kl_on_other_tokens() -> None:
     batches, held_out = [ids(8, 30, seed) for seed in range(3)], [ids(8, 30, 9)]
     made = FAMILIES["llama, grouped"]
@@ -181,6 +198,15 @@ def test_families_that_cannot_are_refused_and_stay(model: Callable[[], nn.Module
     with pytest.raises(CompressionError, match=said):
         compress(one, [batch], keep=0.5, **QUICK)
     assert torch.equal(output(one, batch), before)
+
+
+@pytest.mark.parametrize("part", ["rotary", "heads"])
+def test_nan_is_refused_by_name(part: str) -> None:
+    model = FAMILIES["llama, grouped"]()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
+    with pytest.raises(CompressionError, match=r"layers\.1\.self_attn.*NaN"):
+        compress(model, [ids()], keep=0.5, time=False, nulls=False, parts=(part,))
 
 
 def test_requests_that_fit_nothing() -> None:

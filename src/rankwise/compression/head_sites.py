@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
 from rankwise.compression.narrow import runs_of
-from rankwise.compression.projections import CLOSE, Projection, find_projection, linear_parts, names_below
+from rankwise.compression.projections import (
+    CLOSE,
+    Projection,
+    each_once,
+    find_projection,
+    linear_parts,
+    names_below,
+)
 from rankwise.compression.removed_heads import CutLinear, RemovedHeads
 from rankwise.operators import SoftmaxMixing
 from rankwise.running import run_model
@@ -141,12 +148,15 @@ def _site(
         return f"its mixing is {site.kind}: only heads of softmax attention are removed"
     if site.values is None or site.output is None:
         return "what its heads give is not seen"
+    if not bool(site.output.isfinite().all()):
+        return "what its heads give holds NaN or infinity"
     into = _reader(site, inputs)
     if into is None:
         return "what its heads give is the input of no linear layer: a norm, a gate or a fused module follows"
     near = {name: outputs[name] for name in names_below(list(outputs), site.name) if name != into}
-    values = _each_once(site.values)
-    value = find_projection(values, near)
+    values = each_once(site.values)
+    batch, tokens = values.shape[0], values.shape[2]
+    value = find_projection(values, {n: one for n, one in near.items() if one.shape[:2] == (batch, tokens)})
     if value is None:
         return "its values are the output of no linear layer"
     heads, value_heads = site.output.shape[1], values.shape[1]
@@ -161,17 +171,6 @@ def _site(
         return f"{value.module!r} holds more than queries, keys and values, in an order that is not known"
     own = {name: sizes[name] for name in made}
     return HeadSite(site.name, heads, value_heads, site.values.shape[-1], made, own, into)
-
-
-def _each_once(values: Float[Tensor, "B H S V"]) -> Float[Tensor, "B G S V"]:
-    """Value heads without the copies that some attention code makes of them, one for each query head."""
-    heads = values.shape[1]
-    for group in range(heads, 1, -1):
-        if heads % group == 0:
-            grouped = values.unflatten(1, (-1, group))
-            if bool((grouped == grouped[:, :, :1]).all()):
-                return grouped[:, :, 0]
-    return values
 
 
 def _makers(

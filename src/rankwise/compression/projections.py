@@ -95,6 +95,21 @@ def _factor(heads: Tensor, candidate: Tensor, dtype: torch.dtype) -> float | Non
     return 1.0 if abs(factor - 1) < 1e-9 else factor
 
 
+def each_once(heads: Float[Tensor, "B H S K"]) -> Float[Tensor, "B G S K"]:
+    """Key or value heads without the copies that some attention code makes of them, one for each query head.
+
+    Args:
+        heads: as attention got them.
+    """
+    count = heads.shape[1]
+    for group in range(count, 1, -1):
+        if count % group == 0:
+            grouped = heads.unflatten(1, (-1, group))
+            if bool((grouped == grouped[:, :, :1]).all()):
+                return grouped[:, :, 0]
+    return heads
+
+
 def names_below(names: Sequence[str], site: str) -> list[str]:
     """Names inside a module, else those inside the module around it.
 

@@ -49,7 +49,7 @@ def compress_rotary(job: Job) -> PartResult:
     for layer, whole in zip(layers, wholes, strict=True):
         with _naming(layer):
             orders.append(_orders(layer, whole, job))
-    widths = _widths(job, layers, orders)
+    widths = pair_widths(job, layers, orders)
     plan: list[tuple[SeenRotary, PairFactors]] = []
     heads: list[HeadWidth] = []
     complete = True
@@ -61,7 +61,7 @@ def compress_rotary(job: Job) -> PartResult:
                 factors, after, complete = _calibrated(layer, factors, before, job)
         plan.append((layer, factors))
         heads += [_record(layer, head, own[head], before[head], after[head]) for head in range(len(own))]
-    swap = _swap(job.model, [(layer.found, factors) for layer, factors in plan])
+    swap = pair_swap(job.model, [(layer.found, factors) for layer, factors in plan])
     figures = see_rotary(job.model, [layer.found for layer in layers], job.figures, job.on_step)
     kl = {
         seen.found.name: float(rotary_divergence(seen.samples, factors).mean())
@@ -91,6 +91,13 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer], dict[str, 
     found, reasons = find_rotary_layers(model, batch)
     short = moved(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)
+    if not bool(before.isfinite().all()):
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted="finite outputs",
+            got="; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "NaN or infinity",
+            fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
+        )
     bound = torch.finfo(before.dtype).eps ** 0.5
     if found and not _same_when_turned(model, found, short, before, bound):
         for one in list(found):
@@ -118,7 +125,7 @@ def _same_when_turned(
         turns = torch.stack([_turn(one, generator) for _ in range(one.key_heads)])
         every = [list(range(one.width))] * one.key_heads
         plan.append((one, PairFactors(turns.repeat_interleave(one.groups, 0), turns, every)))
-    swap = _swap(model, plan, cache=False)
+    swap = pair_swap(model, plan, cache=False)
     swap.put_in()
     try:
         return relative_error(main_output(model, batch), before) <= bound
@@ -172,8 +179,14 @@ def _orders(layer: SeenRotary, whole: PairFactors, job: Job) -> list[Order]:
     ]
 
 
-def _widths(job: Job, layers: list[SeenRotary], orders: list[list[Order]]) -> list[list[int]]:
-    """Of each key head, out of those its units give: fewer channels under a budget, more for a tolerance."""
+def pair_widths(job: Job, layers: list[SeenRotary], orders: list[list[Order]]) -> list[list[int]]:
+    """Widths of each key head, out of those its units give: fewer under a budget, more for a tolerance.
+
+    Args:
+        job: what to do.
+        layers: what the layers saw.
+        orders: how the units of each key head go.
+    """
     every = [order for own in orders for order in own]
     curves = [(order.widths, order.losses) for order in every]
     if job.tolerance is not None:
@@ -214,7 +227,14 @@ def _by_key(layer: SeenRotary, factors: PairFactors) -> list[float]:
     return by_key
 
 
-def _swap(model: nn.Module, plan: list[tuple[RotaryLayer, PairFactors]], cache: bool = True) -> Swap:
+def pair_swap(model: nn.Module, plan: list[tuple[RotaryLayer, PairFactors]], cache: bool = True) -> Swap:
+    """Projections and caches with the pairs that are left, not yet put in.
+
+    Args:
+        model: the model.
+        plan: layers and their factors.
+        cache: whether caches are to keep narrow keys.
+    """
     changes: dict[str, list[HeadFactors]] = {}
     for found, factors in plan:
         for side, own, groups in (

@@ -95,7 +95,9 @@ def _add(layer: SeenRotary, site: MixerSite, query: Tensor, key: Tensor) -> None
     operator = site.operator
     assert isinstance(operator, SoftmaxMixing)
     layer.broken |= not bool(query.isfinite().all() and key.isfinite().all())
-    rotation, _ = fitted(layer.found.pairs.to(query.device), [query, key], [operator.query, operator.key])
+    copies = operator.key.shape[1] // layer.found.key_heads  # some code repeats keys, one for each query head
+    after = [operator.query, operator.key[:, ::copies]]
+    rotation, _ = fitted(layer.found.pairs.to(query.device), [query, key], after)
     rows = query.transpose(1, 2)[site.valid_tokens].double()
     columns = key.transpose(1, 2)[site.valid_sources].double()
     by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()

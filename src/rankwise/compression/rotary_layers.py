@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
 from rankwise.compression.layers import linear_outputs
-from rankwise.compression.projections import Projection, head_layouts, names_below
+from rankwise.compression.projections import Projection, each_once, head_layouts, names_below
 from rankwise.operators import SoftmaxMixing
 from rankwise.running import device_of, first_sequences, moved, run_model
 
@@ -145,12 +145,13 @@ def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> RotaryLayer | 
         return "its queries and keys come from different sequences"
     if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
         return "its queries or keys hold NaN or infinity"
-    query, key = _of_equal_norms(operator.query, outputs), _of_equal_norms(operator.key, outputs)
+    keys = each_once(operator.key)
+    query, key = _of_equal_norms(operator.query, outputs), _of_equal_norms(keys, outputs)
     bound = FIT * torch.finfo(operator.query.dtype).eps
     for q in query:
         for k in key:
             before = [side_of(outputs[one.module], one) for one in (q, k)]
-            pairs = _pairs(before, [operator.query, operator.key], bound)
+            pairs = _pairs(before, [operator.query, keys], bound)
             if pairs is not None:
                 return RotaryLayer(site.name, site.stack, site.layer, q, k, pairs)
     return NO_ROTATION
