@@ -110,3 +110,12 @@ def test_data_that_cannot_be_used_is_named(run: Run) -> None:
     assert "--text and --images" in str(both.exception)
     short = run("own.py:build", "--text", "short.txt", "--tokens", 32)
     assert "longer text" in str(short.exception)
+
+
+def test_where_nothing_can_go_the_tables_are_shown_and_nothing_is_written(run: Run) -> None:
+    done = run("own.py:build", "--parts", "heads", "--keep", 0.99, "--no-time", "--out", "less")
+    assert done.exit_code == 1
+    assert "0 of" in words(done)
+    assert "0 of 8 heads removed" in words(done)
+    assert "Raise --tolerance" in str(done.exception)
+    assert not Path("less/model.safetensors").exists()

@@ -64,6 +64,8 @@ def command(
     """Compress a model; see `HELP`."""
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress
     from rankwise.compression import compress, compress_qk, save_compressed
+    from rankwise.compression.structure import structure_of
+    from rankwise.errors import CompressionError
     from rankwise.subjects import load_subject
 
     names = tuple(name.strip() for name in parts.split(",") if name.strip())
@@ -102,6 +104,14 @@ def command(
     config: Any = getattr(subject.model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = True  # it was off while whole texts ran
+    if not structure_of(subject.model).changes:
+        _show(record, [])
+        raise CompressionError(
+            f"model {subject.name}",
+            wanted="something that can go",
+            got="nothing, at what was asked for",
+            fix="Raise --tolerance, lower --keep, or choose other --parts. Nothing was written.",
+        )
     save_compressed(subject.model, out, record)
     _copy_tokenizer(subject, out)
     page = record.to_html(out / "index.html")
@@ -194,6 +204,7 @@ def _show(record: "Compression", written: list[Path]) -> None:
             console.print()
         for note in record.notes:
             console.print(line(("Note: ", "bold"), note, separator=""))
-        for kind, path in zip(("model", "page"), written, strict=True):
+        for kind, path in zip(("model", "page"), written, strict=False):
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
-        console.print(next_steps(record), highlight=False, markup=False, soft_wrap=True)
+        if written:
+            console.print(next_steps(record), highlight=False, markup=False, soft_wrap=True)
