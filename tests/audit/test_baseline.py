@@ -16,6 +16,7 @@ import rankwise as rw
 from rankwise.audit import AuditError, BaselineSettings, FreshWeightsError, fresh_copies, fresh_weights
 from rankwise.audit.baseline_numbers import _at
 from rankwise.audit.findings import beyond_null
+from rankwise.audit.tables import flat_rows
 from rankwise.errors import InputError, RankwiseError
 from rankwise.measures.quadrature import t_quantile
 
@@ -62,6 +63,7 @@ def test_numbers_are_those_of_audits_by_hand() -> None:
         assert head.baseline.spread["effective_rank"] == pytest.approx(spread, rel=1e-12)
         assert head.fresh_effective_rank == head.baseline.mean["effective_rank"]
         assert head.fresh_numerical_rank == head.baseline.mean["numerical_rank"]
+        assert not [name for name in flat_rows([head])[0] if name.startswith("fresh_")]  # the same again
         spectra = np.mean([one.heads[at].spectrum for one in fresh], axis=0)
         np.testing.assert_allclose(head.baseline.spectrum, spectra, rtol=1e-12)
         assert [point.delta for point in head.baseline.band] == [point.delta for point in head.band]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes.families import nano_gpt
 from tests.report import samples
+from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.audit import Comparison, History, in_order
@@ -77,6 +78,13 @@ def test_two_audits_are_a_comparison_and_more_a_history() -> None:
     assert isinstance(history, History)
     assert (history.steps, history.counted) == ([0, 1, 2], True)
     assert history.comparison.model_dump_json() == rw.compare(one, three).model_dump_json()
+
+
+def test_what_is_no_audit_is_not_compared() -> None:
+    audit = of("encoder")
+    for others in (("run/audit.json",), (Path("run"), audit), (audit, {"heads": []})):
+        with unchecked(), pytest.raises(InputError, match=r"audit [23] of `compare`: .*rw\.Audit\.load"):
+            rw.compare(audit, *others)
 
 
 def test_models_named_by_steps_are_ordered_by_them() -> None:

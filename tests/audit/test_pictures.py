@@ -15,10 +15,12 @@ import rankwise as rw
 from rankwise.audit import MatrixPicture, chosen_heads
 from rankwise.audit.findings import find
 from rankwise.audit.pictures import block_averages
+from rankwise.audit.records import AuditRecord
 from rankwise.audit.token_names import TokenNames, commonest, peak_name
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing, LinearAttentionMixing, PartMixing, SoftmaxMixing
+from rankwise.report.page import page_context
 
 
 class Words:
@@ -168,6 +170,15 @@ def test_the_peak_of_a_head_is_named_without_padding() -> None:
     site = MixerSite("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
     names = TokenNames(Words()).peaks(site, {"input_ids": torch.tensor([[9, 1, 2, 3]])}, [[1]])
     assert names == [[["w2, token 1", "token 1", "w2"]]]
+
+
+@pytest.mark.parametrize(("mass", "named"), [(0.5, "[CLS]"), (0.49, ""), (0.02, ""), (float("nan"), "")])
+def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass: float, named: str) -> None:
+    (head,) = samples.grid(1, 1, peak_token="[CLS]", peak_mass=mass)
+    about = samples.provenance()
+    audit = AuditRecord(provenance=about, heads=[head], layers=[], findings=[])
+    peak = page_context(audit)["data"]["heads"]["peak_token"]
+    assert peak["words"][peak["of"][0]] == head.named_peak == named
 
 
 def test_a_sink_names_its_token_and_how_often() -> None:

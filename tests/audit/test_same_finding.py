@@ -9,6 +9,8 @@ from tests.audit.bands import band
 from rankwise.audit import HeadRecord, LayerRecord, Provenance, Unseen, compare
 from rankwise.audit.findings import find
 from rankwise.audit.records import AuditRecord
+from rankwise.audit.worth_records import Removable, RemovableHead, WorthRecord
+from rankwise.report.comparison import finding_words
 
 USUAL: dict[str, Any] = {
     "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full",
@@ -126,7 +128,9 @@ def states(*relative: float) -> list[LayerRecord]:
 
 def outcomes(before: AuditRecord, after: AuditRecord) -> list[str]:
     """In words; the reverse has the opposite ones."""
-    opposite = {"new": "gone", "gone": "new", "worse": "better", "better": "worse", "unchanged": "unchanged"}
+    opposite = {"new": "gone", "gone": "new", "worse": "better", "better": "worse"} | {
+        same: same for same in ("changed", "unchanged")
+    }
     there, back = compare(before, after).findings, compare(after, before).findings
     said = [one.outcome for one in there]
     assert sorted(opposite[one.outcome] for one in back) == sorted(said)
@@ -211,3 +215,33 @@ def test_an_audit_holds_nothing_new_against_itself_in_any_order() -> None:
     one = audit(heads(*[{"numerical_rank": 3 + at, "peak_mass": 0.95 - at / 100} for at in range(4)]))
     for first, second in pairwise([one, one.model_copy(update={"findings": one.findings[::-1]}), one]):
         assert came_and_went(first, second) == ([], [])
+
+
+def removable(*places: tuple[int, int]) -> AuditRecord:
+    """An audit whose heads at these layers and numbers can go together, the cheapest first."""
+    gone = [
+        RemovableHead(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places
+    ]
+    joint = Removable(
+        heads=gone, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, order="estimate", runs=3
+    )
+    worth = WorthRecord(
+        loss="next tokens", unit="nats per token", value=2, sequences=2, counted=64, removal="zero",
+        probes=8, seed=0, removable=joint,
+    )  # fmt: skip
+    one = audit(heads({}))
+    return one.model_copy(update={"worth": worth, "findings": find(one.heads, [], [], worth)})
+
+
+def test_heads_that_can_go_are_one_finding_whichever_is_the_cheapest() -> None:
+    before, after = removable((0, 1), (3, 2)), removable((3, 2), (0, 1))
+    assert before.findings[0].where != after.findings[0].where
+    assert outcomes(before, after) == ["unchanged"]
+    assert came_and_went(removable((0, 1)), audit(heads({})))[0] == ["REMOVABLE h layer 0 head 1"]
+
+
+def test_more_heads_that_can_go_are_neither_worse_nor_better() -> None:
+    [change] = compare(removable((0, 1)), removable((3, 2), (0, 1))).findings
+    assert (change.outcome, change.numbers) == ("changed", ("heads", 1, 2))
+    assert finding_words(change) == "REMOVABLE, heads 1 → 2"
+    assert not compare(removable((0, 1)), removable((3, 2), (0, 1))).is_empty

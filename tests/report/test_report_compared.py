@@ -13,6 +13,7 @@ from tests.report import samples
 import rankwise as rw
 from rankwise.audit import History
 from rankwise.audit.records import AuditRecord
+from rankwise.audit.steps import steps_of
 from rankwise.report import comparison_page, render_history
 from rankwise.report.comparison_page import comparison_context, difference_maps
 from rankwise.report.history_page import finding_rows, history_context
@@ -167,5 +168,17 @@ def test_fifty_audits_are_fifty_rows_on_the_console(width: int) -> None:
     render_history(history_of(50), Console(file=file, width=width))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert sum(line.startswith("step-") for line in lines) == 50
+    steps = [int(first) for line in lines if line.strip() and (first := line.split()[0]).isdigit()]
+    assert steps == history_of(50).steps
     assert len(lines) < 60
+
+
+@pytest.mark.parametrize("names", [["checkpoint-500", "checkpoint-100000"], ["a-model", "another"]])
+def test_rows_of_a_history_are_whole_on_eighty_columns(names: list[str]) -> None:
+    file = io.StringIO()
+    render_history(History.of([samples.encoder()] * 2, names), Console(file=file, width=80))
+    header, *rows = file.getvalue().split("\n")[3:][:-1]
+    assert header.split()[-1] == "findings"
+    steps = steps_of(names)
+    firsts = [name if steps is None else str(steps[at]) for at, name in enumerate(names)]
+    assert [row.split()[0] for row in rows if row.strip("─ ")] == firsts

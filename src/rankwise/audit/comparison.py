@@ -56,7 +56,7 @@ class Comparison(Record):
     changes: list[Change] = Field(default_factory=list)
     """The largest first."""
     findings: list[FindingChange] = Field(default_factory=list)
-    """What became of each: new, worse, better, unchanged, gone, in this order."""
+    """What became of each: new, worse, better, changed, unchanged, gone, in this order."""
     matched: list[Place] = Field(default_factory=list)
     """Where the heads are that both audits hold, in the second."""
     only_before: list[Place] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What became of each finding from one audit to another: unchanged, better, worse, gone or new."""
+"""What became of each finding from one audit to another: unchanged, changed, better, worse, gone or new."""
 
 import math
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from typing import Literal
 
 from rankwise.audit.fields import Record
 from rankwise.audit.records import SEVERITY_ORDER, AuditRecord, Finding, HeadRecord, LayerRecord
-from rankwise.audit.same_finding import paired_findings
+from rankwise.audit.same_finding import OF_THE_MODEL, paired_findings
 
-Outcome = Literal["new", "worse", "better", "unchanged", "gone"]
-OUTCOMES: tuple[Outcome, ...] = ("new", "worse", "better", "unchanged", "gone")
+Outcome = Literal["new", "worse", "better", "changed", "unchanged", "gone"]
+OUTCOMES: tuple[Outcome, ...] = ("new", "worse", "better", "changed", "unchanged", "gone")
 
 RESTS_ON = {
     "COLLAPSE": ("relative_collapse_lowest", -1),
@@ -22,8 +22,10 @@ RESTS_ON = {
     "BELOW_NULL": ("heads", 1),
     "NONFINITE": ("heads", 1),
     "UNSEEN": ("modules", 1),
+    "REMOVABLE": ("heads", 0),
 }
-"""The number that a finding stands or falls by, and the way in which it says more."""
+"""The number that a finding stands or falls by, and the way in which it says more; 0 where neither way does:
+heads that can be spared are room for compression and no fault."""
 MEASURED = {"relative_collapse_lowest": "relative_collapse"}
 """The measure that a piece of evidence is one of, where the names differ."""
 ERRORS = 2.0
@@ -36,7 +38,8 @@ class FindingChange(Record):
     outcome: Outcome
     """``worse``: the same is said, and graver, earlier in the stack, of more heads, or by a number that is
     farther beyond its threshold, by more than two standard errors over the sequences; ``better`` the other
-    way. It speaks of the finding, not of what the model is worth."""
+    way; ``changed``: its number is another, and neither way is worse. It speaks of the finding, not of what
+    the model is worth."""
     before: Finding | None = None
     after: Finding | None = None
 
@@ -77,13 +80,18 @@ def _outcome(old: Finding | None, new: Finding | None, before: AuditRecord, afte
     if new is None:
         return "gone"
     more = _more(old, new, before, after)
-    return "worse" if more > 0 else "better" if more < 0 else "unchanged"
+    if more:
+        return "worse" if more > 0 else "better"
+    name, way = RESTS_ON.get(new.code, ("", 0))
+    moved = bool(name) and not way and old.evidence.get(name) != new.evidence.get(name)
+    return "changed" if moved else "unchanged"
 
 
 def _more(old: Finding, new: Finding, before: AuditRecord, after: AuditRecord) -> float:
     """Above 0 where the second says more than the first, below it where less, 0 where the same."""
     graver = SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity]
-    earlier = (old.where.layer or 0) - (new.where.layer or 0)  # differs for findings of a stack alone
+    of_the_model = new.code in OF_THE_MODEL
+    earlier = 0 if of_the_model else (old.where.layer or 0) - (new.where.layer or 0)  # of a stack alone
     if graver or earlier:
         return float(graver or earlier)
     name, way = RESTS_ON.get(new.code, ("", 0))

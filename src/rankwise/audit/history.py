@@ -290,6 +290,9 @@ def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comp
     Returns:
         Of two audits the differences, `Comparison.is_empty` where there are none; of more a `History`.
 
+    Raises:
+        InputError: if one of them is no audit, such as the path of one.
+
     Examples:
         >>> from rankwise.audit.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
@@ -299,4 +302,12 @@ def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comp
         >>> compare(audit, audit, audit)
         History(3 audits, 'm' to 'm')
     """
+    for number, one in enumerate((before, after, *more), 1):
+        if not isinstance(one, AuditRecord):
+            raise InputError(
+                f"audit {number} of `compare`",
+                wanted="an audit",
+                got=repr(one) if isinstance(one, str | Path) else type(one).__name__,
+                fix="Read a saved one with `rw.Audit.load(path)`.",
+            )
     return History.of([before, after, *more]) if more else compare_two(before, after)

@@ -89,7 +89,7 @@ class Measured(NamedTuple):
     maps: list[list[float]]
     """Memberships of the tokens in each head, where the mixer has such."""
     peaks: list[int]
-    """The column that takes most of the rows of each head, padding not counted; −1 where there is none."""
+    """The column with the largest mean share of a row of each head, padding not counted; −1 for none."""
 
 
 class HeadsAtHand(NamedTuple):

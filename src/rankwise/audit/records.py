@@ -15,6 +15,9 @@ SCHEMA_VERSION = 2
 """Raised whenever a field changes its meaning; `Audit.load` refuses what it does not know."""
 
 Severity = Literal["info", "warning", "error"]
+PEAK_MASS = 0.5
+"""Share of all weight from which a token is said to be where rows look: the others share less than it has."""
+
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -117,8 +120,9 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     The random vectors of an estimate are the same for all sequences: errors do not average out.
     """
     peak_token: str = ""
-    """The token that most of the rows look at, by what most sequences have in common: its text, where a
-    tokenizer was given, and its place. Its share is ``peak_mass``."""
+    """The token with the largest mean share of a row, by what most sequences have in common: its text, where
+    a tokenizer was given, and its place. That share is ``peak_mass``: where it is small, other tokens have
+    nearly as much, and single rows may look elsewhere (`named_peak`)."""
     peak_token_sequences: Count = 0
     """How many sequences have it there."""
     picture: MatrixPicture | None = None
@@ -148,6 +152,15 @@ class HeadRecord(HeadMeasures, HeadOrigin):
         if grid is not None and grid[0] * grid[1] != len(self.membership_map):
             raise ValueError(f"membership_grid {grid} should hold {len(self.membership_map)} tokens")
         return self
+
+    @property
+    def named_peak(self) -> str:
+        """``peak_token`` where it gets at least half of all weight, `PEAK_MASS`: no other token has more.
+
+        Below that there may be no token that rows look at most: of a head that looks at the token before, the
+        largest mean share is little above 1/S.
+        """
+        return self.peak_token if self.peak_mass >= PEAK_MASS else ""
 
     @property
     def least_rank(self) -> float:

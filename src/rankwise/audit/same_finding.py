@@ -10,6 +10,8 @@ OF_A_SITE = ("ABOVE_NULL", "BELOW_NULL", "NONFINITE")
 """Codes that speak of all heads of a site and are placed at one of them, an example."""
 OF_A_STACK = ("COLLAPSE",)
 """Codes that speak of a stack from a layer on."""
+OF_THE_MODEL = ("REMOVABLE",)
+"""Codes that speak of a set of heads anywhere in the model and are placed at one of them."""
 
 Pair = tuple[Finding | None, Finding | None]
 
@@ -19,7 +21,8 @@ def paired_findings(before: AuditRecord, after: AuditRecord) -> list[Pair]:
 
     Two findings are one where code and place agree, whatever their numbers and severity. The place of a code
     `OF_A_SITE` is the site, of one `OF_A_STACK` the stack, of UNSEEN the class of the modules and the reason,
-    of TWINS a group of heads that are alike: of three such heads, which two are the nearest says nothing.
+    of TWINS a group of heads that are alike: of three such heads, which two are the nearest says nothing. A
+    code `OF_THE_MODEL` has no place: of two sets of removable heads, which head is the cheapest says nothing.
     Where a place has several findings of a code, as a module that runs twice in its block, they are paired
     in order.
 
@@ -94,6 +97,8 @@ def _identity(finding: Finding, modules: dict[str, tuple[str, str]]) -> Hashable
     where: Hashable = finding.where
     if finding.code in OF_A_SITE:
         where = finding.where.model_copy(update={"head": None})
+    elif finding.code in OF_THE_MODEL:
+        where = None
     elif finding.code in OF_A_STACK:
         where = finding.where.stack
     elif finding.code == "UNSEEN":

@@ -16,6 +16,9 @@ SUFFIXES = {"spread": "std", "stderr": "stderr"}
 """What is kept of a measure beside it: a field of the record, and the end of its column's name."""
 PACKED = ("picture",)
 """What is no number of its own, and no text that anybody reads."""
+COPIES = ("fresh_numerical_rank", "fresh_effective_rank", "removal_cost")
+"""Fields that repeat for maps what a record inside holds, whose own columns are in the table: the mean of a
+baseline, exact or estimated worth."""
 MEANS = {"mean": "", "std": "seed_std"}
 """What a baseline holds of each measure by its name; its ``std`` is over seeds."""
 _LISTS: tuple[type, ...] = (list, tuple, set)
@@ -28,7 +31,7 @@ def flat_rows(records: Sequence[BaseModel]) -> list[Row]:
 
     The standard deviation over sequences stands behind its measure as ``NAME_std``, a standard error as
     ``NAME_stderr``; the parts of a record inside as ``FIELD_NAME``, those of a place without ``where_``.
-    Lists (spectra, maps, thresholds) and pictures of matrices are left out.
+    Lists (spectra, maps, thresholds), pictures of matrices and `COPIES` are left out.
 
     Args:
         records: of one kind.
@@ -91,7 +94,7 @@ def flat_columns(of: type[BaseModel]) -> list[str]:
         if inside is not None:
             always = inside is field.annotation
             columns += [f"{_prefix(name)}{part}" for part in flat_columns(inside)] if always else []
-        elif not _holds(field.annotation, (dict, *_LISTS)):
+        elif name not in COPIES and not _holds(field.annotation, (dict, *_LISTS)):
             columns.append(name)
     return columns
 
@@ -122,7 +125,7 @@ def _fields(of: type[BaseModel]) -> dict[str, bool]:
     return {
         name: _record_in(field.annotation) is not None or _holds(field.annotation, _LISTS)
         for name, field in of.model_fields.items()
-        if name not in (*SUFFIXES, *PACKED)
+        if name not in (*SUFFIXES, *PACKED, *COPIES)
     }
 
 

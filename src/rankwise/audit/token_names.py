@@ -63,7 +63,7 @@ class TokenNames:
     def peaks(
         self, site: MixerSite, batch: Batch | None, columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Name the tokens that most of the rows look at, as `peak_name` does, for each sequence and head.
+        """Name the tokens with the largest mean share of a row, as `peak_name` does, by sequence and head.
 
         Args:
             site: the mixer.
@@ -120,7 +120,7 @@ def _fitting(ids: Ids | None, valid: Tensor) -> Ids | None:
 
 
 def peak_name(names: TokenNames, ids: Tensor | None, at: int, sources: int) -> list[str]:
-    """Names of the token that takes most of the rows, the most telling first: text and place, place, text.
+    """Names of the token with the largest share of the rows, the most telling first: both, place, text.
 
     Args:
         names: of tokens.

@@ -11,6 +11,7 @@ from rankwise.audit.finding_changes import OUTCOMES, FindingChange
 from rankwise.audit.layer_changes import LayerChange
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, shown
 from rankwise.audit.records import Place
+from rankwise.audit.same_finding import OF_THE_MODEL
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import count, model_name, plain, title
 
@@ -105,10 +106,11 @@ def finding_words(change: FindingChange) -> str:
         change: of one finding.
     """
     finding = change.finding
-    facts = [f"{finding.code} {finding.where}"]
+    facts = [finding.code if finding.code in OF_THE_MODEL else f"{finding.code} {finding.where}"]
     if change.before and change.after and change.before.severity != change.after.severity:
         facts.append(f"{change.before.severity} → {change.after.severity}")
-    if change.before and change.after and change.before.where.layer != change.after.where.layer:
+    moved = change.before and change.after and change.before.where.layer != change.after.where.layer
+    if moved and change.before and change.after and finding.code not in OF_THE_MODEL:
         facts.append(f"from layer {change.before.where.layer} → {change.after.where.layer}")
     if change.numbers is not None:
         name, old, new = change.numbers

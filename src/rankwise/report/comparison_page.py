@@ -22,6 +22,7 @@ _OUTCOMES = {
     "new": "Only in the second audit.",
     "worse": "Says more than before: graver, earlier, of more heads, or farther beyond its threshold.",
     "better": "Says less than before.",
+    "changed": "Its number is another; neither way is worse.",
     "unchanged": "The same, within two standard errors over the sequences.",
     "gone": "Only in the first audit.",
 }

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, Measure, shown
 from rankwise.audit.records import AuditRecord
+from rankwise.audit.steps import steps_of
 from rankwise.report.terminal import line, new_table, spelled_out
 from rankwise.report.text import SEVERITIES, count, mean, model_name, plain
 
@@ -32,19 +33,25 @@ def render_history(history: "History", console: Console | None = None) -> None:
         console: where to print; the standard output where there is none.
     """
     with spelled_out(console or Console()) as out:
-        said = f"{count(len(history), 'audit')}"
-        out.print(line(("Rankwise history", "bold"), said, separator="  "), overflow="fold")
+        said, names = count(len(history), "audit"), [plain(model_name(name)) for name in history.names]
+        between = f"{names[0]} to {names[-1]}" if len(names) > 1 else ""
+        out.print(line(("Rankwise history", "bold"), said, between, separator="  "), overflow="fold")
         facts = "means over all heads; states: at the end; findings: errors/warnings/notes"
         out.print(line((facts, "dim")), overflow="fold")
-        counts = [] if history.counted else [("step", True)]
+        told = not history.counted and steps_of(history.names) == history.steps  # then a step says it all
+        first = [("step", True)] if told else [("audit", False)]
+        counts = [] if told or history.counted else [("step", True)]
         measures = [(measure.console or measure.head.lower().replace(" ", "\n"), True) for measure in HEADS]
         measures += [(measure.console, True) for measure in STATES]
         longest = max((len(model_name(name)) for name in history.names), default=0)
-        table = new_table([("audit", False), *counts, ("heads", True), *measures, ("findings", True)])
-        table.columns[0].min_width = min(longest, _NAME)
+        table = new_table([*first, *counts, ("heads", True), *measures, ("findings", True)])
+        if not told:
+            table.columns[0].min_width = min(longest, _NAME)
+        who: Sequence[str | Text]
         for step, name, audit in zip(history.steps, history.names, history.audits, strict=True):
-            steps = [] if history.counted else [str(step)]
-            table.add_row(Text(plain(model_name(name))), *steps, *audit_words(audit))
+            called = Text(plain(model_name(name)))
+            who = [str(step)] if told else [called] if history.counted else [called, str(step)]
+            table.add_row(*who, *audit_words(audit))
         out.print(table)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.audit.layer_changes import LayerKey
 from rankwise.audit.measures import DRAWN, PICTURED, HeadMeasure, LayerMeasure
 from rankwise.audit.records import SEVERITY_ORDER, Finding
+from rankwise.audit.same_finding import OF_THE_MODEL
 from rankwise.files import write_whole
 from rankwise.report.charts import chart_script
 from rankwise.report.comparison_page import finding_groups
@@ -107,7 +108,7 @@ def _short(value: float) -> float | None:
 
 
 def finding_rows(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
-    """Findings by code and layer: for each audit the severity of the gravest there, or nothing.
+    """Findings by code and layer, those `OF_THE_MODEL` by code: for each audit the severity of the gravest there, or nothing.
 
     Args:
         findings: of each audit.
@@ -120,11 +121,12 @@ def finding_rows(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[
         for one in sorted(found, key=lambda finding: -SEVERITY_ORDER[finding.severity]):
             layer = -1 if one.where.layer is None else one.where.layer
             key = (one.code, one.where.stack or one.where.site, layer)
+            key = (one.code, "", -1) if one.code in OF_THE_MODEL else key
             rows.setdefault(key, {})[at] = SEVERITIES[one.severity][0]
     ordered = sorted(rows, key=lambda key: (len(rows[key]) == len(findings), key))
     return [
         (
-            " ".join([code, stack, *([f"layer {layer}"] if layer >= 0 else [])]),
+            " ".join([code, *([stack] if stack else []), *([f"layer {layer}"] if layer >= 0 else [])]),
             [rows[code, stack, layer].get(at, "") for at in range(len(findings))],
         )
         for code, stack, layer in ordered

@@ -216,7 +216,7 @@ def _head_names(heads: Sequence[HeadRecord], panels: Sequence[Panel]) -> dict[st
         "kind": _coded([head.kind for head in heads]),
         "mask": _coded([head.mask for head in heads]),
         "site": _coded([head.site for head in heads]),
-        "peak_token": _coded([head.peak_token for head in heads]),
+        "peak_token": _coded([head.named_peak for head in heads]),
     }
 
 
