@@ -58,6 +58,11 @@ def audited(home: Path) -> Result:
         return CliRunner().invoke(app, ["audit", *CHECKPOINTS, *map(str, DATA), "--out", "audits"])
 
 
+def rows_of(result: Result) -> list[list[str]]:
+    """Rows of the table of a history, which begin with a step."""
+    return [words for line in result.output.splitlines() if (words := line.split()) and words[0].isdigit()]
+
+
 def test_checkpoints_are_audited_in_the_order_of_their_steps(audited: Result, home: Path) -> None:
     assert audited.exit_code == 0, audited.output
     out = home / "audits"
@@ -74,8 +79,7 @@ def test_checkpoints_are_audited_in_the_order_of_their_steps(audited: Result, ho
     assert ranks == sorted(set(ranks))  # sharper attention, higher stable rank
     page = (out / "index.html").read_text()
     assert page.index('href="checkpoint-90/index.html"') < page.index('href="checkpoint-1000/index.html"')
-    rows = [line.split()[:2] for line in audited.output.splitlines() if line.startswith("checkpoint-")]
-    assert rows == [["checkpoint-90", "90"], ["checkpoint-200", "200"], ["checkpoint-1000", "1000"]]
+    assert [row[0] for row in rows_of(audited)] == ["90", "200", "1000"]
     with (out / "history.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["90"] * 4 + ["200"] * 4 + ["1000"] * 4
 
@@ -128,14 +132,12 @@ def test_ctrl_c_keeps_those_that_were_done(run: Run, home: Path, monkeypatch: py
 def test_a_folder_of_audits_is_compared_in_order(audited: Result, run: Run, home: Path) -> None:
     result = run("compare", "audits", "--out", "h.html", "--out", "h.csv")
     assert result.exit_code == 0, result.output
-    steps = [line.split()[1] for line in result.output.splitlines() if line.startswith("checkpoint-")]
-    assert steps == ["90", "200", "1000"]
+    assert [row[0] for row in rows_of(result)] == ["90", "200", "1000"]
+    assert "checkpoint-90 to checkpoint-1000" in result.output
     assert f"history: {home / 'h.html'}" in result.output
     assert (home / "h.csv").stat().st_size > 0
     same = run("compare", *sorted((home / "audits").glob("check*")))
-    assert [line for line in same.output.splitlines() if line.startswith("check")] == [
-        line for line in result.output.splitlines() if line.startswith("check")
-    ]
+    assert rows_of(same) == rows_of(result)
 
 
 def test_two_of_them_are_a_comparison_with_a_page(audited: Result, run: Run, home: Path) -> None:

@@ -108,7 +108,7 @@ def _short(value: float) -> float | None:
 
 
 def finding_rows(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
-    """Findings by code and layer, those `OF_THE_MODEL` by code: for each audit the severity of the gravest there, or nothing.
+    """Findings by code and layer, `OF_THE_MODEL` by code: for each audit the severity of the gravest there.
 
     Args:
         findings: of each audit.
