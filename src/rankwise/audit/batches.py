@@ -125,7 +125,10 @@ def _by_message(model: nn.Module, batch: Any, message: str) -> str:
     if "index out of range" in said or "out of bounds" in said or "indexselect" in said:
         if isinstance(words, int) and words and any(int(one.max()) >= words for one in ids if one.numel()):
             return f" A token id is not below the {words} the model knows: is it the model's own tokenizer?"
-        return " Too long a sequence, or a token id that the model does not know, is the usual cause."
+        return (
+            " Too long a sequence, a token id that the model does not know, or a label that is none of its "
+            "classes is the usual cause."
+        )
     if "dtype" in said or "same type" in said or "scalar type" in said:
         return " Cast the batch to the dtype of the weights, or the model to that of the batch."
     return ""

@@ -45,13 +45,13 @@ def removable(worth: WorthRecord) -> Iterator[Finding]:
     if found is None or not found.heads:
         return
     count, (first, *_) = len(found.heads), found.heads
-    heads = "this head" if count == 1 else f"these {count} heads together"
+    heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
     yield Finding(
         code="REMOVABLE",
         severity="info",
         where=Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head),
         evidence={"heads": count, "cost": found.cost, "relative": found.relative, "loss": found.loss},
-        meaning=f"Removing {heads} costs {share_words(worth, found.cost)}, by a run without them on this "
+        meaning=f"Removing {heads} {share_words(worth, found.cost)}, by a run without {them} on this "
         "audit's batches.",
         remedy=f"rankwise compress MODEL --parts heads --tolerance {found.tolerance:g} --text TEXT --out DIR",
     )
@@ -135,13 +135,14 @@ def _tolerance(worth: WorthRecord) -> float:
 
 
 def share_words(worth: WorthRecord, cost: float) -> str:
-    """A cost as a share of the loss, and what the loss becomes.
+    """What removing some heads does to the loss: the verb, the share, and what the loss becomes.
 
     Args:
         worth: of the audit.
-        cost: in the unit of its loss.
+        cost: in the unit of its loss; below 0 the loss falls.
     """
-    return f"{worth.share(cost):.2%} ({_change(worth, cost)})"
+    verb = "lowers the loss by" if cost < 0 else "costs"
+    return f"{verb} {abs(worth.share(cost)):.2%} ({_change(worth, cost)})"
 
 
 def _per_cent(share: float) -> str:

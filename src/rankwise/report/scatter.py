@@ -79,8 +79,9 @@ def _set(worth: WorthRecord) -> list[str]:
     where = "; ".join(
         f"layer {layer}: {', '.join(map(str, sorted(heads)))}" for (_, layer), heads in sorted(layers.items())
     )
-    heads = "1 head costs" if len(found.heads) == 1 else f"{len(found.heads)} heads cost"
-    return [f"{heads} {share_words(worth, found.cost)}, by a run without ({where})"]
+    count = len(found.heads)
+    heads, them = ("1 head", "it") if count == 1 else (f"{count} heads together", "them")
+    return [f"removing {heads} {share_words(worth, found.cost)}, by a run without {them} ({where})"]
 
 
 def _cost(worth: WorthRecord, cost: float) -> str:

@@ -16,8 +16,9 @@ from rankwise.worth.losses import (
     Loss,
     LossFunction,
     StateLoss,
+    strange,
 )
-from rankwise.worth.outputs import first_floating, logits_of, real_tokens, token_ids
+from rankwise.worth.outputs import ANOTHER, first_floating, logits_of, real_tokens, token_ids
 
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
 LOSSES: tuple[LossName, ...] = ("auto", "causal", "masked", "encoder-decoder", "labels", "own", "output")
@@ -91,7 +92,7 @@ def _fitting(model: nn.Module, case: Case, output: Any, mask_token: int | None) 
     names = [kind.__name__ for kind in type(model).__mro__]
     logits, labels, ids = _named(output, "logits"), _given(case), token_ids(case.batch)
     if logits is None:
-        return "labels" if labels is not None and _labelled(labels, output) else "output"
+        return "labels" if labels is not None and _of_places(labels, output) else "output"
     decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     generates = any(one.endswith(CAUSAL_CLASSES) for one in names) or _can_generate(model)
     if decodes and generates and logits.dim() == 3:
@@ -100,8 +101,9 @@ def _fitting(model: nn.Module, case: Case, output: Any, mask_token: int | None) 
     if generates and not masked and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
         return "causal"
     if isinstance(labels, Tensor):
-        own = "output" if _named(output, "loss") is None else "own"
-        return "labels" if _labelled(labels, output) else own
+        if _named(output, "loss") is None:
+            return "labels" if _of_places(labels, output) else "output"
+        return "labels" if _of_places(labels, output) and not strange(labels, logits.shape[-1]) else "own"
     return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
 
 
@@ -125,11 +127,11 @@ def _given(case: Case) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
-def _labelled(labels: Tensor, output: Any) -> bool:
-    """Whether labels are whole numbers, one for each place of the logits."""
+def _of_places(labels: Tensor, output: Any) -> bool:
+    """Whether labels are whole numbers, one for each place of the logits of two classes or more."""
     logits = logits_of(output)
     whole = not labels.is_floating_point() and labels.shape == logits.shape[:-1]
-    return whole and int(labels.max()) < logits.shape[-1]
+    return whole and logits.shape[-1] > 1
 
 
 def _next_tokens(case: Case, output: Any, name: str, kind: str) -> Loss:
@@ -137,12 +139,12 @@ def _next_tokens(case: Case, output: Any, name: str, kind: str) -> Loss:
     if token_ids(case.batch, name) is None and _given(case) is None:
         raise InputError(
             f"loss {kind!r}", wanted=f"token ids in the batch, or `{name}` or `labels` of a dict", got="none",
-            fix="Name another loss, or pass a function of (output, batch).",
+            fix=ANOTHER,
         )  # fmt: skip
     if logits_of(output).dim() != 3:
         raise InputError(
             f"loss {kind!r}", wanted="logits (B, T, V)", got=f"{tuple(logits_of(output).shape)}",
-            fix="Name another loss, or pass a function of (output, batch).",
+            fix=ANOTHER,
         )  # fmt: skip
 
     def labels(case: Case) -> Tensor:
@@ -152,20 +154,21 @@ def _next_tokens(case: Case, output: Any, name: str, kind: str) -> Loss:
         if given is not None:
             return given[:, 1:]
         assert ids is not None
-        real = real_tokens(case.batch, ids.shape).to(ids.device)
+        real = real_tokens(case.batch, ids.shape, name == "decoder_input_ids").to(ids.device)
         return ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), LEFT_OUT)
 
-    return LabelLoss(f"next tokens, {kind}", "nats per token", labels)
+    return LabelLoss(f"next tokens, {kind}", "nats per token", labels, given=_given)
 
 
 def _masked(case: Case, mask_token: int | None, seed: int) -> Loss:
     """Masked tokens: labels where the batch has them, else a share of the tokens by a fixed seed."""
     if _given(case) is not None:
-        return LabelLoss("masked tokens, as labelled", "nats per token", lambda case: _whole(_given(case)))
+        name = "masked tokens, as labelled"
+        return LabelLoss(name, "nats per token", lambda case: _whole(_given(case)), given=_given)
     if mask_token is None or not isinstance(case.batch, Mapping) or token_ids(case.batch) is None:
         raise InputError(
             "loss 'masked'", wanted="`labels` in the batch, or the id of the mask token", got="neither",
-            fix="Pass mask_token=tokenizer.mask_token_id, and batches that are dicts.",
+            fix="Pass worth=WorthSettings(mask_token=tokenizer.mask_token_id), and batches that are dicts.",
         )  # fmt: skip
 
     def hidden(batch: Any, given: Any, number: int) -> Case:
@@ -175,7 +178,7 @@ def _masked(case: Case, mask_token: int | None, seed: int) -> Loss:
         drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
         chosen = inner & (drawn < MASKED_SHARE)
         masked = {**batch, "input_ids": ids.masked_fill(chosen, mask_token)}
-        return Case(masked, given, target=ids.masked_fill(~chosen, LEFT_OUT))
+        return Case(masked, given, number, target=ids.masked_fill(~chosen, LEFT_OUT))
 
     name = f"masked tokens, {MASKED_SHARE:.0%} of them, seed {seed}"
     return LabelLoss(name, "nats per token", lambda case: _whole(case.target), hidden)
@@ -188,21 +191,20 @@ def _whole(labels: Tensor | None) -> Tensor:
 
 def _labels(case: Case, output: Any) -> Loss:
     labels, logits = _given(case), logits_of(output)
-    if labels is None or not _labelled(labels, output):
+    if labels is None or labels.shape != logits.shape[:-1]:
         raise InputError(
             "loss 'labels'", wanted=f"`labels` {tuple(logits.shape[:-1])} below {logits.shape[-1]}",
             got="none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}",
-            fix="Pass batches as dicts with `labels`, or name another loss.",
+            fix=f"Pass batches as dicts with `labels`. {ANOTHER}",
         )  # fmt: skip
-    unit = "nats per label"
-    return LabelLoss("given labels", unit, lambda case: _whole(_given(case)))
+    return LabelLoss("given labels", "nats per label", lambda case: _whole(_given(case)), given=_given)
 
 
 def _own(output: Any) -> Loss:
     if _named(output, "loss") is None:
         raise InputError(
             "loss 'own'", wanted="a model that gives its `loss`", got="none",
-            fix="Put `labels` into the batches, or name another loss.",
+            fix=f"Put `labels` into the batches. {ANOTHER}",
         )  # fmt: skip
     return FunctionLoss(lambda output, batch: output.loss, "the model's own, one number a batch")
 

@@ -2,17 +2,17 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import InputError
-from rankwise.worth.outputs import first_floating, logits_of, real_tokens
+from rankwise.worth.outputs import ANOTHER, first_floating, logits_of, of_decoder, real_tokens
 
 LEFT_OUT = -100
 """The label of what is not to be predicted, as PyTorch and transformers have it."""
@@ -28,6 +28,8 @@ class Case:
     """As the model takes it."""
     given: Any = None
     """As it was given, with labels that the model has no place for."""
+    number: int = 0
+    """Of the batch, from 0."""
     target: Tensor | None = None
     whole: Any = None
     """What the whole model gave, where the loss is how far its output moves."""
@@ -63,7 +65,15 @@ class Loss(ABC):
             given: as it was given.
             number: its number.
         """
-        return Case(batch, given)
+        return Case(batch, given, number)
+
+    def check(self, cases: Sequence[Case], output: Any) -> None:  # noqa: B027 - most have nothing to check
+        """Refuse batches that the loss cannot be taken of, before any of them is run.
+
+        Args:
+            cases: all batches.
+            output: what the model gave for the first.
+        """
 
     def keep(self, output: Any, case: Case) -> Any:
         """What is to be known of the whole model's output; None where labels say it all."""
@@ -91,6 +101,7 @@ class LabelLoss(Loss):
         labels: from a case and the logits to labels (B, T) in the places of the logits (B, T, V) they
             belong to; of classifiers T is 1.
         make: from a batch, as taken and as given, and its number to a case.
+        given: from a case to the labels that came with its batch, if any; all batches have some, or none.
     """
 
     def __init__(
@@ -99,12 +110,43 @@ class LabelLoss(Loss):
         unit: str,
         labels: Callable[[Case], Tensor],
         make: Callable[[Any, Any, int], Case] | None = None,
+        given: Callable[[Case], Tensor | None] | None = None,
     ) -> None:
         self.name, self.unit, self._labels, self._make = name, unit, labels, make
+        self._given = given
 
     def case(self, batch: Any, given: Any, number: int) -> Case:
         """With masked inputs, where that is the loss."""
-        return Case(batch, given) if self._make is None else self._make(batch, given, number)
+        return Case(batch, given, number) if self._make is None else self._make(batch, given, number)
+
+    def check(self, cases: Sequence[Case], output: Any) -> None:
+        """Refuse labels that are missing in some batches, no whole numbers or no classes of the logits.
+
+        Raises:
+            InputError: naming the batch.
+        """
+        if self._given is None:
+            return
+        first, classes = self._given(cases[0]), logits_of(output).shape[-1]
+        for case in cases:
+            labels = self._given(case)
+            if (labels is None) != (first is None):
+                some, none = ("1", case.number + 1) if labels is None else (case.number + 1, "1")
+                raise InputError(
+                    f"batch {case.number + 1}",
+                    wanted="labels in all batches, or in none",
+                    got=f"some in batch {some}, none in batch {none}",
+                    fix="Give every batch its labels as a tensor, or leave them out everywhere.",
+                )
+            wrong = "" if labels is None else strange(labels, classes)
+            if wrong:
+                raise InputError(
+                    f"labels of batch {case.number + 1}",
+                    wanted=f"whole numbers from 0 to {classes - 1}, as the model has {classes} classes, or "
+                    f"{LEFT_OUT} for what is left out",
+                    got=wrong,
+                    fix=f"Correct the labels, or set what is not to be predicted to {LEFT_OUT}. {ANOTHER}",
+                )
 
     def read(self, output: Any, case: Case) -> Read:
         """The sum over a sequence's labels."""
@@ -125,13 +167,13 @@ class LabelLoss(Loss):
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
         if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
             raise InputError(
-                "labels",
+                f"labels of batch {case.number + 1}",
                 wanted=f"one for each place of the logits, {tuple(logits.shape[:2])}",
                 got=f"{tuple(labels.shape)}",
-                fix="Name another loss, or pass a function of (output, batch).",
+                fix=ANOTHER,
             )
         shown = logits[:, : labels.shape[1]]
-        return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels
+        return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels.long()
 
 
 class DivergenceLoss(Loss):
@@ -157,7 +199,7 @@ class DivergenceLoss(Loss):
         entropy = -torch.special.xlogy(shares, shares).sum(-1)
         # where p is 0 it takes nothing, even where log p is -inf
         apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
-        real = real_tokens(case.batch, ours.shape[:2]).to(ours.device)
+        real = _real(output, case, ours)
         total = torch.where(real, entropy + apart, 0.0).double().sum(1)
         return Read(total, real.sum(1).double())
 
@@ -165,8 +207,7 @@ class DivergenceLoss(Loss):
         """That of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of the logits."""
         logits = logits_of(output)
         logits = (logits[:, None] if logits.dim() == 2 else logits).float()
-        real = real_tokens(case.batch, logits.shape[:2]).to(logits.device)
-        return _fisher_projection(logits, real, generator)
+        return _fisher_projection(logits, _real(output, case, logits), generator)
 
 
 class StateLoss(Loss):
@@ -187,8 +228,8 @@ class StateLoss(Loss):
         norm = _scale(whole, real)
         moved = ((ours - whole).square() * real).flatten(1).sum(1)
         cosine = F.cosine_similarity(ours, whole, dim=-1)
-        tokens = real[..., 0].flatten(1).sum(1)
-        mean = torch.where(real[..., 0] > 0, cosine, 0.0).flatten(1).sum(1) / tokens
+        tokens = real.flatten(1).sum(1)
+        mean = torch.where(real > 0, cosine[..., None], 0.0).flatten(1).sum(1) / tokens
         return Read(moved / norm, torch.ones_like(norm), mean.detach())
 
     def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
@@ -204,7 +245,7 @@ class StateLoss(Loss):
         whole = ours.detach() if case.whole is None else case.whole.double()
         real = torch.ones_like(whole[..., :1])
         if ours.dim() == 3:
-            real = real_tokens(case.batch, ours.shape[:2]).to(ours)[..., None]
+            real = _real(output, case, ours).to(ours)[..., None]
         return ours, whole, real
 
 
@@ -236,6 +277,19 @@ class FunctionLoss(Loss):
         return Read(total, torch.ones_like(total))
 
 
+def strange(labels: Tensor, classes: int) -> str:
+    """What makes labels no classes; empty where they are.
+
+    Args:
+        labels: of any shape.
+        classes: how many there are.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return str(labels.dtype)
+    out = labels[((labels < 0) | (labels >= classes)) & (labels != LEFT_OUT)]
+    return f"{int(out[0])}" if out.numel() else ""
+
+
 def _fisher_projection(
     logits: Float[Tensor, "B T V"], counts: Tensor, generator: torch.Generator
 ) -> Float[Tensor, " B"]:
@@ -251,6 +305,11 @@ def _fisher_projection(
 def _log_probabilities(output: Any) -> Tensor:
     logits = logits_of(output)
     return (logits[:, None] if logits.dim() == 2 else logits).float().log_softmax(-1)
+
+
+def _real(output: Any, case: Case, values: Tensor) -> Bool[Tensor, "B T"]:
+    real = real_tokens(case.batch, values.shape[:2], of_decoder(output, case.batch))
+    return real.to(values.device)
 
 
 def _scale(whole: Tensor, real: Tensor) -> Tensor:

@@ -10,7 +10,11 @@ from torch import Tensor
 from rankwise.errors import InputError
 from rankwise.running import Batch, tensors_of
 
-MASKS = ("decoder_attention_mask", "attention_mask")
+ANOTHER = (
+    "Name another loss, or pass a function of (output, batch) that returns the loss of each sequence: "
+    "rw.audit(model, batches, worth=WorthSettings(loss=…))."
+)
+"""The cure where a loss does not fit."""
 
 
 def logits_of(output: Any) -> Tensor:
@@ -41,22 +45,33 @@ def first_floating(output: Any) -> Tensor:
         "output of the model",
         wanted="a floating-point tensor (B, …), or an object or dict with one",
         got=type(output).__name__ + shape,
-        fix="Pass loss= a function of (output, batch) that returns the loss of each sequence.",
+        fix=ANOTHER,
     )
 
 
-def real_tokens(batch: Batch, shape: Sequence[int]) -> Bool[Tensor, "B T"]:
-    """Where outputs (B, T) stand for real tokens, by the masks of the batch; everywhere where none fits.
+def of_decoder(output: Any, batch: Batch) -> bool:
+    """Whether an output is of the tokens that a decoder reads, beside those of an encoder.
+
+    Args:
+        output: of the model.
+        batch: the batch.
+    """
+    named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    read = isinstance(batch, Mapping) and any(str(name).startswith("decoder_") for name in batch)
+    return read or named.get("encoder_last_hidden_state") is not None
+
+
+def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B T"]:
+    """Where outputs (B, T) stand for real tokens, by the mask of the batch; everywhere where none fits.
 
     Args:
         batch: the batch.
         shape: (B, T) of the outputs.
+        decoder: whether they are of the decoder's tokens, which the encoder's mask says nothing of.
     """
-    tensors = tensors_of(batch)
-    for name in MASKS:
-        mask = tensors.get(name)
-        if mask is not None and tuple(mask.shape) == tuple(shape):
-            return mask.bool()
+    mask = tensors_of(batch).get("decoder_attention_mask" if decoder else "attention_mask")
+    if mask is not None and tuple(mask.shape) == tuple(shape):
+        return mask.bool()
     return torch.ones(*shape, dtype=torch.bool)
 
 

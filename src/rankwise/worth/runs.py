@@ -144,6 +144,8 @@ class Runs:
             NotDifferentiableError: if no gradient reaches the gates.
             InputError: if no sequence has a finite loss.
         """
+        if gradients and torch.is_inference_mode_enabled():
+            raise _not_differentiable(self.model, "torch.inference_mode around the call")
         generator = torch.Generator().manual_seed(seed)
         total, means = 0.0, self.means() if mean else None
         for number, case in enumerate(self.cases):
@@ -164,13 +166,13 @@ class Runs:
     ) -> float:
         batch, sites = moved(case.batch, self._device), _Sites()
         try:
-            with torch.set_grad_enabled(gradients):
+            with torch.set_grad_enabled(gradients):  # whatever holds around the call
                 output = self._run(batch, gates, sites.add)
                 read = self.loss.read(output, case)
                 case.whole = self.loss.keep(output, case)
-            finite = read.total.detach().isfinite() & (read.count > 0)
-            if gradients:
-                self._back(gates, output, read, case, finite, probes, generator)
+                finite = read.total.detach().isfinite() & (read.count > 0)
+                if gradients:
+                    self._back(gates, output, read, case, finite, probes, generator)
         except (RuntimeError, NotImplementedError) as error:
             if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
                 raise
@@ -282,5 +284,6 @@ def _not_differentiable(model: nn.Module, why: str) -> NotDifferentiableError:
         wanted="a model through which gradients flow from its loss to its heads",
         got=(why.strip().splitlines() or ["none"])[0],
         fix='Pass worth="exact", which removes heads one by one and needs no gradients; or load it '
-        "unquantized, without torch.inference_mode or torch.no_grad inside.",
+        "unquantized, without torch.inference_mode or torch.no_grad inside, and call outside of "
+        "torch.inference_mode.",
     )

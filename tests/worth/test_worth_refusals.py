@@ -1,0 +1,135 @@
+"""Labels that do not fit, masks of another sequence, and modes of autograd around the call."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from worth_cases import Heads, ids, language_model
+
+import rankwise as rw
+from rankwise.audit import AuditError
+from rankwise.audit.consequence import removable
+from rankwise.audit.worth_records import Removable, RemovableHead, WorthRecord
+from rankwise.errors import InputError
+from rankwise.worth import NotDifferentiableError, WorthSettings, measure_worth
+
+CHEAP = WorthSettings(probes=0, tolerance=None)
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Heads(2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x).mean(1))
+
+
+def labelled(*labels):
+    x = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1))
+    return [(x, torch.as_tensor(one)) for one in labels]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([1, 9, 1, 1], r"labels of batch 2: wanted whole numbers from 0 to 2.*got 9"),
+        ([1, -1, 1, 1], r"labels of batch 2: .*got -1.*set what is not to be predicted to -100"),
+        ([0.5, 1.0, 1.0, 1.0], r"labels of batch 2: .*got torch.float32"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_by_their_batch(wrong, said):
+    with pytest.raises(AuditError, match=said) as refused:
+        rw.audit(Classifier(), labelled([0, 1, 2, -100], wrong), worth=CHEAP)
+    assert "worth=WorthSettings(loss=…)" in str(refused.value)
+    with pytest.raises(AuditError, match="labels of batch 1"):
+        rw.audit(Classifier(), labelled(wrong), worth=WorthSettings(loss="labels"))
+
+
+def test_labels_in_some_batches_only_are_refused():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=24, num_labels=3, **sizes)
+    model = transformers.BertForSequenceClassification(config).eval()
+    some, none = {"input_ids": ids(), "labels": torch.tensor([0, 1, 2])}, {"input_ids": ids()}
+    with pytest.raises(AuditError, match=r"batch 2: wanted labels in all batches.*some in batch 1"):
+        rw.audit(model, [some, none], worth=CHEAP)
+    causal = [{"input_ids": ids()}, {"input_ids": ids(), "labels": ids()}]
+    with pytest.raises(InputError, match=r"batch 2.*none in batch 1"):
+        measure_worth(language_model(), causal, CHEAP)
+
+
+def test_outputs_without_tokens_are_compared():
+    model, (x, _) = Classifier(), labelled([0, 1, 2, 0])[0]
+    worth = measure_worth(model, [x], WorthSettings(exact=True, tolerance=None))
+    assert worth.loss == "relative squared change of the output"
+    assert np.isfinite(worth.sites[0].exact).all()
+    assert np.isfinite(worth.sites[0].cosine).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("T5ForConditionalGeneration", "auto"),
+        ("T5ForConditionalGeneration", "output"),
+        ("T5Model", "output"),
+    ],
+)
+def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=24, decoder_start_token_id=0, **sizes)
+    model, mask = getattr(transformers, kind)(config).eval(), torch.ones(3, 10, dtype=torch.long)
+    mask[:, 3:] = 0
+    batch = {"input_ids": ids(), "attention_mask": mask, "decoder_input_ids": ids(seed=2)}
+    settings = WorthSettings(exact=True, probes=0, tolerance=None, loss=loss)
+    full = {**batch, "decoder_attention_mask": torch.ones_like(mask)}
+    short = {**batch, "decoder_attention_mask": mask}
+    plain, all_real, few = (measure_worth(model, [one], settings) for one in (batch, full, short))
+    assert plain.counted == all_real.counted
+    for one, two, three in zip(plain.sites, all_real.sites, few.sites, strict=True):
+        # float32, with and without an additive mask of zeros
+        assert one.exact == pytest.approx(two.exact, rel=1e-4, abs=1e-5)
+        assert not np.allclose(one.exact, three.exact, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", ["causal", "output"])
+def test_no_grad_around_the_call_changes_nothing(loss):
+    model, batch = language_model(), [{"input_ids": ids()}]
+    settings = WorthSettings(probes=2, loss=loss, tolerance=None)
+    known = rw.audit(model, batch, worth=settings)
+    with torch.no_grad():
+        inside = rw.audit(model, batch, worth=settings)
+        assert not torch.is_grad_enabled()
+    both = ([one.worth.model_dump_json() for one in audit.heads] for audit in (inside, known))
+    assert next(both) == next(both)
+
+
+def test_inference_mode_around_the_call_is_named():
+    model = Heads(3)
+    with torch.inference_mode():
+        x = torch.randn(2, 6, 4)
+        with pytest.raises(NotDifferentiableError, match=r"torch.inference_mode around the call.*outside"):
+            measure_worth(model, [x])
+        worth = measure_worth(model, [x], WorthSettings(exact=True))
+    assert np.isfinite(worth.sites[0].exact).all()
+    assert "torch.inference_mode around the call" in " ".join(worth.notes)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_set_that_lowers_the_loss_is_said_to(count):
+    heads = [RemovableHead(stack="", layer=0, site="attention", head=head) for head in range(count)]
+    facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
+
+    def said(cost):
+        gone = Removable(
+            heads=heads, tolerance=0.01, loss=2 + cost, cost=cost, relative=cost / 2, order="exact", runs=1
+        )
+        worth = WorthRecord(**facts, counted=9, removal="zero", probes=0, seed=0, removable=gone)
+        return next(removable(worth)).meaning
+
+    what, them = ("this head", "it") if count == 1 else ("these 2 heads together", "them")
+    assert said(-0.0056).startswith(f"Removing {what} lowers the loss by 0.28% (nats per token 2 → 1.994)")
+    assert said(0.01).startswith(f"Removing {what} costs 0.50% (nats per token 2 → 2.01)")
+    assert f"by a run without {them} on" in said(0.01)
