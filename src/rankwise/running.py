@@ -1,5 +1,6 @@
 """How a model is run on a batch: called as the batch asks, where its weights are, in evaluation mode."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -8,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.errors import InputError
+
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
+
+LABELS = ("labels", "label", "targets", "target", "y")
+"""What data sets and models call labels."""
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
@@ -17,10 +23,46 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     Args:
         model: the model.
         batch: a dict, a tuple or list, or a tensor.
+
+    Raises:
+        InputError: if a model of transformers would read the second item of a tuple as a mask or the like.
     """
     if isinstance(batch, Mapping):
         return model(**batch)
+    several = isinstance(batch, tuple | list) and any(isinstance(one, Tensor) for one in batch[1:])
+    if several and (taken := second_taken_as(model)):
+        raise InputError(
+            "batch",
+            wanted=f"a dict that names what {type(model).__name__} takes",
+            got=f"{len(batch)} items without names, of which the second would be read as its `{taken}`",
+            fix="Leave the others out, `[(x,) for x, *rest in batches]`, which is all that a loss of next "
+            "tokens needs; or name them, `[{'input_ids': x, 'labels': y} for x, y in batches]` for labels in "
+            "the places of their tokens, `'attention_mask': y` for a mask.",
+        )
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def second_taken_as(model: nn.Module) -> str:
+    """What a model of transformers takes the second of several items without names for.
+
+    Models of transformers take ten and more arguments, after the tokens mostly a mask: labels in its place
+    would hide the tokens whose label is 0, without a word. Other models are called as their authors wrote.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The name of its argument; nothing where that is for labels, or where the model is no such.
+    """
+    if all(base.__name__ != "PreTrainedModel" for base in type(model).__mro__):
+        return ""
+    kinds = inspect.Parameter
+    places = [
+        one.name
+        for one in inspect.signature(model.forward).parameters.values()
+        if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    return "" if len(places) < 2 or places[1] in LABELS else places[1]
 
 
 @contextmanager

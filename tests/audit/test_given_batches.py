@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rankwise as rw
 from rankwise.errors import InputError
+from rankwise.running import run_model
 
 TEXTS = ["a short one", "another text, longer than the first", "third"]
 
@@ -154,6 +155,58 @@ def test_a_second_item_that_the_model_takes_is_given_to_it() -> None:
     model = WithLengths().eval()
     rw.audit(model, [(torch.randn(2, 9, 8), torch.tensor([9, 4]))])
     assert model.lengths.tolist() == [9, 4]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_labels_of_sequences_are_no_mask(bert: nn.Module, shape: tuple[int, ...]) -> None:
+    ids, labels = torch.randint(3, 300, (4, 9)), torch.tensor([0, 1, 0, 1]).view(shape)
+    audit = rw.audit(bert, DataLoader(TensorDataset(ids, labels), batch_size=2))
+    assert numbers(audit) == numbers(rw.audit(bert, [{"input_ids": one} for one in ids.split(2)]))
+    assert audit.provenance.notes == ["labels left out of the batches: the second of two items"]
+
+
+def test_labels_of_tokens_are_refused_in_the_place_of_a_mask(bert: nn.Module) -> None:
+    """Tokens labelled 0 would be hidden, and nobody told."""
+    ids = torch.randint(3, 300, (4, 9))
+    for items in ([ids, ids % 2], [ids, ids.roll(-1, 1)], [ids, ids % 2, torch.zeros(4)]):
+        for batch in (tuple(items), items):
+            with pytest.raises(InputError, match=r"its `attention_mask`\. Leave.*name them.*'labels': y"):
+                rw.audit(bert, [batch])
+            with pytest.raises(InputError, match="attention_mask"):
+                run_model(bert, batch)
+    named = rw.audit(bert, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+    assert numbers(rw.audit(bert, [(ids,)])) == numbers(named)
+
+
+def test_labels_are_given_to_a_transformers_model_that_takes_them_second() -> None:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Labelled(PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(PretrainedConfig())
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            self.labels = labels
+            return self.layer(x)
+
+    model = Labelled().eval()
+    rw.audit(model, [(torch.randn(2, 9, 8), torch.tensor([1, 0]))])
+    assert model.labels is not None
+    assert model.labels.tolist() == [1, 0]
+
+
+def test_next_tokens_are_lost_whatever_labels_the_sequences_have() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2)).eval()
+    ids = torch.randint(3, 20, (4, 9))
+    loader = DataLoader(TensorDataset(ids, torch.tensor([0, 1, 0, 1])), batch_size=4)
+    labelled, plain = rw.audit(model, loader, worth=True), rw.audit(model, [{"input_ids": ids}], worth=True)
+    assert labelled.worth is not None
+    assert plain.worth is not None
+    assert (labelled.worth.loss, labelled.worth.value) == (plain.worth.loss, plain.worth.value)
 
 
 def test_two_sequences_in_a_list_are_not_taken_for_labels() -> None:

@@ -7,10 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise.errors import InputError, did_you_mean
-from rankwise.running import tensors_of
-
-LABELS = ("label", "labels", "target", "targets")
-"""Keys of data sets that a model without a loss does not take."""
+from rankwise.running import LABELS, second_taken_as, tensors_of
 
 _TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 _SEE = "Run the model on this batch by itself to see the whole traceback."
@@ -39,7 +36,8 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
     """A batch without the labels that the model has no place for.
 
     Only what is certain is left out: a key such as ``labels`` or one without tensors that ``forward`` does
-    not have; the second of two, (x, y), where ``forward`` takes one and y is a number for each of x.
+    not have; the second of two, (x, y), where y is a number for each of x and ``forward`` takes one item, or is
+    that of a model of transformers and takes something else than labels there.
 
     Args:
         model: the model.
@@ -61,8 +59,11 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
         if extra:
             kept = {key: value for key, value in batch.items() if key not in extra}
             return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"
-    if isinstance(batch, tuple | list) and len(batch) == 2 and _only_one(model) and _are_labels(*batch):
-        return batch[:1], "labels left out of the batches: the second of two items"
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _are_labels(*batch):
+        taken = _only_one(model) or bool(second_taken_as(model))
+        return (
+            (batch[:1], "labels left out of the batches: the second of two items") if taken else (batch, "")
+        )
     return batch, ""
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import InputError, did_you_mean
+from rankwise.running import LABELS
 from rankwise.worth.losses import (
     LEFT_OUT,
     Case,
@@ -25,7 +26,6 @@ LOSSES: tuple[LossName, ...] = ("auto", "causal", "masked", "encoder-decoder", "
 MASKED_SHARE = 0.15
 """Of the tokens, as masked language models are trained."""
 
-LABELS = ("labels", "label", "targets", "target")
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
@@ -149,6 +149,8 @@ def _next_tokens(case: Case, output: Any, name: str, kind: str) -> Loss:
 
     def labels(case: Case) -> Tensor:
         given, ids = _given(case), token_ids(case.batch, name)
+        if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
+            given = None  # labels of the sequences, not of their tokens
         if given is not None and name == "decoder_input_ids":
             return given  # the model shifts its inputs, not its labels
         if given is not None:
