@@ -36,8 +36,8 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
     """A batch without the labels that the model has no place for.
 
     Only what is certain is left out: a key such as ``labels`` or one without tensors that ``forward`` does
-    not have; the second of two, (x, y), where y is a number for each of x and ``forward`` takes one item, or is
-    that of a model of transformers and takes something else than labels there.
+    not have; the second of two, (x, y), where y is a number for each of x and ``forward`` takes one item, or
+    is that of a model of transformers and takes something else than labels there.
 
     Args:
         model: the model.
