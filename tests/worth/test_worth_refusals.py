@@ -1,11 +1,13 @@
 """Labels that do not fit, masks of another sequence, and modes of autograd around the call."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
-from worth_cases import Heads, ids, language_model
+from worth_cases import Heads, encoder, ids, language_model
 
 import rankwise as rw
 from rankwise.audit import AuditError
@@ -133,3 +135,69 @@ def test_a_set_that_lowers_the_loss_is_said_to(count):
     assert said(-0.0056).startswith(f"Removing {what} lowers the loss by 0.28% (nats per token 2 → 1.994)")
     assert said(0.01).startswith(f"Removing {what} costs 0.50% (nats per token 2 → 2.01)")
     assert f"by a run without {them} on" in said(0.01)
+
+
+def quantized(model, kinds):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, kinds, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_int8_products_give_no_estimates_and_exact_costs():
+    model = quantized(encoder().float(), {nn.Linear})
+    batch = [{"input_ids": ids()}]
+    with pytest.raises(NotDifferentiableError, match=r"none that reaches 'encoder.layer.0.*exact"):
+        measure_worth(model, batch)
+    worth = measure_worth(model, batch, WorthSettings(exact=True))
+    assert all(np.isnan(site.estimates.removal).all() for site in worth.sites)
+    assert all((site.exact > 0).all() for site in worth.sites)
+    assert "none that reaches 'encoder.layer.0" in " ".join(worth.notes)
+    assert worth.joint.order == "exact"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sites_before_an_int8_product_are_left_out_by_name():
+    model = quantized(encoder().float(), {"encoder.layer.1.intermediate.dense"})
+    # the residual stream brings a gradient past the product, not the whole one
+    with pytest.raises(NotDifferentiableError):
+        measure_worth(model, [{"input_ids": ids()}])
+    model = quantized(encoder().float(), {"encoder.layer.0.intermediate.dense"})
+    batch = [{"input_ids": ids()}]
+    worth = measure_worth(model, batch)
+    first, second = worth.sites
+    assert "no gradient" in first.why_not
+    assert np.isnan(first.estimates.removal).all()
+    assert not second.why_not
+    assert (second.estimates.removal > 0).all()
+    assert first.site in " ".join(worth.notes)
+    assert {head.layer for head in worth.joint.removal.heads} <= {1}
+    exact = measure_worth(model, batch, WorthSettings(exact=True))
+    assert not exact.sites[0].why_not
+    assert (exact.sites[0].exact > 0).all()
+
+
+class Zeroed(torch.autograd.Function):
+    """Passes values on and gives zeros back."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+
+class Silent(Heads):
+    def forward(self, x):
+        return Zeroed.apply(super().forward(x))
+
+
+def test_gradients_of_exactly_nought_are_no_estimates_where_removal_matters():
+    with pytest.raises(NotDifferentiableError, match="none that reaches"):
+        measure_worth(Silent(3).eval(), [torch.randn(2, 6, 4)])
+    dead = Heads(3).eval()
+    dead.out.weight.data.zero_()
+    worth = measure_worth(dead, [torch.randn(2, 6, 4)])
+    assert not worth.sites[0].estimates.removal.any()  # which is what they are worth

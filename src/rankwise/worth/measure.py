@@ -18,12 +18,12 @@ from rankwise.worth.gates import CallKey
 from rankwise.worth.joint import Together, search
 from rankwise.worth.losses import Case
 from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth
-from rankwise.worth.runs import NotDifferentiableError, Placed, Runs
+from rankwise.worth.runs import NotDifferentiableError, Placed, Runs, named
 from rankwise.worth.settings import WorthSettings
 
 UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"
 TRAINING = "the model is in training mode: where it drops at random, so do its losses; call model.eval()"
-UNREACHED = "no gradient reached it"
+UNREACHED = "no gradient, or not the whole of it, reached it"
 
 
 @dataclass
@@ -109,6 +109,12 @@ def measure_worth(
     measured = [_site(session, key, placed) for key, placed in runs.sites.items()]
     for placed in runs.ungated:
         measured.append(_site_worth(placed, _unknown(placed.heads), UNGATED))
+    unreached = [site.site for site in measured if site.why_not == UNREACHED]
+    if unreached:
+        session.notes.append(f"no estimates of {named(unreached)}: {UNREACHED.removesuffix(' it')} them")
+    for site in measured:
+        if chosen.exact and site.why_not == UNREACHED:
+            site.why_not = ""  # it will be known by removal
     standing = [_block(session, name) for name in session.blocks]
     worth = Worth(
         loss=runs.loss.name,

@@ -15,6 +15,7 @@ from rankwise.errors import InputError, RankwiseError
 from rankwise.running import Batch, batch_size, device_of, moved, run_model
 from rankwise.worth.gates import CallKey, Gates, MeanTaker, Without
 from rankwise.worth.losses import Case, Loss, Read
+from rankwise.worth.reach import cut_off
 from rankwise.worth.results import Estimates, Floats
 
 Say = Callable[[str], None]
@@ -62,7 +63,7 @@ class Sums:
     squares: Floats = field(init=False)
     curvature: Floats = field(init=False)
     lost: bool = False
-    """Whether a gradient did not reach them."""
+    """Whether a gradient did not reach them, or not the whole of it."""
 
     def __post_init__(self) -> None:
         self.gradient, self.absolute, self.squares, self.curvature = (np.zeros(self.gates) for _ in range(4))
@@ -76,6 +77,11 @@ class Sums:
     def add_probe(self, rows: Floats, probes: int) -> None:
         """Gradients of one of so many random projections (B, gates)."""
         self.curvature += np.square(rows).sum(0) / probes
+
+    @property
+    def silent(self) -> bool:
+        """Whether all gradients were exactly 0."""
+        return not (self.absolute.any() or self.curvature.any())
 
     def estimates(self, loss: Loss, count: float, probes: int) -> Estimates:
         """Per counted token."""
@@ -160,6 +166,17 @@ class Runs:
                 "for sequences of a single token.",
             )  # fmt: skip
         self.value = total / self.count
+        if gradients:
+            self._check_reached(mean)
+
+    def _check_reached(self, mean: bool) -> None:
+        """Gradients that are all 0 say nothing where the loss changes without the heads."""
+        for key, sums in self.heads.items():
+            if not sums.lost and sums.silent:
+                sums.lost = self.without({key: range(sums.gates)}, mean)[0] != self.value
+        lost = [key.name for key, sums in self.heads.items() if sums.lost]
+        if lost and len(lost) == len(self.heads):
+            raise _not_differentiable(self.model, f"none that reaches {named(lost)}")
 
     def _one(
         self, case: Case, gates: Gates, probes: int, generator: torch.Generator, gradients: bool
@@ -202,14 +219,15 @@ class Runs:
                 return
             if not scalar.requires_grad:
                 raise _not_differentiable(self.model, "its loss has no gradient")
+            cut = cut_off(scalar, every)
             gradients = torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True)
             self.backward += 1
             found = iter(gradients)
-            for named, sums in ((gates.of_heads, self.heads), (gates.of_blocks, self.blocks)):
-                for key, gate in named.items():
+            for of, sums in ((gates.of_heads, self.heads), (gates.of_blocks, self.blocks)):
+                for key, gate in of.items():
                     known = sums.setdefault(key, Sums(gate.shape[1] if gate.dim() > 1 else 1))
                     gradient = next(found)
-                    if gradient is None:
+                    if gradient is None or id(gate) in cut:
                         known.lost = True
                         continue
                     rows = _by_sequence(gradient, finite)
@@ -257,6 +275,16 @@ class Runs:
         self.forward += 1
         with capture(self.model, on_mixer=on_mixer, on_state=_ignore, changes=changes, **self._capturing):
             return run_model(self.model, batch)
+
+
+def named(sites: Sequence[str]) -> str:
+    """Some of many names.
+
+    Args:
+        sites: all of them.
+    """
+    shown = ", ".join(repr(name) for name in sites[:3])
+    return shown if len(sites) <= 3 else f"{shown} and {len(sites) - 3} more"
 
 
 def _ignore(site: MixerSite | StateSite) -> None:
