@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from tests.report import samples
 
 from rankwise.audit import Comparison, compare
 from rankwise.audit.records import AuditRecord, Place
+from rankwise.audit.worth_records import HeadWorth, WorthRecord
 from rankwise.report import render_comparison
 
 RANGES = {
@@ -224,6 +226,52 @@ def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
     ]
     cut = audit.model_copy(update={"complete": False})
     assert compare(audit, cut).warnings == ["The audit after is incomplete: it read only a part of its data."]
+
+
+def with_worth(costs: list[float], *, exact: bool = False, **fields: object) -> AuditRecord:
+    """The sample with costs of removal of its first heads."""
+    audit, field = samples.encoder(), "exact" if exact else "estimate"
+    given: dict[str, object] = {
+        "loss": "next tokens, causal", "unit": "nats per token", "value": 4.0, "sequences": 64,
+        "counted": 640, "removal": "zero", "probes": 8, "seed": 0,
+    }  # fmt: skip
+    heads = {at: {"worth": HeadWorth(**{field: cost}), "removal_cost": cost} for at, cost in enumerate(costs)}
+    return with_heads(audit, heads).model_copy(update={"worth": WorthRecord(**(given | fields))})
+
+
+@pytest.mark.parametrize(("value", "share"), [(4.0, 0.005), (0.0, 0.02)])
+def test_a_cost_of_removal_is_measured_by_the_loss(value: float, share: float) -> None:
+    before, after = with_worth([1e-4, 0.01], value=value), with_worth([0.0201, 0.01], value=value)
+    for change in (compare(before, after).changes[0], compare(after, before).changes[0]):
+        assert (change.measure, change.size) == ("removal_cost", pytest.approx(share))
+    assert compare(before, after).warnings == []
+    assert any(one.measure == "removal_cost" and one.change for one in compare(before, after).by_layer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"loss": "how far the output moves", "unit": "of its squared norm"},
+            "The loss of worth differs",
+        ),
+        ({"removal": "mean"}, "What takes a removed head's place differs: zero before, mean after"),
+        ({"exact": True}, "Costs of removal are estimated before, exact after"),
+    ],
+)
+def test_costs_of_two_quantities_are_left_out_by_name(fields: dict[str, Any], said: str) -> None:
+    comparison = compare(with_worth([0.1, 0.2]), with_worth([0.3, 0.2], **fields))
+    (warning,) = comparison.warnings
+    assert warning.startswith(said)
+    assert "leave costs of removal out" in warning
+    assert not [one for one in (*comparison.changes, *comparison.by_layer) if one.measure == "removal_cost"]
+
+
+def test_worth_in_one_audit_alone_is_a_warning_and_no_change() -> None:
+    for first, second in ((samples.encoder(), with_worth([0.1])), (with_worth([0.1]), samples.encoder())):
+        (warning,) = compare(first, second).warnings
+        assert warning.startswith("Only the audit")
+        assert compare(first, second).changes == []
 
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_decoder", "nasty", "only_nan", "no_layers"])

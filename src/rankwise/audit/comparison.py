@@ -14,6 +14,7 @@ from rankwise.audit.layer_changes import LayerChange, Total, layer_changes, pair
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
 from rankwise.audit.structure import structure_differences
+from rankwise.audit.worth_differences import COST, cost_scale, worth_differences
 
 SCHEMA_VERSION = 2
 """Raised whenever a field of a comparison changes its meaning."""
@@ -31,7 +32,8 @@ class Change(Record):
     change: Number
     """``after − before``; NaN where one of the two is not finite."""
     size: float
-    """|change| as a share of the range of the measure there, in [0, 1]; 1 where a number came or went."""
+    """|change| as a share of the range of the measure there, in [0, 1]; of a cost of removal, of the model's
+    loss; 1 where a number came or went."""
 
 
 class Comparison(Record):
@@ -112,8 +114,11 @@ def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
     """
     heads = _matched_heads(before, after)
     layers = _Matched(before.layers, after.layers, _layer_key(paired_stacks(before, after)), _layer_key({}))
+    unlike = worth_differences(before, after)
+    measures = [measure for measure in HEAD_MEASURES if not (unlike and measure.name == COST)]
+    scales = {COST: cost_scale(before, after)}
     changes = [
-        *(change for a, b in heads.both for change in _changes(a, b, HEAD_MEASURES)),
+        *(change for a, b in heads.both for change in _changes(a, b, measures, scales)),
         *(change for a, b in layers.both for change in _changes(a, b, LAYER_MEASURES)),
     ]
     return Comparison(
@@ -121,10 +126,10 @@ def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
         after=after.provenance,
         heads=len(heads.both),
         layers=len(layers.both),
-        warnings=list(_warnings(before, after, heads.both, layers.both)),
+        warnings=[*_warnings(before, after, heads.both, layers.both), *unlike],
         structure=structure_differences(before, after),
         totals=totals(before, after),
-        by_layer=layer_changes(before, after),
+        by_layer=[one for one in layer_changes(before, after) if not (unlike and one.measure == COST)],
         changes=sorted(changes, key=_by_size),
         findings=finding_changes(before, after),
         matched=[_place(head) for _, head in heads.both],
@@ -190,7 +195,10 @@ def _place(record: HeadRecord | LayerRecord) -> Place:
 
 
 def _changes(
-    before: RecordT, after: RecordT, table: Sequence[HeadMeasure] | Sequence[LayerMeasure]
+    before: RecordT,
+    after: RecordT,
+    table: Sequence[HeadMeasure] | Sequence[LayerMeasure],
+    scales: Mapping[str, float] | None = None,
 ) -> Iterator[Change]:
     for measure in table:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
@@ -203,7 +211,7 @@ def _changes(
             for limit in (measure.span(before), measure.span(after))
             if math.isfinite(limit) and limit > 0
         ]
-        scale = max(limits, default=max(abs(old), abs(new)))
+        scale = (scales or {}).get(measure.name) or max(limits, default=max(abs(old), abs(new)))
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
         yield Change(
             where=_place(after), measure=measure.name, before=old, after=new, change=change, size=size

@@ -270,11 +270,13 @@ def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comp
     Heads are matched by stack, site, layer, head and whether they read another sequence (where no name is the
     same, by their numbers); token states by stack and layer; findings by code and place, those of a layer by
     the layer, of a stack by the stack and those of twins by their group. A change is measured against the
-    range that its measure can have there: 1 for shares and distances, 2 for a cosine, min(T, S) for a rank
-    (min(T, D) for that of states), log S for the entropy, and the larger of the two values for what has no
-    upper bound (σ_max, ‖Y‖, μ). The range is always known, where the spread over sequences is not, and a head
-    that hardly varies from text to text would turn its rounding errors into the largest change of all. The
-    table of the layers (`Comparison.by_layer`) holds each change against that spread.
+    range that its measure can have there: 1 for shares and distances, 2 for a cosine, min(T, S) for a
+    rank (min(T, D) for that of states), log S for the entropy, and the larger of the two values for what
+    has no upper bound (σ_max, ‖Y‖, μ), and the loss of the whole model for a cost of removal. Costs of
+    another loss, or exact ones and estimates, are not compared: a warning says so. The range is always
+    known, where the spread over sequences is not, and a head that hardly varies from text to text would
+    turn its rounding errors into the largest change of all. The table of the layers
+    (`Comparison.by_layer`) holds each change against that spread.
 
     Models of different structure are compared by their layers, token states and totals, and
     `Comparison.structure` says in what they differ.

@@ -164,7 +164,7 @@ def change_words(change: LayerChange) -> str:
 def _print_changes(changes: Sequence[Change], console: Console) -> None:
     columns = [("place", False), ("measure", False)]
     columns += [(name, True) for name in ("before", "after", "change", "share")]
-    facts = "share: of the range that the measure can have there"
+    facts = "share: of the range that the measure can have there; of a cost, of the model's loss"
     console.print(line(("Largest changes", "bold"), (facts, "dim")), overflow="fold")
     table = new_table(columns)
     for change in changes[:_MOST_CHANGES]:
