@@ -52,7 +52,7 @@ def test_masked_tokens_are_predicted_where_the_mask_token_is_known():
     # 112 tokens may be masked: four standard deviations of a binomial around 15 % of them
     assert abs(worth.counted - 16.8) <= 4 * math.sqrt(112 * 0.15 * 0.85)
     unknown = measure_worth(model, [{"input_ids": tokens}], CHEAP)
-    assert unknown.loss.startswith("divergence")
+    assert unknown.loss.startswith("KL divergence")
 
 
 def test_an_audit_takes_the_mask_token_of_the_tokenizer():
@@ -95,7 +95,7 @@ def test_labels_of_classifiers():
     worth = measure_worth(model, [batch], CHEAP)
     assert (worth.loss, worth.unit, worth.counted) == ("given labels", "nats per label", 3)
     assert worth.value == pytest.approx(model(**batch).loss.item(), rel=1e-6)
-    assert measure_worth(model, [{"input_ids": ids()}], CHEAP).loss.startswith("divergence")
+    assert measure_worth(model, [{"input_ids": ids()}], CHEAP).loss.startswith("KL divergence")
 
 
 def test_labels_that_are_no_classes_leave_the_loss_to_the_model():

@@ -201,3 +201,23 @@ def test_gradients_of_exactly_nought_are_no_estimates_where_removal_matters():
     dead.out.weight.data.zero_()
     worth = measure_worth(dead, [torch.randn(2, 6, 4)])
     assert not worth.sites[0].estimates.removal.any()  # which is what they are worth
+
+
+def test_a_share_of_the_entropy_is_called_one():
+    settings = WorthSettings(exact=True, loss="output", probes=0, tolerance=5.0)
+    audit = rw.audit(language_model(), [{"input_ids": ids()}], worth=settings)
+    gone = audit.worth.removable
+    assert gone.heads
+    assert gone.relative == pytest.approx(gone.cost / audit.worth.reference)
+    said = next(one.meaning for one in audit.findings if one.code == "REMOVABLE")
+    assert "of the entropy of the predictions (KL divergence of" in said
+    assert "→" not in said
+
+
+def test_without_a_reference_no_set_is_claimed():
+    model = language_model()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1e6)  # one token has all
+    worth = measure_worth(model, [{"input_ids": ids()}], WorthSettings(exact=True, loss="output"))
+    assert worth.reference == 0
+    assert worth.joint is None
+    assert "the entropy of the predictions" in worth.notes[-1]

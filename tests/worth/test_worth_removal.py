@@ -94,7 +94,14 @@ def test_the_divergence_is_nought_for_the_model_itself_and_above_it_for_any_othe
     settings = WorthSettings(exact=True, loss="output", tolerance=None)
     worth = measure_worth(model, [given], settings)
     shares = model(**given).logits.softmax(-1)
-    assert worth.value == pytest.approx(-(shares * shares.log()).sum(-1).mean().item(), rel=1e-6)
+    assert worth.value == 0
+    assert worth.reference == pytest.approx(-(shares * shares.log()).sum(-1).mean().item(), rel=1e-6)
+    assert worth.reference_name == "the entropy of the predictions"
+    projection = model.transformer.h[0].attn.c_proj.weight.data
+    projection[:4] = 0
+    moved = model(**given).logits.softmax(-1)
+    wanted = (shares * (shares / moved).log()).sum(-1).mean().item()
+    assert worth.sites[0].exact[0] == pytest.approx(wanted, rel=1e-4)  # of sums of float32
     assert worth.unit == "nats per prediction"
     for site in worth.sites:
         assert (site.exact > 0).all()

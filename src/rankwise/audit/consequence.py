@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from rankwise.audit.measures import shown
 from rankwise.audit.records import Finding, HeadRecord, Place
 from rankwise.audit.worth_records import HeadWorth, WorthRecord
 
@@ -11,8 +12,9 @@ OF_ONE_HEAD = ("SINK", "CONSTANT", "IDENTITY")
 OF_RANKS = ("ABOVE_NULL", "BELOW_NULL")
 """Findings that compare the ranks of a site's heads: how these mix, and nothing about what they are worth."""
 EXACTLY = 'rw.audit(model, batches, worth="exact") removes it and compares the loss'
+ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
-"""Of the loss: what counts as within tolerance where no set of heads was looked for."""
+"""Of the reference: what counts as within tolerance where no set of heads was looked for."""
 
 
 def with_consequence(finding: Finding, heads: Sequence[HeadRecord], worth: WorthRecord) -> Finding:
@@ -62,13 +64,15 @@ def _of_one(finding: Finding, known: HeadWorth | None, worth: WorthRecord) -> Fi
         return finding
     share = worth.share(known.cost)
     can_go = share <= _tolerance(worth)
-    if known.how == "exact":
+    if math.isnan(share):
+        remedy = "nothing follows: " + worth.reference_name + ", which costs are compared with, is 0"
+    elif known.how == "exact":
         remedy = "take it out" if can_go else "leave it in: the model needs it"
     else:
         remedy = EXACTLY
     return finding.model_copy(
         update={
-            "meaning": f"{finding.meaning} Without it the loss changes by {_per_cent(share)} "
+            "meaning": f"{finding.meaning} Without it the loss changes by {_per_cent(worth, known.cost)} "
             f"({_change(worth, known.cost)}, {known.how}).",
             "evidence": {**finding.evidence, "removal_cost": known.cost},
             "remedy": remedy,
@@ -82,7 +86,7 @@ def _of_many(finding: Finding, known: Sequence[HeadWorth | None], worth: WorthRe
         return finding
     costs = [one.cost for one in sure]
     how = " and ".join(sorted({one.how for one in sure}))
-    least, most = (_per_cent(worth.share(cost)) for cost in (min(costs), max(costs)))
+    least, most = (_per_cent(worth, cost) for cost in (min(costs), max(costs)))
     said = (
         f"it the loss changes by {most}"
         if len(costs) == 1
@@ -104,8 +108,8 @@ def _of_two(
         return finding
     shares = [worth.share(one.cost) for one in (first, second)]
     within = [share <= _tolerance(worth) for share in shares]
-    said = f"Without the one the loss changes by {_per_cent(shares[0])}, without the other by "
-    said += f"{_per_cent(shares[1])} ({_both(first, second)})"
+    said = f"Without the one the loss changes by {_per_cent(worth, first.cost)}, without the other by "
+    said += f"{_per_cent(worth, second.cost)} ({_both(first, second)})"
     if all(within):
         said += ": the pair can lose either"
     return finding.model_copy(
@@ -142,14 +146,33 @@ def share_words(worth: WorthRecord, cost: float) -> str:
         cost: in the unit of its loss; below 0 the loss falls.
     """
     verb = "lowers the loss by" if cost < 0 else "costs"
-    return f"{verb} {abs(worth.share(cost)):.2%} ({_change(worth, cost)})"
+    return f"{verb} {abs(worth.share(cost)):.2%}{_of(worth)} ({_change(worth, cost)})"
 
 
-def _per_cent(share: float) -> str:
-    return f"{share:+.2%}" if abs(share) < 0.1 else f"{share:+.0%}"
+def whole_words(worth: WorthRecord) -> str:
+    """The loss of the whole model, and what costs are shares of where that is something else.
+
+    Args:
+        worth: of the audit.
+    """
+    if worth.value:
+        return f"{shown(worth.value)} {worth.unit}"
+    return f"{worth.unit}, {shown(worth.reference)} in {worth.reference_name}" if _of(worth) else worth.unit
+
+
+def _of(worth: WorthRecord) -> str:
+    """What a share is of, where it is neither the loss nor a squared norm that the loss is of already."""
+    return f" of {worth.reference_name}" if worth.reference_name == ENTROPY else ""
+
+
+def _per_cent(worth: WorthRecord, cost: float) -> str:
+    share = worth.share(cost)
+    if math.isnan(share):
+        return f"{cost:+.2g} {worth.unit}"
+    return (f"{share:+.2%}" if abs(share) < 0.1 else f"{share:+.0%}") + _of(worth)
 
 
 def _change(worth: WorthRecord, cost: float) -> str:
     if worth.value:
         return f"{worth.unit} {worth.value:.4g} → {worth.value + cost:.4g}"
-    return f"{worth.loss} {cost:.2g}"
+    return f"{worth.loss} {cost:.2g}" + (f" {worth.unit}" if _of(worth) else "")

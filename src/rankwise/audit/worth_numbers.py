@@ -74,6 +74,8 @@ def worth_record(worth: Worth) -> WorthRecord:
         loss=worth.loss,
         unit=worth.unit,
         value=worth.value,
+        reference=worth.reference,
+        reference_name=worth.reference_name,
         sequences=worth.sequences,
         nonfinite=worth.nonfinite,
         counted=worth.counted,

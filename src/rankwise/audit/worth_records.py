@@ -69,13 +69,13 @@ class Removable(Record):
 
     heads: list[RemovableHead]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """The largest cost allowed, as a share of the loss; of an output that moves, the cost itself."""
+    """The largest cost allowed, as a share of the reference."""
     loss: Number
     """Without them."""
     cost: Number
     """That less the loss of the whole model."""
     relative: Number
-    """The cost as a share of the loss; the cost itself where that is 0."""
+    """The cost as a share of the reference."""
     order: Literal["exact", "estimate"]
     """What heads were sorted by."""
     runs: Count
@@ -90,6 +90,10 @@ class WorthRecord(Record):
     unit: str
     value: Number
     """Of the whole model; 0 where the loss is how far the output moves."""
+    reference: Number = math.nan
+    """What costs and the tolerance are shares of; NaN in older files: the loss, or 1 where that is 0."""
+    reference_name: str = "the loss"
+    """The loss, the entropy of the predictions where these move, or the squared norm of the output."""
     sequences: Count
     nonfinite: Count = 0
     """Sequences whose loss is not finite, left out."""
@@ -110,9 +114,10 @@ class WorthRecord(Record):
     notes: list[str] = Field(default_factory=list)
 
     def share(self, cost: float) -> float:
-        """A cost as a share of the loss; the cost itself where the loss is 0.
+        """A cost as a share of the reference; NaN where that is 0.
 
         Args:
             cost: in the unit of the loss.
         """
-        return cost / abs(self.value) if self.value else cost
+        reference = self.reference if math.isfinite(self.reference) else abs(self.value) or 1.0
+        return cost / reference if reference else math.nan

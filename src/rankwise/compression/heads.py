@@ -92,7 +92,7 @@ def _within(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[
         raise CompressionError(
             f"model {type(job.model).__name__}",
             wanted="heads whose cost is known",
-            got="none: no gradient reaches them",
+            got="; ".join(worth.notes) or "none: no gradient reaches them",
             fix="`rankwise audit --worth` says why, for each layer.",
         )
     plan: dict[str, set[int]] = {}
@@ -100,11 +100,11 @@ def _within(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[
     for place in worth.joint.removal.heads:
         plan.setdefault(place.site, set()).add(place.head // groups[place.site])
     removal = worth.joint.removal
-    share = f" ({removal.relative:+.2%})" if worth.value else ""
+    share = f" ({removal.relative:+.2%} of {worth.reference_name})"
     say = (
         f"Heads: {_count(plan, sites)}; without them the loss ({worth.loss}, {worth.unit}) is "
         f"{removal.loss:.4g} on the calibration data, {worth.value:.4g} with them{share}; the tolerance was "
-        f"{job.tolerance:g} of it. Sorted by {worth.joint.order}; {worth.joint.runs} sets were run."
+        f"{job.tolerance:g} of that. Sorted by {worth.joint.order}; {worth.joint.runs} sets were run."
     )
     return plan, [say, *worth.notes], worth
 

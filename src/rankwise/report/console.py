@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rankwise.audit.consequence import whole_words
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.audit.worth_records import WorthRecord
@@ -187,14 +188,16 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
 
 def _print_worth(worth: WorthRecord, console: Console) -> None:
     """What was lost, and how far the estimates of removal hold."""
-    whole = f"{shown(worth.value)} {worth.unit}" if worth.value else worth.unit
+    whole = whole_words(worth)
     how = f"{worth.removal} in a removed head's place"
     console.print(line(("Worth", "bold"), worth.loss, whole, how), overflow="fold")
     if math.isfinite(worth.spearman):
         console.print(f"Spearman of estimated and exact costs over heads: {shown(worth.spearman, 2)}")
     found = worth.removable
     if found is not None and not found.heads:
-        console.print(f"No set of heads was found that can go at {found.tolerance:.2%} of the loss.")
+        console.print(
+            f"No set of heads was found that can go at {found.tolerance:.2%} of {worth.reference_name}."
+        )
     for note in worth.notes:
         console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
     console.print()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.audit.consequence import share_words
+from rankwise.audit.consequence import share_words, whole_words
 from rankwise.audit.measures import shown
 from rankwise.audit.records import AuditRecord
 from rankwise.audit.worth_records import WorthRecord
@@ -47,7 +47,7 @@ def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
     worth = audit.worth
     if worth is None:
         return None
-    whole = f"{shown(worth.value)} {worth.unit}" if worth.value else worth.unit
+    whole = whole_words(worth)
     known = [head.worth for head in audit.heads if head.worth is not None and not head.worth.why_not]
     costs = sorted({one.how for one in known})
     facts = [
@@ -72,7 +72,7 @@ def _set(worth: WorthRecord) -> list[str]:
     if found is None:
         return []
     if not found.heads:
-        return [f"none was found at {found.tolerance:.2%} of the loss"]
+        return [f"none was found at {found.tolerance:.2%} of {worth.reference_name}"]
     layers: dict[tuple[str, int], list[int]] = {}
     for head in found.heads:
         layers.setdefault((head.stack, head.layer), []).append(head.head)
@@ -85,4 +85,5 @@ def _set(worth: WorthRecord) -> list[str]:
 
 
 def _cost(worth: WorthRecord, cost: float) -> str:
-    return "–" if math.isnan(cost) else f"{shown(cost, 4)} ({worth.share(cost):.1%})"
+    share = worth.share(cost)
+    return "–" if math.isnan(cost) else shown(cost, 4) + ("" if math.isnan(share) else f" ({share:.1%})")

@@ -39,14 +39,19 @@ def search(
         together: which heads can only go together; each for itself without.
 
     Returns:
-        The set, empty where no head can go; None where no head's cost is known.
+        The set, empty where no head can go; None where no cost is known, or nothing to compare it with.
     """
     assert settings.tolerance is not None
     exactly = all(not math.isnan(cost) for site in worth.sites if not site.why_not for cost in site.exact)
     ranked = ranked_units(worth, exactly, together)
-    if not ranked:
+    if ranked and not runs.reference:
+        worth.notes.append(
+            f"no set of heads looked for: {runs.loss.reference}, of which {settings.tolerance:.2%} "
+            "may be lost, is 0"
+        )
+    if not (ranked and runs.reference):
         return None
-    limit = settings.tolerance * (abs(runs.value) or 1.0)
+    limit = settings.tolerance * runs.reference
     tried: dict[int, float] = {}
 
     def cost(units: Sequence[Sequence[HeadPlace]]) -> float:
@@ -70,7 +75,7 @@ def search(
         found = cost([*kept, unit])
         if found <= limit:
             kept, spent = [*kept, unit], found
-    relative = spent / abs(runs.value) if runs.value else spent
+    relative = spent / runs.reference
     removal = Removal(tuple(place for unit in kept for place in unit), runs.value + spent, spent, relative)
     return Joint(removal, settings.tolerance, "exact" if exactly else "estimate", len(tried))
 

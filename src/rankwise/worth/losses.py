@@ -41,6 +41,8 @@ class Read:
 
     total: Float[Tensor, " B"]
     count: Float[Tensor, " B"]
+    reference: Float[Tensor, " B"] | None = None
+    """What costs are shares of, summed as the loss is; None where that is the loss itself."""
     cosine: Float[Tensor, " B"] | None = None
     """Mean cosine between token states and those of the whole model."""
 
@@ -50,6 +52,8 @@ class Loss(ABC):
 
     name: str
     unit: str
+    reference = "the loss"
+    """What costs are shares of."""
     probed = True
     """Whether `probe` is there."""
     moves = False
@@ -177,13 +181,14 @@ class LabelLoss(Loss):
 
 
 class DivergenceLoss(Loss):
-    """How far the predictions move: the cross-entropy ``H(p) + KL(p ‖ p')`` against the whole model's own p.
+    """How far the predictions move: ``KL(p ‖ p')`` from the whole model's own p, 0 of the whole model.
 
-    It is the loss that the model would have if its labels were drawn from its own predictions; what removal
-    adds to it is the divergence.
+    Costs are shares of the entropy H(p): H(p) + KL(p ‖ p') is the loss that the model would have if its
+    labels were drawn from its own predictions.
     """
 
-    name = "divergence of the predictions from the whole model's"
+    name = "KL divergence of the predictions from the whole model's"
+    reference = "the entropy of the predictions"
     unit = "nats per prediction"
     moves = True
 
@@ -200,8 +205,8 @@ class DivergenceLoss(Loss):
         # where p is 0 it takes nothing, even where log p is -inf
         apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
         real = _real(output, case, ours)
-        total = torch.where(real, entropy + apart, 0.0).double().sum(1)
-        return Read(total, real.sum(1).double())
+        total, reference = (torch.where(real, one, 0.0).double().sum(1) for one in (apart, entropy))
+        return Read(total, real.sum(1).double(), reference.detach())
 
     def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
         """That of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of the logits."""
@@ -215,6 +220,7 @@ class StateLoss(Loss):
 
     name = "relative squared change of the output"
     unit = "of its squared norm"
+    reference = "the squared norm of the output"
     moves = True
     half = 1.0
 
@@ -230,7 +236,8 @@ class StateLoss(Loss):
         cosine = F.cosine_similarity(ours, whole, dim=-1)
         tokens = real.flatten(1).sum(1)
         mean = torch.where(real > 0, cosine[..., None], 0.0).flatten(1).sum(1) / tokens
-        return Read(moved / norm, torch.ones_like(norm), mean.detach())
+        ones = torch.ones_like(norm)
+        return Read(moved / norm, ones, ones, mean.detach())
 
     def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
         """``zᵀ Y / ‖Y‖_F`` with signs z: E (zᵀ J δ)² = ‖J δ‖²."""

@@ -120,6 +120,8 @@ def measure_worth(
         loss=runs.loss.name,
         unit=runs.loss.unit,
         value=runs.value,
+        reference=runs.reference,
+        reference_name=runs.loss.reference,
         sequences=runs.sequences,
         nonfinite=runs.nonfinite,
         counted=runs.count,
@@ -210,7 +212,7 @@ def removal_of(runs: Runs, heads: tuple[HeadPlace, ...], loss: float) -> Removal
         loss: without them.
     """
     cost = loss - runs.value
-    return Removal(heads, loss, cost, cost / abs(runs.value) if runs.value else cost)
+    return Removal(heads, loss, cost, cost / runs.reference if runs.reference else math.nan)
 
 
 def _begin(

@@ -88,7 +88,7 @@ class Removal:
     cost: float
     """That less the loss of the whole model."""
     relative: float
-    """The cost as a share of the loss; the cost itself where the loss is 0, of an output that moves."""
+    """The cost as a share of `Worth.reference`; NaN where that is 0."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,10 @@ class Worth:
     seed: int
     sites: list[SiteWorth]
     blocks: list[BlockWorth]
+    reference: float = math.nan
+    """What costs are shares of: the loss; of an output that moves the entropy of the predictions, or 1, as
+    the change is of the squared norm already."""
+    reference_name: str = "the loss"
     joint: Joint | None = None
     spearman: float = math.nan
     """Rank correlation of estimate and exact over heads, where both are known."""

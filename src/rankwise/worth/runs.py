@@ -113,7 +113,7 @@ class Runs:
     ) -> None:
         self.model, self.cases, self.loss = model, cases, loss
         self._capturing, self._say = dict(capturing), say
-        self.value = math.nan
+        self.value = self.reference = math.nan
         self.count = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
         self.sites: dict[CallKey, Placed] = {}
@@ -121,6 +121,7 @@ class Runs:
         self.ungated: dict[Placed, None] = {}
         self.heads: dict[CallKey, Sums] = {}
         self.blocks: dict[CallKey, Sums] = {}
+        self._referred = 0.0
         self._finite: list[Tensor] = []
         self._sums: dict[CallKey, tuple[Tensor, int]] = {}
         self._device = device_of(model)
@@ -166,6 +167,8 @@ class Runs:
                 "for sequences of a single token.",
             )  # fmt: skip
         self.value = total / self.count
+        own = self.loss.reference == Loss.reference
+        self.reference = abs(self.value) if own else self._referred / self.count
         if gradients:
             self._check_reached(mean)
 
@@ -199,6 +202,8 @@ class Runs:
         self.nonfinite += int((~read.total.detach().isfinite()).sum())
         self._finite.append(finite)
         self.count += float(read.count[finite].sum())
+        if read.reference is not None:
+            self._referred += float(read.reference[finite].sum())
         return float(read.total.detach()[finite].sum())
 
     def _back(

@@ -38,7 +38,9 @@ class WorthSettings:
             those in ``channels``.
         estimates: whether gradients are taken; only with ``exact`` can they be left out.
         removal: what takes a removed head's place, ``zero`` or its ``mean`` over the real tokens.
-        tolerance: of the set of heads that can go together: a share of the loss. None: no set is looked for.
+        tolerance: of the set of heads that can go together: a share of the loss, of the entropy of
+            the predictions where these are compared, of the squared norm where states are. None: no set is
+            looked for, nor where that is 0.
         loss: a name out of `rankwise.worth.LOSSES`, or a function of (output, batch).
         probes: random projections of each batch's output for the curvature: a backward pass each.
         seed: of the projections, and of masked tokens.
