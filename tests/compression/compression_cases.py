@@ -104,6 +104,24 @@ def deberta() -> nn.Module:
     return sharpened(DebertaV2Model(config))
 
 
+def t5() -> nn.Module:
+    """Initialises attention by the names of its projections; biases of positions."""
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5EncoderModel(T5Config(vocab_size=VOCABULARY, **sizes)).eval()
+
+
+def siglip() -> nn.Module:
+    """Initialises weights and biases of attention by the names of its projections; reads images."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return SiglipVisionModel(SiglipVisionConfig(image_size=16, patch_size=4, **sizes)).eval()
+
+
 DECODERS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "opt": opt, "bigcode": bigcode}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {"bert": bert, **DECODERS}
 WRITTEN: dict[str, Callable[[], nn.Module]] = {"mpnet": mpnet, "bloom": bloom}

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import DECODERS, FAMILIES, WRITTEN, bert, deberta, gpt2, ids, llama
+from tests.compression.compression_cases import (
+    DECODERS,
+    FAMILIES,
+    WRITTEN,
+    bert,
+    deberta,
+    gpt2,
+    ids,
+    llama,
+    siglip,
+    t5,
+)
 from torch import nn
 
 import rankwise as rw
@@ -115,6 +126,19 @@ def test_it_is_saved_twice_and_loaded_by_everyone(family: str, tmp_path: Path) -
     assert bool(output(half, batch).isfinite().all())
     with pytest.raises(InputError, match="new or empty"):
         save_compressed(model, tmp_path / "one")
+
+
+@pytest.mark.parametrize("family", [t5, siglip])
+def test_families_that_initialise_projections_by_name_are_loaded(family: Any, tmp_path: Path) -> None:
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model, batch = family(), ids() if family is t5 else {"pixel_values": pixels}
+    rw.compress_qk(model, [batch], width=3, **QUICK)
+    save_compressed(model, tmp_path / "one")
+    loaded = rw.load_compressed(tmp_path / "one")
+    assert torch.equal(output(loaded, batch), output(model, batch))
+    narrow = [one for one in loaded.modules() if isinstance(one, NarrowProjection)]
+    assert len(narrow) == 4
+    assert not any(hasattr(one, "weight") or hasattr(one, "bias") for one in narrow)
 
 
 def test_a_module_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:

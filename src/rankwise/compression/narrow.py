@@ -32,7 +32,18 @@ class NarrowProjection(nn.Module):
         self.narrow = narrow
         self.runs: Runs = [(int(first), int(count)) for first, count in runs]
         self.in_features, self.out_features = narrow.in_features, out_features
+        self.loading = False
         self.register_buffer("channels", _channels(self.runs).to(narrow.weight.device), persistent=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """While a checkpoint is loaded, weight and bias are those of the layer that computes.
+
+        Families such as T5 and SigLIP initialise ``attention.q.weight`` by name where it was not in the files.
+        At any other time there is no ``weight``: code that computes with it would leave the zeros out.
+        """
+        if name in ("weight", "bias") and self.__dict__.get("loading"):
+            return getattr(self.narrow, name)
+        return super().__getattr__(name)
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
         """Compute the channels there are, and put them in their places."""
