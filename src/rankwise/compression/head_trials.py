@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.compression.head_sites import RUNGS, HeadSite, find_head_sites
-from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.removed_heads import Removal
 from rankwise.running import device_of, first_sequences, moved
 
@@ -31,6 +31,8 @@ def removable_sites(model: nn.Module, batch: Any) -> tuple[list[HeadSite], dict[
     """
     short = moved(first_sequences(batch, 2), device_of(model))
     found, reasons = find_head_sites(model, short)
+    if found or reasons:
+        check_finite(model, main_output(model, short))
     settled: list[HeadSite] = []
     waiting = list(found)
     while waiting:

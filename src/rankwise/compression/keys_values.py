@@ -13,7 +13,7 @@ from rankwise.compression.latent_curves import latent_curves
 from rankwise.compression.latent_hook import add_latent
 from rankwise.compression.latent_moments import Moments, Spectrum, layer_moments, layer_weight, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
-from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import LatentRank
 from rankwise.errors import CompressionError
@@ -120,6 +120,7 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, 
     layers = [layer for _, layer in sorted(found.items())]
     short = moved(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)
+    check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5
     if layers and not _same_at_full_rank(model, layers, short, before, bound):
         for one in list(layers):

@@ -15,6 +15,8 @@ from rankwise.running import first_sequences, run_model, tensors_of
 SECONDS = 3.0
 """For each pair of measurements; at least five rounds are done, of which the first does not count."""
 ROUNDS = 25
+STEPS = ROUNDS + 1
+"""Tokens that decoding may add to its cache."""
 LENGTHS = (4, 1)
 """Divisors of the longest length that is measured."""
 LONGEST = 512
@@ -23,8 +25,10 @@ LONGEST = 512
 
 def measure_latency(
     model: nn.Module, batch: Any, before: Callable[[], None], after: Callable[[], None]
-) -> list[Latency]:
+) -> tuple[list[Latency], list[str]]:
     """Time prefill at two lengths and, for models that generate, one token of decoding after each.
+
+    Decoding fills the rest of a length; where a length has no room for that, its decoding is left out.
 
     Of a batch of token ids, one sequence is repeated or cut to the lengths. Of any other batch, its first
     sequence and the whole batch are run.
@@ -34,13 +38,22 @@ def measure_latency(
         batch: what it takes, on its device.
         before: makes the model as it was.
         after: makes it compressed again.
+
+    Returns:
+        The times, and notes on what was left out.
     """
-    found = []
+    found, notes = [], []
     for given, tokens in _inputs(model, batch):
         found.append(_turns("prefill", tokens, partial(run_model, model, given), model, before, after))
         if isinstance(given, dict) and is_decoder(model):
+            if tokens <= STEPS:
+                notes.append(
+                    f"Decoding at a length of {tokens} tokens was not timed: {STEPS} of them are decoded, "
+                    "and none is left for the cache."
+                )
+                continue
             found.append(_decode(model, given, tokens, before, after))
-    return found
+    return found, notes
 
 
 def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
@@ -86,7 +99,7 @@ def _decode(
     after: Callable[[], None],
 ) -> Latency:
     caches = {}
-    given = {"input_ids": given["input_ids"][:, : tokens - ROUNDS - 1]}
+    given = {"input_ids": given["input_ids"][:, : tokens - STEPS]}
     with torch.no_grad():
         for name, make in (("after", after), ("before", before)):
             if name == "before":

@@ -38,8 +38,8 @@ class NarrowProjection(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """While a checkpoint is loaded, weight and bias are those of the layer that computes.
 
-        Families such as T5 and SigLIP initialise ``attention.q.weight`` by name where it was not in the files.
-        At any other time there is no ``weight``: code that computes with it would leave the zeros out.
+        Families such as T5 and SigLIP initialise ``attention.q.weight`` by name where the files lack it. At
+        any other time there is no ``weight``: code that computes with it would leave the zeros out.
         """
         if name in ("weight", "bias") and self.__dict__.get("loading"):
             return getattr(self.narrow, name)

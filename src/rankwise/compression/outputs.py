@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.errors import CompressionError
 from rankwise.running import run_model
 
 
@@ -21,6 +22,39 @@ def main_output(model: nn.Module, batch: Any) -> Tensor:
     found = next((one for one in _tensors(out) if one.is_floating_point() and one.dim() > 0), None)
     assert found is not None, "a model with mixers gives a tensor"
     return found
+
+
+def check_finite(model: nn.Module, output: Tensor) -> None:
+    """Refuse a model whose outputs hold NaN or infinity: no trial could tell one layer from another.
+
+    Args:
+        model: the model.
+        output: what it gives, as `main_output` takes it.
+
+    Raises:
+        CompressionError: with the first weights that hold it.
+    """
+    if bool(output.isfinite().all()):
+        return
+    for name, weight in model.named_parameters():
+        broken = weight.numel() - int(weight.isfinite().sum())
+        if broken:
+            layer, _, own = name.rpartition(".")
+            raise CompressionError(
+                f"layer {layer!r}" if layer else f"model {type(model).__name__}",
+                wanted="finite weights",
+                got=f"NaN or infinity in {broken} of {weight.numel()} numbers of its {own}",
+                fix="Mend the weights: `rankwise audit` shows what they reach. The model is as it was.",
+            )
+    broken = int((~output.isfinite()).sum())
+    low = output.dtype in (torch.float16, torch.bfloat16)
+    raise CompressionError(
+        f"model {type(model).__name__}",
+        wanted="finite outputs",
+        got=f"NaN or infinity in {broken} of {output.numel()}; its weights are finite",
+        fix=("Use float32" if low else "Look at the batch")
+        + ": `rankwise audit` shows where it begins. The model is as it was.",
+    )
 
 
 def relative_error(after: Tensor, before: Tensor, real: Tensor | None = None) -> float:

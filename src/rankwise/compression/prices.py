@@ -25,6 +25,7 @@ class Prices:
 
     fields: dict[str, Any]
     layer_errors: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def measure_prices(
@@ -80,7 +81,8 @@ def measure_prices(
     }
     if time:
         on_step("measuring latency")
-        fields["latency"] = measure_latency(model, moved_batches[0], before, after)
+        fields["latency"], notes = measure_latency(model, moved_batches[0], before, after)
+        return Prices(fields, errors, notes)
     return Prices(fields, errors)
 
 
@@ -136,9 +138,13 @@ def _loss(model: nn.Module, batch: Any) -> tuple[float, int]:
     if not isinstance(batch, dict) or "input_ids" not in batch:
         return 0.0, 0
     if "labels" in batch:
+        labels = batch["labels"]
+        if is_decoder(model) and labels.dim() == 2:
+            labels = labels[:, 1:]  # the loss of a decoder is of the next token: nothing predicts the first
+        count = int((labels != -100).sum())
         with torch.no_grad():
             loss = getattr(run_model(model, batch), "loss", None)
-        return (0.0, 0) if loss is None else (float(loss), int((batch["labels"] != -100).sum()))
+        return (0.0, 0) if loss is None or not count else (float(loss), count)
     if not is_decoder(model):
         return 0.0, 0
     with torch.no_grad():

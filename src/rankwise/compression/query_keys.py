@@ -19,7 +19,7 @@ from rankwise.compression.narrow_heads import (
     turned,
 )
 from rankwise.compression.null_ways import null_curves
-from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import HeadWidth
 from rankwise.errors import CompressionError
@@ -84,6 +84,7 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
     found, reasons = find_layers(model, batch)
     short = moved(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)
+    check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5
     if found and not _same_when_turned(model, found, short, before, bound):
         for one in list(found):

@@ -9,7 +9,7 @@ from torch import nn
 
 from rankwise.compression.narrow import HeadFactors, narrow_projections, narrowed, runs_of
 from rankwise.compression.narrow_heads import Swap
-from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import BudgetCurve, HeadWidth
 from rankwise.compression.rotary_calibrate import calibrate_pairs
@@ -91,13 +91,7 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer], dict[str, 
     found, reasons = find_rotary_layers(model, batch)
     short = moved(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)
-    if not bool(before.isfinite().all()):
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            wanted="finite outputs",
-            got="; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "NaN or infinity",
-            fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
-        )
+    check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5
     if found and not _same_when_turned(model, found, short, before, bound):
         for one in list(found):

@@ -10,9 +10,15 @@ from torch import nn
 
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
-from rankwise.compression.records import Compression, Latency, LayerPrice
-from rankwise.compression.structure import structure_of
-from rankwise.errors import CompressionError, InputError, did_you_mean
+from rankwise.compression.records import Compression, LayerPrice
+from rankwise.compression.remarks import grown, slower, unchanged
+from rankwise.compression.request import (
+    check_budget,
+    check_untouched,
+    chosen_parts,
+    listed_batches,
+)
+from rankwise.errors import CompressionError
 from rankwise.running import batch_size, evaluating
 
 SLOWER = 1.03
@@ -158,13 +164,11 @@ def _compress(
     seed: int,
     on_step: Callable[[str], None] | None,
 ) -> Compression:
-    chosen = _chosen(names)
-    _check_untouched(model)
-    _check_budget(keep, tolerance, width, calibrate)
-    data, figures = (
-        _batches(batches, "batches"),
-        _batches(held_out, "held_out") if held_out is not None else [],
-    )
+    chosen = chosen_parts(names)
+    check_untouched(model)
+    check_budget(keep, tolerance, width, calibrate)
+    data = listed_batches(batches, "batches")
+    figures = listed_batches(held_out, "held_out") if held_out is not None else []
     said = on_step or (lambda what: None)
     job = Job(model, data, figures or data, keep, tolerance, width, calibrate, nulls, seed, said)
     done: list[PartResult] = []
@@ -177,19 +181,12 @@ def _compress(
             for result in reversed(done):
                 result.undo()
             raise
-    record = _record(model, job, list(names), done, prices, bool(figures))
+    record = _record(model, job, chosen, done, prices, bool(figures))
     _note_structure(model)
-    slow = [_slower(one) for one in record.latency if one.ratio > SLOWER and one.low > 1]
+    slow = [slower(one, record) for one in record.latency if one.ratio > SLOWER and one.low > 1]
     for said_so in slow:
         warnings.warn(said_so, UserWarning, stacklevel=3)
     return record.model_copy(update={"notes": [*record.notes, *slow]})
-
-
-def _slower(one: Latency) -> str:
-    return (
-        f"{one.phase} of {one.tokens} tokens became slower on this machine: {one.before:.2f} to "
-        f"{one.after:.2f} ms. Memory is won, time is not; reload the original to go back"
-    )
 
 
 def _record(
@@ -208,6 +205,8 @@ def _record(
     ]
     known = [one.kl for one in layers if not math.isnan(one.kl)]
     notes = [note for result in done for note in result.notes]
+    notes += [note for name, result in zip(names, done, strict=True) for note in unchanged(name, result)]
+    notes += [*grown(prices.fields), *prices.notes]
     if not held_out:
         notes.append(
             "Prices were measured on the calibration data itself: held-out text shows what others pay."
@@ -230,56 +229,6 @@ def _record(
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(job.seed)},
         **prices.fields,
     )
-
-
-def _chosen(names: Sequence[str]) -> list[str]:
-    names = [names] if isinstance(names, str) else list(names)
-    known = parts()
-    wrong = [name for name in names if name not in known]
-    if wrong or not names:
-        raise CompressionError(
-            "`parts`",
-            wanted="names of parts",
-            got=repr(wrong[0]) if wrong else "none",
-            fix=did_you_mean(wrong[0] if wrong else "", known),
-        )
-    return [name for name in known if name in names]
-
-
-def _check_untouched(model: nn.Module) -> None:
-    if structure_of(model).changes:
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            wanted="a model that is not compressed yet",
-            got="one that is",
-            fix="Load the original, and compress it once to the budget you want.",
-        )
-
-
-def _check_budget(
-    keep: float | int | None, tolerance: float | int | None, width: float | int | None, calibrate: int
-) -> None:
-    wrong = [
-        ("`keep`", "a share above 0 and below 1", keep, keep is not None and not 0 < keep < 1),
-        (
-            "`tolerance`",
-            "nats above 0",
-            tolerance,
-            tolerance is not None and not 0 < tolerance < float("inf"),
-        ),
-        ("`width`", "a mean width of at least 1", width, width is not None and not width >= 1),
-        ("`calibrate`", "0 or more steps", calibrate, isinstance(calibrate, bool) or calibrate < 0),
-    ]
-    for name, wanted, got, bad in wrong:
-        if bad:
-            raise CompressionError(name, wanted=wanted, got=repr(got), fix="Mend the number.")
-
-
-def _batches(batches: Iterable[Any], name: str) -> list[Any]:
-    data = list(batches)
-    if not data or not sum(batch_size(batch) for batch in data):
-        raise InputError(f"`{name}`", wanted="a batch or more", got="none", fix="Give data the model takes.")
-    return data
 
 
 def _note_structure(model: nn.Module) -> None:

@@ -1,0 +1,97 @@
+"""Whether a request to compress can be met, before anything is run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankwise.compression.parts import parts
+from rankwise.compression.structure import structure_of
+from rankwise.errors import CompressionError, InputError, did_you_mean
+from rankwise.running import batch_size
+
+
+def chosen_parts(names: Sequence[str]) -> list[str]:
+    """Parts in the order they are done.
+
+    Args:
+        names: as the user gave them.
+
+    Raises:
+        CompressionError: if one is unknown, or there is none.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    known = parts()
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise CompressionError(
+            "`parts`",
+            wanted="names of parts",
+            got=repr(wrong[0]) if wrong else "none",
+            fix=did_you_mean(wrong[0] if wrong else "", known),
+        )
+    return [name for name in known if name in names]
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Refuse a model that is compressed already.
+
+    Args:
+        model: the model.
+    """
+    if structure_of(model).changes:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            wanted="a model that is not compressed yet",
+            got="one that is",
+            fix="Load the original, and compress it once to the budget you want.",
+        )
+
+
+def check_budget(keep: Any, tolerance: Any, width: Any, calibrate: Any) -> None:
+    """Refuse what is no number, or a number out of range.
+
+    Args:
+        keep: share to keep, or None.
+        tolerance: nats, or None.
+        width: mean width, or None.
+        calibrate: steps.
+    """
+    asked = [
+        ("`keep`", "a share above 0 and below 1", keep, _real(keep) and 0 < keep < 1),
+        ("`tolerance`", "nats above 0", tolerance, _real(tolerance) and 0 < tolerance < float("inf")),
+        ("`width`", "a mean width of at least 1", width, _real(width) and width >= 1),
+    ]
+    wrong = [(name, wanted, got) for name, wanted, got, good in asked if got is not None and not good]
+    if isinstance(calibrate, bool) or not isinstance(calibrate, Integral) or int(calibrate) < 0:
+        wrong.append(("`calibrate`", "0 or more steps, a whole number", calibrate))
+    for name, wanted, got in wrong:
+        raise CompressionError(name, wanted=wanted, got=repr(got), fix="Mend the number.")
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def listed_batches(batches: Iterable[Any], name: str) -> list[Any]:
+    """Batches as a list.
+
+    Args:
+        batches: as the user gave them.
+        name: how an error calls them.
+
+    Raises:
+        InputError: if it is one batch alone, or there is no sequence in it.
+    """
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise InputError(
+            f"`{name}`",
+            wanted="an iterable of batches",
+            got=type(batches).__name__,
+            fix="Put a single batch into a list: `[batch]`.",
+        )
+    data = list(batches)
+    if not data or not sum(batch_size(batch) for batch in data):
+        raise InputError(f"`{name}`", wanted="a batch or more", got="none", fix="Give data the model takes.")
+    return data

@@ -1,0 +1,128 @@
+"""What a request to compress is told: refusals that name the cause, and notes where little came of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.compression.compression_cases import VOCABULARY, bert, gpt2, ids, llama
+from torch import nn
+from torch.nn import functional as F
+
+import rankwise as rw
+from rankwise.compression.records import Latency
+from rankwise.compression.remarks import slower
+from rankwise.compression.request import check_budget
+from rankwise.errors import CompressionError, InputError
+
+QUICK: dict[str, Any] = {"time": False, "nulls": False}
+
+
+def short_gpt2(positions: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=positions, **sizes)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*became slower")
+@pytest.mark.parametrize(
+    ("positions", "timed"), [(20, []), (28, []), (48, [20]), (56, [28]), (64, [36]), (112, [1, 84])]
+)
+def test_decoding_is_timed_where_the_context_has_room(
+    positions: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.compression.latency.SECONDS", 0.0)
+    done = rw.compress_qk(short_gpt2(positions), [ids(4, 16)], width=3, nulls=False)
+    assert [one.tokens for one in done.latency if one.phase == "decode"] == timed
+    assert sum(one.phase == "prefill" for one in done.latency) == 2
+    assert sum("was not timed" in note for note in done.notes) == 2 - len(timed)
+
+
+@pytest.mark.parametrize("part", ["qk", "heads", "kv", "rotary"])
+def test_nan_is_named_where_it_lies(part: str) -> None:
+    model: Any = llama() if part in ("kv", "rotary") else gpt2()
+    name = "model.layers.0.self_attn.q_proj" if part in ("kv", "rotary") else "transformer.h.1.attn.c_attn"
+    with torch.no_grad():
+        model.get_submodule(name).weight[:8, :8] = float("nan")
+    with pytest.raises(CompressionError) as caught:
+        rw.compress(model, [ids()], keep=0.5, parts=part, **QUICK)
+    assert f"layer '{name}': wanted finite weights, got NaN or infinity in 64 of" in str(caught.value)
+
+
+def test_a_request_that_takes_nothing_away_says_so() -> None:
+    for done in (
+        rw.compress(gpt2(), [ids()], tolerance=1e-12, **QUICK),
+        rw.compress_qk(gpt2(), [ids()], width=7.999, **QUICK),
+    ):
+        assert done.parameters_after == done.parameters_before
+        assert any("qk: nothing was narrowed" in note for note in done.notes)
+    done = rw.compress_qk(gpt2(), [ids()], width=5, **QUICK)
+    assert not any("nothing was narrowed" in note for note in done.notes)
+
+
+def test_slower_says_what_was_won() -> None:
+    done = rw.compress_qk(gpt2(), [ids()], width=5, **QUICK)
+    late = Latency(phase="decode", tokens=9, before=1, after=2, ratio=2, low=2, high=2)
+    assert "fewer parameters and bytes of the cache, but no time" in slower(late, done)
+    same = done.model_copy(
+        update={
+            "parameters_after": done.parameters_before,
+            "cache_bytes_after": done.cache_bytes_before,
+        }
+    )
+    assert "No memory is won either" in slower(late, same)
+
+
+def test_latents_that_add_parameters_say_so() -> None:
+    done = rw.compress(llama(), [ids(8, 24)], keep=0.9, parts="kv", **QUICK)
+    assert done.parameters_after > done.parameters_before
+    [said] = [note for note in done.notes if "more parameters" in note]
+    assert f"{done.parameters_after:,} after {done.parameters_before:,}" in said
+    assert f"{done.cache_bytes_before:,} to {done.cache_bytes_after:,}" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"calibrate": 1.5}, "`calibrate`: wanted 0 or more steps, a whole number, got 1.5"),
+        ({"calibrate": True}, "got True"),
+        ({"width": "4"}, "`width`: wanted a mean width of at least 1, got '4'"),
+        ({"width": True}, "got True"),
+        ({"tolerance": "0.1"}, "`tolerance`.*got '0.1'"),
+        ({"keep": "half"}, "`keep`.*got 'half'"),
+    ],
+)
+def test_what_is_no_number_is_refused(asked: dict[str, Any], said: str) -> None:
+    nothing: dict[str, Any] = {"keep": None, "tolerance": None, "width": None, "calibrate": 0}
+    check_budget(**nothing)
+    with pytest.raises(CompressionError, match=said):
+        check_budget(**{**nothing, **asked})
+
+
+@pytest.mark.parametrize("name", ["batches", "held_out"])
+def test_one_batch_alone_is_named_with_the_cure(name: str) -> None:
+    for batch in (ids()["input_ids"], ids()):
+        given = {"batches": [ids()], name: batch}
+        with pytest.raises(InputError, match=rf"`{name}`.*\[batch\]"):
+            rw.compress_qk(bert(), **given, width=3, **QUICK)
+
+
+def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
+    model, tokens = gpt2(), ids(4, 16)["input_ids"]
+    masked = tokens.clone()
+    masked[:, :4], masked[0, 1:] = -100, -100
+    batches = [
+        {"input_ids": tokens, "labels": masked},
+        {"input_ids": tokens[:1], "labels": tokens[:1]},
+        {"input_ids": tokens[:1], "labels": torch.full_like(tokens[:1], -100)},
+    ]
+    total, count = 0.0, 0
+    for batch in batches:
+        labels = batch["labels"][:, 1:]
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits[:, :-1]
+        total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+        count += int((labels != -100).sum())
+    done = rw.compress_qk(model, batches, width=3, **QUICK)
+    assert done.loss_before == pytest.approx(total / count, rel=1e-5)
