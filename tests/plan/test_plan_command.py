@@ -26,10 +26,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_it_says_what_it_found_and_wrote(run: Run) -> None:
-    done = run("--tokens", 64, "--width", 64, "--trials", 2, "--no-law", "--no-time", "--out", "here")
+    few = ("--tokens", 64, "--width", 64, "--trials", 2, "--no-law", "--no-time", "--out", "here")
+    done = run(*few, "--value-dim", 24)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("here")
     assert f"K* = {plan.head_dim}" in done.output
+    assert plan.options[0].value_dim == 24
     assert json.dumps(plan.recommended) in " ".join(done.output.split())
     assert "plan: here/plan.json" in done.output.replace(str(Path.cwd()) + "/", "")
     assert Path("here/index.html").read_text().startswith("<!doctype html>")
@@ -70,6 +72,9 @@ def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> Non
         (("--text", "none.txt"), "none.txt"),
         (("--model", "tiny"), "--text FILE"),
         (("--images", "."), "--model"),
+        (("--text", "text.txt", "--inputs", "orthonormal"), "--inputs"),
+        (("--width", 64, "--heads", 128), "128 heads at D = 64"),
+        (("--width", 64, "--value-dim", 0), "value_dim"),
         (("--out", "text.txt"), "a file"),
         (("--model", "linear.py:build", "--text", "text.txt"), "attention heads"),
         (("--model", demo_model(), "--text", "short.txt", "--tokens", 64), "longer text"),

@@ -47,6 +47,9 @@ def command(
     temperature: Annotated[float, typer.Option(help="In units of √K; 0 counts hardmax winners.")] = 0.0,
     heads: Annotated[int | None, typer.Option(help="Heads of now, for the comparison.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key heads of now.")] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="Width of values of now where it is not that of queries and keys.")
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers, those beyond the first behind random blocks.")] = 1,
     block: Annotated[str | None, typer.Option(help="Kind of the blocks: pre, post or attention.")] = None,
     trials: Annotated[int, typer.Option(help="Draws of the weights.")] = 10,
@@ -64,11 +67,12 @@ def command(
     """Plan a head width; see `HELP`."""
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_trials
     from rankwise.plan import fit_log_law, plan_head_dim, with_prices
+    from rankwise.plan.shape import present_shape
     from rankwise.plan.sources import attention_of, model_states, text_states
     from rankwise.plan.trained import with_trained
     from rankwise.subjects import load_subject
 
-    _check(out, overwrite, width, tokens, model, text, images)
+    _check(out, overwrite, width, tokens, model, text, images, inputs)
     prepare_folder(out)
     quiet_libraries()
     subject = None
@@ -84,7 +88,16 @@ def command(
     else:
         states, said = tokens, []
     mask = mask or own.get("mask", "full")
-    shape = {"heads": heads or own.get("heads"), "kv_heads": kv_heads or own.get("kv_heads")}
+    positions = positions or own.get("positions", "none")
+    shape = {
+        "heads": own.get("heads") if heads is None else heads,
+        "kv_heads": own.get("kv_heads") if kv_heads is None else kv_heads,
+        "head_dim": own.get("head_dim"),
+        "value_dim": value_dim,
+    }
+    dim = width or own.get("width") or (None if isinstance(states, int) else states.shape[-1])
+    if dim is not None:
+        present_shape(dim, **shape, positions=positions)  # refuse it before the draws, not after
     with show_trials(trials) as on_trial:
         plan = plan_head_dim(
             states,
@@ -94,7 +107,8 @@ def command(
             width=width if isinstance(states, int) else None,
             heads=heads,
             kv_heads=kv_heads if heads is not None else None,
-            positions=positions or own.get("positions", "none"),
+            value_dim=value_dim,
+            positions=positions,
             layers=layers,
             block=block,
             temperature=temperature,
@@ -109,13 +123,10 @@ def command(
     }
     data = {} if isinstance(states, int) else {"inputs": said[0]}
     plan = plan.model_copy(update={"about": about, "notes": [*plan.notes, *said[1:]], **data})
-    dim = width or own.get("width") or (plan.width if not isinstance(states, int) else None)
     if plan.complete:
         try:
             if dim is not None:
-                plan = with_prices(
-                    plan, dim, **shape, head_dim=own.get("head_dim"), device=device, measure=time
-                )
+                plan = with_prices(plan, dim, **shape, device=device, measure=time)
             if law:
                 plan = plan.model_copy(update={"law": fit_log_law(mask, tolerance, trials=trials, seed=seed)})
             if subject is not None:
@@ -136,6 +147,7 @@ def _check(
     model: str | None,
     text: Path | None,
     images: Path | None,
+    inputs: str | None,
 ) -> None:
     from rankwise.errors import InputError, ShapeError
 
@@ -153,6 +165,13 @@ def _check(
     if model is not None and text is None and images is None:
         raise InputError(
             "--model", wanted="data beside it", got="none", fix="Give --text FILE or --images DIR."
+        )
+    if inputs is not None and (model is not None or text is not None):
+        raise InputError(
+            f"--inputs {inputs}",
+            wanted="no data beside it: it says how token states are drawn where none are given",
+            got="--model" if model is not None else "--text",
+            fix="Leave --inputs out, or the data.",
         )
     if images is not None and model is None:
         raise InputError(

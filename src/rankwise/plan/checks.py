@@ -29,6 +29,17 @@ def given_states(tokens: int | Tensor) -> Tensor | None:
     return states
 
 
+def check_drawn(inputs: str | None, given: Tensor | None) -> None:
+    """Refuse a way to draw token states beside states that are given."""
+    if inputs is not None and given is not None:
+        raise RankwiseError(
+            "`inputs`",
+            wanted="nothing beside token states of your own: it says how states are drawn",
+            got=repr(inputs),
+            fix="Leave it out, or give a length as `tokens`.",
+        )
+
+
 def check_fit(setting: Setting, widths: tuple[int, ...], width: int | None) -> None:
     """Refuse sizes that do not fit together."""
     if width is not None and setting.given is not None and width != setting.dim:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.plan.checks import check_fit, check_names, check_numbers, check_sizes, given_states
+from rankwise.plan.checks import check_drawn, check_fit, check_names, check_numbers, check_sizes, given_states
 from rankwise.plan.ranks import trial_ranks
 from rankwise.plan.records import HeadDimPlan
 from rankwise.plan.saturation import layer_curve
@@ -94,6 +94,7 @@ def plan_head_dim(
     given = given_states(tokens)
     count = given.shape[1] if given is not None else tokens
     check_names(mask, inputs, positions, block)
+    check_drawn(inputs, given)
     check_numbers(count, tolerance, temperature, delta, trials, seed)
     deep = layers is not None and layers != 1
     sized = {

@@ -1,5 +1,6 @@
 """What a head width costs: parameters, operations, cache, and the time it takes on this machine."""
 
+import math
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise.errors import ShapeError
-from rankwise.plan.records import HeadDimPlan, LayerCurve, Option
+from rankwise.plan.advice import reason, recommended
+from rankwise.plan.records import HeadDimPlan, Option
+from rankwise.plan.shape import Shape, other_shapes, present_shape
 
 LONGEST = 1024
 """Tokens at which a layer is timed at most."""
@@ -25,6 +27,7 @@ def with_prices(
     heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    value_dim: int | None = None,
     device: str = "cpu",
     measure: bool = True,
 ) -> HeadDimPlan:
@@ -32,79 +35,57 @@ def with_prices(
 
     The planned width is the upper end of the interval of K*, rounded up to a multiple of 8 that divides H·K
     of now where there is one. Recommended is *more heads*: as many channels H·K as now in heads of the
-    planned width, so the same parameters; or, where that is no narrower than now, what there is.
+    planned width, so the same parameters; *fewer heads* where those of now are narrower than the interval of
+    K*; and what there is where neither changes the number of heads.
 
     Args:
         plan: the plan.
         width: D.
         heads: H of now; D // 64 by default, at least 1.
         kv_heads: of now; as many as heads by default.
-        head_dim: K of now; D // heads by default.
+        head_dim: K of now; D // heads by default, an even number of it with rotary positions.
+        value_dim: V of now; that of the plan by default, else K.
         device: where to time.
         measure: whether to time at all.
 
     Raises:
-        ShapeError: if a size is not positive, or kv_heads does not divide heads.
+        ShapeError: as `present_shape`.
     """
-    heads = max(1, width // 64) if heads is None and head_dim is None else heads
-    heads = max(1, width // (head_dim or 64)) if heads is None else heads
-    kv_heads = heads if kv_heads is None else kv_heads
-    head_dim = max(1, width // heads) if head_dim is None else head_dim
-    for name, size in (("width", width), ("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ShapeError(f"`{name}`", wanted="a whole number, at least 1", got=repr(size), fix="Mend it.")
-    if heads % kv_heads:
-        raise ShapeError(
-            "`kv_heads`",
-            wanted=f"a divisor of {heads} heads",
-            got=str(kv_heads),
-            fix="Groups are of one size.",
-        )
-    planned = planned_width(plan, heads * head_dim)
-    group = heads // kv_heads
-    more = max(1, heads * head_dim // planned)
-    more -= more % group if more >= group else 0
-    shapes = [Shape("now", heads, kv_heads, head_dim, head_dim)]
-    if plan.saturated and planned < head_dim:
-        shapes += [
-            Shape("more heads", more, max(1, more // group), planned, planned),
-            Shape("narrow q, k, v", heads, kv_heads, planned, planned),
-            Shape("narrow q, k", heads, kv_heads, planned, head_dim),
-        ]
+    value_dim = plan.value_dim if value_dim is None else value_dim
+    now = present_shape(width, heads, kv_heads, head_dim, value_dim, plan.positions)
+    if head_dim is None and now.heads * now.head_dim != width:
+        even = " and even" if plan.positions == "rope" else ""
+        note = f"{now.heads} heads do not share D = {width} in equal{even} parts: K of now is taken as {now.head_dim}."
+        plan = plan.model_copy(update={"notes": [*plan.notes, note]})
+    planned = planned_width(plan, now.heads * now.head_dim)
+    shapes = [now, *other_shapes(now, planned, plan)] if plan.saturated else [now]
     tokens = min(plan.tokens, LONGEST)
     times = time_layers(shapes, width, tokens, plan.mask, device) if measure else {}
     options = [priced(shape, plan, width, times.get(shape.name)) for shape in shapes]
-    best = options[1] if len(options) > 1 else options[0]
+    best = recommended(options)
+    step = 2 if plan.positions == "rope" else 1  # rotary positions turn pairs
+    first, last = plan.curve[0][0], plan.curve[-1][0]
     return plan.model_copy(
         update={
             "options": options,
             "fixed_width": [
                 priced(Shape(f"{width // k} × {k}", width // k, width // k, k, k), plan, width, None)
-                for k in range(1, plan.curve[-1][0] + 1)
-                if width % k == 0 and (k & (k - 1) == 0 or k in (head_dim, planned))
+                for k in range(first, last + 1)
+                if width % k == 0 and k % step == 0 and (k & (k - 1) == 0 or k in (now.head_dim, planned))
             ],
             "latency_tokens": tokens if measure else 0,
             "width": width,
+            "value_dim": value_dim,
             "recommended": {
                 "hidden_size": width,
                 "num_attention_heads": best.heads,
                 "num_key_value_heads": best.kv_heads,
                 "head_dim": best.head_dim,
+                **({"v_head_dim": best.value_dim} if best.value_dim != best.head_dim else {}),
             },
-            "reason": _reason(plan, planned, options),
+            "reason": reason(plan, planned, options, tokens if measure else 0),
         }
     )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Heads and widths of an attention layer."""
-
-    name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
 
 
 def planned_width(plan: HeadDimPlan, width: int) -> int:
@@ -121,7 +102,7 @@ def priced(shape: Shape, plan: HeadDimPlan, width: int, times: "Times | None") -
     T = plan.tokens
     parameters = width * (H * K + G * K + G * V + H * V)
     pairs = T * (T + 1) // 2 if plan.mask == "causal" else T * T
-    share = _share(plan.deciding, K)
+    share = math.nan if plan.positions == "rope" and K % 2 else plan.deciding.share_at(K)
     return Option(
         name=shape.name,
         heads=H,
@@ -130,35 +111,13 @@ def priced(shape: Shape, plan: HeadDimPlan, width: int, times: "Times | None") -
         value_dim=V,
         rank_share=share,
         rank_sum=H * share,
+        interpolated=math.isfinite(share) and not plan.deciding.tried(K),
         parameters=parameters,
         flops=2 * T * parameters + 2 * pairs * H * (K + V),
         cache_bytes=2 * G * (K + V),
         prefill_ms=times.prefill if times else float("nan"),
         decode_ms=times.decode if times else float("nan"),
         padded=times.padded if times else False,
-    )
-
-
-def _share(curve: LayerCurve, head_dim: int) -> float:
-    return curve.share_at(head_dim)
-
-
-def _reason(plan: HeadDimPlan, planned: int, options: list[Option]) -> str:
-    if not plan.saturated:
-        return f"Rank does not saturate up to K = {plan.curve[-1][0]}: there is no narrower width to advise."
-    low, high = plan.interval
-    start = (
-        f"K* = {plan.head_dim} ({low} to {high}): beyond it a unit of width adds less than "
-        f"{plan.tolerance:g} of rank/T at random weights. Rounded up to {planned}"
-    )
-    if len(options) == 1:
-        return f"{start}, which is no narrower than the heads of now: keep them."
-    now, more = options[0], options[1]
-    return (
-        f"{start}. That is {more.heads} heads in place of {now.heads} for "
-        f"{more.parameters / now.parameters:.2f} times the parameters, and {more.rank_sum:.1f} T in place of "
-        f"{now.rank_sum:.1f} T of rank in all heads together; each single head has less "
-        f"({more.rank_share:.2f} against {now.rank_share:.2f}). Values keep their width in all."
     )
 
 

@@ -29,12 +29,16 @@ class LayerCurve(Record):
     """(K, K', lost rank/T): the largest fall of the mean that chance does not explain; None: monotone."""
 
     def share_at(self, head_dim: int) -> float:
-        """Rank/T at a width, linear between those tried."""
+        """Rank/T at a width, linear between those tried (`tried`); NaN below and above all of them."""
         points = self.points
         for (low, before, _), (high, after, _) in pairwise(points):
             if low <= head_dim <= high:
                 return before + (after - before) * (head_dim - low) / (high - low)
-        return points[0][1] if head_dim < points[0][0] else points[-1][1]
+        return float("nan")
+
+    def tried(self, head_dim: int) -> bool:
+        """Whether rank was counted at this very width."""
+        return any(width == head_dim for width, _, _ in self.points)
 
 
 class LogLaw(Record):
@@ -64,9 +68,11 @@ class Option(Record):
     """Of queries and keys."""
     value_dim: int
     rank_share: Number
-    """Mean rank/T of one head at random weights."""
+    """Mean rank/T of one head at random weights; NaN for a width outside those tried."""
     rank_sum: Number
     """Heads × rank/T: all heads together, in units of T."""
+    interpolated: bool = False
+    """Whether both ranks are interpolated between the next widths tried."""
     parameters: int
     """Of the four projections of one layer, without biases."""
     flops: int

@@ -1,5 +1,6 @@
 """The tables of a plan: the same for the console and the page."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -51,7 +52,8 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
             "Settings of one attention layer",
             ["setting", "heads", "K", "V", "rank/T", "all heads"],
             [_setting(one) for one in plan.options],
-            "Heads / key heads; K of queries and keys, V of values. All heads: H × rank/T.",
+            "Heads / key heads; K of queries and keys, V of values. All heads: H × rank/T."
+            + _unsure(plan.options),
         )
         timed = f"Timed on this machine, T = {plan.latency_tokens:,}, float32"
         at = timed if plan.latency_tokens else "Not timed"
@@ -65,9 +67,8 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
         yield PlanTable(
             f"Heads × width at D = {plan.width}",
             ["heads × K", "rank/T of a head", "all heads"],
-            [[f"{one.heads} × {one.head_dim}", shown(one.rank_share, 3), shown(one.rank_sum, 2)]
-             for one in plan.fixed_width],
-            "Equal parameters, FLOPs and cache.",
+            [[f"{one.heads} × {one.head_dim}", *_ranks(one, 2)] for one in plan.fixed_width],
+            "Equal parameters, FLOPs and cache where values are as wide as keys." + _unsure(plan.fixed_width),
         )  # fmt: skip
     if plan.law is not None and plan.law.points:
         law = plan.law
@@ -97,8 +98,20 @@ def _curve(plan: HeadDimPlan) -> PlanTable:
 
 def _setting(one: Option) -> list[str]:
     heads = str(one.heads) if one.heads == one.kv_heads else f"{one.heads} / {one.kv_heads}"
-    ranks = [shown(one.rank_share, 3), shown(one.rank_sum, 1)]
-    return [one.name, heads, str(one.head_dim), str(one.value_dim), *ranks]
+    return [one.name, heads, str(one.head_dim), str(one.value_dim), *_ranks(one, 1)]
+
+
+def _ranks(one: Option, digits: int) -> list[str]:
+    about = "≈ " if one.interpolated else ""
+    return [about + shown(one.rank_share, 3), about + shown(one.rank_sum, digits)]
+
+
+def _unsure(options: list[Option]) -> str:
+    interpolated = any(one.interpolated for one in options)
+    unknown = any(math.isnan(one.rank_share) for one in options)
+    return (" ≈: interpolated between the next widths tried." if interpolated else "") + (
+        " –: outside the widths tried." if unknown else ""
+    )
 
 
 def _cost(one: Option) -> list[str]:

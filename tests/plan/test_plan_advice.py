@@ -1,0 +1,83 @@
+"""Prices and advice hold to what was counted: no width that was not tried, no heads that are not added."""
+
+import math
+
+import pytest
+import torch
+
+import rankwise as rw
+from rankwise.plan import HeadDimPlan, plan_head_dim, with_prices
+from rankwise.plan.records import LayerCurve
+from rankwise.plan.tables import plan_tables
+
+
+def saturating(widths: range = range(1, 65), positions: str = "none", **changed: object) -> HeadDimPlan:
+    """A plan whose curve is 1 − 1/K: K* = 8 at a tolerance of 0.01, with the interval 7 to 9."""
+    curve = LayerCurve(
+        layer=1, points=[(k, 1 - 1 / k, 0.01) for k in widths], head_dim=8, interval=(7, 9), saturated=True
+    )
+    return HeadDimPlan(
+        tokens=64, mask="full", tolerance=0.01, barrier=40.0, inputs="orthonormal", trials=2,
+        positions=positions, layers=[curve], **changed,
+    )  # fmt: skip
+
+
+def test_no_rank_outside_the_widths_tried() -> None:
+    curve = saturating(range(2, 33, 2)).deciding
+    assert math.isnan(curve.share_at(1))
+    assert math.isnan(curve.share_at(33))
+    assert curve.share_at(2) == 0.5
+    assert curve.share_at(3) == pytest.approx((0.5 + 0.75) / 2)
+    assert (curve.tried(2), curve.tried(3)) == (True, False)
+
+
+def test_rotary_heads_have_even_widths_alone() -> None:
+    plan = plan_head_dim(32, positions="rope", trials=2, head_dims=[2, 4, 8, 16, 32])
+    plan = with_prices(plan, 64, heads=3, measure=False)
+    assert plan.options[0].head_dim == 20  # 64 // 3 = 21
+    assert plan.options[0].interpolated
+    assert any("K of now is taken as 20" in note for note in plan.notes)
+    assert "≈" in " ".join(row[4] for row in list(plan_tables(plan))[1].rows)
+    assert [one.head_dim for one in plan.fixed_width] == [2, 4, 8, 16, 32]
+    odd = with_prices(plan, 64, heads=3, head_dim=21, measure=False).options[0]
+    assert math.isnan(odd.rank_share)
+
+
+def test_heads_that_are_not_more_are_not_advised() -> None:
+    plan = with_prices(saturating(), 64, heads=3, measure=False)
+    assert plan.recommended["num_attention_heads"] == 3
+    assert plan.recommended["head_dim"] == 21
+    assert "more heads" not in [one.name for one in plan.options]
+    assert "no more than 3 heads" in plan.reason
+
+
+def test_heads_narrower_than_the_interval_become_fewer() -> None:
+    plan = with_prices(saturating(), 64, heads=32, measure=False)
+    assert (plan.recommended["num_attention_heads"], plan.recommended["head_dim"]) == (4, 16)
+    assert "4 heads in place of 32" in plan.reason
+    assert "each single head has more" in plan.reason
+    with pytest.raises(rw.RankwiseError, match="128 heads at D = 64"):
+        with_prices(saturating(), 64, heads=128, measure=False)
+
+
+def test_the_reason_says_what_was_measured() -> None:
+    plan = with_prices(saturating(), 128, heads=2)
+    now, more = plan.options[:2]
+    assert f"({more.prefill_ms / now.prefill_ms:.2f} times)" in plan.reason
+    assert f"({more.decode_ms / now.decode_ms:.2f} times)" in plan.reason
+    assert "Values are 16 wide a head in place of 64: still 128 in all heads together" in plan.reason
+    assert "not timed" in with_prices(saturating(), 128, heads=2, measure=False).reason
+
+
+def test_values_of_their_own_width_keep_their_channels() -> None:
+    plan = with_prices(saturating(value_dim=32), 128, heads=2, measure=False)
+    now, more = plan.options[:2]
+    assert (now.head_dim, now.value_dim) == (64, 32)
+    assert more.heads * more.value_dim == 64
+    assert now.parameters == 128 * 2 * 2 * (64 + 32)
+    assert plan.recommended["v_head_dim"] == more.value_dim
+
+
+def test_drawn_inputs_beside_given_states_are_refused() -> None:
+    with pytest.raises(rw.RankwiseError, match="`inputs`"):
+        plan_head_dim(torch.randn(8, 4), inputs="orthonormal", trials=2)
