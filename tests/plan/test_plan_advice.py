@@ -1,13 +1,15 @@
 """Prices and advice hold to what was counted: no width that was not tried, no heads that are not added."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import rankwise as rw
 from rankwise.plan import HeadDimPlan, plan_head_dim, with_prices
-from rankwise.plan.records import LayerCurve
+from rankwise.plan.records import LayerCurve, LogLaw
+from rankwise.plan.saturation import falls
 from rankwise.plan.tables import plan_tables
 
 
@@ -81,3 +83,16 @@ def test_values_of_their_own_width_keep_their_channels() -> None:
 def test_drawn_inputs_beside_given_states_are_refused() -> None:
     with pytest.raises(rw.RankwiseError, match="`inputs`"):
         plan_head_dim(torch.randn(8, 4), inputs="orthonormal", trials=2)
+
+
+def test_where_the_width_falls_with_length_it_is_said(tmp_path: Path) -> None:
+    points = [(1024, 12, 11, 13), (2048, 14, 12, 15), (4096, 12, 11, 13), (8192, 9, 9, 10)]
+    overlapping, apart = falls(points)
+    assert "14 (12 to 15) at T = 2,048, 12 (11 to 13) at 4,096" in overlapping
+    assert "intervals overlap" in overlapping
+    assert "do not overlap" in apart
+    law = LogLaw(points=points, intercept=0.0, slope=1.0, residuals=[0.0] * 4, explained=1.0,
+                 half=[1.0] * 4, notes=[overlapping, apart])  # fmt: skip
+    plan = saturating().model_copy(update={"law": law})
+    assert overlapping in list(plan_tables(plan))[-1].note
+    assert overlapping in plan.to_html(tmp_path / "page.html").read_text()

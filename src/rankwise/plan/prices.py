@@ -55,7 +55,10 @@ def with_prices(
     now = present_shape(width, heads, kv_heads, head_dim, value_dim, plan.positions)
     if head_dim is None and now.heads * now.head_dim != width:
         even = " and even" if plan.positions == "rope" else ""
-        note = f"{now.heads} heads do not share D = {width} in equal{even} parts: K of now is taken as {now.head_dim}."
+        note = (
+            f"{now.heads} heads do not share D = {width} in equal{even} parts: "
+            f"K of now is taken as {now.head_dim}."
+        )
         plan = plan.model_copy(update={"notes": [*plan.notes, note]})
     planned = planned_width(plan, now.heads * now.head_dim)
     shapes = [now, *other_shapes(now, planned, plan)] if plan.saturated else [now]

@@ -56,6 +56,8 @@ class LogLaw(Record):
     """Width at which rank/T reaches half of the barrier, for each length: another reading of saturation."""
     unsaturated: list[int] = Field(default_factory=list)
     """Lengths left out: their gain stayed above the tolerance at every width tried."""
+    notes: list[str] = Field(default_factory=list)
+    """Where K* falls as T grows, and whether the intervals allow that it does not."""
 
 
 class Option(Record):

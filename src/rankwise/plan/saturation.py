@@ -1,6 +1,7 @@
 """Where a curve saturates, whether it falls, and the law of K* in ln T."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -133,7 +134,36 @@ def fit_log_law(
             half.append(float(np.interp(middle, means, widths)) if means[-1] > middle else math.nan)
         else:
             missing.append(tokens)
-    return _fitted(found, missing).model_copy(update={"half": half})
+    return _fitted(found, missing).model_copy(update={"half": half, "notes": falls(found)})
+
+
+def falls(points: list[tuple[int, int, int, int]]) -> list[str]:
+    """Say where K* falls from a length to the next, and what its intervals say of that fall.
+
+    Args:
+        points: (T, K*, lower and upper end of its interval), T ascending.
+
+    Examples:
+        >>> falls([(64, 8, 7, 9), (128, 9, 8, 10)])
+        []
+    """
+    said = []
+    for (short, before, low, high), (long, after, down, up) in pairwise(points):
+        if after >= before:
+            continue
+        where = (
+            f"K* is not monotone: {before} ({low} to {high}) at T = {short:,}, {after} ({down} to {up}) at "
+            f"{long:,}. "
+        )
+        said.append(
+            where
+            + (
+                "The 95 % bootstrap intervals overlap: the few trials do not show that K* itself falls."
+                if up >= low
+                else "The 95 % bootstrap intervals do not overlap: their spread does not explain the fall."
+            )
+        )
+    return said
 
 
 def _fitted(points: list[tuple[int, int, int, int]], missing: list[int]) -> LogLaw:

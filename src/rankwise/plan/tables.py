@@ -79,7 +79,8 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
             [[f"{t:,}", str(k), f"{low} to {high}", f"{r:+.2f}", shown(half, 1)]
              for (t, k, low, high), r, half in zip(law.points, residuals, law.half, strict=True)],
             "Hardmax heads on orthonormal tokens."
-            + (f" Not saturated: T = {law.unsaturated}." if law.unsaturated else ""),
+            + (f" Not saturated: T = {law.unsaturated}." if law.unsaturated else "")
+            + "".join(f" {note}" for note in law.notes),
         )  # fmt: skip
     if plan.trained:
         yield _trained(plan)
