@@ -74,6 +74,13 @@ def test_slower_says_what_was_won() -> None:
     assert "No memory is won either" in slower(late, same)
 
 
+@pytest.mark.parametrize("part", ["heads", "kv"])
+def test_calibration_that_a_part_does_not_take_is_noted(part: str) -> None:
+    model = gpt2() if part == "heads" else llama()
+    done = rw.compress(model, [ids()], keep=0.5, parts=part, calibrate=3, **QUICK)
+    assert any("steps of calibration are for qk and rotary alone" in note for note in done.notes)
+
+
 def test_latents_that_add_parameters_say_so() -> None:
     done = rw.compress(llama(), [ids(8, 24)], keep=0.9, parts="kv", **QUICK)
     assert done.parameters_after > done.parameters_before

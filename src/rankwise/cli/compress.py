@@ -39,10 +39,18 @@ def command(
         Path | None, typer.Option(help="Folder of pictures, for models that read them.")
     ] = None,
     keep: Annotated[float | None, typer.Option(help="Share of each part to keep, such as 0.5.")] = None,
-    tolerance: Annotated[float | None, typer.Option(help="Or: attention KL it may cost, nats.")] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Or what each part may cost: qk and rotary, attention KL in nats; kv, KL of the outputs in "
+            "nats; heads, a share of the loss."
+        ),
+    ] = None,
     width: Annotated[float | None, typer.Option(help="Or: mean query/key width of a head.")] = None,
     parts: Annotated[str, typer.Option(help="Parts, with commas between.")] = "qk",
-    calibrate: Annotated[int, typer.Option(help="Steps of Adam for each layer; 200 is a good number.")] = 0,
+    calibrate: Annotated[
+        int, typer.Option(help="Steps of Adam for each layer, of qk and rotary; 200 is good.")
+    ] = 0,
     tokens: Annotated[int, typer.Option(min=2, help="Longest sequence.")] = 256,
     sequences: Annotated[
         int, typer.Option(min=1, help="Sequences to calibrate on, and as many held out.")

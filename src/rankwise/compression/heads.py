@@ -73,6 +73,8 @@ def compress_heads(job: Job) -> PartResult:
             got=f"a relative difference of {off:.1e}",
             fix="The model is as it was: its own code does not compute with these heads alone.",
         )
+    if job.calibrate:
+        notes = [*notes, "Heads are removed whole: steps of calibration are for qk and rotary alone."]
     return PartResult(
         heads=_records(sites, plan, worth),
         kl={site.name: float("nan") for site in sites},

@@ -37,7 +37,9 @@ def compress_keys_values(job: Job) -> PartResult:
     moments = layer_moments(job.model, layers, job.batches, job.seed, job.on_step)
     notes = _check_tokens(layers, moments)
     if job.calibrate:
-        notes.append("Keys and values are factored in closed form: steps of calibration are for qk alone.")
+        notes.append(
+            "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
+        )
     found = [spectrum(one.weight, one.tokens, one.gradients) for one in moments]
     size = next(job.model.parameters()).element_size()
     if job.keep is not None:
