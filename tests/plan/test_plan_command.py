@@ -51,6 +51,10 @@ def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
     assert all(1 <= head.needed <= 32 for head in plan.trained)
     assert "What the trained heads use" in done.output
     assert "trained heads need more than" in " ".join(plan.notes)
+    less = sum(head.needed < head.width for head in plan.trained)
+    assert f"{less} of 16 trained heads need less width than they have" in plan.notes[-1]
+    first = min(plan.trained, key=lambda head: head.needed / head.width)
+    assert f"layer {first.layer} head {first.head} ({first.needed} of 32)" in plan.notes[-1]
 
 
 def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> None:

@@ -14,6 +14,8 @@ from rankwise.plan.records import HeadDimPlan, TrainedHead
 from rankwise.running import run_model
 
 EPS = 1e-30
+NAMED = 6
+"""Heads that a note names at most; the record has all."""
 
 
 def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 0.01) -> list[TrainedHead]:
@@ -73,7 +75,25 @@ def with_trained(plan: HeadDimPlan, model: nn.Module, batches: Iterable[Any]) ->
                 else "random weights promise no less than they use."
             )
         )
-    return plan.model_copy(update={"trained": heads, "notes": [*plan.notes, note]})
+    spare = [_less_needed(heads, plan.tolerance)] if heads else []
+    return plan.model_copy(update={"trained": heads, "notes": [*plan.notes, note, *spare]})
+
+
+def _less_needed(heads: list[TrainedHead], tolerance: float) -> str:
+    """Name the heads that need less width than they have; all of them are in the record."""
+    less = sorted(
+        (head for head in heads if head.needed < head.width), key=lambda one: one.needed / one.width
+    )
+    if not less:
+        return f"Every trained head needs all of its width at {tolerance:g} nats on these tokens."
+    named = ", ".join(
+        f"{one.stack} layer {one.layer} head {one.head} ({one.needed} of {one.width})".strip()
+        for one in less[:NAMED]
+    )
+    return (
+        f"{len(less)} of {len(heads)} trained heads need less width than they have at {tolerance:g} nats on "
+        f"these tokens{', those with the most to spare' if len(less) > NAMED else ''}: {named}."
+    )
 
 
 def _head(stack: str, layer: int, head: int, sites: list[MixerSite], tolerance: float) -> TrainedHead:
