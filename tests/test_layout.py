@@ -69,6 +69,7 @@ ALLOWED = {
         "torch_internals",
     },
     "compression": {
+        "torch_internals",
         "worth",
         "errors",
         "files",

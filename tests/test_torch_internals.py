@@ -19,8 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from rankwise import torch_internals
 
 PACKAGE = Path(torch_internals.__file__).parent
-OWN = {  # private names of our own classes, of named tuples, of transformers, and one that Python documents
+OWN = {  # private names of our own classes, of named tuples, of transformers, one that Python documents, and
+    # one of numpy that may be missing
     *(
+        "_asdict",
+        "_is_quantized",
+        "_umath_linalg",
         "_fields",
         "_replace",
         "_map",
@@ -195,6 +199,20 @@ def hooked() -> tuple[nn.Module, list[str], list[object]]:
     module.register_forward_hook(hooks[2], with_kwargs=True, always_call=True)
     module.register_forward_hook(hooks[3])
     return module, told, [hooks[0], hooks[2]]
+
+
+def test_forward_pre_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_internals.forward_pre_hooks(module) == []
+
+    def first(*_: object) -> None: ...
+    def second(*_: object) -> None: ...
+
+    handle = module.register_forward_pre_hook(first)
+    module.register_forward_pre_hook(second)
+    assert torch_internals.forward_pre_hooks(module) == [first, second], "hooks are kept elsewhere"
+    handle.remove()
+    assert torch_internals.forward_pre_hooks(module) == [second]
 
 
 def test_remove_forward_hooks() -> None:

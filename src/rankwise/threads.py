@@ -126,7 +126,12 @@ def _numpy_on_one_thread() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     """Tell and set the threads of the OpenBLAS that numpy has loaded; None where it has another library."""
-    library = ctypes.CDLL(np.linalg._umath_linalg.__file__)
+    module = getattr(
+        np.linalg, "_umath_linalg", None
+    )  # what is linked to it; no public name says where it is
+    if module is None:
+        return None
+    library = ctypes.CDLL(module.__file__)
     for before, after in NAMES:
         tell, limit = (getattr(library, OPENBLAS.format(before, do, after), None) for do in ("get", "set"))
         if tell is not None and limit is not None:

@@ -135,6 +135,11 @@ def forget_global_hook(handle: RemovableHandle) -> None:
     nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
+def forward_pre_hooks(module: nn.Module) -> list[object]:
+    """The hooks that run before one module's forward, in their order."""
+    return list(module._forward_pre_hooks.values())
+
+
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
     """Take some of the hooks off one module, before and after its forward; how many there were."""
     removed = 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.compression.narrow import Runs
+from rankwise.torch_internals import forward_pre_hooks
 
 
 class NarrowKeysHook:
@@ -77,8 +78,7 @@ def key_cache_of(module: nn.Module) -> NarrowKeysHook | None:
     Args:
         module: the attention layer.
     """
-    hooks = module._forward_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, NarrowKeysHook)), None)
+    return next((hook for hook in forward_pre_hooks(module) if isinstance(hook, NarrowKeysHook)), None)
 
 
 def kept_channels(runs: Runs, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from rankwise.compression.key_cache import keep_in_cache
 from rankwise.compression.latent import Latent, LatentLayer, LatentProjection, latent_modules
 from rankwise.compression.narrow import put
 from rankwise.compression.rotation import rotate
+from rankwise.torch_internals import forward_pre_hooks
 
 
 class LatentReader:
@@ -154,7 +155,7 @@ def latent_layers(model: nn.Module) -> list[LatentLayer]:
     """
     found = []
     for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
+        for hook in forward_pre_hooks(module):
             if isinstance(hook, LatentHook):
                 found.append(hook.reader.layer.model_copy(update={"module": name}))
     return found
