@@ -88,6 +88,10 @@ def main() -> None:
     for one, other in zip(forward(), seen, strict=True):
         assert torch.equal(one, other), "capture changed an output"
     if args.eager:
+        if any((batch.get("attention_mask", torch.ones(1)) == 0).any() for batch in batches):
+            raise SystemExit(
+                "--eager: texts shorter than --tokens are padded, and svdvals would count the padding"
+            )
         by_hand = load_subject(args.model or str(demo_model()), device=args.device).model
         by_hand.set_attn_implementation("eager")
         runs["eager, svdvals"] = lambda: singular_values_by_hand(by_hand, batches)
