@@ -7,6 +7,7 @@ from recipes.state_space_models import EXPERTS, SIZES, widen
 from recipes.tiny_models import BERT
 
 import rankwise as rw
+from rankwise.capture.adapters.base import CONTINUED
 
 
 def built(name, **settings):
@@ -56,6 +57,20 @@ def test_lightning_attention_is_a_scan_with_one_decay_a_head():
         # the layer's decays are float32 powers of one: the operator's are exact for its float32 slope
         off = (site.finish(product) - gave[site.name][0]).abs().max()
         assert off <= 13 * 8 * torch.finfo(torch.float32).eps * float(gave[site.name][0].abs().max())
+
+
+@torch.no_grad()
+def test_lightning_attention_goes_unseen_only_where_it_goes_on_from_a_state():
+    sizes = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    kinds = ["linear_attention", "full_attention"]
+    model = built("MiniMax", **sizes, layer_types=kinds, block_size=5, num_local_experts=2)
+    trace, _ = look(model, tokens(13) | {"use_cache": False}, "self_attn")
+    assert [site.kind for site in trace.mixers] == ["semiseparable", "softmax"]
+    cache = model(input_ids=tokens(13)["input_ids"], use_cache=True).past_key_values
+    with rw.capture(model) as trace:
+        model(input_ids=tokens(1)["input_ids"], past_key_values=cache, use_cache=True)
+    assert [site.kind for site in trace.mixers] == ["softmax"]
+    assert [one.reason for one in trace.unseen] == [CONTINUED]
 
 
 LONGFORMER = BERT | {"attention_window": 4, "num_hidden_layers": 2}
