@@ -181,5 +181,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = re.sub(
+        r"/\S*/site-packages/", "", " ".join(str(error).split())
+    )  # whose machine it was is no result
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
