@@ -48,18 +48,14 @@ class Read:
 
 
 class Loss(ABC):
-    """A loss, and the projections of the output by which its second derivative is estimated."""
+    """What a model loses."""
 
     name: str
     unit: str
     reference = "the loss"
     """What costs are shares of."""
-    probed = True
-    """Whether `probe` is there."""
     moves = False
     """Whether it is how far the output moves: then its gradient is 0 where nothing is removed."""
-    half = 0.5
-    """What the square of a probe's gradient is multiplied with to give the change of the total."""
 
     def case(self, batch: Any, given: Any, number: int) -> Case:
         """Make of a batch what the loss is to be taken of.
@@ -87,16 +83,23 @@ class Loss(ABC):
     def read(self, output: Any, case: Case) -> Read:
         """The loss of each sequence, in the graph of the output."""
 
+
+class ProbedLoss(Loss):
+    """A loss whose second derivative is estimated by random projections of the output."""
+
+    half = 0.5
+    """What the square of a probe's gradient is multiplied with to give the change of the total."""
+
+    @abstractmethod
     def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
         """A random projection of the output for each sequence, (B,).
 
         The expectation of the square of its gradient, times `half`, is what the Gauss–Newton matrix gives for
         the change of the sequence's total.
         """
-        raise NotImplementedError
 
 
-class LabelLoss(Loss):
+class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
     Args:
@@ -180,7 +183,7 @@ class LabelLoss(Loss):
         return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels.long()
 
 
-class DivergenceLoss(Loss):
+class DivergenceLoss(ProbedLoss):
     """How far the predictions move: ``KL(p ‖ p')`` from the whole model's own p, 0 of the whole model.
 
     Costs are shares of the entropy H(p): H(p) + KL(p ‖ p') is the loss that the model would have if its
@@ -215,7 +218,7 @@ class DivergenceLoss(Loss):
         return _fisher_projection(logits, _real(output, case, logits), generator)
 
 
-class StateLoss(Loss):
+class StateLoss(ProbedLoss):
     """How far the output moves: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over a sequence's real tokens."""
 
     name = "relative squared change of the output"
@@ -265,7 +268,6 @@ class FunctionLoss(Loss):
     """
 
     unit = "as the function has it"
-    probed = False
 
     def __init__(self, function: LossFunction, name: str) -> None:
         self._function, self.name = function, name

@@ -126,7 +126,7 @@ def measure_worth(
         nonfinite=runs.nonfinite,
         counted=runs.count,
         removal=chosen.removal,
-        probes=chosen.probes if runs.loss.probed and chosen.estimates else 0,
+        probes=runs.probes_of(chosen.probes) if chosen.estimates else 0,
         seed=chosen.seed,
         sites=measured,
         blocks=standing,
@@ -266,7 +266,7 @@ def _site(session: _Session, key: CallKey, placed: Placed) -> SiteWorth:
     if session.settings.estimates and (sums is None or sums.lost):
         why_not = UNREACHED
     elif sums is not None:
-        estimates = sums.estimates(runs.loss, runs.count, session.settings.probes if runs.loss.probed else 0)
+        estimates = sums.estimates(runs.loss, runs.count, runs.probes_of(session.settings.probes))
     return _site_worth(placed, estimates, why_not)
 
 
@@ -284,7 +284,7 @@ def _block(session: _Session, name: str) -> BlockWorth:
         return BlockWorth(stack, layer, name, _unknown(1))
     if not calls or any(sums.lost for sums in calls):
         return BlockWorth(stack, layer, name, _unknown(1), why_not=UNREACHED)
-    probes = session.settings.probes if runs.loss.probed else 0
+    probes = runs.probes_of(session.settings.probes)
     return BlockWorth(stack, layer, name, calls[0].estimates(runs.loss, runs.count, probes))
 
 

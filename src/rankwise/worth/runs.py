@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from rankwise.capture import MixerSite, StateSite, capture
 from rankwise.errors import InputError, RankwiseError
 from rankwise.running import Batch, batch_size, device_of, moved, run_model
 from rankwise.worth.gates import CallKey, Gates, MeanTaker, Without
-from rankwise.worth.losses import Case, Loss, Read
+from rankwise.worth.losses import Case, Loss, ProbedLoss, Read
 from rankwise.worth.reach import cut_off
 from rankwise.worth.results import Estimates, Floats
 
@@ -90,10 +91,12 @@ class Sums:
             return Estimates(unknown, unknown, unknown, unknown, unknown)
         gradient, fisher = self.gradient / count, 0.5 * self.squares / count
         first_order = self.absolute / count
-        curvature = loss.half * self.curvature / count if probes else unknown
+        curvature = unknown
+        if isinstance(loss, ProbedLoss) and probes:
+            curvature = loss.half * self.curvature / count
         if loss.moves:  # the loss is at its least, 0, where nothing has moved
             gradient, first_order, fisher = np.zeros(self.gates), unknown, unknown
-        removal = (curvature if probes else fisher) - gradient
+        removal = (fisher if curvature is unknown else curvature) - gradient
         return Estimates(gradient, first_order, fisher, curvature, removal)
 
 
@@ -158,7 +161,7 @@ class Runs:
         for number, case in enumerate(self.cases):
             self._say(f"gradients of batch {number + 1} of {len(self.cases)}")
             gates = Gates(blocks, batch_size(case.batch), means)
-            total += self._one(case, gates, probes if self.loss.probed else 0, generator, gradients)
+            total += self._one(case, gates, self.probes_of(probes), generator, gradients)
         if not self.count:
             raise InputError(
                 f"loss, {self.loss.name}", wanted="a finite number for at least one sequence",
@@ -181,6 +184,14 @@ class Runs:
         if lost and len(lost) == len(self.heads):
             raise _not_differentiable(self.model, f"none that reaches {named(lost)}")
 
+    def probes_of(self, asked: int) -> int:
+        """Random projections a batch: as many as asked for, of losses that have them.
+
+        Args:
+            asked: for how many.
+        """
+        return asked if isinstance(self.loss, ProbedLoss) else 0
+
     def _one(
         self, case: Case, gates: Gates, probes: int, generator: torch.Generator, gradients: bool
     ) -> float:
@@ -193,7 +204,7 @@ class Runs:
                 finite = read.total.detach().isfinite() & (read.count > 0)
                 if gradients:
                     self._back(gates, output, read, case, finite, probes, generator)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
                 raise
             raise _not_differentiable(self.model, str(error)) from error
@@ -218,8 +229,9 @@ class Runs:
     ) -> None:
         every = [*gates.of_heads.values(), *gates.of_blocks.values()]
         rounds = [] if self.loss.moves else [(read.total[finite].sum(), 0)]
-        projected = (self.loss.probe(output, case, generator)[finite].sum() for _ in range(probes))
-        for scalar, probe in [*rounds, *((one, probes) for one in projected)]:
+        probe_of = self.loss.probe if isinstance(self.loss, ProbedLoss) else None
+        projected = (probe_of(output, case, generator)[finite].sum() for _ in range(probes) if probe_of)
+        for scalar, probe in chain(rounds, ((one, probes) for one in projected)):
             if not (bool(finite.any()) and every):
                 return
             if not scalar.requires_grad:
