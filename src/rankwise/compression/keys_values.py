@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from rankwise.compression.latent_curves import latent_curves
 from rankwise.compression.latent_hook import add_latent
 from rankwise.compression.latent_moments import Moments, Spectrum, layer_moments, layer_weight, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
-from rankwise.compression.outputs import check_finite, main_output, relative_error
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.part_checks import check_some, keep_sound
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import LatentRank
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved, run_model
+from rankwise.running import run_model
 
 LEAST_TOKENS = 0.5
 """Calibration tokens for each channel of the latent at full rank, below which moments say too little."""
@@ -120,23 +122,17 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, 
     """Layers that give the same through a latent of full rank, from a cache too; reasons for all others."""
     found, reasons = find_cached_layers(model, batch)
     layers = [layer for _, layer in sorted(found.items())]
-    short = moved(first_sequences(batch, 2), device_of(model))
-    before = main_output(model, short)
-    check_finite(model, before)
-    bound = torch.finfo(before.dtype).eps ** 0.5
-    if layers and not _same_at_full_rank(model, layers, short, before, bound):
-        for one in list(layers):
-            if not _same_at_full_rank(model, [one], short, before, bound):
-                layers.remove(one)
-                reasons[one.module] = "its outputs change when keys and values are read out of a full latent"
-    if not layers:
-        said = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2])
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            wanted="attention whose cached keys and values come from linear layers of the same tokens",
-            got=said or "no such attention",
-            fix="Leave `kv` out of the parts; in Python, `rw.capture` shows which mixers the model has.",
-        )
+    failed = keep_sound(model, batch, layers, partial(_same_at_full_rank, model))
+    reasons |= {
+        one.module: "its outputs change when keys and values are read out of a full latent" for one in failed
+    }
+    check_some(
+        model,
+        layers,
+        reasons,
+        "attention whose cached keys and values come from linear layers of the same tokens",
+        "Leave `kv` out of the parts; in Python, `rw.capture` shows which mixers the model has.",
+    )
     return layers, reasons
 
 

@@ -1,7 +1,6 @@
 """The part ``qk``: narrower queries and keys, for models whose positions are not rotated in."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,17 @@ from rankwise.compression.narrow_heads import (
     turned,
 )
 from rankwise.compression.null_ways import null_curves
-from rankwise.compression.outputs import check_finite, main_output, relative_error
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.part_checks import (
+    check_some,
+    check_tokens,
+    check_width,
+    keep_sound,
+    naming_layer,
+    no_finite_layer,
+)
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import HeadWidth
-from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved
-
-LEAST_TOKENS = 0.5
-"""Calibration tokens for each unit of K, below which second moments say too little to go on."""
 
 
 def compress_query_keys(job: Job) -> PartResult:
@@ -39,13 +41,13 @@ def compress_query_keys(job: Job) -> PartResult:
         CompressionError: if no layer can be done, or the request fits none.
     """
     found, left_out = _usable(job.model, job.batches[0])
-    _check_width(job, found)
+    check_width(job.width, min(one.width for one in found))
     layers = see(job.model, found, job.batches, job.on_step)
     layers, left_out = _sound(layers, left_out)
     notes = _check_tokens(layers)
     curves = []
     for layer in layers:
-        with _naming(layer):
+        with naming_layer(layer.found.name):
             curves += head_curves(layer, job.on_step)
     width = job.width if job.keep is None else job.keep * layers[0].found.width
     widths = chosen_widths(curves, job.tolerance, width)
@@ -58,7 +60,7 @@ def compress_query_keys(job: Job) -> PartResult:
         before = _by_key(layer, factors)
         after = before
         if job.calibrate and complete:
-            with _naming(layer):
+            with naming_layer(layer.found.name):
                 factors, after, complete = _calibrated(layer, factors, job)
         plan.append((layer, factors))
         heads += [_record(layer, head, own[head], before[head], after[head]) for head in range(len(own))]
@@ -82,26 +84,19 @@ def compress_query_keys(job: Job) -> PartResult:
 def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
     """Layers whose heads may be turned into any basis; the reason for all others."""
     found, reasons = find_layers(model, batch)
-    short = moved(first_sequences(batch, 2), device_of(model))
-    before = main_output(model, short)
-    check_finite(model, before)
-    bound = torch.finfo(before.dtype).eps ** 0.5
-    if found and not _same_when_turned(model, found, short, before, bound):
-        for one in list(found):
-            if not _same_when_turned(model, [one], short, before, bound):
-                found.remove(one)
-                reasons[one.name] = (
-                    "its outputs change with the basis of queries and keys: something besides "
-                    "their inner products reads them"
-                )
-    if not found:
-        said = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2])
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            wanted="softmax attention whose queries and keys are outputs of linear layers, unrotated",
-            got=said or "no such attention",
-            fix="Where positions are rotated in, use `compress` with the part `rotary`.",
-        )
+    failed = keep_sound(model, batch, found, partial(_same_when_turned, model))
+    reasons |= {
+        one.name: "its outputs change with the basis of queries and keys: something besides "
+        "their inner products reads them"
+        for one in failed
+    }
+    check_some(
+        model,
+        found,
+        reasons,
+        "softmax attention whose queries and keys are outputs of linear layers, unrotated",
+        "Where positions are rotated in, use `compress` with the part `rotary`.",
+    )
     return found, reasons
 
 
@@ -110,43 +105,20 @@ def _same_when_turned(model: nn.Module, found: list[Found], batch: Any, before: 
         return relative_error(main_output(model, batch), before) <= bound
 
 
-def _check_width(job: Job, found: list[Found]) -> None:
-    widths = sorted({one.width for one in found})
-    if job.width is not None and job.width >= widths[0]:
-        raise CompressionError(
-            "`width`",
-            wanted=f"a mean width below the present {widths[0]}",
-            got=f"{job.width:g}",
-            fix="Ask for less.",
-        )
-
-
 def _sound(
     layers: list[AttentionLayer], left_out: dict[str, str]
 ) -> tuple[list[AttentionLayer], dict[str, str]]:
     broken = {one.found.name: f"NaN or infinity in head {min(one.broken)}" for one in layers if one.broken}
     sound = [one for one in layers if not one.broken]
     if not sound:
-        name, reason = next(iter(broken.items()))
-        raise CompressionError(
-            f"attention layer {name!r}",
-            wanted="finite queries and keys",
-            got=reason,
-            fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
-        )
+        raise no_finite_layer(broken)
     return sound, {**left_out, **broken}
 
 
 def _check_tokens(layers: list[AttentionLayer]) -> list[str]:
     """Refuse too little text, and say where second moments lack rank."""
     width, tokens = max(one.found.width for one in layers), min(one.tokens for one in layers)
-    if tokens < LEAST_TOKENS * width:
-        raise CompressionError(
-            "the calibration data",
-            wanted=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
-            got=f"{tokens}",
-            fix="Give more text.",
-        )
+    check_tokens(tokens, width)
     poor = sum(
         int((torch.linalg.matrix_rank(one.query_moments, hermitian=True) < one.found.width).sum())
         + int((torch.linalg.matrix_rank(one.key_moments, hermitian=True) < one.found.width).sum())
@@ -179,22 +151,6 @@ def _calibrated(layer: AttentionLayer, start: Factors, job: Job) -> tuple[Factor
 def _by_key(layer: AttentionLayer, factors: Factors) -> list[float]:
     each = layer_divergence(layer, factors)
     return each.unflatten(0, (-1, factors.groups)).mean(1).tolist()
-
-
-@contextmanager
-def _naming(layer: AttentionLayer) -> Iterator[None]:
-    """Where memory is short, say at which layer. The model is still as it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        raise CompressionError(
-            f"attention layer {layer.found.name!r}",
-            wanted="memory for its attention matrices",
-            got=str(error).splitlines()[0],
-            fix="Give fewer or shorter sequences, or smaller batches; the model is unchanged.",
-        ) from error
 
 
 def _record(layer: AttentionLayer, head: int, width: int, kl: float, calibrated: float) -> HeadWidth:

@@ -1,7 +1,6 @@
 """The part ``rotary``: rotary pairs that attention does not need, out of queries, keys and the cache."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,15 @@ from torch import nn
 
 from rankwise.compression.narrow import HeadFactors, narrow_projections, narrowed, runs_of
 from rankwise.compression.narrow_heads import Swap
-from rankwise.compression.outputs import check_finite, main_output, relative_error
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.part_checks import (
+    check_some,
+    check_tokens,
+    check_width,
+    keep_sound,
+    naming_layer,
+    no_finite_layer,
+)
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import BudgetCurve, HeadWidth
 from rankwise.compression.rotary_calibrate import calibrate_pairs
@@ -19,10 +26,6 @@ from rankwise.compression.rotary_nulls import pair_curves
 from rankwise.compression.rotary_pairs import Order, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.compression.widths import widths_for_tolerance, widths_under_budget
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved
-
-LEAST_TOKENS = 0.5
-"""Calibration tokens for each unit of K, below which they say too little to go on."""
 
 
 def compress_rotary(job: Job) -> PartResult:
@@ -43,11 +46,15 @@ def compress_rotary(job: Job) -> PartResult:
     layers = see_rotary(job.model, found, job.batches, job.on_step)
     left_out |= {one.found.name: "NaN or infinity in its queries or keys" for one in layers if one.broken}
     layers = [one for one in layers if not one.broken]
-    notes = _check(job, layers, left_out)
+    if not layers:
+        raise no_finite_layer(left_out)
+    check_width(job.width, min(one.found.width for one in layers))
+    check_tokens(min(one.tokens for one in layers), max(one.found.width for one in layers))
+    notes: list[str] = []
     wholes = [whole_factors(layer) for layer in layers]
     orders: list[list[Order]] = []
     for layer, whole in zip(layers, wholes, strict=True):
-        with _naming(layer):
+        with naming_layer(layer.found.name):
             orders.append(_orders(layer, whole, job))
     widths = pair_widths(job, layers, orders)
     plan: list[tuple[SeenRotary, PairFactors]] = []
@@ -57,7 +64,7 @@ def compress_rotary(job: Job) -> PartResult:
         factors = kept_factors(layer, whole, own_orders, own)
         before = after = _by_key(layer, factors)
         if job.calibrate and complete:
-            with _naming(layer):
+            with naming_layer(layer.found.name):
                 factors, after, complete = _calibrated(layer, factors, before, job)
         plan.append((layer, factors))
         heads += [_record(layer, head, own[head], before[head], after[head]) for head in range(len(own))]
@@ -89,23 +96,15 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer], dict[str, 
             fix="Load the original, and compress it once to the width you want.",
         )
     found, reasons = find_rotary_layers(model, batch)
-    short = moved(first_sequences(batch, 2), device_of(model))
-    before = main_output(model, short)
-    check_finite(model, before)
-    bound = torch.finfo(before.dtype).eps ** 0.5
-    if found and not _same_when_turned(model, found, short, before, bound):
-        for one in list(found):
-            if not _same_when_turned(model, [one], short, before, bound):
-                found.remove(one)
-                reasons[one.name] = "its outputs change where a pair turns in queries and keys alike"
-    if not found:
-        said = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2])
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            wanted="softmax attention whose queries and keys are rotated by position and nothing else",
-            got=said or "no such attention",
-            fix="Without rotated positions, the part `qk` may do.",
-        )
+    failed = keep_sound(model, batch, found, partial(_same_when_turned, model))
+    reasons |= {one.name: "its outputs change where a pair turns in queries and keys alike" for one in failed}
+    check_some(
+        model,
+        found,
+        reasons,
+        "softmax attention whose queries and keys are rotated by position and nothing else",
+        "Without rotated positions, the part `qk` may do.",
+    )
     return found, reasons
 
 
@@ -138,30 +137,6 @@ def _turn(layer: RotaryLayer, generator: torch.Generator) -> torch.Tensor:
     drawn = torch.randn(len(free), len(free), generator=generator, dtype=torch.float64)
     turn[free[:, None], free] = torch.linalg.qr(drawn).Q
     return turn
-
-
-def _check(job: Job, layers: list[SeenRotary], left_out: dict[str, str]) -> list[str]:
-    if not layers:
-        name, reason = next(iter(left_out.items()))
-        raise CompressionError(
-            f"attention layer {name!r}",
-            wanted="finite queries and keys",
-            got=reason,
-            fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
-        )
-    width, tokens = max(one.found.width for one in layers), min(one.tokens for one in layers)
-    if job.width is not None and job.width >= min(one.found.width for one in layers):
-        raise CompressionError(
-            "`width`", wanted=f"a mean width below {width}", got=f"{job.width:g}", fix="Ask for less."
-        )
-    if tokens < LEAST_TOKENS * width:
-        raise CompressionError(
-            "the calibration data",
-            wanted=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
-            got=f"{tokens}",
-            fix="Give more text.",
-        )
-    return []
 
 
 def _orders(layer: SeenRotary, whole: PairFactors, job: Job) -> list[Order]:
@@ -245,22 +220,6 @@ def pair_swap(model: nn.Module, plan: list[tuple[RotaryLayer, PairFactors]], cac
         if cache
     }
     return Swap(model, modules, runs)
-
-
-@contextmanager
-def _naming(layer: SeenRotary) -> Iterator[None]:
-    """Where memory is short, say at which layer. The model is still as it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        raise CompressionError(
-            f"attention layer {layer.found.name!r}",
-            wanted="memory for its attention matrices",
-            got=str(error).splitlines()[0],
-            fix="Give fewer or shorter sequences, or smaller batches; the model is unchanged.",
-        ) from error
 
 
 def _record(layer: SeenRotary, head: int, width: int, kl: float, calibrated: float) -> HeadWidth:
