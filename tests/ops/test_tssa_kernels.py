@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
 from rankwise.ops import TSSAState, tssa
-from rankwise.ops.token_statistics.cpu import call, causal_loops, head_loops, sum_loops, threads
+from rankwise.ops.token_statistics.cpu import causal_loops, flat_problem, head_loops, sum_loops, tasks
 from rankwise.ops.token_statistics.cpu.compiled import Loop
 from rankwise.ops.token_statistics.problem import Problem
 
@@ -57,8 +57,8 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(case):
 @pytest.fixture(params=[2, 3], ids=["two threads", "three threads"])
 def small_pieces(monkeypatch, request):
     """Sequences cut into pieces of one or two chunks, for two threads and for more; gives how many."""
-    monkeypatch.setattr(call, "PIECE", 96)
-    monkeypatch.setattr(threads, "SMALL", 0)
+    monkeypatch.setattr(flat_problem, "PIECE", 96)
+    monkeypatch.setattr(tasks, "SMALL", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -105,24 +105,24 @@ class Recorded(Loop):
 @pytest.mark.parametrize("failure", [IndexError("within the work"), KeyboardInterrupt()], ids=repr)
 def test_a_failure_on_any_thread_reaches_the_caller(failure):
     with pytest.raises(type(failure)):
-        threads.run_tasks(Recorded(failure), (), 8, 2)
+        tasks.run_tasks(Recorded(failure), (), 8, 2)
 
 
-@pytest.mark.parametrize(("tasks", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
-def test_every_task_is_done_once(tasks, workers):
+@pytest.mark.parametrize(("count", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
+def test_every_task_is_done_once(count, workers):
     loop = Recorded()
-    threads.run_tasks(loop, (), tasks, workers)
-    assert sorted(loop.done) == list(range(tasks))
+    tasks.run_tasks(loop, (), count, workers)
+    assert sorted(loop.done) == list(range(count))
     assert len(loop.by) <= workers
 
 
 def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     """The only helper waits for the end of this test."""
     over, begun = threading.Event(), threading.Event()
-    held = threads._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
+    held = tasks._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
     begun.wait(60)
     loop = Recorded()
-    threads.run_tasks(loop, (), 9, 2)
+    tasks.run_tasks(loop, (), 9, 2)
     over.set()
     assert held.result()
     assert sorted(loop.done) == list(range(9))
@@ -133,8 +133,8 @@ def test_as_many_threads_as_torch_uses_but_no_more_than_cores(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for cores, expected in ((2, 2), (64, 8), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert threads.threads(threads.SMALL) == expected
-        assert threads.threads(threads.SMALL - 1) == 1
+        assert tasks.threads_for(tasks.SMALL) == expected
+        assert tasks.threads_for(tasks.SMALL - 1) == 1
 
 
 WIDTHS = [1, 5, 23, 48, 60, 63, 128, 256]
@@ -151,7 +151,7 @@ def test_every_head_width(width, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_threads_change_nothing_but_the_order_of_sums(causal, monkeypatch):
     case = Case(shape=(1, 5000, 5, 24), causal=causal, decayed=causal)
-    assert case.w.numel() >= threads.SMALL
+    assert case.w.numel() >= tasks.SMALL
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     try:
@@ -219,7 +219,7 @@ def problem(tokens: int) -> Problem:
 
 
 def test_what_is_kept_of_pieces_does_not_grow_with_the_text(small_pieces):
-    counts = [len(call._pieces(problem(t), small_pieces).first) for t in (16_384, 65_536)]
+    counts = [len(flat_problem._pieces(problem(t), small_pieces).first) for t in (16_384, 65_536)]
     assert counts == [16 * small_pieces] * 2
 
 

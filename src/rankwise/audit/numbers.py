@@ -17,7 +17,7 @@ from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError, did_you_mean
 from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing, SoftmaxMixing
-from rankwise.threads import beside_each_other
+from rankwise.parallel import beside_each_other
 
 Floats = NDArray[np.float64]
 

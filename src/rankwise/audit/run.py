@@ -28,8 +28,8 @@ from rankwise.audit.worth_numbers import WorthWanted, check_worth, head_worths, 
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.errors import CaptureError, InputError, RankwiseError, did_you_mean
 from rankwise.measures import DELTA, check_delta
+from rankwise.parallel import one_thread
 from rankwise.running import Batch, batch_size, device_of, moved, run_model, tensors_of
-from rankwise.threads import one_thread
 from rankwise.worth import Worth, WorthSettings, measure_worth
 
 Progress = Callable[[int, str], None]

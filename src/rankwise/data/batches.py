@@ -13,7 +13,7 @@ Tokenizer = Callable[..., Any]
 """A tokenizer of transformers, or what can be called as one: a list of texts in, ``input_ids`` out."""
 
 
-class Frame(NamedTuple):
+class SpecialTokens(NamedTuple):
     """The special tokens a tokenizer puts before and after a text."""
 
     before: list[int]
@@ -25,7 +25,7 @@ class Frame(NamedTuple):
         return len(self.before) + len(self.after)
 
     def around(self, ids: list[int]) -> list[int]:
-        """Put ids into the frame."""
+        """Put them around ids."""
         return [*self.before, *ids, *self.after]
 
 
@@ -107,14 +107,14 @@ def windows(text: str, tokenizer: Tokenizer, *, tokens: int, sequences: int) -> 
         [[100, 101, 1], [102, 103, 1]]
     """
     [ids] = _encode([text], tokenizer)
-    frame = _frame(text, tokenizer, tokens)
-    room = tokens - frame.size
+    special = _special_tokens(text, tokenizer, tokens)
+    room = tokens - special.size
     if len(ids) < room:
-        total = len(ids) + frame.size
+        total = len(ids) + special.size
         fix = f"Use --tokens {total} or less, or a longer text." if ids else "Use another text or tokenizer."
         raise InputError("the text", wanted=f"{tokens} tokens for one window", got=f"{total} tokens", fix=fix)
     starts = (room * i for i in evenly(len(ids) // room, sequences))
-    return [frame.around(ids[start : start + room]) for start in starts]
+    return [special.around(ids[start : start + room]) for start in starts]
 
 
 def separate(texts: Sequence[str], tokenizer: Tokenizer, *, tokens: int, sequences: int) -> list[list[int]]:
@@ -145,8 +145,8 @@ def separate(texts: Sequence[str], tokenizer: Tokenizer, *, tokens: int, sequenc
         raise InputError(
             "the texts", wanted="at least one with a token", got=got, fix="Check the text column."
         )
-    frame = _frame(encoded[0][0], tokenizer, tokens)
-    return [frame.around(ids[: tokens - frame.size]) for _, ids in encoded]
+    special = _special_tokens(encoded[0][0], tokenizer, tokens)
+    return [special.around(ids[: tokens - special.size]) for _, ids in encoded]
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, special: bool = False) -> list[list[int]]:
@@ -161,7 +161,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     return next((i for i in candidates if i is not None), 0)
 
 
-def _frame(text: str, tokenizer: Tokenizer, tokens: int) -> Frame:
+def _special_tokens(text: str, tokenizer: Tokenizer, tokens: int) -> SpecialTokens:
     """See what the tokenizer puts around a text: no other way is the same for all tokenizers."""
     for sample in ("a", text):
         [bare], [full] = _encode([sample], tokenizer), _encode([sample], tokenizer, special=True)
@@ -170,8 +170,8 @@ def _frame(text: str, tokenizer: Tokenizer, tokens: int) -> Frame:
     extra = len(full) - len(bare)
     before = next((i for i in range(extra + 1) if full[i : i + len(bare)] == bare), None)
     if extra >= tokens or before is None:
-        return Frame([], [])
-    return Frame(full[:before], full[before + len(bare) :])
+        return SpecialTokens([], [])
+    return SpecialTokens(full[:before], full[before + len(bare) :])
 
 
 def _batch(rows: list[list[int]], pad: int) -> dict[str, Tensor]:

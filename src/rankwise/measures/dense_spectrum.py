@@ -8,7 +8,7 @@ The rule, as measured on a CPU by benchmarks/rank.py (decision 004):
 - what they leave open: the SVD.
 
 Matrices are decomposed a few at a time, so that what is formed on the way stays small; on a CPU each part on
-one thread, several beside each other (`rankwise.threads`).
+one thread, several beside each other (`rankwise.parallel`).
 """
 
 import itertools
@@ -25,7 +25,7 @@ from torch import Tensor
 from rankwise.linalg import MATRIX, ratio, unit_scale
 from rankwise.measures.inputs import Mixing, as_matrices
 from rankwise.operators import MixingOperator
-from rankwise.threads import beside_each_other, numpy_is_on_one_thread
+from rankwise.parallel import beside_each_other, numpy_is_on_one_thread
 
 DIRECT = 96
 """Fewer rows or columns than this go straight to the SVD, which is about as fast there."""

@@ -17,7 +17,7 @@ from rankwise.measures.krylov import Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator, t_quantile
 from rankwise.measures.rank import check_delta
 from rankwise.operators import DenseMixing, MixingOperator
-from rankwise.threads import beside_each_other
+from rankwise.parallel import beside_each_other
 
 Numbers = tuple[float, float, float, float]
 """Value, standard error, and the ends of the interval."""

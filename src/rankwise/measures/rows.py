@@ -12,7 +12,7 @@ from rankwise.linalg import ratio
 from rankwise.measures.inputs import Mixing, as_matrices, to_float64
 from rankwise.measures.row_sums import HeadsApart, Offset, Shares, Spread, Sums, Walk, walk
 from rankwise.operators import DenseMixing, MixingOperator
-from rankwise.threads import beside_each_other
+from rankwise.parallel import beside_each_other
 
 UNDER_WAY_BYTES = 2**29
 """Sequences are walked beside each other while all their heads, as float64 matrices, are less than this. One

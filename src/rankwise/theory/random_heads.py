@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rankwise.parallel import beside_each_other, numpy_is_on_one_thread
 from rankwise.theory.hardmax import wins
-from rankwise.threads import beside_each_other, numpy_is_on_one_thread
 
 ROWS = 512
 """Rows of a hardmax matrix scored at once."""

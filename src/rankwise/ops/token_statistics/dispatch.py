@@ -1,6 +1,9 @@
-"""Which implementation runs: one rule, and no silent change of an explicit choice."""
+"""Which implementation runs, and its kernels: one rule, and no silent change of an explicit choice."""
 
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
@@ -50,6 +53,20 @@ def choose(impl: str, device: torch.device) -> str:
     if impl == "triton" and device.type != "cuda" and not interpreting():
         raise _cannot("triton", "tensors on a GPU, or TRITON_INTERPRET=1 set", f"tensors on {device}")
     return impl
+
+
+@cache
+def kernels(impl: str, causal: bool) -> ModuleType:
+    """The module whose ``forward`` and ``backward`` run; its folder is imported when it first runs.
+
+    ``forward(problem, keep)`` gives the output in the dtype of w and, in that of the sums, memberships,
+    scores and the sums over all tokens, if causal the last ones. Unless scores are to be kept, memberships
+    lie in their place. ``backward(problem, membership, score, sums, given, given_membership)``, causal
+    ``backward(problem, membership, score, given, given_membership, given_end)``, takes the gradients of the
+    output, of Π and of the last sums, and gives those of w and of the temperature, causal also of the
+    scores' offset and of the first sums.
+    """
+    return import_module(f"rankwise.ops.token_statistics.{impl}.{'causal' if causal else 'bidirectional'}")
 
 
 def interpreting() -> bool:

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from rankwise.errors import InputError
 from rankwise.ops.token_statistics.checks import check_call
-from rankwise.ops.token_statistics.implementations import kernels
+from rankwise.ops.token_statistics.dispatch import kernels
 from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact
 from rankwise.torch_internals import (
     in_dispatch_mode,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rankwise.ops.token_statistics.cpu import bidirectional_loops as loops
 from rankwise.ops.token_statistics.cpu import sum_loops
-from rankwise.ops.token_statistics.cpu.call import Call, array, flat, new, tensor
+from rankwise.ops.token_statistics.cpu.flat_problem import FlatProblem, array, flat, new, tensor
 from rankwise.ops.token_statistics.problem import Problem, Sums, in_dtype
 from rankwise.ops.token_statistics.reference import MASS_EPS, NORM_EPS
 
@@ -17,17 +17,17 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     That is four sums for every sequence, and two float64 ones for every piece, of which it has one at least.
     Half-precision w and the output of it are there in float32 as well, and w out of order in order.
     """
-    call, shape = Call(problem), problem.w.shape
-    x, dtype, tokens, runs = call.x, call.dtype, call.tokens, call.runs
-    score, membership = call.memberships(keep)
-    output, (totals, masses) = new(shape, dtype), call.room()
+    work, shape = FlatProblem(problem), problem.w.shape
+    x, dtype, tokens, runs = work.x, work.dtype, work.tokens, work.runs
+    score, membership = work.memberships(keep)
+    output, (totals, masses) = new(shape, dtype), work.room()
 
-    call.run(sum_loops.sums, x, flat(None, dtype), *tokens, *runs[:2], totals, masses)
-    energy = _gathered(call, totals)
-    read = (x, _inverse(energy), call.temperature, *tokens, *runs)
-    call.run(loops.assign, *read, score, membership, totals, masses)
-    assigned, mass = _gathered(call, totals), _gathered(call, masses)
-    call.run(loops.outputs, x, membership, _factor(assigned, mass), tokens[0], *runs, flat(output, dtype))
+    work.run(sum_loops.sums, x, flat(None, dtype), *tokens, *runs[:2], totals, masses)
+    energy = _gathered(work, totals)
+    read = (x, _inverse(energy), work.temperature, *tokens, *runs)
+    work.run(loops.assign, *read, score, membership, totals, masses)
+    assigned, mass = _gathered(work, totals), _gathered(work, masses)
+    work.run(loops.outputs, x, membership, _factor(assigned, mass), tokens[0], *runs, flat(output, dtype))
     pi, scores = (torch.from_numpy(part.reshape(shape[:3])) for part in (membership, score))
     sums = Sums(*(tensor(part, dtype) for part in (energy, assigned, mass[..., 0])))
     return in_dtype(output, problem.w.dtype), pi, scores, sums
@@ -37,34 +37,34 @@ def backward(
     problem: Problem, membership: Tensor, score: Tensor, sums: Sums, given: Tensor, given_membership: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of w and of the temperature; memory O(B T H) beside them."""
-    call = Call(problem)
-    x, dtype, tokens, runs = call.x, call.dtype, call.tokens, call.runs
+    work = FlatProblem(problem)
+    x, dtype, tokens, runs = work.x, work.dtype, work.tokens, work.runs
     go, pi, scores, dpi = (flat(part, dtype) for part in (given, membership, score, given_membership))
     energy, assigned, mass = (array(part, dtype) for part in sums)
     inverse, factor = _inverse(energy), _factor(assigned, mass[..., None])
-    totals, masses = call.room()
+    totals, masses = work.room()
     asked, slope, of_temperature = np.empty_like(pi), np.empty_like(pi), np.empty((len(totals), pi.shape[1]))
     out = new(problem.w.shape, dtype)
 
-    call.run(loops.outputs_back, x, go, pi, factor, *tokens[::2], *runs, asked, totals)
+    work.run(loops.outputs_back, x, go, pi, factor, *tokens[::2], *runs, asked, totals)
     with np.errstate(all="ignore"):
         each = 1 / (mass[..., None] + x.dtype.type(MASS_EPS))
-        moment = _gathered(call, totals) * each
+        moment = _gathered(work, totals) * each
         less = (moment * (assigned * each)).sum(-1)
-    read = (x, pi, scores, call.temperature, dpi, moment, less, *tokens, *runs)
-    call.run(loops.slopes, *read, asked, slope, of_temperature, totals, masses)
+    read = (x, pi, scores, work.temperature, dpi, moment, less, *tokens, *runs)
+    work.run(loops.slopes, *read, asked, slope, of_temperature, totals, masses)
     with np.errstate(all="ignore"):
-        shared = -(_gathered(call, totals) * inverse) * inverse  # inverse² would leave float32
+        shared = -(_gathered(work, totals) * inverse) * inverse  # inverse² would leave float32
     shared[energy < NORM_EPS**2] = 0
     known = (factor, moment, inverse, shared, tokens[0], *runs)
-    call.run(loops.tokens_back, x, go, pi, slope, *known, flat(out, dtype))
+    work.run(loops.tokens_back, x, go, pi, slope, *known, flat(out, dtype))
     return in_dtype(out, problem.w.dtype), tensor(of_temperature.sum(0), dtype)
 
 
-def _gathered(call: Call, totals: np.ndarray) -> np.ndarray:
+def _gathered(work: FlatProblem, totals: np.ndarray) -> np.ndarray:
     """Σ over the pieces of every sequence, (N, H, …), in the dtype of the sums."""
-    start = np.zeros((call.problem.sequences, *totals.shape[1:]))
-    return call.carry(totals, start)[1].astype(call.x.dtype)
+    start = np.zeros((work.problem.sequences, *totals.shape[1:]))
+    return work.carry(totals, start)[1].astype(work.x.dtype)
 
 
 def _inverse(energy: np.ndarray) -> np.ndarray:

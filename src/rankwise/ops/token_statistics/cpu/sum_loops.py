@@ -1,7 +1,7 @@
 """The compiled loops that add up weighted squares, which may decay, and carry their sums through a sequence.
 
 Arrays: w (M, H, K) with M the tokens of all sequences; mask (M,) or empty; power (CHUNK + 2, H) and rate (H,)
-as in `call.Call.tokens`. Piece i is the tokens first[i] ≤ t < last[i] of sequence owner[i].
+as in `flat_problem.FlatProblem.tokens`. Piece i is the tokens first[i] ≤ t < last[i] of sequence owner[i].
 Sums run in chunks: a float64 total at the chunk's start times a power of λ, plus what the chunk added.
 """
 

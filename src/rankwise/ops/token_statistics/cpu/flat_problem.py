@@ -1,4 +1,4 @@
-"""One call as the loops see it: a flat list of tokens, in pieces that threads take at once.
+"""A problem as the loops see it: a flat list of tokens, in pieces that threads take at once.
 
 Batch rows and packed sequences are both runs of that list; a sequence is cut into pieces where there are
 threads to take them. What a piece needs of those before it is a sum, carried from piece to piece.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rankwise.ops.token_statistics.cpu import sum_loops
 from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop
-from rankwise.ops.token_statistics.cpu.threads import run_tasks, threads
+from rankwise.ops.token_statistics.cpu.tasks import run_tasks, threads_for
 from rankwise.ops.token_statistics.problem import Problem, Sums, exact, in_dtype
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
@@ -48,15 +48,15 @@ def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """Runs of tokens: the first ones, the ones behind the last, and their sequences; each (P,)."""
+    """Runs of tokens first ≤ t < last, and their sequences; each (P,)."""
 
     first: np.ndarray
     last: np.ndarray
     owner: np.ndarray
 
 
-class Call:
-    """Arrays, pieces and threads of a call.
+class FlatProblem:
+    """Arrays, pieces and number of threads of a problem.
 
     Attributes:
         dtype: of the sums.
@@ -72,7 +72,7 @@ class Call:
         self.x, self.temperature = flat(problem.w, self.dtype), flat(problem.temperature, self.dtype, axes=1)
         rate = np.ones(self.x.shape[1]) if problem.rate is None else array(problem.rate, torch.float64)
         self.tokens = (flat(problem.mask, torch.bool, axes=1), _powers(rate, self.dtype), rate)
-        self.workers = threads(self.x.size)
+        self.workers = threads_for(self.x.size)
         self.runs = _pieces(problem, self.workers)
 
     def room(self, pieces: int | None = None, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +98,7 @@ class Call:
     def carry(
         self, total: np.ndarray, start: np.ndarray, backward: bool = False, runs: Pieces | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The sums before every piece and behind every sequence; backward: the other way round.
+        """The sums before every piece and after every sequence; backward: the other way round.
 
         Of what each piece adds, (P, H, …), to sums where the way begins, (N, H, …).
         """

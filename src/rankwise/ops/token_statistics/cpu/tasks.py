@@ -14,8 +14,8 @@ SMALL = 1 << 19
 """Below this many numbers a second thread costs more than it saves."""
 
 
-def threads(numbers: int) -> int:
-    """How many a call that reads so many numbers takes: torch's, at most one a core, 1 for little work."""
+def threads_for(numbers: int) -> int:
+    """Threads for a call that reads so many numbers: torch's, at most as many as cores, 1 for little work."""
     return 1 if numbers < SMALL else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 

@@ -10,11 +10,11 @@ import torch
 from tests.measures.measure_cases import normal
 
 import rankwise as rw
-from rankwise import threads
+from rankwise import parallel
 from rankwise.audit.heads import HeadTable
 from rankwise.capture import MixerSite
 from rankwise.measures import estimate_spectrum, rank_summary, row_summary
-from rankwise.threads import beside_each_other, numpy_is_on_one_thread, one_thread
+from rankwise.parallel import beside_each_other, numpy_is_on_one_thread, one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _settings():
 
 
 def numpy_threads() -> int | None:
-    found = threads._openblas()
+    found = parallel._openblas()
     return None if found is None else found[0]()
 
 
@@ -113,7 +113,7 @@ def test_settings_come_back_after_an_error(error):
 def test_numpy_is_limited_inside_and_as_before_after_the_last():
     if numpy_threads() is None:
         pytest.skip("numpy has another library than OpenBLAS")
-    _, limit = threads._openblas()
+    _, limit = parallel._openblas()
     before = numpy_threads()
     limit(2)
     try:
