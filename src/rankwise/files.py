@@ -37,7 +37,7 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"lists or objects nested deeper than {DEEPEST} levels") from None
     level = [content]
     for _ in range(DEEPEST + 1):
-        lists = [one.values() if isinstance(one, dict) else one for one in level if _is_nested(one)]
+        lists = [item.values() if isinstance(item, dict) else item for item in level if _is_nested(item)]
         level = [item for items in lists for item in items]
     if lists:
         raise ValueError(f"lists or objects nested deeper than {DEEPEST} levels")

@@ -29,7 +29,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """
     if isinstance(batch, Mapping):
         return model(**batch)
-    several = isinstance(batch, tuple | list) and any(isinstance(one, Tensor) for one in batch[1:])
+    several = isinstance(batch, tuple | list) and any(isinstance(value, Tensor) for value in batch[1:])
     if several and (taken := second_taken_as(model)):
         raise InputError(
             "batch",
@@ -58,9 +58,9 @@ def second_taken_as(model: nn.Module) -> str:
         return ""
     kinds = inspect.Parameter
     places = [
-        one.name
-        for one in inspect.signature(model.forward).parameters.values()
-        if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     ]
     return "" if len(places) < 2 or places[1] in LABELS else places[1]
 

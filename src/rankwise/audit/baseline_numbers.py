@@ -13,9 +13,9 @@ from rankwise.audit.numbers import AVERAGED, Floats
 from rankwise.audit.records import HeadRecord, LayerRecord
 from rankwise.measures.quadrature import t_quantile
 
-OF_HEADS = [*(one.name for one in HEAD_MEASURES if one.name in AVERAGED), "nearest_distance"]
+OF_HEADS = [*(measure.name for measure in HEAD_MEASURES if measure.name in AVERAGED), "nearest_distance"]
 """The measures that a baseline has: those that come from the matrix."""
-OF_LAYERS = [one.name for one in LAYER_MEASURES]
+OF_LAYERS = [measure.name for measure in LAYER_MEASURES]
 FEWEST_PAIRS = 3
 """Of a sequence and a seed: below, no spread is known."""
 
@@ -27,12 +27,12 @@ def head_baselines(own: HeadTable, fresh: Sequence[HeadTable]) -> dict[HeadPlace
         own: of the model, with the ranks of each sequence.
         fresh: of each copy, over the same sequences in the same order.
     """
-    copies = [{place: (record, ranks) for place, record, ranks in one.known()} for one in fresh]
+    copies = [{place: (record, ranks) for place, record, ranks in table.known()} for table in fresh]
     out = {}
     for place, record, ranks in own.known():
         there = [copy[place] for copy in copies if place in copy and copy[place][0].sequences]
         if there:
-            out[place] = _of_head(record, ranks, [one for one, _ in there], [ranks for _, ranks in there])
+            out[place] = _of_head(record, ranks, [head for head, _ in there], [ranks for _, ranks in there])
     return out
 
 
@@ -45,7 +45,9 @@ def layer_baselines(
         own: of the model.
         fresh: of each copy.
     """
-    copies = [{(one.stack, one.layer): one for one in records if one.sequences} for records in fresh]
+    copies = [
+        {(record.stack, record.layer): record for record in records if record.sequences} for records in fresh
+    ]
     out = {}
     for record in own:
         place = (record.stack, record.layer)
@@ -58,12 +60,12 @@ def layer_baselines(
 def _of_head(
     record: HeadRecord, ranks: Floats, fresh: Sequence[HeadRecord], fresh_ranks: Sequence[Floats]
 ) -> Baseline:
-    spectra = [one.spectrum for one in fresh if len(one.spectrum) == len(record.spectrum)]
-    same = [one for one in fresh_ranks if one.shape == ranks.shape]
+    spectra = [head.spectrum for head in fresh if len(head.spectrum) == len(record.spectrum)]
+    same = [other for other in fresh_ranks if other.shape == ranks.shape]
     said: dict[str, Any] = {"seeds": len(fresh), **_moments(fresh, OF_HEADS)}
     if same:
         at = enumerate(point.delta for point in record.band)
-        said["band"] = [_at(delta, ranks[:, step], [one[:, step] for one in same]) for step, delta in at]
+        said["band"] = [_at(delta, ranks[:, step], [other[:, step] for other in same]) for step, delta in at]
     if spectra:
         said["spectrum"] = np.mean(spectra, axis=0).tolist()
     return Baseline.model_validate(said)
@@ -72,8 +74,8 @@ def _of_head(
 def _moments(
     fresh: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequence[str]
 ) -> Mapping[str, dict[str, float]]:
-    found = {name: np.array([getattr(one, name) for one in fresh]) for name in names}
-    spreads = {name: np.array([one.spread.get(name, math.nan) for one in fresh]) for name in names}
+    found = {name: np.array([getattr(item, name) for item in fresh]) for name in names}
+    spreads = {name: np.array([item.spread.get(name, math.nan) for item in fresh]) for name in names}
     return {
         "mean": {name: _mean(values) for name, values in found.items()},
         "std": {name: _std(values) for name, values in found.items()},
@@ -92,7 +94,7 @@ def _at(delta: float, own: Floats, fresh: Sequence[Floats]) -> BaselineAt:
         delta=delta,
         rank_low=_mean(seeds[..., 0]),
         rank_high=_mean(seeds[..., 1]),
-        std=_std(np.array([_mean(one) for one in middle])),
+        std=_std(np.array([_mean(numbers) for numbers in middle])),
         difference_low=_mean(own[:, 0] - seeds[..., 1]),
         difference_high=_mean(own[:, 1] - seeds[..., 0]),
         margin=t_quantile(pairs - 1) * _std(differences) if enough else math.nan,

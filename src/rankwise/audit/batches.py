@@ -96,7 +96,7 @@ def cure(model: nn.Module, batch: Any, error: Exception) -> str:
                 "collate_fn=DataCollatorWithPadding(tokenizer))`."
             )
     elif not _has_tensor(batch):
-        if isinstance(batch, str) or (_is_list(batch) and any(isinstance(one, str) for one in batch)):
+        if isinstance(batch, str) or (_is_list(batch) and any(isinstance(item, str) for item in batch)):
             return _TEXTS
         if _is_list(batch):
             return (
@@ -124,7 +124,7 @@ def _by_message(model: nn.Module, batch: Any, message: str) -> str:
     if "out of memory" in said or "can't allocate" in said:
         return " Use smaller batches or shorter sequences."
     if "index out of range" in said or "out of bounds" in said or "indexselect" in said:
-        if isinstance(words, int) and words and any(int(one.max()) >= words for one in ids if one.numel()):
+        if isinstance(words, int) and words and any(int(part.max()) >= words for part in ids if part.numel()):
             return f" A token id is not below the {words} the model knows: is it the model's own tokenizer?"
         return (
             " Too long a sequence, a token id that the model does not know, or a label that is none of its "
@@ -139,16 +139,24 @@ def _parameters(model: nn.Module) -> tuple[list[str], bool]:
     """The names ``forward`` takes, and whether it takes any other."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = inspect.Parameter
-    names = [one.name for one in parameters if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    return names, any(one.kind is kinds.VAR_KEYWORD for one in parameters)
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    ]
+    return names, any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
 
 
 def _only_one(model: nn.Module) -> bool:
     """Whether ``forward`` can be given one positional argument and no more."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = inspect.Parameter
-    some = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    return len(some) == 1 and all(one.kind is not kinds.VAR_POSITIONAL for one in parameters)
+    some = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(some) == 1 and all(parameter.kind is not kinds.VAR_POSITIONAL for parameter in parameters)
 
 
 def _are_labels(x: Any, y: Any) -> bool:

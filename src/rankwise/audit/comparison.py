@@ -129,7 +129,9 @@ def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
         warnings=[*_warnings(before, after, heads.both, layers.both), *unlike],
         structure=structure_differences(before, after),
         totals=totals(before, after),
-        by_layer=[one for one in layer_changes(before, after) if not (unlike and one.measure == COST)],
+        by_layer=[
+            change for change in layer_changes(before, after) if not (unlike and change.measure == COST)
+        ],
         changes=sorted(changes, key=_by_size),
         findings=finding_changes(before, after),
         matched=[_place(head) for _, head in heads.both],

@@ -81,11 +81,11 @@ def _of_one(finding: Finding, known: HeadWorth | None, worth: WorthRecord) -> Fi
 
 
 def _of_many(finding: Finding, known: Sequence[HeadWorth | None], worth: WorthRecord) -> Finding:
-    sure = [one for one in known if one is not None and not math.isnan(one.cost)]
+    sure = [head for head in known if head is not None and not math.isnan(head.cost)]
     if not sure or len(sure) < len(known):
         return finding
-    costs = [one.cost for one in sure]
-    how = " and ".join(sorted({one.how for one in sure}))
+    costs = [head.cost for head in sure]
+    how = " and ".join(sorted({head.how for head in sure}))
     least, most = (_per_cent(worth, cost) for cost in (min(costs), max(costs)))
     said = (
         f"it the loss changes by {most}"
@@ -106,7 +106,7 @@ def _of_two(
 ) -> Finding:
     if first is None or second is None or math.isnan(first.cost) or math.isnan(second.cost):
         return finding
-    shares = [worth.share(one.cost) for one in (first, second)]
+    shares = [worth.share(head_worth.cost) for head_worth in (first, second)]
     within = [share <= _tolerance(worth) for share in shares]
     said = f"Without the one the loss changes by {_per_cent(worth, first.cost)}, without the other by "
     said += f"{_per_cent(worth, second.cost)} ({_both(first, second)})"
@@ -127,9 +127,9 @@ def _both(first: HeadWorth, second: HeadWorth) -> str:
 def _worth_at(where: Place, head: int | None, heads: Sequence[HeadRecord]) -> HeadWorth | None:
     """Of one head; None where two calls of one mixer have it, or nothing is known."""
     mine = [
-        one.worth
-        for one in heads
-        if (one.stack, one.layer, one.site, one.head) == (where.stack, where.layer, where.site, head)
+        other.worth
+        for other in heads
+        if (other.stack, other.layer, other.site, other.head) == (where.stack, where.layer, where.site, head)
     ]
     return mine[0] if len(mine) == 1 else None
 

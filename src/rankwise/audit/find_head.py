@@ -31,16 +31,16 @@ def find_head(
     for name, value in (("stack", stack), ("layer", layer), ("site", site), ("head", head)):
         if value is None:
             continue
-        found = [one for one in left if getattr(one, name) == value]
+        found = [head for head in left if getattr(head, name) == value]
         if not found:
-            known = list(dict.fromkeys(getattr(one, name) for one in left))
+            known = list(dict.fromkeys(getattr(head, name) for head in left))
             raise InputError(
                 subject, wanted="a head of this audit", got=f"no {name} {value!r}", fix=_known(known)
             )
         left = found
     if len(left) > 1:
-        by = "stack" if len({one.stack for one in left}) > 1 else "site"
-        names = list(dict.fromkeys(getattr(one, by) for one in left))
+        by = "stack" if len({head.stack for head in left}) > 1 else "site"
+        names = list(dict.fromkeys(getattr(head, by) for head in left))
         fix = f"Say which: {', '.join(f'{by}={name!r}' for name in names[:_MOST])}."
         if len(names) == 1:
             fix = "Its module runs several times: choose among `[h for h in audit.heads if h.layer == …]`."

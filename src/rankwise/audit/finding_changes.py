@@ -55,7 +55,8 @@ class FindingChange(Record):
         """The evidence it rests on, before and after; None where it has none."""
         name, _ = RESTS_ON.get(self.finding.code, ("", 0))
         old, new = (
-            math.nan if one is None else one.evidence.get(name, math.nan) for one in (self.before, self.after)
+            math.nan if finding is None else finding.evidence.get(name, math.nan)
+            for finding in (self.before, self.after)
         )
         return (name, old, new) if name and not (math.isnan(old) and math.isnan(new)) else None
 

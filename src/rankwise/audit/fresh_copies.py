@@ -86,7 +86,11 @@ class FreshCopies:
     @contextmanager
     def random_state_kept(self) -> Iterator[None]:
         """Whatever the copies draw while they run, such as dropout."""
-        cuda = {one.device.index or 0 for one in self.model.parameters() if one.device.type == "cuda"}
+        cuda = {
+            parameter.device.index or 0
+            for parameter in self.model.parameters()
+            if parameter.device.type == "cuda"
+        }
         with torch.random.fork_rng(sorted(cuda)):
             yield
 

@@ -91,7 +91,7 @@ def _check_can_be_drawn(model: nn.Module) -> None:
     reasons = {
         "quantised weights": bool(getattr(model, "is_quantized", False)),
         "weights on more than one device": len(set(map(str, where.values()))) > 1,
-        "weights that are not in memory": any(one.is_meta for one in model.parameters()),
+        "weights that are not in memory": any(parameter.is_meta for parameter in model.parameters()),
     }
     for name, weight in model.named_parameters():
         if not (weight.is_floating_point() or weight.is_complex()):
@@ -154,9 +154,10 @@ def _reset(model: nn.Module, module: nn.Module, method: str) -> None:
     if not callable(found):
         return
     needed = [
-        one
-        for one in inspect.signature(found).parameters.values()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        parameter
+        for parameter in inspect.signature(found).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if not needed:
         found()
@@ -182,8 +183,8 @@ def _check_same_weights(model: nn.Module, fresh: Any) -> None:
             got=type(fresh).__name__,
             fix="Return the model.",
         )
-    old = {name: tuple(one.shape) for name, one in model.named_parameters()}
-    new = {name: tuple(one.shape) for name, one in fresh.named_parameters()}
+    old = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    new = {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
     if old != new:
         name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
         raise FreshWeightsError(

@@ -157,7 +157,7 @@ class SiteHeads:
 
     def add(self, windows: list["Measured"]) -> None:
         """Take one sequence into the means: the mean over its windows."""
-        group = np.stack([one.values for one in windows])
+        group = np.stack([window.values for window in windows])
         broken = np.isnan(group[:, :, SIGMA]).any(0)
         self.nonfinite += broken
         mean = _mean(group)
@@ -166,7 +166,7 @@ class SiteHeads:
         self.moments.add(mean)
         if self.ranks is not None:
             self.ranks.append(mean[:, ENDS])
-        self.distances.add(_mean(np.stack([one.distances for one in windows])))
+        self.distances.add(_mean(np.stack([window.distances for window in windows])))
 
 
 class HeadTable:
@@ -217,7 +217,7 @@ class HeadTable:
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
         self._picture = picture
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))
-        peaks = self.names.peaks(site, batch, [one.peaks for one in numbers])
+        peaks = self.names.peaks(site, batch, [window.peaks for window in numbers])
         kept: dict[int, MatrixPicture] = {}
         if self.pictures is not None and key not in self._sites:
             kept = self.pictures.take(site, channels, batch)
@@ -240,11 +240,11 @@ class HeadTable:
             known.ranks = [] if self.each_sequence else None
             self._sites[key] = known
         known.check_heads(heads)
-        for one in numbers:
-            if one.values[0, 0] > known.longest:
-                known.longest, known.patterns = int(one.values[0, 0]), one.patterns
-            known.spectra = known.spectra or one.spectra
-            known.maps = known.maps or one.maps
+        for window in numbers:
+            if window.values[0, 0] > known.longest:
+                known.longest, known.patterns = int(window.values[0, 0]), window.patterns
+            known.spectra = known.spectra or window.spectra
+            known.maps = known.maps or window.maps
         known.picture = self._picture
         known.peaks += peaks
         known.pictures = known.pictures or pictures
@@ -294,9 +294,9 @@ class HeadTable:
         for site in self._sites.values():
             records = [
                 with_baseline(
-                    _with_worth(one, site.key, worths or {}), (baselines or {}).get((*site.key, one.head))
+                    _with_worth(head, site.key, worths or {}), (baselines or {}).get((*site.key, head.head))
                 )
-                for one in _records(site, self.delta)
+                for head in _records(site, self.delta)
             ]
             together = _pattern_of(site)
             if len(records) == 1 and alone[together] > 1:  # a list of modules with one head each

@@ -139,9 +139,9 @@ class History:
             no such layer.
         """
         numbers = [layer_numbers(audit) for audit in self.audits]
-        keys = dict.fromkeys(key for one in numbers for key in one)
+        keys = dict.fromkeys(key for audit in numbers for key in audit)
         missing = (float("nan"), float("nan"))
-        return {key: [one.get(key, missing) for one in numbers] for key in keys}
+        return {key: [audit.get(key, missing) for audit in numbers] for key in keys}
 
     def to_frame(self) -> "pd.DataFrame":
         """Heads of all audits as a pandas frame, with the step and the name before the columns of an audit.
@@ -304,12 +304,12 @@ def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comp
         >>> compare(audit, audit, audit)
         History(3 audits, 'm' to 'm')
     """
-    for number, one in enumerate((before, after, *more), 1):
-        if not isinstance(one, AuditRecord):
+    for number, audit in enumerate((before, after, *more), 1):
+        if not isinstance(audit, AuditRecord):
             raise InputError(
                 f"audit {number} of `compare`",
                 wanted="an audit",
-                got=repr(one) if isinstance(one, str | Path) else type(one).__name__,
+                got=repr(audit) if isinstance(audit, str | Path) else type(audit).__name__,
                 fix="Read a saved one with `rw.Audit.load(path)`.",
             )
     return History.of([before, after, *more]) if more else compare_two(before, after)

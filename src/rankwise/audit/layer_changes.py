@@ -116,9 +116,9 @@ def layer_numbers(
             found[LayerKey("heads", *slot, measure.name)] = value, spread
     for state in audit.layers:
         stack = named.get(state.stack, state.stack)
-        for one in LAYER_MEASURES:
-            key = LayerKey("states", stack, state.layer, False, one.name)
-            found[key] = one.value(state), _spread(one, state)
+        for state_measure in LAYER_MEASURES:
+            key = LayerKey("states", stack, state.layer, False, state_measure.name)
+            found[key] = state_measure.value(state), _spread(state_measure, state)
     return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
 
 
@@ -142,8 +142,8 @@ def totals(before: AuditRecord, after: AuditRecord) -> list[Total]:
         before: one audit.
         after: the other.
     """
-    one, other = _totals(before), _totals(after)
-    return [Total(name=name, before=value, after=other[name]) for name, value in one.items()]
+    old, other = _totals(before), _totals(after)
+    return [Total(name=name, before=value, after=other[name]) for name, value in old.items()]
 
 
 def _totals(audit: AuditRecord) -> dict[str, float]:

@@ -48,7 +48,7 @@ def patterns_of(operator: MixingOperator) -> list[list[Pattern]]:
     for block in _blocks(operator):
         first = torch.where(block, column, sources).amin(-1)
         found.append((first, torch.where(block, column, -1).amax(-1), block.sum(-1)))
-    most = max(one[0].shape[1] for one in found)
+    most = max(runs[0].shape[1] for runs in found)
     first, last, count = (
         torch.cat([part.expand(-1, most, -1) for part in parts], -1).cpu()
         for parts in zip(*found, strict=True)
@@ -57,7 +57,7 @@ def patterns_of(operator: MixingOperator) -> list[list[Pattern]]:
         [mask_pattern(Reach(first[b, h], last[b, h], count[b, h], sources)) for h in range(most)]
         for b in range(first.shape[0])
     ]
-    return [one * (heads // most) for one in named]
+    return [columns * (heads // most) for columns in named]
 
 
 def mask_pattern(reach: Reach) -> Pattern:

@@ -165,9 +165,9 @@ def measured(site: MixerSite, delta: float, method: Method) -> Iterator[Measured
         if not (rows.any() and columns.any()):
             yield _nothing(heads)
             continue
-        one = operator[at : at + 1]
-        one = one if whole else PartMixing(one, rows, columns)
-        yield from _of_one_length(site, slice(at, at + 1), one, delta, method)
+        sequence = operator[at : at + 1]
+        sequence = sequence if whole else PartMixing(sequence, rows, columns)
+        yield from _of_one_length(site, slice(at, at + 1), sequence, delta, method)
 
 
 def estimates(operator: MixingOperator, method: Method) -> bool:
@@ -262,8 +262,8 @@ def _estimated(operator: MixingOperator, delta: float) -> tuple[MixingOperator, 
     relative = found.relative_count(delta)
     in_turn = (count, relative, found.effective_rank, found.stable_rank, found.sigma_max)
     named = dict(zip(ERRORS, in_turn, strict=True))
-    columns: Columns = {name: one.value for name, one in named.items()}
-    columns |= {f"stderr of {name}": one.stderr for name, one in named.items()}
+    columns: Columns = {name: estimate.value for name, estimate in named.items()}
+    columns |= {f"stderr of {name}": estimate.stderr for name, estimate in named.items()}
     columns |= {"estimated": 1.0, "fallback": 0.0}
     for step, threshold in enumerate(thresholds(delta)):
         count = found.count(threshold)

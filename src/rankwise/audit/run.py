@@ -363,9 +363,12 @@ class _Run:
         layers = self.layers.records()
         at_layers = layer_baselines(layers, [layers.records() for _, layers in fresh])
         layers = [
-            one.model_copy(update={"baseline": at_layers.get((one.stack, one.layer))}) for one in layers
+            layer.model_copy(update={"baseline": at_layers.get((layer.stack, layer.layer))})
+            for layer in layers
         ]
-        unseen = [Unseen(name=one.name, type=one.type, reason=one.reason) for one in self.trace.unseen]
+        unseen = [
+            Unseen(name=module.name, type=module.type, reason=module.reason) for module in self.trace.unseen
+        ]
         findings = find(heads, layers, unseen, worth)
         pictures = self.heads.pictures
         if pictures is not None:
@@ -413,8 +416,10 @@ class _Run:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "delta": self.delta,
             "method": method_of(heads),
-            "model_dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
-            "device": ", ".join(sorted({str(one.device) for one in parameters})),
+            "model_dtype": ", ".join(
+                sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+            ),
+            "device": ", ".join(sorted({str(parameter.device) for parameter in parameters})),
             "batches": self.batches,
             "sequences": self.sequences,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -83,14 +83,14 @@ class _Left:
         if not _within(finding, self._groups):
             return None
         group = next(group for group in self._groups if group.issuperset(_pair(finding)))
-        mine = [one for one in self._twins if group.issuperset(_pair(one))]
-        same = [one for one in mine if _pair(one) == _pair(finding)]
-        fresh = [one for one in mine if id(one) not in self._met]
+        mine = [twin for twin in self._twins if group.issuperset(_pair(twin))]
+        same = [twin for twin in mine if _pair(twin) == _pair(finding)]
+        fresh = [twin for twin in mine if id(twin) not in self._met]
         return (same or fresh or mine)[0]
 
 
 def _modules(audit: AuditRecord) -> dict[str, tuple[str, str]]:
-    return {one.name: (one.type, one.reason) for one in audit.unseen}
+    return {module.name: (module.type, module.reason) for module in audit.unseen}
 
 
 def _identity(finding: Finding, modules: dict[str, tuple[str, str]]) -> Hashable:

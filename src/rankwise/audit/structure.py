@@ -43,17 +43,17 @@ def structure_differences(before: AuditRecord, after: AuditRecord) -> list[str]:
 
 
 def _of_stack(ours: str, theirs: str, before: AuditRecord, after: AuditRecord) -> Iterator[str]:
-    one, other = _by_layer(before.heads, ours), _by_layer(after.heads, theirs)
+    old, new = _by_layer(before.heads, ours), _by_layer(after.heads, theirs)
     name = f" in {theirs!r}" if theirs else ""
-    if one and other and len(one) != len(other):
-        yield f"Layers that mix{name}: {len(one)} before, {len(other)} after."
+    if old and new and len(old) != len(new):
+        yield f"Layers that mix{name}: {len(old)} before, {len(new)} after."
     facts = {
         "Heads of a layer": lambda heads: str(len(heads)),
         "Mixing": lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)),
         "Masks": lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)),
     }
     for words, fact in facts.items():
-        pairs = [(at, fact(one[at]), fact(other[at])) for at in one if at in other]
+        pairs = [(at, fact(old[at]), fact(new[at])) for at in old if at in new]
         unlike = [pair for pair in pairs if pair[1] != pair[2]]
         if unlike:
             yield f"{words}{name}: {_runs(unlike, len(pairs))}.{_COMPARED if words == 'Mixing' else ''}"
@@ -83,7 +83,7 @@ def _by_layer(heads: Sequence[HeadRecord], stack: str) -> dict[int, list[HeadRec
 def _runs(unlike: Sequence[tuple[int, str, str]], of: int) -> str:
     """What changed to what, once for each run of layers."""
     runs = []
-    for (old, new), group in groupby(sorted(unlike), key=lambda one: one[1:]):
+    for (old, new), group in groupby(sorted(unlike), key=lambda row: row[1:]):
         layers = [at for at, *_ in group]
         which = "layer" if len(layers) == 1 else "layers"
         span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

@@ -106,9 +106,9 @@ def sides(site: MixerSite, batch: Batch | None) -> tuple[Ids | None, Ids | None]
 def _ids_of(batch: Batch | None) -> dict[str, Ids]:
     tensors = {} if batch is None else tensors_of(batch)
     ids = {
-        name: one
-        for name, one in tensors.items()
-        if one.dim() == 2 and one.dtype in (torch.int64, torch.int32)
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
     }
     if READ not in ids and "0" in ids:  # a tensor, or the first of a tuple
         ids[READ] = ids["0"]

@@ -32,16 +32,16 @@ def cost_scale(before: AuditRecord, after: AuditRecord) -> float:
 
 
 def _differences(before: AuditRecord, after: AuditRecord) -> Iterator[str]:
-    one, other = before.worth, after.worth
-    if one is None or other is None:
-        if one is not other:
-            which = "after" if one is None else "before"
+    old, other = before.worth, after.worth
+    if old is None or other is None:
+        if old is not other:
+            which = "after" if old is None else "before"
             yield f"Only the audit {which} measured worth: the other was not asked for removable heads."
         return
-    if (one.loss, one.unit) != (other.loss, other.unit):
-        yield f"The loss of worth differs: {one.loss} ({one.unit}) before, {other.loss} ({other.unit}) after."
-    if one.removal != other.removal:
-        yield f"What takes a removed head's place differs: {one.removal} before, {other.removal} after."
+    if (old.loss, old.unit) != (other.loss, other.unit):
+        yield f"The loss of worth differs: {old.loss} ({old.unit}) before, {other.loss} ({other.unit}) after."
+    if old.removal != other.removal:
+        yield f"What takes a removed head's place differs: {old.removal} before, {other.removal} after."
     kinds = [_kinds(audit) for audit in (before, after)]
     if kinds[0] != kinds[1]:
         said = [" and ".join(sorted(kind)) or "unknown" for kind in kinds]

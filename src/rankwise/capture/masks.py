@@ -162,10 +162,10 @@ def _newly_hidden(
         return lambda: args[1]
     if func in WHERES and len(args) == 3:
         first, second, third = args  # torch.where(condition, ·, ·) or scores.where(condition, ·)
-        condition, one, other = (first, second, third) if func is torch.where else (second, first, third)
+        condition, kept, other = (first, second, third) if func is torch.where else (second, first, third)
         if _low(other):
             return lambda: ~condition
-        return (lambda: condition) if _low(one) else None
+        return (lambda: condition) if _low(kept) else None
     if func in ADDED_PRODUCTS:
         bias = args[0]
         return (lambda: hidden_by(bias)) if kwargs.get("beta", 1) == 1 and bias not in compared else None

@@ -137,7 +137,7 @@ def command(
     worthwhile = _worth(worth, models[0] if models else None, worth_tolerance, worth_removal, worth_loss)
     prepare_folder(out)
     quiet_libraries()
-    one = partial(
+    audit_model = partial(
         _audit_one,
         text=text,
         images=images,
@@ -157,9 +157,9 @@ def command(
         trust_remote_code=trust_remote_code,
     )
     if models and len(models) > 1:
-        _fail_on(audit_each(models, out, one), codes)
+        _fail_on(audit_each(models, out, audit_model), codes)
     else:
-        _fail_on([one(models[0] if models else None, out)], codes)
+        _fail_on([audit_model(models[0] if models else None, out)], codes)
 
 
 def _audit_one(

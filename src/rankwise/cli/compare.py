@@ -67,8 +67,8 @@ def _paths(given: list[Path]) -> list[Path]:
 
     paths: list[Path] = []
     for path in given:
-        inside = [] if (path / "audit.json").exists() else [one.parent for one in path.glob("*/audit.json")]
-        paths += [Path(one) for one in in_order(sorted(map(str, inside)))] or [path]
+        inside = [] if (path / "audit.json").exists() else [file.parent for file in path.glob("*/audit.json")]
+        paths += [Path(folder) for folder in in_order(sorted(map(str, inside)))] or [path]
     if len(paths) < 2:
         raise InputError(
             f"audit {paths[0]}",

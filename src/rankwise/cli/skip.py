@@ -177,7 +177,7 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
     if not alike:
         return rest, held
     joined = [
-        {name: torch.cat([one[name] for one in rest[at : at + batch_size]]) for name in rest[0]}
+        {name: torch.cat([sequence[name] for sequence in rest[at : at + batch_size]]) for name in rest[0]}
         for at in range(0, len(rest), batch_size)
     ]
     return joined, held

@@ -46,11 +46,24 @@ def show_certificate(console: Console, certificate: SkipCertificate) -> None:
     """
     measured = Table("site", "λ", "norm", "kept", "sure", "price", "‖M‖", "S", title="what each layer does")
     asked = Table("site", "sound", "any mixing", "Eq. 7", "with b", title="least |λ|")
-    for one in certificate.layers:
-        numbers = (one.scale, one.norm, one.kept, one.sound_bound, one.price, one.mixing_norm, one.value_norm)
-        measured.add_row(one.site, *map(_cell, numbers))
-        scales = (one.sound_scale, one.sound_scale_any_mixing, one.paper_scale, one.paper_scale_with_floor)
-        asked.add_row(one.site, *map(_cell, scales))
+    for layer in certificate.layers:
+        numbers = (
+            layer.scale,
+            layer.norm,
+            layer.kept,
+            layer.sound_bound,
+            layer.price,
+            layer.mixing_norm,
+            layer.value_norm,
+        )
+        measured.add_row(layer.site, *map(_cell, numbers))
+        scales = (
+            layer.sound_scale,
+            layer.sound_scale_any_mixing,
+            layer.paper_scale,
+            layer.paper_scale_with_floor,
+        )
+        asked.add_row(layer.site, *map(_cell, scales))
     console.print(measured, asked)
     root = f"√a = {certificate.a**0.5:.2f}"
     lines = [

@@ -43,14 +43,14 @@ class CompressionBuilder(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         structure = read_structure(self.quantization_config.structure, "the configuration")
         rebuild(model, _named_for(model, structure))
-        for _name, one in narrow_projections(model):
-            one.loading = True
+        for _name, projection in narrow_projections(model):
+            projection.loading = True
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        for _name, one in narrow_projections(model):
-            one.place_channels()
-            one.loading = False
+        for _name, projection in narrow_projections(model):
+            projection.place_channels()
+            projection.loading = False
         # Nothing is quantized: what trains, moves or compiles quantized models otherwise need not know.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False  # type: ignore[assignment]

@@ -52,13 +52,13 @@ def find_cached_layers(model: nn.Module, batch: Any) -> tuple[dict[int, LatentLa
     found: dict[int, LatentLayer] = {}
     reasons: dict[str, str] = {}
     for name, at in seen.numbers.items():
-        one = _layer(model, name, at, cache, seen)
-        if isinstance(one, str):
-            reasons[name] = one
+        latent = _layer(model, name, at, cache, seen)
+        if isinstance(latent, str):
+            reasons[name] = latent
         elif at in found:
             reasons[name] = f"it reads the cache of {found[at].module}"
         else:
-            found[at] = one
+            found[at] = latent
     owners: dict[str, str] = {}
     for at, layer in list(found.items()):
         for own in {layer.below(layer.key), layer.below(layer.value)}:
@@ -105,9 +105,9 @@ def _watching(model: nn.Module, seen: _Seen) -> Iterator[None]:
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any, name: str = name) -> None:
             if isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
                 seen.inputs[name], seen.outputs[name] = args[0].detach(), out.detach()
-            elif isinstance(out, tuple) and len(out) == 2 and all(isinstance(one, Tensor) for one in out):
-                options = {key: one for key, one in kwargs.items() if isinstance(one, str)}
-                named = [one for one in args if isinstance(one, str)]
+            elif isinstance(out, tuple) and len(out) == 2 and all(isinstance(part, Tensor) for part in out):
+                options = {key: value for key, value in kwargs.items() if isinstance(value, str)}
+                named = [value for value in args if isinstance(value, str)]
                 options |= {"layer_type": named[0]} if named else {}
                 seen.rotations[f"{name}|{len(seen.rotations)}"] = (out, options)
 
@@ -130,8 +130,8 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> Lat
     from transformers.cache_utils import DynamicLayer
 
     kept = cache.layers[at] if at < len(cache.layers) else None
-    below = [one for one in seen.outputs if _inside(one, name)]
-    if any(isinstance(model.get_submodule(one), LatentProjection) for one in below):
+    below = [module for module in seen.outputs if _inside(module, name)]
+    if any(isinstance(model.get_submodule(module), LatentProjection) for module in below):
         return "it has a latent already"
     if type(kept) is not DynamicLayer:
         what = "a window of fixed length" if getattr(kept, "is_sliding", False) else type(kept).__name__
@@ -144,9 +144,9 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> Lat
     if keys.shape[1] != values.shape[1]:
         return "it has not as many heads of keys as of values"
     linear = {
-        one: seen.outputs[one]
-        for one in names_below(below, name)
-        if linear_parts(model.get_submodule(one)) is not None
+        module: seen.outputs[module]
+        for module in names_below(below, name)
+        if linear_parts(model.get_submodule(module)) is not None
     }
     value = find_projection(values, linear)
     if value is None:
@@ -164,7 +164,7 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> Lat
             "its keys are no linear layer's output, nor such an output that went through a norm and "
             "through rotation by the position embeddings the layer is given"
         )
-    fields = min(fitting, key=lambda one: one[:2])[2]
+    fields = min(fitting, key=lambda fit: fit[:2])[2]
     key = fields.pop("projection")
     if seen.inputs[key.module] is not seen.inputs[value.module] and not torch.equal(
         seen.inputs[key.module], seen.inputs[value.module]
@@ -199,7 +199,7 @@ def _unrotated(
     tables = [
         (module.partition("|")[0], options)
         for module, (gave, options) in seen.rotations.items()
-        if all(one is other or torch.equal(one, other) for one, other in zip(gave, given, strict=True))
+        if all(x is other or torch.equal(x, other) for x, other in zip(gave, given, strict=True))
     ]
     if not tables:
         return "no module gives the position embeddings it is given"
@@ -236,7 +236,7 @@ def _keys(
     }
     for norm in below:
         given, gave = seen.inputs[norm], seen.outputs[norm]
-        axes = next((one for one, shape in shapes.items() if given.shape == gave.shape == shape), None)
+        axes = next((order for order, shape in shapes.items() if given.shape == gave.shape == shape), None)
         if norm in linear or axes is None:
             continue
         if axes == "heads":

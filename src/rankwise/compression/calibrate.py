@@ -43,7 +43,7 @@ def calibrate(
     groups = len(query) // len(key)
     widths = [factor.shape[1] for factor in key]
     whiten_q = [whitening(moments[0][h // groups]) for h in range(len(query))]
-    whiten_k = [whitening(one) for one in moments[1]]
+    whiten_k = [whitening(moment) for moment in moments[1]]
     start_q, start_k = [], []
     for head, factor in enumerate(query):
         start_q.append(torch.linalg.solve(whiten_q[head], factor))
@@ -61,7 +61,7 @@ def calibrate(
     widest = max(widths)
     a = _stacked(start_q, widest).to(device).requires_grad_()
     b = _stacked(start_k, widest).to(device).requires_grad_()
-    to_q, to_k = (torch.stack(one).float().to(device) for one in (whiten_q, whiten_k))
+    to_q, to_k = (torch.stack(factors).float().to(device) for factors in (whiten_q, whiten_k))
     kept = torch.stack([torch.arange(widest) < width for width in widths]).float().to(device)[:, None]
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

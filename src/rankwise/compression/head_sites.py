@@ -133,11 +133,11 @@ def find_head_sites(model: nn.Module, batch: Any) -> tuple[list[HeadSite], dict[
     for site in reversed(sites):  # of layers that run more than once, tensors of the last call were kept
         if site.name in found or site.name in reasons:
             continue
-        one = _site(model, site, inputs, outputs)
-        if isinstance(one, str):
-            reasons[site.name] = one
+        head_site = _site(model, site, inputs, outputs)
+        if isinstance(head_site, str):
+            reasons[site.name] = head_site
         else:
-            found[site.name] = one
+            found[site.name] = head_site
     return list(reversed(found.values())), reasons
 
 
@@ -156,7 +156,9 @@ def _site(
     near = {name: outputs[name] for name in names_below(list(outputs), site.name) if name != into}
     values = each_once(site.values)
     batch, tokens = values.shape[0], values.shape[2]
-    value = find_projection(values, {n: one for n, one in near.items() if one.shape[:2] == (batch, tokens)})
+    value = find_projection(
+        values, {n: output for n, output in near.items() if output.shape[:2] == (batch, tokens)}
+    )
     if value is None:
         return "its values are the output of no linear layer"
     heads, value_heads = site.output.shape[1], values.shape[1]
@@ -187,7 +189,7 @@ def _makers(
         if name == value.module:
             continue
         for count, of_queries in ((heads, True), (value_heads, False)):
-            if size in {count * one for one in widths}:
+            if size in {count * width for width in widths}:
                 channels = torch.arange(size).reshape(count, -1)
                 made[name] = [(channels, of_queries)]
                 break

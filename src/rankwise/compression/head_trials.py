@@ -46,11 +46,11 @@ def removable_sites(model: nn.Module, batch: Any) -> tuple[list[HeadSite], dict[
         if said:
             reasons[first.name] = NOT_SO + said
             continue
-        alike = [replace(one, rung=settled[-1].rung) for one in waiting]
+        alike = [replace(head, rung=settled[-1].rung) for head in waiting]
         if alike and not trial(model, alike, short):
             settled, waiting = [*settled, *alike], []
-    order = {one.name: at for at, one in enumerate(found)}
-    return sorted(settled, key=lambda one: order[one.name]), reasons
+    order = {trial.name: at for at, trial in enumerate(found)}
+    return sorted(settled, key=lambda trial: order[trial.name]), reasons
 
 
 def trial(model: nn.Module, sites: list[HeadSite], batch: Any) -> str:

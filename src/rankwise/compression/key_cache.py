@@ -45,7 +45,7 @@ def keep_in_cache(
         kwargs: likewise.
         make: makes the layer of the cache.
     """
-    cache = next((one for one in (*kwargs.values(), *args) if hasattr(one, "get_seq_length")), None)
+    cache = next((value for value in (*kwargs.values(), *args) if hasattr(value, "get_seq_length")), None)
     cache = getattr(cache, "self_attention_cache", cache)
     at, layers = getattr(module, "layer_idx", None), getattr(cache, "layers", None)
     if layers is None or not isinstance(at, int):

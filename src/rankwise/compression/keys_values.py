@@ -42,13 +42,13 @@ def compress_keys_values(job: Job) -> PartResult:
         notes.append(
             "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
         )
-    found = [spectrum(one.weight, one.tokens, one.gradients) for one in moments]
+    found = [spectrum(moment.weight, moment.tokens, moment.gradients) for moment in moments]
     size = next(job.model.parameters()).element_size()
     if job.keep is not None:
-        ranks = ranks_for_keep(layers, [one.nats for one in found], job.keep, size)
+        ranks = ranks_for_keep(layers, [layer_spectrum.nats for layer_spectrum in found], job.keep, size)
     else:
         assert job.tolerance is not None, "`compress` gives a share or a tolerance"
-        ranks = ranks_for_tolerance([one.nats for one in found], job.tolerance)
+        ranks = ranks_for_tolerance([layer_spectrum.nats for layer_spectrum in found], job.tolerance)
     curves = latent_curves(job, layers, moments, found, size) if job.nulls else []
     swap = latents_of(job.model, layers, found, ranks)
     swap.put_in()
@@ -60,9 +60,9 @@ def compress_keys_values(job: Job) -> PartResult:
             before=layer.full,
             full=layer.rank,
             rank=rank,
-            nats=float(one.nats[rank:].sum()),
+            nats=float(spectrum.nats[rank:].sum()),
         )
-        for layer, one, rank in zip(layers, found, ranks, strict=True)
+        for layer, spectrum, rank in zip(layers, found, ranks, strict=True)
     ]
     return PartResult(
         latents=records,
@@ -105,7 +105,9 @@ def latents_of(
         spectra: of each.
         ranks: of each.
     """
-    return _swap(model, layers, [one.factors(rank) for one, rank in zip(spectra, ranks, strict=True)])
+    return _swap(
+        model, layers, [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
+    )
 
 
 def _swap(model: nn.Module, layers: list[LatentLayer], factors: list[tuple[Tensor, Tensor]]) -> LatentSwap:
@@ -124,7 +126,8 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, 
     layers = [layer for _, layer in sorted(found.items())]
     failed = keep_sound(model, batch, layers, partial(_same_at_full_rank, model))
     reasons |= {
-        one.module: "its outputs change when keys and values are read out of a full latent" for one in failed
+        layer.module: "its outputs change when keys and values are read out of a full latent"
+        for layer in failed
     }
     check_some(
         model,
@@ -150,7 +153,7 @@ def _same_at_full_rank(
     after = [at_once] if in_halves is None else [at_once, in_halves]
     real = batch.get("attention_mask")
     real = real.bool() if isinstance(real, Tensor) and real.dim() == 2 else None
-    return all(relative_error(one, before, real) <= bound for one in after)
+    return all(relative_error(output, before, real) <= bound for output in after)
 
 
 def full_factors(weight: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -179,9 +182,9 @@ def _in_halves(model: nn.Module, batch: Any) -> Tensor | None:
     if mask is not None:
         first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
     with torch.no_grad():
-        one = run_model(model, first)
-        two = run_model(model, {**second, "past_key_values": one.past_key_values})
-    return torch.cat([one.logits, two.logits], 1)
+        start = run_model(model, first)
+        end = run_model(model, {**second, "past_key_values": start.past_key_values})
+    return torch.cat([start.logits, end.logits], 1)
 
 
 def _number(model: nn.Module, layer: LatentLayer) -> int:
@@ -202,8 +205,8 @@ def _check_tokens(layers: list[LatentLayer], moments: list[Moments]) -> list[str
         )
     poor = sum(
         int(torch.linalg.matrix_rank(matrix, hermitian=True)) < matrix.shape[0]
-        for one in moments
-        for matrix in (one.tokens, one.gradients)
+        for moment in moments
+        for matrix in (moment.tokens, moment.gradients)
     )
     if not poor:
         return []

@@ -66,12 +66,12 @@ def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
     for divisor in LENGTHS:
         tokens = max(2, longest // divisor)
         times = -(-tokens // ids.shape[1])
-        one = ids[:1].repeat(1, times)[:, :tokens]
-        given = {"input_ids": one}
+        tiled = ids[:1].repeat(1, times)[:, :tokens]
+        given = {"input_ids": tiled}
         if "attention_mask" in batch:
-            given["attention_mask"] = torch.ones_like(one)
+            given["attention_mask"] = torch.ones_like(tiled)
         if "decoder_input_ids" in batch:
-            given["decoder_input_ids"] = one
+            given["decoder_input_ids"] = tiled
         made.append((given, tokens))
     return made
 
@@ -132,7 +132,9 @@ def _turns(
     before: Callable[[], None],
     after: Callable[[], None],
 ) -> Latency:
-    cuda = next((one.device for one in model.parameters() if one.device.type == "cuda"), None)
+    cuda = next(
+        (parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None
+    )
 
     def timed() -> float:
         if cuda is not None:

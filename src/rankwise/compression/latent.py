@@ -199,7 +199,7 @@ def _projection(
     place = {channel: at for at, channel in enumerate(left + channels)}
     runs = _in_order([place[channel] for channel in range(weight.shape[0])])
     made = LatentProjection(latent, down, up, rest, runs)
-    made.requires_grad_(any(one.requires_grad for one in before.parameters()))
+    made.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
     return made.train(before.training)
 
 
@@ -229,7 +229,7 @@ def fill(
         up: from the latent to [keys, values] as the linear layers gave them, without biases.
     """
     count = sum(count for _, count in layer.key_channels)
-    projections = [one for one in modules.values() if isinstance(one, LatentProjection)]
+    projections = [module for module in modules.values() if isinstance(module, LatentProjection)]
     rows = [up] if layer.fused else [up[:count], up[count:]]
     with torch.no_grad():
         projections[0].down.weight.copy_(down)

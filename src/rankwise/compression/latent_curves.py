@@ -37,8 +37,8 @@ def latent_curves(
     ways = {
         "tokens and gradients, ranks per layer": (found, True),
         "tokens and gradients, one rank": (found, False),
-        "tokens alone, one rank": ([spectrum(one.weight, one.tokens) for one in moments], False),
-        "weights alone (SVD), one rank": ([spectrum(one.weight) for one in moments], False),
+        "tokens alone, one rank": ([spectrum(moment.weight, moment.tokens) for moment in moments], False),
+        "weights alone (SVD), one rank": ([spectrum(moment.weight) for moment in moments], False),
     }
     batch = moved(first_sequences(job.figures[0], SEQUENCES), device_of(job.model))
     before = _log_chances(job.model, batch)
@@ -48,14 +48,16 @@ def latent_curves(
         points = []
         for share in SHARES:
             try:
-                ranks = ranks_for_keep(layers, [one.nats for one in spectra], share, size)
+                ranks = ranks_for_keep(
+                    layers, [layer_spectrum.nats for layer_spectrum in spectra], share, size
+                )
             except CompressionError:  # too few bytes for one direction a layer
                 continue
             if not by_layer:
                 ranks = [min(layer.rank, max(1, sum(ranks) // len(ranks))) for layer in layers]
             weights = []
-            for one, rank in zip(spectra, ranks, strict=True):
-                down, up = one.factors(rank)
+            for layer_spectrum, rank in zip(spectra, ranks, strict=True):
+                down, up = layer_spectrum.factors(rank)
                 weights.append(up @ down)
             with approximated(job.model, layers, weights):
                 after = _log_chances(job.model, batch)

@@ -117,7 +117,7 @@ def add_latent(model: nn.Module, layer: LatentLayer, modules: dict[str, nn.Modul
         What takes them out again.
     """
     before = {name: put(model, name, module) for name, module in modules.items()}
-    projections = [one for one in modules.values() if isinstance(one, LatentProjection)]
+    projections = [module for module in modules.values() if isinstance(module, LatentProjection)]
     key, value = projections[0], projections[-1]
     norm = model.get_submodule(layer.below(layer.norm)) if layer.norm else None
     rotary = model.get_submodule(layer.rotary) if layer.rotary else None

@@ -130,7 +130,7 @@ def layer_moments(
     moments = [_empty(model, layer) for layer in layers]
     device = device_of(model)
     generator = torch.Generator(device).manual_seed(seed)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -140,10 +140,10 @@ def layer_moments(
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-    for layer, one in zip(layers, moments, strict=True):
-        one.tokens /= max(one.count, 1)
-        one.gradients /= max(one.count, 1)
-        if not bool(one.tokens.isfinite().all() and one.gradients.isfinite().all()):
+    for layer, moment in zip(layers, moments, strict=True):
+        moment.tokens /= max(moment.count, 1)
+        moment.gradients /= max(moment.count, 1)
+        if not bool(moment.tokens.isfinite().all() and moment.gradients.isfinite().all()):
             raise CompressionError(
                 f"attention layer {layer.module!r}",
                 wanted="finite tokens and gradients",
@@ -206,15 +206,15 @@ def _add_batch(
         loss = F.cross_entropy(logits[real].float(), drawn, reduction="sum")
         outputs = list(kept.outputs.values())
         gradients = dict(zip(kept.outputs, torch.autograd.grad(loss, outputs), strict=True))
-    for layer, one in zip(layers, moments, strict=True):
+    for layer, moment in zip(layers, moments, strict=True):
         key, value = layer.below(layer.key), layer.below(layer.value)
         rows = kept.inputs[key].reshape(real.numel(), -1)[real.flatten()].double()
         sides = ((key, layer.key_channels), (value, layer.value_channels))
         pieces = [gradients[name].reshape(real.numel(), -1)[:, channels_of(runs)] for name, runs in sides]
         slopes = torch.cat(pieces, -1)[real.flatten()].double()
-        one.tokens += (rows.mT @ rows).cpu()
-        one.gradients += (slopes.mT @ slopes).cpu()
-        one.count += rows.shape[0]
+        moment.tokens += (rows.mT @ rows).cpu()
+        moment.gradients += (slopes.mT @ slopes).cpu()
+        moment.count += rows.shape[0]
 
 
 @contextmanager

@@ -51,8 +51,8 @@ def ranks_for_tolerance(nats: list[Float64[Tensor, "m"]], tolerance: float | int
 
 def _best(nats: list[Float64[Tensor, "m"]], count: int) -> list[int]:
     first = [1] * len(nats)
-    rest = [(float(value), layer) for layer, one in enumerate(nats) for value in one[1:]]
-    rest.sort(key=lambda one: (-one[0], one[1]))
+    rest = [(float(value), layer) for layer, gains in enumerate(nats) for value in gains[1:]]
+    rest.sort(key=lambda gain: (-gain[0], gain[1]))
     for _, layer in rest[: max(0, count - len(nats))]:
         first[layer] += 1
     return first

@@ -14,7 +14,7 @@ def latent_words(record: Compression) -> str:
     count = len(record.latents)
     before, rank = (
         sum(values) / count
-        for values in zip(*((one.before, one.rank) for one in record.latents), strict=True)
+        for values in zip(*((latent.before, latent.rank) for latent in record.latents), strict=True)
     )
     return f"keys and values out of latents of {rank:.1f} for {before:.0f} channels on average"
 
@@ -38,8 +38,8 @@ def latent_tables(record: Compression) -> list[Words]:
         )
     if record.latents:
         rows = [
-            [str(one.layer), str(one.before), str(one.full), str(one.rank), shown(one.nats, 6)]
-            for one in record.latents
+            [str(latent.layer), str(latent.before), str(latent.full), str(latent.rank), shown(latent.nats, 6)]
+            for latent in record.latents
         ]
         tables.append(
             (

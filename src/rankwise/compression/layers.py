@@ -91,13 +91,13 @@ def find_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, st
         call = calls[site.name] = calls.get(site.name, -1) + 1
         if site.name in reasons:
             continue
-        one = _projections(site, outputs, call)
-        if isinstance(one, str):
-            reasons[site.name] = one
+        projections = _projections(site, outputs, call)
+        if isinstance(projections, str):
+            reasons[site.name] = projections
             found.pop(site.name, None)
         elif site.name not in found:
-            found[site.name] = one
-        elif not _same(one, found[site.name]):
+            found[site.name] = projections
+        elif not _same(projections, found[site.name]):
             reasons[site.name] = "its calls read different projections"
             del found[site.name]
     return list(found.values()), reasons
@@ -117,10 +117,10 @@ def see(
         on_step: told what is under way.
     """
     seen: dict[str, AttentionLayer] = {}
-    wanted = {one.name: one for one in layers}
+    wanted = {layer.name: layer for layer in layers}
 
     outputs: dict[str, list[Tensor]] = {}
-    read = {side.module for one in layers if one.written for side in (one.query, one.key)}
+    read = {side.module for layer in layers if layer.written for side in (layer.query, layer.key)}
     calls: dict[str, int] = {}
 
     def add(site: MixerSite) -> None:
@@ -141,7 +141,7 @@ def see(
         calls.clear()
         with linear_outputs(model, outputs, read), torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, moved(batch, device))
-    return [seen[one.name] for one in layers if one.name in seen]
+    return [seen[layer.name] for layer in layers if layer.name in seen]
 
 
 def _queries_and_keys(
@@ -201,8 +201,8 @@ def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -
     return Found(site.name, site.stack, site.layer, sides[0], sides[1])
 
 
-def _same(one: Found, other: Found) -> bool:
-    pairs = ((one.query, other.query), (one.key, other.key))
+def _same(first: Found, other: Found) -> bool:
+    pairs = ((first.query, other.query), (first.key, other.key))
     return all(a.module == b.module and bool((a.channels == b.channels).all()) for a, b in pairs)
 
 

@@ -111,7 +111,7 @@ def narrowed(module: nn.Module, changes: Sequence[HeadFactors]) -> NarrowProject
         narrow.weight.copy_(torch.stack([rows[at][0] if at in rows else weight[at] for at in places]))
         if bias is not None:
             shifts = [rows[at][1] if at in rows else bias[at] for at in places]
-            narrow.bias.copy_(torch.stack([one for one in shifts if one is not None]))
+            narrow.bias.copy_(torch.stack([shift for shift in shifts if shift is not None]))
     trained = any(parameter.requires_grad for parameter in module.parameters())
     narrow.requires_grad_(trained)
     return NarrowProjection(narrow, runs_of(places), weight.shape[0]).train(module.training)
@@ -142,7 +142,7 @@ def narrow_projections(model: nn.Module) -> Iterator[tuple[str, NarrowProjection
     Args:
         model: the model.
     """
-    return ((name, one) for name, one in model.named_modules() if isinstance(one, NarrowProjection))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, NarrowProjection))
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:

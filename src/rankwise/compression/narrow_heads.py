@@ -79,7 +79,7 @@ def head_curves(layer: AttentionLayer, on_step: Step) -> list[tuple[list[int], l
         count += sample.query.shape[0]
     bases = [optimal(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
     each = [bases[head // groups] for head in range(layer.found.heads)]
-    curves = width_curves(samples, [one.query for one in each], [one.key for one in each], widths)
+    curves = width_curves(samples, [layer.query for layer in each], [layer.key for layer in each], widths)
     by_key = curves.unflatten(0, (-1, groups)).mean(1)
     return [(widths, losses) for losses in by_key.tolist()]
 
@@ -168,7 +168,7 @@ def narrow_layers(model: nn.Module, plan: list[tuple[Found, Factors]], cache: bo
         for side, own in ((found.query, factors.query), (found.key, factors.key)):
             changes.setdefault(side.module, []).append(HeadFactors(side.channels, own))
     modules: dict[str, nn.Module] = {
-        name: narrowed(model.get_submodule(name), one) for name, one in changes.items()
+        name: narrowed(model.get_submodule(name), change) for name, change in changes.items()
     }
     runs = {
         found.name: runs_of(

@@ -83,7 +83,7 @@ def weight_moments(model: nn.Module, found: Found, head: int) -> tuple[Tensor, T
     """
     groups = found.heads // found.key_heads
     members = range(head * groups, (head + 1) * groups)
-    query = sum(_gram(model, found.query.module, found.query.channels[one]) for one in members)
+    query = sum(_gram(model, found.query.module, found.query.channels[member]) for member in members)
     assert isinstance(query, Tensor)
     return query, _gram(model, found.key.module, found.key.channels[head])
 

@@ -19,7 +19,9 @@ def main_output(model: nn.Module, batch: Any) -> Tensor:
     """
     with torch.no_grad():
         out = run_model(model, batch)
-    found = next((one for one in _tensors(out) if one.is_floating_point() and one.dim() > 0), None)
+    found = next(
+        (tensor for tensor in _tensors(out) if tensor.is_floating_point() and tensor.dim() > 0), None
+    )
     assert found is not None, "a model with mixers gives a tensor"
     return found
 

@@ -86,7 +86,7 @@ def render_page(record: Compression) -> str:
         map=Markup(width_map(record)) if record.heads else "",
         curve=Markup(curve_figure(record.curves, (record.mean_width, record.kl))) if drawn else "",
         tables=list(compression_tables(record)),
-        show=lambda one: Markup(table.render(table=one)),
+        show=lambda record: Markup(table.render(table=record)),
         commands=next_steps(record),
     )
 

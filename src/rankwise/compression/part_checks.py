@@ -41,8 +41,8 @@ def keep_sound(
     bound = torch.finfo(before.dtype).eps ** 0.5
     if not layers or same(layers, short, before, bound):
         return []
-    failed = [one for one in layers if not same([one], short, before, bound)]
-    layers[:] = [one for one in layers if not any(one is other for other in failed)]
+    failed = [layer for layer in layers if not same([layer], short, before, bound)]
+    layers[:] = [layer for layer in layers if not any(layer is other for other in failed)]
     return failed
 
 

@@ -67,7 +67,7 @@ def measure_prices(
     sites |= {latent.layer: latent.site for result in done for latent in result.latents}
     errors = {
         sites[layer]: relative_error(states[layer + 1], old)
-        for layer, old in ((at - 1, one) for at, one in old_states.items())
+        for layer, old in ((at - 1, state) for at, state in old_states.items())
         if layer in sites and layer + 1 in states
     }
     fields: dict[str, Any] = {
@@ -88,7 +88,7 @@ def measure_prices(
 
 def _size(model: nn.Module, batch: Any) -> tuple[int, int]:
     """Parameters, and bytes of keys and values in the cache for each token."""
-    return sum(one.numel() for one in model.parameters()), cache_bytes(model, batch)
+    return sum(parameter.numel() for parameter in model.parameters()), cache_bytes(model, batch)
 
 
 def cache_bytes(model: nn.Module, batch: Any) -> int:

@@ -41,7 +41,7 @@ def compress_query_keys(job: Job) -> PartResult:
         CompressionError: if no layer can be done, or the request fits none.
     """
     found, left_out = _usable(job.model, job.batches[0])
-    check_width(job.width, min(one.width for one in found))
+    check_width(job.width, min(layer.width for layer in found))
     layers = see(job.model, found, job.batches, job.on_step)
     layers, left_out = _sound(layers, left_out)
     notes = _check_tokens(layers)
@@ -86,9 +86,9 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
     found, reasons = find_layers(model, batch)
     failed = keep_sound(model, batch, found, partial(_same_when_turned, model))
     reasons |= {
-        one.name: "its outputs change with the basis of queries and keys: something besides "
+        layer.name: "its outputs change with the basis of queries and keys: something besides "
         "their inner products reads them"
-        for one in failed
+        for layer in failed
     }
     check_some(
         model,
@@ -108,8 +108,10 @@ def _same_when_turned(model: nn.Module, found: list[Found], batch: Any, before: 
 def _sound(
     layers: list[AttentionLayer], left_out: dict[str, str]
 ) -> tuple[list[AttentionLayer], dict[str, str]]:
-    broken = {one.found.name: f"NaN or infinity in head {min(one.broken)}" for one in layers if one.broken}
-    sound = [one for one in layers if not one.broken]
+    broken = {
+        layer.found.name: f"NaN or infinity in head {min(layer.broken)}" for layer in layers if layer.broken
+    }
+    sound = [layer for layer in layers if not layer.broken]
     if not sound:
         raise no_finite_layer(broken)
     return sound, {**left_out, **broken}
@@ -117,12 +119,12 @@ def _sound(
 
 def _check_tokens(layers: list[AttentionLayer]) -> list[str]:
     """Refuse too little text, and say where second moments lack rank."""
-    width, tokens = max(one.found.width for one in layers), min(one.tokens for one in layers)
+    width, tokens = max(layer.found.width for layer in layers), min(layer.tokens for layer in layers)
     check_tokens(tokens, width)
     poor = sum(
-        int((torch.linalg.matrix_rank(one.query_moments, hermitian=True) < one.found.width).sum())
-        + int((torch.linalg.matrix_rank(one.key_moments, hermitian=True) < one.found.width).sum())
-        for one in layers
+        int((torch.linalg.matrix_rank(layer.query_moments, hermitian=True) < layer.found.width).sum())
+        + int((torch.linalg.matrix_rank(layer.key_moments, hermitian=True) < layer.found.width).sum())
+        for layer in layers
     )
     if not poor:
         return []

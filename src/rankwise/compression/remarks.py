@@ -14,7 +14,7 @@ def unchanged(part: str, result: PartResult) -> list[str]:
         result: what it did.
     """
     heads = bool(result.heads) and all(head.width == head.before for head in result.heads)
-    latents = bool(result.latents) and all(one.rank == one.full for one in result.latents)
+    latents = bool(result.latents) and all(latent.rank == latent.full for latent in result.latents)
     if not heads and not latents:
         return []
     what = {"heads": "no head was removed", "kv": "every latent has its full rank"}
@@ -37,11 +37,11 @@ def grown(prices: dict[str, Any]) -> list[str]:
     ]
 
 
-def slower(one: Latency, record: Compression) -> str:
+def slower(timing: Latency, record: Compression) -> str:
     """That a model became slower, and what was won for it.
 
     Args:
-        one: the time.
+        timing: before and after.
         record: of the compression.
     """
     won = [
@@ -54,6 +54,6 @@ def slower(one: Latency, record: Compression) -> str:
     ]
     gain = f"There are fewer {' and '.join(won)}, but no time is won" if won else "No memory is won either"
     return (
-        f"{one.phase} of {one.tokens} tokens became slower on this machine: {one.before:.2f} to "
-        f"{one.after:.2f} ms. {gain}; reload the original to go back"
+        f"{timing.phase} of {timing.tokens} tokens became slower on this machine: {timing.before:.2f} to "
+        f"{timing.after:.2f} ms. {gain}; reload the original to go back"
     )

@@ -44,12 +44,14 @@ def compress_rotary(job: Job) -> PartResult:
     """
     found, left_out = _usable(job.model, job.batches[0])
     layers = see_rotary(job.model, found, job.batches, job.on_step)
-    left_out |= {one.found.name: "NaN or infinity in its queries or keys" for one in layers if one.broken}
-    layers = [one for one in layers if not one.broken]
+    left_out |= {
+        layer.found.name: "NaN or infinity in its queries or keys" for layer in layers if layer.broken
+    }
+    layers = [layer for layer in layers if not layer.broken]
     if not layers:
         raise no_finite_layer(left_out)
-    check_width(job.width, min(one.found.width for one in layers))
-    check_tokens(min(one.tokens for one in layers), max(one.found.width for one in layers))
+    check_width(job.width, min(layer.found.width for layer in layers))
+    check_tokens(min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
     notes: list[str] = []
     wholes = [whole_factors(layer) for layer in layers]
     orders: list[list[Order]] = []
@@ -97,7 +99,9 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer], dict[str, 
         )
     found, reasons = find_rotary_layers(model, batch)
     failed = keep_sound(model, batch, found, partial(_same_when_turned, model))
-    reasons |= {one.name: "its outputs change where a pair turns in queries and keys alike" for one in failed}
+    reasons |= {
+        layer.name: "its outputs change where a pair turns in queries and keys alike" for layer in failed
+    }
     check_some(
         model,
         found,
@@ -114,10 +118,10 @@ def _same_when_turned(
     """Whether outputs stay with every pair turned by a random angle, and other channels in another basis."""
     generator = torch.Generator().manual_seed(0)
     plan = []
-    for one in found:
-        turns = torch.stack([_turn(one, generator) for _ in range(one.key_heads)])
-        every = [list(range(one.width))] * one.key_heads
-        plan.append((one, PairFactors(turns.repeat_interleave(one.groups, 0), turns, every)))
+    for layer in found:
+        turns = torch.stack([_turn(layer, generator) for _ in range(layer.key_heads)])
+        every = [list(range(layer.width))] * layer.key_heads
+        plan.append((layer, PairFactors(turns.repeat_interleave(layer.groups, 0), turns, every)))
     swap = pair_swap(model, plan, cache=False)
     swap.put_in()
     try:
@@ -213,7 +217,9 @@ def pair_swap(model: nn.Module, plan: list[tuple[RotaryLayer, PairFactors]], cac
             places = [kept for kept in factors.kept for _ in range(groups)]
             columns = [factor[:, kept] for factor, kept in zip(own, places, strict=True)]
             changes.setdefault(side.module, []).append(HeadFactors(side.channels, columns, places))
-    modules: dict[str, nn.Module] = {n: narrowed(model.get_submodule(n), one) for n, one in changes.items()}
+    modules: dict[str, nn.Module] = {
+        n: narrowed(model.get_submodule(n), change) for n, change in changes.items()
+    }
     runs = {
         found.name: runs_of([h * found.width + c for h, kept in enumerate(factors.kept) for c in kept])
         for found, factors in plan

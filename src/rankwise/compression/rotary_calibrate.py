@@ -37,11 +37,11 @@ def calibrate_pairs(
     groups, device = layer.found.groups, layer.samples[0].query.device
     white_q, white_k, start_q, start_k = [], [], [], []
     for head, key in enumerate(start.key):
-        to_q, to_k = (whitening(one[head]) for one in (layer.query_moments, layer.key_moments))
+        to_q, to_k = (whitening(moment[head]) for moment in (layer.query_moments, layer.key_moments))
         white_q += [to_q] * groups
         white_k.append(to_k)
         members = torch.stack(
-            [torch.linalg.solve(to_q, one) for one in start.query[head * groups : (head + 1) * groups]]
+            [torch.linalg.solve(to_q, query) for query in start.query[head * groups : (head + 1) * groups]]
         )
         own = torch.linalg.solve(to_k, key)
         balance = (own.norm() / members.norm().clamp(min=1e-12) * groups**0.5).sqrt().clamp(min=1e-6)
@@ -52,8 +52,8 @@ def calibrate_pairs(
         mask[head, channels] = 1
     kept_k = mask[:, None].to(device)
     kept_q = kept_k.repeat_interleave(groups, 0)
-    a, b = (torch.stack(one).float().to(device).requires_grad_() for one in (start_q, start_k))
-    to_q, to_k = (torch.stack(one).float().to(device) for one in (white_q, white_k))
+    a, b = (torch.stack(factors).float().to(device).requires_grad_() for factors in (start_q, start_k))
+    to_q, to_k = (torch.stack(factors).float().to(device) for factors in (white_q, white_k))
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)

@@ -71,10 +71,10 @@ def see_rotary(
         batches: what the model takes.
         on_step: told what is under way.
     """
-    wanted = {one.name: one for one in layers}
-    names = {side.module for one in layers for side in (one.query, one.key)}
+    wanted = {layer.name: layer for layer in layers}
+    names = {side.module for layer in layers for side in (layer.query, layer.key)}
     empty = {n: torch.zeros(o.key_heads, o.width, o.width, dtype=torch.float64) for n, o in wanted.items()}
-    seen = {name: SeenRotary(one, empty[name], empty[name].clone()) for name, one in wanted.items()}
+    seen = {name: SeenRotary(side, empty[name], empty[name].clone()) for name, side in wanted.items()}
     outputs: dict[str, list[Tensor]] = {}
 
     def add(site: MixerSite) -> None:

@@ -103,11 +103,13 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer],
             found.pop(site.name, None)
             reasons[site.name] = "it runs more than once"
             continue
-        one = _rotary_layer(site, {name: outputs[name][0] for name in names_below(list(outputs), site.name)})
-        if isinstance(one, str):
-            reasons[site.name] = one
+        layer = _rotary_layer(
+            site, {name: outputs[name][0] for name in names_below(list(outputs), site.name)}
+        )
+        if isinstance(layer, str):
+            reasons[site.name] = layer
         else:
-            found[site.name] = one
+            found[site.name] = layer
     return list(found.values()), reasons
 
 
@@ -126,14 +128,14 @@ def fitted(
     Returns:
         It, and what it leaves over, relative in the Frobenius norm.
     """
-    x, y = (torch.cat([one[..., pairs[:, side]].double() for one in before], 1) for side in (0, 1))
-    u, v = (torch.cat([one[..., pairs[:, side]].double() for one in after], 1) for side in (0, 1))
+    x, y = (torch.cat([part[..., pairs[:, side]].double() for part in before], 1) for side in (0, 1))
+    u, v = (torch.cat([part[..., pairs[:, side]].double() for part in after], 1) for side in (0, 1))
     size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
     rotation = PairRotation(pairs, (x * u + y * v).sum(1) / size, (x * v - y * u).sum(1) / size)
     off = sum(
         float((rotation(a.double()) - b.double()).square().sum()) for a, b in zip(before, after, strict=True)
     )
-    whole = sum(float(one.double().square().sum()) for one in after)
+    whole = sum(float(part.double().square().sum()) for part in after)
     return rotation, (off / max(whole, 1e-300)) ** 0.5
 
 
@@ -150,7 +152,7 @@ def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> RotaryLayer | 
     bound = FIT * torch.finfo(operator.query.dtype).eps
     for q in query:
         for k in key:
-            before = [side_of(outputs[one.module], one) for one in (q, k)]
+            before = [side_of(outputs[side.module], side) for side in (q, k)]
             pairs = _pairs(before, [operator.query, keys], bound)
             if pairs is not None:
                 return RotaryLayer(site.name, site.stack, site.layer, q, k, pairs)

@@ -49,9 +49,9 @@ def pair_curves(
             measured[name].append(along(rows, units, order))
     widths = sorted({max(2, round(share * layers[0].found.width)) for share in SHARES})
     curves = [(order.widths, order.losses) for own in orders for order in own]
-    own_widths = [widths_under_budget(curves, one * len(curves)) for one in widths]
+    own_widths = [widths_under_budget(curves, width * len(curves)) for width in widths]
     ours = [
-        _point([_at(one, w) for one, w in zip(measured["greedy by attention KL"], own, strict=True)])
+        _point([_at(curve, w) for curve, w in zip(measured["greedy by attention KL"], own, strict=True)])
         for own in own_widths
     ]
     out = [BudgetCurve(method="greedy by attention KL, widths per head", points=ours)]

@@ -129,13 +129,13 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
     gone: list[int] = []
     left = list(range(len(units)))
     sizes = torch.tensor([len(unit) for unit in units], dtype=torch.float64)
-    changes = [torch.zeros_like(one.matrix) for one in rows]
+    changes = [torch.zeros_like(row.matrix) for row in rows]
     now, losses = 0.0, [0.0]
     while len(left) > 1:
         costs = _costs(rows, changes, left)
         best = int(((costs - now) / sizes[left]).argmin())
         unit, now = left.pop(best), float(costs[best])
-        changes = [change - one.parts[unit] for change, one in zip(changes, rows, strict=True)]
+        changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
         gone.append(unit)
         losses.append(now)
     return _order([*gone, *left], losses, units)
@@ -149,11 +149,11 @@ def along(rows: list[Rows], units: list[list[int]], order: list[int]) -> Order:
         units: channels that go together.
         order: the first to go first.
     """
-    changes = [torch.zeros_like(one.matrix) for one in rows]
+    changes = [torch.zeros_like(row.matrix) for row in rows]
     losses = [0.0]
     for unit in order[:-1]:
         losses.append(float(_costs(rows, changes, [unit])[0]))
-        changes = [change - one.parts[unit] for change, one in zip(changes, rows, strict=True)]
+        changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
     return _order(order, losses, units)
 
 
@@ -169,10 +169,10 @@ def _costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64
     """Mean attention KL with each of some units gone besides."""
     total = torch.zeros(len(units), dtype=torch.float64)
     count = 0
-    for one, change in zip(rows, changes, strict=True):
+    for row, change in zip(rows, changes, strict=True):
         for at, unit in enumerate(units):
-            total[at] += divergence(one.matrix, change - one.parts[unit]).double().sum().cpu()
-        count += one.matrix.shape[0] * one.matrix.shape[1]
+            total[at] += divergence(row.matrix, change - row.parts[unit]).double().sum().cpu()
+        count += row.matrix.shape[0] * row.matrix.shape[1]
     return total / max(count, 1)
 
 

@@ -183,7 +183,7 @@ def _compress(
             raise
     record = _record(model, job, chosen, done, prices, bool(figures))
     _note_structure(model)
-    slow = [slower(one, record) for one in record.latency if one.ratio > SLOWER and one.low > 1]
+    slow = [slower(timing, record) for timing in record.latency if timing.ratio > SLOWER and timing.low > 1]
     for said_so in slow:
         warnings.warn(said_so, UserWarning, stacklevel=3)
     return record.model_copy(update={"notes": [*record.notes, *slow]})
@@ -196,14 +196,14 @@ def _record(
     numbers = {head.site: head.layer for head in heads}
     kl: dict[str, float] = {}  # of removed heads there is no attention to compare
     for result in done:
-        kl |= {site: one for site, one in result.kl.items() if site not in kl or not math.isnan(one)}
+        kl |= {site: value for site, value in result.kl.items() if site not in kl or not math.isnan(value)}
     layers = [
         LayerPrice(
-            site=site, layer=numbers[site], kl=one, output_error=prices.layer_errors.get(site, float("nan"))
+            site=site, layer=numbers[site], kl=value, output_error=prices.layer_errors.get(site, float("nan"))
         )
-        for site, one in kl.items()
+        for site, value in kl.items()
     ]
-    known = [one.kl for one in layers if not math.isnan(one.kl)]
+    known = [layer.kl for layer in layers if not math.isnan(layer.kl)]
     notes = [note for result in done for note in result.notes]
     notes += [note for name, result in zip(names, done, strict=True) for note in unchanged(name, result)]
     notes += [*grown(prices.fields), *prices.notes]
@@ -221,7 +221,7 @@ def _record(
         heads=heads,
         layers=layers,
         curves=[curve for result in done for curve in result.curves],
-        latents=[one for result in done for one in result.latents],
+        latents=[latent for result in done for latent in result.latents],
         latent_curves=[curve for result in done for curve in result.latent_curves],
         kl=sum(known) / len(known) if known else float("nan"),
         left_out={name: reason for result in done for name, reason in result.left_out.items()},

@@ -58,7 +58,9 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             save: Any = model.save_pretrained
             save(folder)
         else:
-            weights = {name: one.detach().cpu().contiguous() for name, one in model.state_dict().items()}
+            weights = {
+                name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()
+            }
             write_whole(folder / WEIGHTS, lambda partial: save_file(weights, partial), "weights")
             write_whole(folder / STRUCTURE, structure.model_dump_json(), "structure")
     except (OSError, SafetensorError) as error:

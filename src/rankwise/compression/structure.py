@@ -55,10 +55,10 @@ def structure_of(model: nn.Module) -> Structure:
     """
     named = [(name, removed_heads_of(module)) for name, module in model.named_modules()]
     # heads go first: what is narrowed has their number
-    changes: list[Any] = [renamed(one, name) for name, one in named if one is not None]
+    changes: list[Any] = [renamed(change, name) for name, change in named if change is not None]
     changes += [
-        NarrowedLinear(module=name, out_features=one.out_features, runs=one.runs)
-        for name, one in narrow_projections(model)
+        NarrowedLinear(module=name, out_features=projection.out_features, runs=projection.runs)
+        for name, projection in narrow_projections(model)
     ]
     for name, module in model.named_modules():
         hook = key_cache_of(module)

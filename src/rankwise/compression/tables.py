@@ -95,12 +95,12 @@ def _gain(record: Compression) -> CompressionTable:
         rows.append(_pair("cache, bytes a token", record.cache_bytes_before, record.cache_bytes_after))
     rows += [
         [
-            f"{one.phase}, {one.tokens} tokens, ms",
-            f"{one.before:.2f}",
-            f"{one.after:.2f}",
-            f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})",
+            f"{timing.phase}, {timing.tokens} tokens, ms",
+            f"{timing.before:.2f}",
+            f"{timing.after:.2f}",
+            f"{timing.ratio:.2f} ({timing.low:.2f} to {timing.high:.2f})",
         ]
-        for one in record.latency
+        for timing in record.latency
     ]
     return CompressionTable(
         "Gain",

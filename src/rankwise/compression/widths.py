@@ -119,5 +119,7 @@ def widths_for_tolerance(curves: list[tuple[list[int], list[float]]], tolerance:
 
 
 def _ordered(curves: list[tuple[list[int], list[float]]]) -> list[Segment]:
-    segments = [one for head, (widths, losses) in enumerate(curves) for one in hull(head, widths, losses)]
-    return sorted(segments, key=lambda one: (-one.gain, one.head, one.narrow))
+    segments = [
+        segment for head, (widths, losses) in enumerate(curves) for segment in hull(head, widths, losses)
+    ]
+    return sorted(segments, key=lambda segment: (-segment.gain, segment.head, segment.narrow))

@@ -77,8 +77,10 @@ def _from_array(
     chosen = evenly(len(pixels), sequences)
 
     def picture(at: int) -> Any:
-        one = pixels[at]
-        return Image.fromarray(one[..., 0] if one.ndim == 3 and one.shape[-1] == 1 else one).convert(mode)
+        image = pixels[at]
+        return Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image).convert(
+            mode
+        )
 
     return (
         _process(

@@ -309,7 +309,7 @@ def _measure_part(part: Float64[Tensor, "N T S"], measure: PartMeasure) -> list[
     if not bool(finite.all()):
         part = part.masked_fill(~finite[:, None, None], 0)
     numbers = measure(part)
-    return [one.masked_fill(~finite.view(-1, *[1] * (one.ndim - 1)), math.nan) for one in numbers]
+    return [column.masked_fill(~finite.view(-1, *[1] * (column.ndim - 1)), math.nan) for column in numbers]
 
 
 def _parts(mixing: Mixing, subject: str) -> tuple[list[FormPart], int]:

@@ -209,8 +209,8 @@ def _found_twice(krylov: Krylov, energy: float) -> list[Found]:
 
     first, second = ritz(krylov.start[:, :half]), ritz(krylov.start[:, half:])
     overlap = (first[1].mT @ second[1]).square()
-    one, two = overlap.sum(1) > SAME, overlap.sum(0) > SAME
+    by_row, by_column = overlap.sum(1) > SAME, overlap.sum(0) > SAME
     return [
-        Found(second[0][two], (second[1][:, two].mT @ krylov.start[:, :half]).square()),
-        Found(first[0][one], (first[1][:, one].mT @ krylov.start[:, half:]).square()),
+        Found(second[0][by_column], (second[1][:, by_column].mT @ krylov.start[:, :half]).square()),
+        Found(first[0][by_row], (first[1][:, by_row].mT @ krylov.start[:, half:]).square()),
     ]

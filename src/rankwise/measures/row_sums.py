@@ -122,13 +122,13 @@ class Offset(Sums):
 
     def __init__(self, operator: MixingOperator, unit: Float64[Tensor, "*batch 1 1"]) -> None:
         tokens, sources = operator.shape[-2:]
-        self.one = 1 / unit[..., 0]
-        self.offset = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
+        self.unit = 1 / unit[..., 0]
+        self.offset = torch.full_like(self.unit[..., 0], 0.0 if tokens == sources else math.nan)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
         """Take 1 off the diagonal."""
         own = scaled.clone()
-        own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
+        own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.unit)
         self.offset = torch.hypot(self.offset, norm(own, MATRIX))
 
 
@@ -147,12 +147,12 @@ class HeadsApart(Sums):
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
         """Compare each head with those after it."""
         for head in range(rows.shape[-3] - 1):
-            one, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
+            first, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
             if not self.plain:
                 unit = self.unit[..., head, head + 1 :, None, None]
-                one, others = one / unit, others / unit
+                first, others = first / unit, others / unit
             known = self.apart[..., head, head + 1 :]
-            known.copy_(torch.hypot(known, norm(others - one, MATRIX)))
+            known.copy_(torch.hypot(known, norm(others - first, MATRIX)))
 
 
 def walk(operator: MixingOperator, *kinds: type[Sums]) -> Walk:

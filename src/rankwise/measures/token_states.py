@@ -173,7 +173,7 @@ def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> 
     y, valid, usable = as_tokens(before, mask, "`state_turn`")
     z, _, also = as_tokens(after, mask, "`state_turn`")
     usable = usable & also & valid.any(-1)
-    y, z = (one / unit_scale(one, MATRIX) for one in (y, z))
+    y, z = (states / unit_scale(states, MATRIX) for states in (y, z))
     along = ratio((y * z).sum(MATRIX), y.square().sum(MATRIX))
     rest = norm(z - along[:, None, None] * y, MATRIX)
     turn = ratio(rest, norm(z, MATRIX)).clamp(max=1)
@@ -269,7 +269,7 @@ def variational_rate(
             got=f"{tuple(projection.shape)} and {tuple(membership.shape)}",
             fix="Move the heads before the tokens.",
         )
-    w, share = (to_float64(one, "`variational_rate`") for one in (projection, membership))
+    w, share = (to_float64(value, "`variational_rate`") for value in (projection, membership))
     if mask is not None:
         share = share.masked_fill(~mask[:, None].to(share.device), 0)
         w = w.masked_fill(~mask[:, None, :, None].to(w.device), 0)

@@ -115,7 +115,7 @@ class RankMonitor:
             changes = finding_changes(self.history.audits[-1], found)
             new = [change.finding for change in changes if change.outcome == "new"]
         self.history.add(step, found)
-        self.stopped_by = next((one for one in found.findings if one.code in self.stop_on), None)
+        self.stopped_by = next((finding for finding in found.findings if finding.code in self.stop_on), None)
         if _first_process():
             self._tell(step, found, new)
         return found
@@ -187,7 +187,9 @@ class RankMonitor:
 
 
 def _batches(probe: Any) -> list[Batch]:
-    many = isinstance(probe, list) and bool(probe) and not all(isinstance(one, int | float) for one in probe)
+    many = (
+        isinstance(probe, list) and bool(probe) and not all(isinstance(item, int | float) for item in probe)
+    )
     batches = list(probe) if many else [probe]
     for batch in batches:
         if not isinstance(batch, Mapping | tuple | Tensor):
@@ -209,7 +211,9 @@ def _positive(every: int) -> int:
 
 
 def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
-    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
+    devices = {
+        parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")
+    }
     kind = next(iter(devices)).type if devices else "cuda"
     return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
 

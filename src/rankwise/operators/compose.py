@@ -84,7 +84,7 @@ class ProductMixing(_Composed):
 
     @staticmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        return all(one.shape[-1] == two.shape[-2] for one, two in pairwise(parts))
+        return all(left.shape[-1] == right.shape[-2] for left, right in pairwise(parts))
 
     @property
     def shape(self) -> torch.Size:
@@ -105,7 +105,9 @@ class ProductMixing(_Composed):
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries that some chain of entries of its parts leads to."""
-        return reduce(lambda one, two: (one.float() @ two.float()) > 0, (p.support() for p in self.parts))
+        return reduce(
+            lambda left, right: (left.float() @ right.float()) > 0, (p.support() for p in self.parts)
+        )
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
         """Rows ``start`` to ``stop`` of the support."""

@@ -84,7 +84,7 @@ class SelectiveMixing(MixingOperator):
         """Summed over the features of the state one by one: O((stop − start) T N) for each channel."""
         if stop - start > ROW_BLOCK:  # what is summed takes several times the memory of the rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
-            return torch.cat([self.rows(one, two) for one, two in pairwise(edges)], dim=-2)
+            return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(at_least_float32(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
         # 0 · ∞ above the diagonal would be no number: finite, and cut off at the end

@@ -14,7 +14,7 @@ def recommended(options: list[Option]) -> Option:
     Args:
         options: of now first.
     """
-    return next((one for one in options if one.name in (MORE, FEWER)), options[0])
+    return next((option for option in options if option.name in (MORE, FEWER)), options[0])
 
 
 def reason(plan: HeadDimPlan, planned: int, options: list[Option], latency_tokens: int) -> str:

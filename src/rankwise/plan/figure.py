@@ -14,7 +14,7 @@ Scale = Callable[[float], float]
 def curve_figure(plan: HeadDimPlan) -> str:
     """Rank/T against K, one line a layer with a standard deviation around it, the barrier and K*."""
     widths = [point[0] for point in plan.curve]
-    highest = max(mean + std for one in plan.layers for _, mean, std in one.points)
+    highest = max(mean + std for layer in plan.layers for _, mean, std in layer.points)
     top = max(plan.barrier / plan.tokens, highest) * 1.08
     x = _scale(math.log2(widths[0]), math.log2(widths[-1]), LEFT, WIDTH - 12)
     y = _scale(0.0, top, HEIGHT - BOTTOM, TOP)
@@ -28,23 +28,23 @@ def curve_figure(plan: HeadDimPlan) -> str:
     barrier = y(plan.barrier / plan.tokens)
     parts.append(_line([(LEFT, barrier), (WIDTH - 12, barrier)], "currentColor", dash="5 4"))
     parts.append(_text(LEFT + 4, barrier - 5, "barrier: hardmax, winners at random", "start"))
-    for one in plan.layers:
-        parts += _layer(one, COLOURS[(one.layer - 1) % len(COLOURS)], x, y)
+    for layer in plan.layers:
+        parts += _layer(layer, COLOURS[(layer.layer - 1) % len(COLOURS)], x, y)
     at = x(math.log2(plan.head_dim))
     parts.append(_line([(at, y(0)), (at, y(plan.deciding.share_at(plan.head_dim)))], COLOURS[0], dash="2 3"))
     parts.append(_text(at + 5, y(0) - 6, f"K* = {plan.head_dim}", "start"))
     return _svg(parts, "rank/T against head width")
 
 
-def _layer(one: LayerCurve, colour: str, x: Scale, y: Scale) -> list[str]:
-    places = [(x(math.log2(width)), mean, std) for width, mean, std in one.points]
+def _layer(layer: LayerCurve, colour: str, x: Scale, y: Scale) -> list[str]:
+    places = [(x(math.log2(width)), mean, std) for width, mean, std in layer.points]
     upper = [(at, y(mean + std)) for at, mean, std in places]
     lower = [(at, y(max(0.0, mean - std))) for at, mean, std in reversed(places)]
     area = " ".join(f"{a:.1f},{b:.1f}" for a, b in upper + lower)
     return [
         f'<polygon points="{area}" fill="{colour}" opacity="0.18"/>',
         _line([(at, y(mean)) for at, mean, _ in places], colour),
-        _text(places[-1][0], y(places[-1][1]) + 14, f"layer {one.layer}", "end", colour),
+        _text(places[-1][0], y(places[-1][1]) + 14, f"layer {layer.layer}", "end", colour),
     ]
 
 

@@ -150,7 +150,7 @@ class HeadDimPlan(Record):
     @property
     def deciding(self) -> LayerCurve:
         """The layer that needs the widest heads."""
-        return max(self.layers, key=lambda one: one.head_dim)
+        return max(self.layers, key=lambda layer: layer.head_dim)
 
     @property
     def head_dim(self) -> int:
@@ -165,7 +165,7 @@ class HeadDimPlan(Record):
     @property
     def saturated(self) -> bool:
         """Whether every layer's gain fell below the tolerance within the widths tried."""
-        return all(one.saturated for one in self.layers)
+        return all(layer.saturated for layer in self.layers)
 
     @property
     def curve(self) -> list[tuple[int, float, float]]:

@@ -181,7 +181,7 @@ def _fitted(points: list[tuple[int, int, int, int]], missing: list[int]) -> LogL
         points=points,
         intercept=float(intercept),
         slope=float(slope),
-        residuals=[float(one) for one in residuals],
+        residuals=[float(residual) for residual in residuals],
         explained=explained,
         unsaturated=missing,
     )

@@ -108,8 +108,8 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
     text = load_text(path)
     names: dict[str, int] = {}
     rows = []
-    for one in [text] if isinstance(text, str) else text:
-        words = re.findall(r"\w+|[^\w\s]", one.lower())
+    for passage in [text] if isinstance(text, str) else text:
+        words = re.findall(r"\w+|[^\w\s]", passage.lower())
         ids = [names.setdefault(word, len(names)) for word in words]
         rows += [ids[at : at + tokens] for at in range(0, len(ids) - tokens + 1, tokens)]
         if len(rows) >= 16 * sequences:

@@ -103,9 +103,9 @@ def rotated(rows: Float[Tensor, "... T K"]) -> Float[Tensor, "... T K"]:
     tokens, width = rows.shape[-2:]
     frequency = ROPE_BASE ** (-torch.arange(0, width, 2) / width)
     angle = torch.arange(tokens)[:, None] * frequency
-    one, other = rows.chunk(2, dim=-1)
+    first, other = rows.chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
+    return torch.cat([first * cos - other * sin, other * cos + first * sin], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
         yield PlanTable(
             "Settings of one attention layer",
             ["setting", "heads", "K", "V", "rank/T", "all heads"],
-            [_setting(one) for one in plan.options],
+            [_setting(option) for option in plan.options],
             "Heads / key heads; K of queries and keys, V of values. All heads: H × rank/T."
             + _unsure(plan.options),
         )
@@ -60,14 +60,14 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
         yield PlanTable(
             "What they cost",
             ["setting", "parameters", "GFLOP", "cache B/token", "prefill ms", "decode ms"],
-            [_cost(one) for one in plan.options],
+            [_cost(option) for option in plan.options],
             f"{at}; *: narrower widths filled up with zeros, which was faster. Cache at 2 bytes a number.",
         )
     if plan.fixed_width:
         yield PlanTable(
             f"Heads × width at D = {plan.width}",
             ["heads × K", "rank/T of a head", "all heads"],
-            [[f"{one.heads} × {one.head_dim}", *_ranks(one, 2)] for one in plan.fixed_width],
+            [[f"{option.heads} × {option.head_dim}", *_ranks(option, 2)] for option in plan.fixed_width],
             "Equal parameters, FLOPs and cache where values are as wide as keys." + _unsure(plan.fixed_width),
         )  # fmt: skip
     if plan.law is not None and plan.law.points:
@@ -91,34 +91,34 @@ def _curve(plan: HeadDimPlan) -> PlanTable:
     rows = []
     for at, (width, _, _) in enumerate(plan.curve):
         if width in wanted:
-            cells = [one.points[at] for one in plan.layers]
+            cells = [layer.points[at] for layer in plan.layers]
             rows.append([str(width), *(f"{mean:.3f} ± {std:.3f}" for _, mean, std in cells)])
-    columns = ["K", *(f"layer {one.layer}, K* = {one.head_dim}" for one in plan.layers)]
+    columns = ["K", *(f"layer {layer.layer}, K* = {layer.head_dim}" for layer in plan.layers)]
     return PlanTable("Rank/T at random weights", columns, rows, "± one standard deviation over trials.")
 
 
-def _setting(one: Option) -> list[str]:
-    heads = str(one.heads) if one.heads == one.kv_heads else f"{one.heads} / {one.kv_heads}"
-    return [one.name, heads, str(one.head_dim), str(one.value_dim), *_ranks(one, 1)]
+def _setting(option: Option) -> list[str]:
+    heads = str(option.heads) if option.heads == option.kv_heads else f"{option.heads} / {option.kv_heads}"
+    return [option.name, heads, str(option.head_dim), str(option.value_dim), *_ranks(option, 1)]
 
 
-def _ranks(one: Option, digits: int) -> list[str]:
-    about = "≈ " if one.interpolated else ""
-    return [about + shown(one.rank_share, 3), about + shown(one.rank_sum, digits)]
+def _ranks(option: Option, digits: int) -> list[str]:
+    about = "≈ " if option.interpolated else ""
+    return [about + shown(option.rank_share, 3), about + shown(option.rank_sum, digits)]
 
 
 def _unsure(options: list[Option]) -> str:
-    interpolated = any(one.interpolated for one in options)
-    unknown = any(math.isnan(one.rank_share) for one in options)
+    interpolated = any(option.interpolated for option in options)
+    unknown = any(math.isnan(option.rank_share) for option in options)
     return (" ≈: interpolated between the next widths tried." if interpolated else "") + (
         " –: outside the widths tried." if unknown else ""
     )
 
 
-def _cost(one: Option) -> list[str]:
-    mark = "*" if one.padded else ""
-    sizes = [f"{one.parameters:,}", shown(one.flops / 1e9, 2), f"{one.cache_bytes:,}"]
-    return [one.name, *sizes, shown(one.prefill_ms, 1) + mark, shown(one.decode_ms, 2) + mark]
+def _cost(option: Option) -> list[str]:
+    mark = "*" if option.padded else ""
+    sizes = [f"{option.parameters:,}", shown(option.flops / 1e9, 2), f"{option.cache_bytes:,}"]
+    return [option.name, *sizes, shown(option.prefill_ms, 1) + mark, shown(option.decode_ms, 2) + mark]
 
 
 def _trained(plan: HeadDimPlan) -> PlanTable:

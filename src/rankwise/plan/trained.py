@@ -82,13 +82,13 @@ def with_trained(plan: HeadDimPlan, model: nn.Module, batches: Iterable[Any]) ->
 def _less_needed(heads: list[TrainedHead], tolerance: float) -> str:
     """Name the heads that need less width than they have; all of them are in the record."""
     less = sorted(
-        (head for head in heads if head.needed < head.width), key=lambda one: one.needed / one.width
+        (head for head in heads if head.needed < head.width), key=lambda head: head.needed / head.width
     )
     if not less:
         return f"Every trained head needs all of its width at {tolerance:g} nats on these tokens."
     named = ", ".join(
-        f"{one.stack} layer {one.layer} head {one.head} ({one.needed} of {one.width})".strip()
-        for one in less[:NAMED]
+        f"{head.stack} layer {head.layer} head {head.head} ({head.needed} of {head.width})".strip()
+        for head in less[:NAMED]
     )
     return (
         f"{len(less)} of {len(heads)} trained heads need less width than they have at {tolerance:g} nats on "
@@ -97,7 +97,7 @@ def _less_needed(heads: list[TrainedHead], tolerance: float) -> str:
 
 
 def _head(stack: str, layer: int, head: int, sites: list[MixerSite], tolerance: float) -> TrainedHead:
-    parts = [(one, rows) for site in sites for one, rows in _sequences(site, head)]
+    parts = [(matrix, rows) for site in sites for matrix, rows in _sequences(site, head)]
     query = torch.cat([part.query[0, rows].double() for part, rows in parts])
     key = torch.cat([part.key[0, rows].double() for part, rows in parts])
     width = query.shape[-1]
@@ -137,8 +137,10 @@ def _sequences(site: MixerSite, head: int) -> list[tuple[SoftmaxMixing, Tensor]]
     """One head of each sequence, with the places of its real tokens."""
     operator = site.operator
     assert isinstance(operator, SoftmaxMixing)
-    one = [operator[b, head : head + 1] for b in range(operator.shape[0])]
-    return [(part, site.valid_tokens[b]) for b, part in enumerate(one) if bool(site.valid_tokens[b].any())]
+    matrices = [operator[b, head : head + 1] for b in range(operator.shape[0])]
+    return [
+        (part, site.valid_tokens[b]) for b, part in enumerate(matrices) if bool(site.valid_tokens[b].any())
+    ]
 
 
 def _roots(rows: Float[Tensor, "N K"]) -> tuple[Tensor, Tensor]:

@@ -68,8 +68,8 @@ class Column:
             "digits": self.digits,
             "values": [_short(value) for value in self.values],
         }
-        if any(math.isfinite(one) for one in self.spread):
-            said["spread"] = [_short(one) for one in self.spread]
+        if any(math.isfinite(number) for number in self.spread):
+            said["spread"] = [_short(number) for number in self.spread]
         if self.words:
             said["words"] = self.words
         if self.meaning:
@@ -78,7 +78,7 @@ class Column:
                 "ends": [[_short(low), self.low], [_short(high), self.high]],
                 "beyond": [len(beyond), _short(max(beyond, default=math.nan))],
                 "silent": sorted(self.silent),
-                "references": [_marked(one) for one in self.references],
+                "references": [_marked(reference) for reference in self.references],
             }
         return said
 
@@ -164,7 +164,9 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         limits=measure.limits(spoken),
         silent=frozenset(at for at, head in enumerate(heads) if head.kind in measure.silent),
         references=[
-            one for one in (_fresh(measure, spoken), *references) if any(map(math.isfinite, one.values))
+            reference
+            for reference in (_fresh(measure, spoken), *references)
+            if any(map(math.isfinite, reference.values))
         ],
     )
 

@@ -41,7 +41,9 @@ def render_comparison(comparison: Comparison, console: Console | None = None) ->
         if comparison.structure:
             _print_structure(comparison, out)
         for outcome in OUTCOMES:
-            _print_outcome(outcome, [one for one in comparison.findings if one.outcome == outcome], out)
+            _print_outcome(
+                outcome, [finding for finding in comparison.findings if finding.outcome == outcome], out
+            )
         for words, places in (("before", comparison.only_before), ("after", comparison.only_after)):
             _print_places(f"Only in the audit {words}", places, out)
         if any(change.change for change in comparison.by_layer):

@@ -84,7 +84,8 @@ def finding_groups(comparison: Comparison) -> list[tuple[str, str, list[tuple[st
     for outcome in OUTCOMES:
         mine = [change for change in comparison.findings if change.outcome == outcome]
         rows = [
-            (SEVERITIES[one.finding.severity][0], finding_words(one), one.finding.meaning) for one in mine
+            (SEVERITIES[change.finding.severity][0], finding_words(change), change.finding.meaning)
+            for change in mine
         ]
         if rows:
             groups.append((outcome, _OUTCOMES[outcome], rows))

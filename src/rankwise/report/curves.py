@@ -47,7 +47,7 @@ def _draw_measure(measure: LayerMeasure, layers: Sequence[LayerRecord], stacks: 
         traces.append(line | {"marker": {"symbol": _SYMBOLS[series % len(_SYMBOLS)]}})
     return {
         "data": traces,
-        "layout": _depth_layout(measure, max(one.layer for one in layers)),
+        "layout": _depth_layout(measure, max(layer.layer for layer in layers)),
         "name": measure.name,
     }
 

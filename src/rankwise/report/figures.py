@@ -72,10 +72,10 @@ def plot_depth(audit: AuditRecord, measure: str | None = None) -> "go.Figure":
     chosen: Sequence[LayerMeasure] = DRAWN if measure is None else [_named(measure, LAYER_MEASURES)]
     _need(audit.layers, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
     stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
-    figure = subplots(rows=1, cols=len(chosen), subplot_titles=[one.title for one in chosen])
-    for column, one in enumerate(chosen, start=1):
+    figure = subplots(rows=1, cols=len(chosen), subplot_titles=[measure.title for measure in chosen])
+    for column, drawn in enumerate(chosen, start=1):
         for number, stack in enumerate(stacks):
-            line = _line(stack, audit.layers, one) | {"showlegend": column == 1 and len(stacks) > 1}
+            line = _line(stack, audit.layers, drawn) | {"showlegend": column == 1 and len(stacks) > 1}
             figure.add_trace(go.Scatter(line, legendgroup=str(number)), row=1, col=column)
     figure.update_layout(title=f"Token states, {html.escape(model_name(audit.provenance.model))}", height=380)
     figure.update_xaxes(title="blocks passed", tickformat="d")

@@ -118,11 +118,11 @@ def finding_rows(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[
     """
     rows: dict[tuple[str, str, int], dict[int, str]] = {}
     for at, found in enumerate(findings):
-        for one in sorted(found, key=lambda finding: -SEVERITY_ORDER[finding.severity]):
-            layer = -1 if one.where.layer is None else one.where.layer
-            key = (one.code, one.where.stack or one.where.site, layer)
-            key = (one.code, "", -1) if one.code in OF_THE_MODEL else key
-            rows.setdefault(key, {})[at] = SEVERITIES[one.severity][0]
+        for listed in sorted(found, key=lambda finding: -SEVERITY_ORDER[finding.severity]):
+            layer = -1 if listed.where.layer is None else listed.where.layer
+            key = (listed.code, listed.where.stack or listed.where.site, layer)
+            key = (listed.code, "", -1) if listed.code in OF_THE_MODEL else key
+            rows.setdefault(key, {})[at] = SEVERITIES[listed.severity][0]
     ordered = sorted(rows, key=lambda key: (len(rows[key]) == len(findings), key))
     return [
         (

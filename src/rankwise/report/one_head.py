@@ -72,7 +72,7 @@ def pack_pictures(audit: AuditRecord) -> tuple[dict[int, dict[str, Any]], int]:
     packed: dict[int, dict[str, Any]] = {}
     for steps in STEPS:
         packed = {index: _packed(picture, steps) for index, picture in kept.items()}
-        if sum(len(one["values"]) for one in packed.values()) <= PICTURES_BYTES:
+        if sum(len(picture["values"]) for picture in packed.values()) <= PICTURES_BYTES:
             break
     room = MOST_PICTURES_BYTES
     for index in list(packed):

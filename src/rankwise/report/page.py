@@ -134,7 +134,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "about": audit.provenance,
         "name": model_name(audit.provenance.model),
         "summary": summary(audit),
-        "words": {severity: one for severity, (one, _) in SEVERITIES.items()},
+        "words": {severity: word for severity, (word, _) in SEVERITIES.items()},
         "severities": severity_counts(audit.findings),
         "groups": finding_groups(audit.findings, targets, panels),
         "measures": [column for column in columns if column.meaning],
@@ -177,7 +177,11 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
 
 def _heads_of(findings: Sequence[Finding], code: str) -> int:
     """How many heads findings of a code speak of, as the map marks them; files before that named one each."""
-    counts = [len(one.heads) or one.evidence.get("heads", 1.0) for one in findings if one.code == code]
+    counts = [
+        len(finding.heads) or finding.evidence.get("heads", 1.0)
+        for finding in findings
+        if finding.code == code
+    ]
     return int(sum(number for number in counts if math.isfinite(number)))
 
 

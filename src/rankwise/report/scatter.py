@@ -49,7 +49,7 @@ def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
         return None
     whole = whole_words(worth)
     known = [head.worth for head in audit.heads if head.worth is not None and not head.worth.why_not]
-    costs = sorted({one.how for one in known})
+    costs = sorted({head.how for head in known})
     facts = [
         ("Loss", f"{worth.loss}: {whole}"),
         (

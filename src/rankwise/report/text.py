@@ -130,11 +130,11 @@ def highest_share(head: HeadRecord) -> float:
     return share(head.most_rank, head)
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: int, singular: str, many: str = "") -> str:
     """Say how many there are, in the right number.
 
     Examples:
         >>> count(1, "head"), count(0, "head"), count(2, "entry", "entries")
         ('1 head', '0 heads', '2 entries')
     """
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else many or singular + 's'}"

@@ -82,20 +82,23 @@ def advise(
             on_progress(what)
 
     sample = first_sequences(moved(batch, device_of(model)), SAMPLE)
-    found = [one for one in audit.findings if "mixer_share" not in one.evidence]
-    notes = [one for one in audit.provenance.notes if not one.startswith((UNSEEN, UNNAMED, AGAIN))]
+    found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
+    notes = [note for note in audit.provenance.notes if not note.startswith((UNSEEN, UNNAMED, AGAIN))]
     try:
         found += _drowned(found, model, sample, say)
     except Exception as error:
         notes.append(f"{UNSEEN}: {_said(error)}")
-    if any(one.code == "COLLAPSE" for one in found):
+    if any(finding.code == "COLLAPSE" for finding in found):
         say("the certificate of a collapse")
         try:
             found = _named(found, model, sample)
         except Exception as error:
             notes.append(f"{UNNAMED}: {_said(error)}")
             by_hand = {"remedy": BY_HAND}
-            found = [one.model_copy(update=by_hand) if one.code == "COLLAPSE" else one for one in found]
+            found = [
+                finding.model_copy(update=by_hand) if finding.code == "COLLAPSE" else finding
+                for finding in found
+            ]
     if looked_at:
         notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
@@ -150,7 +153,9 @@ def _drowned_mixer(site: str, share: float) -> Finding:
 
 def _named(findings: Sequence[Finding], model: nn.Module, batch: Any) -> list[Finding]:
     layers, carries = certify_skip(model, batch, KEEP).layers, bool(skips_of(model))
-    return [_advised(one, layers, carries) if one.code == "COLLAPSE" else one for one in findings]
+    return [
+        _advised(finding, layers, carries) if finding.code == "COLLAPSE" else finding for finding in findings
+    ]
 
 
 def _advised(finding: Finding, layers: Sequence[Any], carries: bool) -> Finding:
@@ -214,10 +219,12 @@ def _shares(model: nn.Module, batch: Any) -> Mapping[str, float]:
             sites = name_sites(find_skip_locations(model, batch)[0])
     scales = {site.name: skips[site.name].detach() if site.name in skips else 1.0 for site in sites}
     shares: dict[str, float] = {}
-    for one in skip_sums(model, batch, sites, scales) if sites else ():
-        branch, total = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (one.branch, one.total))
-        share = float((branch / total)[one.mask].mean())
-        shares[one.site.name] = max(share, shares.get(one.site.name, 0.0))  # of several calls one is enough
+    for added in skip_sums(model, batch, sites, scales) if sites else ():
+        branch, total = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (added.branch, added.total))
+        share = float((branch / total)[added.mask].mean())
+        shares[added.site.name] = max(
+            share, shares.get(added.site.name, 0.0)
+        )  # of several calls one is enough
     return shares
 
 
@@ -233,11 +240,11 @@ def _layer_scales(model: nn.Module) -> list[Tensor]:
 @contextmanager
 def _open(layer_scales: Sequence[Tensor]) -> Iterator[None]:
     """At 0, no derivative shows that there is a mixer behind it."""
-    closed = [(one, one.detach().clone()) for one in layer_scales if not bool(one.any())]
+    closed = [(scale, scale.detach().clone()) for scale in layer_scales if not bool(scale.any())]
     try:
-        for one, _ in closed:
-            one.data.fill_(1)
+        for scale, _ in closed:
+            scale.data.fill_(1)
         yield
     finally:
-        for one, before in closed:
-            one.data.copy_(before)  # a zero has a sign
+        for scale, before in closed:
+            scale.data.copy_(before)  # a zero has a sign

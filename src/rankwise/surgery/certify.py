@@ -68,7 +68,7 @@ def certify_skip(
     tap = NormCalls(model, sites)
     with tap.following():
         seen = skip_sums(model, batch, sites, scales)
-    if not any(bool((one.mask.sum(-1) > 1).any()) for one in seen):
+    if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
         raise SkipError(
             "`batch`",
             wanted="two real tokens in a sequence, or more",
@@ -78,12 +78,12 @@ def certify_skip(
     _check_finite(seen)
     norms = tap.norms(seen)
     known = mixings(model, batch, sites, scales)
-    calls = [sum(one.site is other.site for other in seen[:at]) for at, one in enumerate(seen)]
+    calls = [sum(added.site is other.site for other in seen[:at]) for at, added in enumerate(seen)]
     certified = [
         layer_certificate(
-            one, scales[one.site.name], norms[one.site.name], known.get((one.site.name, call)), a
+            added, scales[added.site.name], norms[added.site.name], known.get((added.site.name, call)), a
         )
-        for one, call in zip(seen, calls, strict=True)
+        for added, call in zip(seen, calls, strict=True)
     ]
     layers = [layer for layer, _ in certified]
     stacks = _stacks(model, batch, sites, seen, norms, layers, wanted)
@@ -91,7 +91,7 @@ def certify_skip(
     return SkipCertificate(
         a=a,
         target=wanted,
-        sequences=max(one.residual.shape[0] for one in seen),
+        sequences=max(added.residual.shape[0] for added in seen),
         layers=layers,
         stacks=stacks,
         notes=[*_notes(layers, stacks, norms, unlike), *_padding_notes(batch)],
@@ -129,11 +129,11 @@ def _scales(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
 
 
 def _check_finite(seen: Sequence[SkipSum]) -> None:
-    for one in seen:
-        for what, value in (("the residual", one.residual), ("what the mixer gave", one.branch)):
-            if not bool(value[one.mask].isfinite().all()):
+    for added in seen:
+        for what, value in (("the residual", added.residual), ("what the mixer gave", added.branch)):
+            if not bool(value[added.mask].isfinite().all()):
                 raise SkipError(
-                    f"states at {one.site.name!r}",
+                    f"states at {added.site.name!r}",
                     wanted="finite numbers",
                     got=f"NaN or infinity in {what}",
                     fix="Look for it in the weights or the batch; in float16, try bfloat16 or float32.",
@@ -166,10 +166,10 @@ def _stacks(
                 kept_mu=kept[stack].mu,
                 threshold_mu=least[stack].mu,
                 left_out=int(equal[stack].sum()),
-                paper_scale=_largest([one.paper_scale for one in inside]),
-                paper_scale_with_floor=_largest([one.paper_scale_with_floor for one in inside]),
-                sound_scale=_largest([one.sound_scale for one in inside]),
-                sound_scale_any_mixing=_largest([one.sound_scale_any_mixing for one in inside]),
+                paper_scale=_largest([layer.paper_scale for layer in inside]),
+                paper_scale_with_floor=_largest([layer.paper_scale_with_floor for layer in inside]),
+                sound_scale=_largest([layer.sound_scale for layer in inside]),
+                sound_scale_any_mixing=_largest([layer.sound_scale_any_mixing for layer in inside]),
             )
         )
     return found

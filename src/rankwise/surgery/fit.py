@@ -63,7 +63,7 @@ def fit_skips(
     start = {name: value.detach().clone() for name, value in skips.items()}
     groups = skip_parameter_groups(model, only_skips=True)
     result = Fit(scales={name: [float(value.mean())] for name, value in start.items()})
-    with _only_learning(model, [one for group in groups for one in group["params"]]):
+    with _only_learning(model, [scale for group in groups for scale in group["params"]]):
         optimiser = torch.optim.Adam(groups, lr=lr)
         try:
             for step in range(steps):
@@ -113,7 +113,7 @@ def skip_parameter_groups(
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
         [(1, 0.0), (12, 0.1)]
     """
-    scales = [one for one in skips_of(model).values() if one.requires_grad]
+    scales = [scale for scale in skips_of(model).values() if scale.requires_grad]
     if not scales:
         raise SkipError(
             f"model {type(model).__name__}",
@@ -124,8 +124,12 @@ def skip_parameter_groups(
     first: dict[str, Any] = {"params": scales, "weight_decay": 0.0}
     if lr is not None:
         first["lr"] = lr
-    taken = {id(one) for one in scales}
-    others = [one for one in model.parameters() if id(one) not in taken and one.requires_grad]
+    taken = {id(scale) for scale in scales}
+    others = [
+        parameter
+        for parameter in model.parameters()
+        if id(parameter) not in taken and parameter.requires_grad
+    ]
     return [first] if only_skips else [first, {"params": others, "weight_decay": weight_decay}]
 
 
@@ -285,15 +289,15 @@ def state_collapse(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list
 
 @contextmanager
 def _only_learning(model: nn.Module, wanted: list[Any]) -> Iterator[None]:
-    kept = [(one, one.requires_grad) for one in model.parameters()]
-    chosen = {id(one) for one in wanted}
+    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    chosen = {id(scale) for scale in wanted}
     try:
-        for one, _ in kept:
-            one.requires_grad_(id(one) in chosen)
+        for parameter, _ in kept:
+            parameter.requires_grad_(id(parameter) in chosen)
         with evaluating(model), torch.enable_grad():
             yield
     finally:
-        for one, learns in kept:
-            one.requires_grad_(learns)
-            if id(one) in chosen:
-                one.grad = None
+        for parameter, learns in kept:
+            parameter.requires_grad_(learns)
+            if id(parameter) in chosen:
+                parameter.grad = None

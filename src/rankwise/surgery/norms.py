@@ -105,10 +105,10 @@ class NormCalls:
             seen: the sums of the same run.
         """
         found: dict[str, Norm] = {}
-        for one in seen:
-            before = found.get(one.site.name)
+        for added in seen:
+            before = found.get(added.site.name)
             if before is None or before.kind != "unknown":  # of several calls, one that is not known decides
-                found[one.site.name] = self._norm_behind(one)
+                found[added.site.name] = self._norm_behind(added)
         return found
 
     def _norm_behind(self, added: SkipSum) -> Norm:
@@ -302,7 +302,9 @@ def _eps(again: _Again, random: Any, gain: Tensor, bias: Tensor, centre: bool) -
         if 0 < share < 1 - _tolerance(again.width) and abs(share - 0.5) < off:
             off, eps = abs(share - 0.5), float(rows.square().mean(-1).median()) * (1 / share - 1)
     named = [getattr(again._module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
-    close = [float(one) for one in named if isinstance(one, float) and math.isclose(one, eps, rel_tol=1e-3)]
+    close = [
+        float(value) for value in named if isinstance(value, float) and math.isclose(value, eps, rel_tol=1e-3)
+    ]
     return close[0] if close else eps
 
 

@@ -81,7 +81,7 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Itera
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, gradients and a seed of our own; afterwards all is as before."""
-    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with (
         evaluating(model),
         torch.random.fork_rng(devices=sorted(devices, key=str)),
@@ -93,7 +93,11 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
-    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.is_floating_point() and not parameter.requires_grad
+    ]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -159,7 +163,7 @@ def check_traceable(model: object) -> None:
             else "layers split by a plan",
             fix="Add or certify the skips on the model before it is parallelised, or load it without a plan.",
         )
-    if torch.is_inference_mode_enabled() or any(one.is_inference() for one in model.parameters()):
+    if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters()):
         raise SkipError(
             f"model {type(model).__name__}",
             wanted="a model outside of torch.inference_mode(), where derivatives can be taken",
@@ -219,11 +223,15 @@ def _noise(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+    return next(
+        (parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu")
+    )
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    return next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    return next(
+        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
+    )
 
 
 def tensors_in(output: Any) -> list[Tensor]:

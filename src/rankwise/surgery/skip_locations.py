@@ -215,8 +215,8 @@ def reader(sum_: Sum, traffic: Traffic) -> Reader:
     """
     history = traffic.history
     same = history.same_numbers(sum_.result)
-    uses = [use for one in same for use in history.uses.get(one, ()) if not use.passes]
-    onward = [later for later in history.sums if any(one in later.operands for one in same)]
+    uses = [use for tensor in same for use in history.uses.get(tensor, ()) if not use.passes]
+    onward = [later for later in history.sums if any(tensor in later.operands for tensor in same)]
     if onward:
         return reader(onward[0], traffic) if len(uses) == 1 else Reader()
     size = math.prod(sum_.shape)
@@ -225,7 +225,7 @@ def reader(sum_: Sum, traffic: Traffic) -> Reader:
         return Reader()
     around = sum_.frames[-1] if sum_.frames else None
     inside = around is None or all(around.serial in use.running for use in uses)
-    given = [one.frame for name in same for one in traffic.given.get(name, ())]
+    given = [argument.frame for name in same for argument in traffic.given.get(name, ())]
     alone = [frame for frame in given if all(frame.serial in use.running for use in uses)]
     for frame in sorted(alone, key=lambda frame: frame.serial, reverse=True):
         gives = [value for _, value in _items(frame.output) if isinstance(value, Tensor)]
@@ -241,8 +241,8 @@ def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -
     """
     every = all(readers)
     return [
-        replace(one, norm=by.module, read_by=by.function) if by.inside or every else one
-        for one, by in zip(locations, readers, strict=True)
+        replace(location, norm=by.module, read_by=by.function) if by.inside or every else location
+        for location, by in zip(locations, readers, strict=True)
     ]
 
 
@@ -272,7 +272,7 @@ def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
         if made.frame.serial not in around:
             continue
         used = [use for use in history.uses.get(sum_.result, ()) if use.time < made.time]
-        given = [one for one in traffic.given_as(x) if one.frame is made.frame]
+        given = [argument for argument in traffic.given_as(x) if argument.frame is made.frame]
         if given and not used:
             argument = (given[0].name, given[0].position)
             return {"module": made.frame.name, "how": "sum", "argument": argument, "key": made.key}

@@ -49,13 +49,13 @@ def skip_sums(
         site = of_sum[name]
         if residual.shape != branch.shape or residual.shape[-1] != site.location.width:
             raise _other_sums(site)
-        one, other, both = (_as_batch(value, site.location.axis) for value in (residual, branch, total))
-        seen.append(SkipSum(site, one, other, both, _mask(batch, one, site)))
+        read, other, both = (_as_batch(value, site.location.axis) for value in (residual, branch, total))
+        seen.append(SkipSum(site, read, other, both, _mask(batch, read, site)))
 
     scaled = scaled_sums(sites, scales, note)
     with unhooked(model), probing(model), torch.no_grad(), replacing_sums(model, scaled):
         run_model(model, batch)
-    missing = {site.name for site in sites} - {one.site.name for one in seen}
+    missing = {site.name for site in sites} - {added.site.name for added in seen}
     if missing:
         raise SkipError(
             f"site {min(missing)!r}",

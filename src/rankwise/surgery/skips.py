@@ -211,7 +211,9 @@ def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
         per: one λ for the layer or for each channel.
     """
     module, location = model.get_submodule(site.location.module), site.location
-    device = next((one.device for one in (*module.parameters(), *model.parameters())), torch.device("cpu"))
+    device = next(
+        (parameter.device for parameter in (*module.parameters(), *model.parameters())), torch.device("cpu")
+    )
     dtype = torch.promote_types(location.dtype, torch.float32)
     scale = torch.ones(location.width if per == "channel" else 1, dtype=dtype, device=device)
     module.register_parameter(site.parameter, nn.Parameter(scale, requires_grad=learnable))
@@ -295,7 +297,7 @@ def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
     for location in dict.fromkeys(locations):
         number = sum(site.location.module == location.module for site in sites)
         suffix = f"_{number + 1}" if number else ""
-        sums = tuple(one.sum for one in locations if one == location)
+        sums = tuple(other.sum for other in locations if other == location)
         sites.append(SkipSite(f"{location.module}{suffix}", f"{PARAMETER}{suffix}", location, sums))
     return sites
 

@@ -76,8 +76,8 @@ def save_skips(
     _check_finite(numbers, f"{type(model).__name__}")
     facts = SkipFacts(
         model_class=_class(model),
-        per="channel" if any(one.numel() > 1 for one in skips.values()) else "layer",
-        learnable=any(one.requires_grad for one in skips.values()),
+        per="channel" if any(scale.numel() > 1 for scale in skips.values()) else "layer",
+        learnable=any(scale.requires_grad for scale in skips.values()),
         sites={name: site.location.width for name, site in skips.sites.items()},
         parameters=_digest(model, skips),
         fitted=fitted or {},
@@ -197,9 +197,9 @@ def _digest(model: nn.Module, skips: Skips) -> str:
     """What tells a model from one of another configuration, at any weights: its parameters but λ."""
     scales = {id(scale) for scale in skips.values()}
     shapes = sorted(
-        (name, *one.shape)
-        for name, one in model.named_parameters(remove_duplicate=False)
-        if id(one) not in scales
+        (name, *parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in scales
     )
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
 

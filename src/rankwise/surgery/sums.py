@@ -164,8 +164,8 @@ class History:
     def same_numbers(self, tensor: Version) -> list[Version]:
         """A tensor, its copies and views, and what dropout, which does nothing here, made of them."""
         found = [tensor]
-        for one in found:
-            found.extend(made for made in self.passed.get(one, ()) if made not in found)
+        for version in found:
+            found.extend(made for made in self.passed.get(version, ()) if made not in found)
         return found
 
 
@@ -321,18 +321,18 @@ def operands(func, args, kwargs):
     given = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)]
     if len(given) != 2 or not all(isinstance(value, Tensor) for value in given):
         return None
-    one, other = given
-    if max(one.dim(), other.dim()) not in STATE_AXES:
+    first, other = given
+    if max(first.dim(), other.dim()) not in STATE_AXES:
         return None
-    return (one, other) if one.is_floating_point() and other.is_floating_point() else None
+    return (first, other) if first.is_floating_point() and other.is_floating_point() else None
 
 
 @no_type_check
-def _edges(one, other):
+def _edges(first, other):
     """Where the operands lie in the graph, if they are two states of one shape."""
-    if one.shape != other.shape or 0 in one.shape or not (one.requires_grad and other.requires_grad):
+    if first.shape != other.shape or 0 in first.shape or not (first.requires_grad and other.requires_grad):
         return None
-    return get_gradient_edge(one), get_gradient_edge(other)
+    return get_gradient_edge(first), get_gradient_edge(other)
 
 
 @no_type_check

@@ -37,8 +37,8 @@ def stacks_of(seen: Sequence[SkipSum]) -> dict[str, list[int]]:
         seen: what each skip adds, in the order they run.
     """
     found: dict[str, list[int]] = {}
-    for at, one in enumerate(seen):
-        found.setdefault(_stack(one.site), []).append(at)
+    for at, added in enumerate(seen):
+        found.setdefault(_stack(added.site), []).append(at)
     return found
 
 

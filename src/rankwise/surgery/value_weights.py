@@ -124,7 +124,7 @@ def mixings(
             tap.close()
     behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
     for mixer in mixers:
-        site = max(sites, key=lambda one: _common(one.name, mixer.name))
+        site = max(sites, key=lambda site: _common(site.name, mixer.name))
         if _common(site.name, mixer.name):
             behind[site.name].append(mixer)
     return {
@@ -136,10 +136,10 @@ def mixings(
     }
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, other: str) -> int:
     """How many parts of two names agree from the start, if any part after a number does or none has one."""
     count = 0
-    for a, b in zip(one.split("."), other.split("."), strict=False):
+    for a, b in zip(first.split("."), other.split("."), strict=False):
         if a != b:
             return 0 if a.isdigit() and b.isdigit() else count
         count += 1
@@ -187,8 +187,8 @@ def _mixing(mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[Matr
     return found
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.numel() == other.numel() and torch.equal(one.reshape(other.shape).double(), other.double())
+def _same(first: Tensor, other: Tensor) -> bool:
+    return first.numel() == other.numel() and torch.equal(first.reshape(other.shape).double(), other.double())
 
 
 def _columns_of(heads: Tensor, mask: Tensor, tables: Sequence[Tensor]) -> tuple[int, list[list[int]]] | None:

@@ -100,9 +100,9 @@ class ScaledSum:
     def __init__(self, which: int, scale: Tensor | float, seen: Seen | None = None) -> None:
         self.which, self.scale, self.seen = which, scale, seen
 
-    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
+    def __call__(self, first: Tensor, other: Tensor) -> Tensor:
         """Take the sum."""
-        residual, branch = (other, one) if self.which else (one, other)
+        residual, branch = (other, first) if self.which else (first, other)
         total = (residual * self.scale).to(residual.dtype) + branch
         if self.seen is not None:
             self.seen(residual.clone(), branch.clone(), total)
@@ -139,14 +139,14 @@ class SumCheck:
         """Whether every sum of the pass without hooks was compared in the one with them, and agreed."""
         return self._agreed == self._operands.keys()
 
-    def keep(self, name: SumName, one: Tensor, other: Tensor) -> Tensor:
+    def keep(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
         """The scaled sum, in a pass without hooks."""
-        self._operands[name] = (one.detach().clone(), other.detach().clone())
-        return self._scaled(one, other)
+        self._operands[name] = (first.detach().clone(), other.detach().clone())
+        return self._scaled(first, other)
 
-    def at_sum(self, name: SumName, one: Tensor, other: Tensor) -> Tensor:
+    def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
         """The sum in a pass with hooks: compared, or left to be compared when its module ends."""
-        total = one + other
+        total = first + other
         if self._inside:
             self._due = name
             return total
@@ -191,9 +191,11 @@ class SumCheck:
         if wanted.shape != got.shape:
             return False
         operands = self._operands[name]
-        one, other = (value.double().abs() for value in operands)
-        rounding = 2.5 * max(torch.finfo(value.dtype).eps for value in operands) * (one + other).norm(dim=-1)
-        residual = (one, other)[self.site.location.which]
+        first, other = (value.double().abs() for value in operands)
+        rounding = (
+            2.5 * max(torch.finfo(value.dtype).eps for value in operands) * (first + other).norm(dim=-1)
+        )
+        residual = (first, other)[self.site.location.which]
         allowed = 0.0025 * self._scale * residual.norm(dim=-1) + rounding
         return bool((_difference(wanted, got).norm(dim=-1) <= allowed).all())
 

@@ -154,14 +154,14 @@ def _product(*factors: float) -> float:
     return 0.0 if 0 in factors else math.prod(factors)
 
 
-def _check(size: float, one: Sequence[float], other: Sequence[float], *more: float) -> None:
-    if len(one) != len(other):
+def _check(size: float, first: Sequence[float], other: Sequence[float], *more: float) -> None:
+    if len(first) != len(other):
         raise ShapeError(
             "norms of the layers",
             wanted="as many of one kind as of the other",
-            got=f"{len(one)} and {len(other)}",
+            got=f"{len(first)} and {len(other)}",
             fix="Give one number for each layer.",
         )
-    for value in (size, *one, *other, *more):
+    for value in (size, *first, *other, *more):
         if not (math.isfinite(value) and value >= 0):
             raise ShapeError("a norm", wanted="a finite number, at least 0", got=repr(value), fix="Check it.")

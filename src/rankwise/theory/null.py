@@ -137,7 +137,7 @@ def interpolated_null_rank(
     _check_numbers(head_dim, temperature, delta, 1 if trials is None else trials)
     square = sources is None or sources == tokens
     rows, columns = _nodes(tokens, window), [(0, 1.0)] if square else _nodes(sources or tokens, None)
-    corners = [(r, r if square else c, one * other) for (r, one), (c, other) in product(rows, columns)]
+    corners = [(r, r if square else c, weight * other) for (r, weight), (c, other) in product(rows, columns)]
     if any(r * c > _limit(temperature) for r, c, _ in corners):
         return NullRank(math.nan, math.nan, 0)
     points = []

@@ -94,10 +94,10 @@ def _fitting(model: nn.Module, case: Case, output: Any, mask_token: int | None) 
     if logits is None:
         return "labels" if labels is not None and _of_places(labels, output) else "output"
     decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    generates = any(one.endswith(CAUSAL_CLASSES) for one in names) or _can_generate(model)
+    generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or _can_generate(model)
     if decodes and generates and logits.dim() == 3:
         return "encoder-decoder"
-    masked = any(one.endswith(MASKED_CLASSES) for one in names)
+    masked = any(name.endswith(MASKED_CLASSES) for name in names)
     if generates and not masked and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
         return "causal"
     if isinstance(labels, Tensor):

@@ -208,7 +208,7 @@ class DivergenceLoss(ProbedLoss):
         # where p is 0 it takes nothing, even where log p is -inf
         apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
         real = _real(output, case, ours)
-        total, reference = (torch.where(real, one, 0.0).double().sum(1) for one in (apart, entropy))
+        total, reference = (torch.where(real, sums, 0.0).double().sum(1) for sums in (apart, entropy))
         return Read(total, real.sum(1).double(), reference.detach())
 
     def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:

@@ -87,5 +87,5 @@ def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
         return tensors[name]
     if isinstance(batch, Mapping):
         return None
-    whole = (one for one in tensors.values() if one.dim() == 2 and not one.is_floating_point())
+    whole = (tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point())
     return next(whole, None)

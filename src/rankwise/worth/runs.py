@@ -231,7 +231,7 @@ class Runs:
         rounds = [] if self.loss.moves else [(read.total[finite].sum(), 0)]
         probe_of = self.loss.probe if isinstance(self.loss, ProbedLoss) else None
         projected = (probe_of(output, case, generator)[finite].sum() for _ in range(probes) if probe_of)
-        for scalar, probe in chain(rounds, ((one, probes) for one in projected)):
+        for scalar, probe in chain(rounds, ((product, probes) for product in projected)):
             if not (bool(finite.any()) and every):
                 return
             if not scalar.requires_grad:

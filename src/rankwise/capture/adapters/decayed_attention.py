@@ -125,7 +125,7 @@ def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
         total = enter if total is None else decay.exp() * total + enter
         most = now
         kept.append((decay, enter, read / mean, (own - shift).exp() / mean))
-    decay, enter, read, own = (torch.stack(one, -1) for one in zip(*kept, strict=True))
+    decay, enter, read, own = (torch.stack(steps, -1) for steps in zip(*kept, strict=True))
     # one token more, so that row t reads what has entered up to t − 1
     c = F.pad(read, (0, 1))[..., None]
     scan = SemiseparableMixing(c, torch.ones_like(c), F.pad(decay, (1, 0)), F.pad(enter, (1, 0)))

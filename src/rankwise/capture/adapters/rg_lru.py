@@ -50,9 +50,9 @@ class RGLRUAdapter(Adapter):
         log_decay = -SHARPNESS * decays * F.softplus(unit.recurrent_param.detach())
         scale = torch.where(reset[..., None], 1.0, (1 - (2 * log_decay).exp()).sqrt())
         log_decay = log_decay.masked_fill(reset[..., None], -torch.inf)
-        one = given.new_ones(given.shape[0], 1, given.shape[1], 1)
+        ones = given.new_ones(given.shape[0], 1, given.shape[1], 1)
         step = enters * scale.to(given.dtype)
-        operator = SemiseparableMixing(one, one, log_decay.transpose(1, 2), step.transpose(1, 2))
+        operator = SemiseparableMixing(ones, ones, log_decay.transpose(1, 2), step.transpose(1, 2))
         output = call.output.detach().transpose(1, 2)[..., None]
         return MixingCall(operator, given.transpose(1, 2)[..., None], output, whole=True)
 

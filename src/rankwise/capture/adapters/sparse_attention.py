@@ -96,7 +96,7 @@ class BigBirdAdapter(Adapter):
         if layer.training:
             raise NotExactError(DRAWN)
         gave = (call_of(inside, name).gave for name in self.watched)
-        query, key, value = (_big_bird_heads(layer, one) for one in gave)
+        query, key, value = (_big_bird_heads(layer, projected) for projected in gave)
         rows, columns = call.argument("from_mask") > 0, call.argument("to_mask") > 0
         bias = _log_counts(layer, query.shape[-2]).to(query)
         bias = bias.masked_fill(~(rows & columns), -torch.inf)

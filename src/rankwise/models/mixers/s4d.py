@@ -98,8 +98,8 @@ class S4D(OperatorMixer):
         if mask is not None:
             real, value = mask, value * mask[:, None, :, None]
         turn, c = self._system(at_least_float32(value.dtype))
-        one, step = torch.ones_like(c), torch.ones_like(c[:, 0].real)
-        kernel = ToeplitzMixing.from_ssm(turn, one, c, step, value.shape[-2], conjugates=True).kernel
+        unit, step = torch.ones_like(c), torch.ones_like(c[:, 0].real)
+        kernel = ToeplitzMixing.from_ssm(turn, unit, c, step, value.shape[-2], conjugates=True).kernel
         left = (_state(turn, value, real, state),) if return_state else None
         if state is None and (mask is None or _in_one_piece(mask)):
             return Mixing(ToeplitzMixing(kernel.expand(len(value), -1, -1)), value, left)
