@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from worth_cases import ids, language_model
 
 import rankwise as rw
-from rankwise.audit.consequence import with_consequence
+from rankwise.audit.consequence import with_consequences
 from rankwise.audit.findings import find
 from rankwise.audit.records import Finding, Place
 from rankwise.audit.worth_records import HeadWorth, WorthRecord
@@ -120,13 +120,14 @@ def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
         one.model_copy(update={"worth": HeadWorth(**{how: cost})})
         for one, cost in ((first, 0.002), (second, 0.3))
     ]
-    known = with_consequence(finding, heads, worth_record())
+    (known,) = with_consequences([finding], heads, worth_record())
     assert "Without one of them the loss changes by +0.10% to +15%" in known.meaning
     assert known.evidence["removal_cost"] == 0.3
     assert ("exact" in known.remedy) == (how == "estimate")
-    alone = with_consequence(finding.model_copy(update={"heads": []}), heads, worth_record())
+    (alone,) = with_consequences([finding.model_copy(update={"heads": []})], heads, worth_record())
     assert "Without it the loss changes by +0.10%" in alone.meaning
-    assert with_consequence(finding, heads[:1], worth_record()) == finding  # of one of them nothing is known
+    half = with_consequences([finding], heads[:1], worth_record())
+    assert half == [finding]  # of one of them nothing is known
 
 
 def test_twins_can_lose_either_where_both_are_cheap():

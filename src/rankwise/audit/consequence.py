@@ -1,7 +1,7 @@
 """What follows from a finding, where it is known what the model loses without the head."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rankwise.audit.measures import shown
 from rankwise.audit.records import Finding, HeadRecord, Place
@@ -17,14 +17,29 @@ TOLERANCE = 0.01
 """Of the reference: what counts as within tolerance where no set of heads was looked for."""
 
 
-def with_consequence(finding: Finding, heads: Sequence[HeadRecord], worth: WorthRecord) -> Finding:
-    """The finding, and what the model loses without its head; itself where that is not known.
+HeadPlace = tuple[str, int | None, str, int | None]
+"""The stack, the layer, the site and the number of a head."""
+Worths = Mapping[HeadPlace, Sequence[HeadWorth | None]]
+"""Of the heads at each place: of several where a mixer runs more than once."""
+
+
+def with_consequences(
+    findings: Iterable[Finding], heads: Sequence[HeadRecord], worth: WorthRecord
+) -> list[Finding]:
+    """The findings, and what the model loses without their heads; as they are where that is not known.
 
     Args:
-        finding: of any code.
+        findings: of any code.
         heads: records of the heads.
         worth: of the audit.
     """
+    worths: dict[HeadPlace, list[HeadWorth | None]] = {}
+    for head in heads:
+        worths.setdefault((head.stack, head.layer, head.site, head.head), []).append(head.worth)
+    return [_with_consequence(finding, worths, worth) for finding in findings]
+
+
+def _with_consequence(finding: Finding, heads: Worths, worth: WorthRecord) -> Finding:
     if finding.code in OF_ONE_HEAD:
         return _of_one(finding, _worth_at(finding.where, finding.where.head, heads), worth)
     if finding.code in OF_RANKS:
@@ -124,13 +139,9 @@ def _both(first: HeadWorth, second: HeadWorth) -> str:
     return first.how if first.how == second.how else f"{first.how} and {second.how}"
 
 
-def _worth_at(where: Place, head: int | None, heads: Sequence[HeadRecord]) -> HeadWorth | None:
+def _worth_at(where: Place, head: int | None, heads: Worths) -> HeadWorth | None:
     """Of one head; None where two calls of one mixer have it, or nothing is known."""
-    mine = [
-        other.worth
-        for other in heads
-        if (other.stack, other.layer, other.site, other.head) == (where.stack, where.layer, where.site, head)
-    ]
+    mine = heads.get((where.stack, where.layer, where.site, head), ())
     return mine[0] if len(mine) == 1 else None
 
 

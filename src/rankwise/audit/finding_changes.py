@@ -68,14 +68,15 @@ def finding_changes(before: AuditRecord, after: AuditRecord) -> list[FindingChan
         before: one audit.
         after: the other.
     """
+    records = _Records(before), _Records(after)
     changes = [
-        FindingChange(outcome=_outcome(old, new, before, after), before=old, after=new)
+        FindingChange(outcome=_outcome(old, new, *records), before=old, after=new)
         for old, new in paired_findings(before, after)
     ]
     return sorted(changes, key=lambda change: OUTCOMES.index(change.outcome))
 
 
-def _outcome(old: Finding | None, new: Finding | None, before: AuditRecord, after: AuditRecord) -> Outcome:
+def _outcome(old: Finding | None, new: Finding | None, before: "_Records", after: "_Records") -> Outcome:
     if old is None:
         return "new"
     if new is None:
@@ -88,7 +89,7 @@ def _outcome(old: Finding | None, new: Finding | None, before: AuditRecord, afte
     return "changed" if moved else "unchanged"
 
 
-def _more(old: Finding, new: Finding, before: AuditRecord, after: AuditRecord) -> float:
+def _more(old: Finding, new: Finding, before: "_Records", after: "_Records") -> float:
     """Above 0 where the second says more than the first, below it where less, 0 where the same."""
     graver = SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity]
     of_the_model = new.code in OF_THE_MODEL
@@ -101,31 +102,37 @@ def _more(old: Finding, new: Finding, before: AuditRecord, after: AuditRecord) -
     return step if abs(step) > ERRORS * error else 0.0  # NaN is never larger
 
 
-def _error(finding: Finding, name: str, audit: AuditRecord) -> float:
+def _error(finding: Finding, name: str, records: "_Records") -> float:
     """Standard error over sequences of the number a finding rests on; 0 for counts and where unknown."""
     measure = MEASURED.get(name, name)
-    record = _record(finding, measure, audit)
+    record = records.of(finding)
     if record is None or record.sequences < 2:
         return 0.0
     spread = record.spread.get(measure, math.nan)
     return spread / math.sqrt(record.sequences) if math.isfinite(spread) else 0.0
 
 
-def _record(finding: Finding, measure: str, audit: AuditRecord) -> HeadRecord | LayerRecord | None:
-    where = finding.where
-    if where.head is not None:
-        heads = (head for head in audit.heads if _is_at(head, finding) and head.head == where.head)
-        return next(heads, None)
-    if finding.code == "COLLAPSE":
-        return _lowest([layer for layer in audit.layers if layer.stack == where.stack])
-    return next(
-        (layer for layer in audit.layers if (layer.stack, layer.layer) == (where.stack, where.layer)), None
-    )
+class _Records:
+    """The records of an audit that findings rest on, by their place."""
 
+    def __init__(self, audit: AuditRecord) -> None:
+        self._heads: dict[tuple[str, int | None, str, int | None], HeadRecord] = {}
+        for head in audit.heads:
+            self._heads.setdefault((head.stack, head.layer, head.site, head.head), head)
+        self._states = audit.layers
 
-def _is_at(head: HeadRecord, finding: Finding) -> bool:
-    where = finding.where
-    return (head.stack, head.layer, head.site) == (where.stack, where.layer, where.site)
+    def of(self, finding: Finding) -> HeadRecord | LayerRecord | None:
+        """The head, or the states, that a finding is placed at; of a collapse the lowest states.
+
+        Args:
+            finding: of this audit.
+        """
+        where = finding.where
+        if where.head is not None:
+            return self._heads.get((where.stack, where.layer, where.site, where.head))
+        if finding.code == "COLLAPSE":
+            return _lowest([layer for layer in self._states if layer.stack == where.stack])
+        return next((y for y in self._states if (y.stack, y.layer) == (where.stack, where.layer)), None)
 
 
 def _lowest(layers: Sequence[LayerRecord]) -> LayerRecord | None:

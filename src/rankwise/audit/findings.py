@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from rankwise.audit.consequence import removable, with_consequence
+from rankwise.audit.consequence import removable, with_consequences
 from rankwise.audit.measures import NULLS, OF_KNOWN_SCALE
 from rankwise.audit.numbers import AVERAGING
 from rankwise.audit.records import (
@@ -110,7 +110,7 @@ def find(
         *_unseen(unseen),
     ]
     if worth is not None:
-        found = [*(with_consequence(finding, heads, worth) for finding in found), *removable(worth)]
+        found = [*with_consequences(found, heads, worth), *removable(worth)]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 

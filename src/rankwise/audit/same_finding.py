@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 
 from rankwise.audit.records import AuditRecord, Finding
 
@@ -52,11 +52,11 @@ class _Left:
         self._after_modules = _modules(after)
         self._groups, self._after_groups = _twin_groups(before), _twin_groups(after)
         self._known: dict[Hashable, list[Finding]] = defaultdict(list)
-        self._twins: list[Finding] = []
+        self._twins: dict[Hashable, list[Finding]] = defaultdict(list)
         modules = _modules(before)
         for finding in before.findings:
             if _is_twins(finding):
-                self._twins.append(finding)
+                self._twins[_site(finding)].append(finding)
             else:
                 self._known[_identity(finding, modules)].append(finding)
         self._met: set[int] = set()
@@ -72,7 +72,7 @@ class _Left:
         """Whether a finding of the first audit has a partner, or is of a group that the second has too."""
         if id(finding) in self._met:
             return True
-        return _is_twins(finding) and _within(finding, self._after_groups)
+        return _is_twins(finding) and _group_of(finding, self._after_groups) is not None
 
     def _alike(self, finding: Finding) -> Finding | None:
         waiting = self._known[_identity(finding, self._after_modules)]
@@ -80,10 +80,10 @@ class _Left:
 
     def _twin_of(self, finding: Finding) -> Finding | None:
         """The same two heads, else two of a group that holds these."""
-        if not _within(finding, self._groups):
+        group = _group_of(finding, self._groups)
+        if group is None:
             return None
-        group = next(group for group in self._groups if group.issuperset(_pair(finding)))
-        mine = [twin for twin in self._twins if group.issuperset(_pair(twin))]
+        mine = [twin for twin in self._twins[_site(finding)] if group >= _pair(twin)]
         same = [twin for twin in mine if _pair(twin) == _pair(finding)]
         fresh = [twin for twin in mine if id(twin) not in self._met]
         return (same or fresh or mine)[0]
@@ -110,6 +110,10 @@ def _is_twins(finding: Finding) -> bool:
     return finding.code == "TWINS"
 
 
+def _site(finding: Finding) -> Hashable:
+    return finding.where.stack, finding.where.layer, finding.where.site
+
+
 def _pair(finding: Finding) -> set[Hashable]:
     """The two heads of a TWINS."""
     where = finding.where
@@ -118,15 +122,22 @@ def _pair(finding: Finding) -> set[Hashable]:
     return {(where.stack, where.layer, where.site, head) for head in heads}
 
 
-def _within(finding: Finding, groups: Sequence[set[Hashable]]) -> bool:
-    return any(group.issuperset(_pair(finding)) for group in groups)
+Groups = Mapping[Hashable, set[Hashable]]
+"""The group of each head that has a twin."""
 
 
-def _twin_groups(audit: AuditRecord) -> list[set[Hashable]]:
+def _group_of(finding: Finding, groups: Groups) -> set[Hashable] | None:
+    """The group that holds both heads, if one does."""
+    pair = _pair(finding)
+    group = groups.get(next(iter(pair)), set())
+    return group if group >= pair else None
+
+
+def _twin_groups(audit: AuditRecord) -> Groups:
     """Heads that are twins, or twins of a twin, and so on."""
-    groups: list[set[Hashable]] = []
+    groups: dict[Hashable, set[Hashable]] = {}
     for finding in filter(_is_twins, audit.findings):
-        joined = [group for group in groups if group & _pair(finding)]
-        groups = [group for group in groups if group not in joined]
-        groups.append(_pair(finding).union(*joined))
+        pair = _pair(finding)
+        joined = pair.union(*(groups.get(head, ()) for head in pair))
+        groups.update(dict.fromkeys(joined, joined))
     return groups

@@ -91,9 +91,11 @@ class HeadsByLayer:
 
     def __init__(self, heads: Sequence[HeadRecord]) -> None:
         self._heads = heads
-        self._indices: dict[int, list[int]] = {}
+        self._layers: dict[int, list[int]] = {}
+        self._numbers: dict[tuple[int, int], list[int]] = {}
         for index, head in enumerate(heads):
-            self._indices.setdefault(head.layer, []).append(index)
+            self._layers.setdefault(head.layer, []).append(index)
+            self._numbers.setdefault((head.layer, head.head), []).append(index)
 
     def at(self, place: Place) -> list[int]:
         """Indices of the heads at a place; what it leaves open, all of them match.
@@ -103,8 +105,14 @@ class HeadsByLayer:
         """
         asked = {"stack": place.stack or None, "site": place.site or None, "head": place.head}
         wanted = {name: value for name, value in asked.items() if value is not None}
-        layer = range(len(self._heads)) if place.layer is None else self._indices.get(place.layer, [])
-        return [i for i in layer if all(getattr(self._heads[i], name) == wanted[name] for name in wanted)]
+        near: Sequence[int]
+        if place.layer is None:
+            near = range(len(self._heads))
+        elif place.head is None:
+            near = self._layers.get(place.layer, [])
+        else:
+            near = self._numbers.get((place.layer, place.head), [])
+        return [i for i in near if all(getattr(self._heads[i], name) == wanted[name] for name in wanted)]
 
 
 def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:
