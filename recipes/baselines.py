@@ -21,7 +21,7 @@ import transformers
 
 import rankwise as rw
 from rankwise.audit import HeadRecord
-from rankwise.audit.findings import beyond_null
+from rankwise.audit.null_findings import beyond_null
 from rankwise.data import load_text
 from rankwise.files import write_whole
 from recipes.real_models import minilm

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.audit import AuditError, BaselineSettings, FreshWeightsError, fresh_copies, fresh_weights
 from rankwise.audit.baseline_numbers import _at
-from rankwise.audit.findings import beyond_null
+from rankwise.audit.null_findings import beyond_null
 from rankwise.audit.tables import flat_rows
 from rankwise.errors import InputError, RankwiseError
 from rankwise.measures.quadrature import t_quantile

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.measures.measure_cases import matrices, normal
 
 import rankwise as rw
-from rankwise.audit.heads import HeadTable
+from rankwise.audit.head_table import HeadTable
 from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.capture import MixerSite
 from rankwise.measures import estimate_spectrum, rank_summary
@@ -100,7 +100,7 @@ def test_the_console_says_that_delta_is_relative():
 
 def test_no_head_with_signs_is_above_or_below_its_fresh_weights_by_an_absolute_rank():
     from rankwise.audit.baseline_records import Baseline, BaselineAt
-    from rankwise.audit.findings import beyond_null
+    from rankwise.audit.null_findings import beyond_null
 
     at = BaselineAt(delta=0.01, rank_low=1, rank_high=1, std=0.1, difference_low=9, difference_high=9,
                     margin=1, pairs=9)  # fmt: skip

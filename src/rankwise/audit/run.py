@@ -17,7 +17,8 @@ from rankwise.audit.baseline_records import BaselineRecord
 from rankwise.audit.batches import check_batches, cure, readable
 from rankwise.audit.findings import find
 from rankwise.audit.fresh_copies import BaselineWanted, FreshCopies, check_baseline
-from rankwise.audit.heads import HeadTable, SiteKey
+from rankwise.audit.head_table import HeadTable
+from rankwise.audit.heads import SiteKey
 from rankwise.audit.layers import LayerTable
 from rankwise.audit.numbers import Method, check_method, method_of
 from rankwise.audit.pictures import Matrices, PictureTaker, chosen_heads
