@@ -14,15 +14,10 @@ Expect    loss added, nats a byte: 0.0000 at 1/2, 0.001 ± 0.0005 at 1/4, 0.018 
 """
 
 import argparse
-import json
-import platform
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -32,6 +27,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.assets import demo_model, demo_text
 from rankwise.files import write_whole
+from recipes.compress_results import filled, spread, write_results
 
 RESULTS = Path(__file__).with_name("results") / "compress_cache.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress-cache.md"
@@ -184,23 +180,17 @@ def latency_table(recipe: Recipe, split: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def spread(numbers: list[float], digits: int) -> str:
-    """Mean ± standard deviation."""
-    around = f" ± {stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-    return f"{mean(numbers):.{digits}f}{around}"
-
-
 def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     """The page with its tables."""
-    text = TEXT.read_text(encoding="utf-8")
-    for name, words in (
-        ("LOSS", loss_table(recipe, splits)),
-        ("CURVES", curve_table(splits)),
-        ("LATENCY", latency_table(recipe, splits[0])),
-        ("SPLITS", f"{len(splits)}"),
-    ):
-        text = text.replace(f"<!-- {name} -->", words)
-    return text
+    return filled(
+        TEXT,
+        {
+            "LOSS": loss_table(recipe, splits),
+            "CURVES": curve_table(splits),
+            "LATENCY": latency_table(recipe, splits[0]),
+            "SPLITS": f"{len(splits)}",
+        },
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -215,23 +205,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     recipe = Recipe(splits=options.splits, calibrate=options.calibrate)
     splits = [run_split(recipe, split) for split in range(recipe.splits)]
-    words = sys.argv[1:] if argv is None else list(argv)
-    content = {
-        "recipe": "compress_cache",
-        "command": " ".join(["python", "-m", "recipes.compress_cache", *words]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": asdict(recipe),
-        "unit": "loss and KL in nats a byte; bytes a token; milliseconds",
-        "splits": splits,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-            "threads": torch.get_num_threads(),
-        },
-    }
-    print(f"wrote {write_whole(options.results, json.dumps(content, indent=1) + chr(10), 'results')}")
+    unit = "loss and KL in nats a byte; bytes a token; milliseconds"
+    write_results(options.results, "compress_cache", recipe, unit, splits, argv)
     print(f"wrote {write_whole(options.page, page(recipe, splits), 'page')}")
 
 

@@ -13,31 +13,28 @@ Expect    loss added, nats a byte, at 12 / 8 / 4 pairs, each ± 10 %: chosen 0.0
 """
 
 import argparse
-import json
-import platform
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.compression import Job
-from rankwise.compression.rotary import pair_swap, pair_widths
-from rankwise.compression.rotary_calibrate import calibrate_pairs
-from rankwise.compression.rotary_data import PairFactors, SeenRotary, rotary_divergence, see_rotary
+from rankwise.compression.calibrate import calibrate
+from rankwise.compression.layers import AttentionLayer, see
+from rankwise.compression.narrow_heads import Factors, layer_divergence, narrow_layers
+from rankwise.compression.rotary import pair_widths
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_nulls import pair_curves
 from rankwise.compression.rotary_pairs import greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.files import write_whole
 from recipes.compress_cache import Recipe as Windows
 from recipes.compress_cache import load, windows
+from recipes.compress_results import filled, spread, write_results
 
 RESULTS = Path(__file__).with_name("results") / "compress_demo.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress-demo.md"
@@ -76,7 +73,7 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
 def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: int) -> dict[str, Any]:
     """Loss and attention KL with pairs chosen once, at every budget, before and after calibration."""
     model = load()
-    layers = see_rotary(model, find_rotary_layers(model, calibration[0])[0], calibration, _quiet)
+    layers = see(model, find_rotary_layers(model, calibration[0])[0], calibration, _quiet)
     wholes = [whole_factors(layer) for layer in layers]
     orders = [
         [
@@ -85,7 +82,7 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
         ]
         for layer, whole in zip(layers, wholes, strict=True)
     ]
-    figures = see_rotary(model, [layer.found for layer in layers], held_out, _quiet)
+    figures = see(model, [layer.found for layer in layers], held_out, _quiet)
     found: dict[str, Any] = {"pairs": {}}
     for pairs in recipe.pairs:
         job = Job(model, calibration, held_out, keep=pairs / PAIRS, seed=seed)
@@ -95,8 +92,7 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
             for layer, whole, own, width in zip(layers, wholes, orders, widths, strict=True)
         ]
         better = [
-            calibrate_pairs(layer, one, recipe.steps, seed, lambda step: None)
-            for layer, one in zip(layers, chosen, strict=True)
+            calibrate(layer, one, recipe.steps, seed) for layer, one in zip(layers, chosen, strict=True)
         ]
         found["pairs"][str(pairs)] = {
             "kept": [[width // 2 for width in own] for own in widths],
@@ -110,14 +106,14 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
 
 
 def priced(
-    model: nn.Module, figures: list[SeenRotary], factors: list[PairFactors], held_out: list[Any]
+    model: nn.Module, figures: list[AttentionLayer], factors: list[Factors], held_out: list[Any]
 ) -> dict[str, float]:
     """Loss on held-out text, and mean attention KL, each layer given what the original gave it."""
-    swap = pair_swap(model, [(layer.found, one) for layer, one in zip(figures, factors, strict=True)])
+    swap = narrow_layers(model, [(layer.found, one) for layer, one in zip(figures, factors, strict=True)])
     swap.put_in()
     after = loss(model, held_out)
     swap.take_out()
-    kl = [rotary_divergence(layer.samples, one).mean() for layer, one in zip(figures, factors, strict=True)]
+    kl = [layer_divergence(layer, one).mean() for layer, one in zip(figures, factors, strict=True)]
     return {"loss": round(after, 5), "kl": round(float(torch.stack(kl).mean()), 5)}
 
 
@@ -150,17 +146,17 @@ def loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
 
 def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     """The page of these results."""
-    text = TEXT.read_text(encoding="utf-8")
-    for name, value in (
-        ("SPLITS", str(len(splits))),
-        ("LOSS", f"{splits[0]['loss']:.4f}"),
-        ("STEPS", str(recipe.steps)),
-        ("PAIRS", _pairs(recipe, splits)),
-        ("WAYS", _ways(splits)),
-        ("HEADS", _heads(recipe, splits)),
-    ):
-        text = text.replace(f"<!-- {name} -->", value)
-    return text
+    return filled(
+        TEXT,
+        {
+            "SPLITS": str(len(splits)),
+            "LOSS": f"{splits[0]['loss']:.4f}",
+            "STEPS": str(recipe.steps),
+            "PAIRS": _pairs(recipe, splits),
+            "WAYS": _ways(splits),
+            "HEADS": _heads(recipe, splits),
+        },
+    )
 
 
 def _pairs(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
@@ -202,12 +198,6 @@ def _heads(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def spread(values: list[float], digits: int = 4) -> str:
-    """Mean ± standard deviation."""
-    off = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{off}"
-
-
 def _quiet(_what: str) -> None:
     pass
 
@@ -224,23 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     recipe = Recipe(splits=options.splits, steps=options.steps)
     splits = [run_split(recipe, split) for split in range(recipe.splits)]
-    words = sys.argv[1:] if argv is None else list(argv)
-    content = {
-        "recipe": "compress_demo",
-        "command": " ".join(["python", "-m", "recipes.compress_demo", *words]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": asdict(recipe),
-        "unit": "nats a byte",
-        "splits": splits,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-            "threads": torch.get_num_threads(),
-        },
-    }
-    print(f"wrote {write_whole(options.results, json.dumps(content, indent=1) + chr(10), 'results')}")
+    write_results(options.results, "compress_demo", recipe, "nats a byte", splits, argv)
     print(f"wrote {write_whole(options.page, page(recipe, splits), 'page')}")
 
 

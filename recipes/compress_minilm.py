@@ -13,13 +13,10 @@ Expect    at 16 / 8 / 4, each ± 10 %: closed form 0.05 / 0.18 / 0.57; widths pe
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from rankwise.compression.narrow_heads import Factors, closed_form, narrow_layer
 from rankwise.compression.null_ways import weight_moments
 from rankwise.data import load_text, text_batches
 from rankwise.files import write_whole
+from recipes.compress_results import filled, spread, write_results
 from recipes.real_models import minilm
 
 RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
@@ -167,7 +165,7 @@ def table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
                 one["curves"][way][width] if way in one["curves"] else one["widths"][width]["calibrated"]
                 for one in splits
             ]
-            cells.append(spread(numbers))
+            cells.append(spread(numbers, 3))
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -175,20 +173,12 @@ def table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
 def retrieval_table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     """Retrieval of the original, of ours and of the null."""
     original, alone = splits[0]["original"], splits[0]["weights_alone"]
+    known = [[one["widths"][str(width)].get("retrieval") for one in splits] for width in recipe.widths]
+    ours = [spread([score for score in scores if score is not None], 3) for scores in known]
     lines = [
         "| mean reciprocal rank, at mean width | 32 | " + " | ".join(map(str, recipe.widths)) + " |",
         "| --- |" + " --- |" * (len(recipe.widths) + 1),
-        "| widths per head, calibrated | "
-        + " | ".join(
-            [f"{original:.3f}"]
-            + [
-                spread(
-                    [at["retrieval"] for one in splits if "retrieval" in (at := one["widths"][str(width)])]
-                )
-                for width in recipe.widths
-            ]
-        )
-        + " |",
+        f"| widths per head, calibrated | {original:.3f} | {' | '.join(ours)} |",
         f"| weights alone (SVD) | {original:.3f} | "
         + " | ".join(f"{alone[str(width)]:.3f}" if str(width) in alone else "–" for width in recipe.widths)
         + " |",
@@ -212,23 +202,17 @@ def latency_table(recipe: Recipe, split: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(recipe: Recipe, splits: list[dict[str, Any]], path: Path) -> Path:
+def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     """The page with the tables of these splits, the first of them split 0."""
-    page = TEXT.read_text(encoding="utf-8")
-    for name, text in (
-        ("KL", table(recipe, splits)),
-        ("RETRIEVAL", retrieval_table(recipe, splits)),
-        ("LATENCY", latency_table(recipe, splits[0])),
-        ("SPLITS", f"{len(splits)}"),
-    ):
-        page = page.replace(f"<!-- {name} -->", text)
-    return write_whole(path, page, "page")
-
-
-def spread(numbers: list[float]) -> str:
-    """Mean ± standard deviation."""
-    around = f" ± {stdev(numbers):.3f}" if len(numbers) > 1 else ""
-    return f"{mean(numbers):.3f}{around}"
+    return filled(
+        TEXT,
+        {
+            "KL": table(recipe, splits),
+            "RETRIEVAL": retrieval_table(recipe, splits),
+            "LATENCY": latency_table(recipe, splits[0]),
+            "SPLITS": f"{len(splits)}",
+        },
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,24 +240,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for split in options.split or range(recipe.splits):
         splits[split] = run_split(recipe, folder, train, test, split)
     found = [splits[at] for at in sorted(splits)]
-    content = {
-        "recipe": "compress_minilm",
-        "command": " ".join(["python", "-m", "recipes.compress_minilm", *(argv or sys.argv[1:])]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": asdict(recipe),
-        "unit": "attention KL in nats, mean over rows, heads and layers; mean reciprocal rank; milliseconds",
-        "splits": found,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-            "threads": torch.get_num_threads(),
-        },
-    }
-    print(f"wrote {write_whole(options.results, json.dumps(content, indent=1) + chr(10), 'results')}")
+    unit = "attention KL in nats, mean over rows, heads and layers; mean reciprocal rank; milliseconds"
+    write_results(options.results, "compress_minilm", recipe, unit, found, argv)
     if 0 in splits:
-        print(f"wrote {write_page(recipe, found, options.page)}")
+        print(f"wrote {write_whole(options.page, page(recipe, found), 'page')}")
 
 
 if __name__ == "__main__":

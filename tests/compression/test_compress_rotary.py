@@ -12,8 +12,9 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import compress, save_compressed
-from rankwise.compression.rotary import _usable, pair_swap
-from rankwise.compression.rotary_data import rotary_divergence, see_rotary
+from rankwise.compression.layers import see
+from rankwise.compression.narrow_heads import layer_divergence, narrow_layers
+from rankwise.compression.rotary import _usable
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_pairs import along, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
@@ -51,8 +52,8 @@ def test_at_full_width_nothing_changes(family: str) -> None:
     before = output(model, batch)
     found, _ = _usable(model, batch)
     assert len(found) == 2
-    layers = see_rotary(model, found, [batch], lambda what: None)
-    swap = pair_swap(model, [(layer.found, whole_factors(layer)) for layer in layers])
+    layers = see(model, found, [batch], lambda what: None)
+    swap = narrow_layers(model, [(layer.found, whole_factors(layer)) for layer in layers])
     swap.put_in()
     # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
     assert torch.allclose(output(model, batch), before, atol=1e5 * EPS * float(before.abs().max()))
@@ -116,7 +117,7 @@ def test_it_generates_with_narrow_keys_and_is_saved_twice(family: str, tmp_path:
 def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
     model, batch = FAMILIES["llama, grouped"](), ids(2, 12)
     found, _ = find_rotary_layers(model, batch)
-    layer = see_rotary(model, found[:1], [batch], lambda what: None)[0]
+    layer = see(model, found[:1], [batch], lambda what: None)[0]
     whole, units = whole_factors(layer), units_of(layer)
     rows = rows_of(layer.samples, 1, whole, units, seed=0)
     order = greedy(rows, units)
@@ -130,7 +131,7 @@ def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
     # all rows were drawn: there are 12 of each sequence, and 48 at most
     orders = [greedy(rows_of(layer.samples, head, whole, units, 0), units) for head in range(2)]
     factors = kept_factors(layer, whole, orders, [8, order.widths[1]])
-    each = rotary_divergence(layer.samples, factors)
+    each = layer_divergence(layer, factors)
     assert each[:2].abs().max() < 1e-6
     assert each[2:].mean() == pytest.approx(order.losses[1], rel=1e-4)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
-from recipes.compress_minilm import PAGE, RESULTS, Recipe, latency_table, retrieval_table, spread, table
+from recipes.compress_minilm import PAGE, RESULTS, Recipe, latency_table, retrieval_table, table
+from recipes.compress_results import spread
 
 BOUNDS = {
     "closed form, one width": {"16": 0.050, "8": 0.185, "4": 0.58},
@@ -47,5 +48,5 @@ def test_the_page_shows_the_results(splits: list[dict]) -> None:
 
 
 def test_spread_is_the_mean_and_the_standard_deviation() -> None:
-    assert spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
-    assert spread([0.5]) == "0.500"
+    assert spread([1.0, 2.0, 3.0], 3) == "2.000 ± 1.000"
+    assert spread([0.5], 3) == "0.500"

@@ -7,6 +7,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rankwise.compression.divergence import Sample, divergence
+from rankwise.compression.layers import AttentionLayer
+from rankwise.compression.narrow_heads import Factors
 
 RATE = 0.02
 """Of Adam, for factors of whitened logits; it falls to zero along a cosine."""
@@ -15,101 +17,95 @@ ROWS = 2**20
 
 
 def calibrate(
-    samples: list[Sample],
-    query: list[Float64[Tensor, "K _"]],
-    key: list[Float64[Tensor, "K _"]],
-    moments: tuple[Float64[Tensor, "G K K"], Float64[Tensor, "G K K"]],
+    layer: AttentionLayer,
+    start: Factors,
     steps: int,
     seed: int = 0,
-    on_step: Callable[[int], None] | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+    on_step: Callable[[int], None] = lambda done: None,
+) -> Factors:
     """Lower the mean KL(M ‖ M') of a layer by gradient steps on A and B.
 
     Both factors are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each step
-    reads a few sequences drawn at random.
+    reads a few sequences drawn at random. Where positions are rotated in, what a kept pair carries may become
+    any linear map of the head's channels before the rotation: content of pairs that go is taken over by pairs
+    of near frequency, of slow ones almost without loss.
 
     Args:
-        samples: sequences of the layer.
-        query: A of each query head, to start from.
-        key: B of each key head.
-        moments: second moments of queries and of keys, for each key head.
+        layer: a layer and what it saw.
+        start: factors to start from; channels that went stay so.
         steps: of Adam.
         seed: of the draws.
         on_step: called with the number of steps done.
 
     Returns:
-        A of each query head and B of each key head; those of the last step where Ctrl-C stops it.
+        Factors; those of the last step where Ctrl-C stops it.
     """
-    groups = len(query) // len(key)
-    widths = [factor.shape[1] for factor in key]
-    whiten_q = [whitening(moments[0][h // groups]) for h in range(len(query))]
-    whiten_k = [whitening(moment) for moment in moments[1]]
-    start_q, start_k = [], []
-    for head, factor in enumerate(query):
-        start_q.append(torch.linalg.solve(whiten_q[head], factor))
-    for head, factor in enumerate(key):
-        start_k.append(torch.linalg.solve(whiten_k[head], factor))
-    for head in range(len(key)):  # columns of A and B of equal norm: their product stays what it is
-        members = range(head * groups, (head + 1) * groups)
-        size_q = torch.stack([start_q[m].square().sum(0) for m in members]).mean(0).sqrt().clamp(min=1e-12)
-        size_k = start_k[head].norm(dim=0).clamp(min=1e-12)
-        balance = (size_k / size_q).sqrt()
-        start_k[head] = start_k[head] / balance
-        for member in members:
-            start_q[member] = start_q[member] * balance
-    device = samples[0].query.device
-    widest = max(widths)
-    a = _stacked(start_q, widest).to(device).requires_grad_()
-    b = _stacked(start_k, widest).to(device).requires_grad_()
-    to_q, to_k = (torch.stack(factors).float().to(device) for factors in (whiten_q, whiten_k))
-    kept = torch.stack([torch.arange(widest) < width for width in widths]).float().to(device)[:, None]
+    groups, device = layer.found.groups, layer.samples[0].query.device
+    rotated = len(layer.found.pairs) > 0
+    white_q, white_k, start_q, start_k = [], [], [], []
+    for head, key in enumerate(start.key):
+        to_q, to_k = (whitening(moments[head]) for moments in (layer.query_moments, layer.key_moments))
+        members = torch.linalg.solve(to_q, start.query[head * groups : (head + 1) * groups])
+        own = torch.linalg.solve(to_k, key)
+        balance = _balance(members, own, rotated)
+        white_q += [to_q] * groups
+        white_k.append(to_k)
+        start_q += list(members * balance)
+        start_k.append(own / balance)
+    mask = torch.zeros(len(start.key), 1, layer.found.width)
+    for head, channels in enumerate(start.kept):
+        mask[head, 0, channels] = 1
+    wide = layer.found.width if rotated else max(map(len, start.kept))  # of no use to compute zeros
+    kept_k = mask[..., :wide].to(device)
+    kept_q = kept_k.repeat_interleave(groups, 0)
+    a, b = (
+        torch.stack(factors)[..., :wide].float().to(device).requires_grad_() for factors in (start_q, start_k)
+    )
+    to_q, to_k = (torch.stack(factors).float().to(device) for factors in (white_q, white_k))
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
-    done = 0
     try:
         with torch.enable_grad():
-            while done < steps:
-                sample, row = _drawn(samples, generator)
-                loss = _loss(sample, row, to_q @ a, (to_k @ b) * kept)
+            for done in range(1, steps + 1):
+                loss = _loss(_drawn(layer.samples, generator), (to_q @ a) * kept_q, (to_k @ b) * kept_k)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                done += 1
-                if on_step is not None:
-                    on_step(done)
+                on_step(done)
     except KeyboardInterrupt:
         pass
-    end_q, end_k = (to_q @ a).detach().cpu().double(), (to_k @ b).detach().cpu().double()
-    return (
-        [end_q[h, :, : widths[h // groups]] for h in range(len(query))],
-        [end_k[g, :, :width] for g, width in enumerate(widths)],
-    )
+    query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
+    query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
+    key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
+    return Factors(query, key, start.kept)
 
 
-def _loss(sample: Sample, rows: Tensor, a: Float[Tensor, "H K r"], b: Float[Tensor, "G K r"]) -> Tensor:
+def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
+    """What columns of A are multiplied with, and those of B divided by, so that both are as large.
+
+    A rotation mixes columns: there one number is for all.
+    """
+    size_q, size_k = query.square().sum(1).mean(0), key.square().sum(0)
+    if rotated:
+        size_q, size_k = size_q.sum(), size_k.sum()
+    return (size_k.clamp(min=1e-24) / size_q.clamp(min=1e-24)) ** 0.25
+
+
+def _loss(sample: Sample, a: Float[Tensor, "H K r"], b: Float[Tensor, "G K r"]) -> Tensor:
     with torch.no_grad():
-        matrix = sample.operator[rows].dense().float()
-        query, key = sample.query[rows].float(), sample.key[rows].float()
-        logits = query @ key.repeat_interleave(sample.groups, 1).mT
-    change = (query @ a) @ (key @ b).repeat_interleave(sample.groups, 1).mT - logits
-    real = sample.tokens[rows][:, None].expand(change.shape[:-1])
+        matrix = sample.operator.dense().float()
+    change = sample.logit_change(sample.query.float(), sample.key.float(), a, b)
+    real = sample.tokens[:, None].expand(change.shape[:-1])
     return divergence(matrix, change)[real].mean()
 
 
-def _drawn(samples: list[Sample], generator: torch.Generator) -> tuple[Sample, Tensor]:
+def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
     sample = samples[int(torch.randint(len(samples), (), generator=generator))]
     batch, heads, tokens, sources = sample.operator.shape
     count = max(1, min(batch, round(ROWS / (heads * tokens * sources))))
-    return sample, torch.randperm(batch, generator=generator)[:count].to(sample.query.device)
-
-
-def _stacked(factors: list[Tensor], widest: int) -> Tensor:
-    out = torch.zeros(len(factors), factors[0].shape[0], widest)
-    for at, factor in enumerate(factors):
-        out[at, :, : factor.shape[1]] = factor
-    return out
+    return sample.of(torch.randperm(batch, generator=generator)[:count].to(sample.query.device))
 
 
 def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:

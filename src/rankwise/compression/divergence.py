@@ -1,38 +1,76 @@
 r"""How far attention moves when its logits change: KL(M ‖ M') in nats, averaged over rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rankwise.compression.pair_rotation import PairRotation
 from rankwise.operators import MixingOperator
-
-CHUNK = 2**24
-"""Entries of attention matrices formed at once."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Queries and keys of some sequences, as attention got them, and the attention it gave."""
+    """Queries and keys of some sequences, and the attention they gave."""
 
     operator: MixingOperator
     """Shape (B, H, T, S)."""
     query: Float[Tensor, "B H T K"]
-    """Times the scale of the logits, so that query·keyᵀ are the logits but for masks and biases."""
+    """As attention got them; before the rotation where there is one."""
     key: Float[Tensor, "B G S K"]
     tokens: Bool[Tensor, "B T"]
     """Rows that count: those of real tokens."""
+    scale: float = 1.0
+    """Of the logits: scale·query·keyᵀ are the logits but for masks and biases."""
+    rotation: PairRotation | None = None
+    """What turns queries and keys by their position before they meet."""
 
     @property
     def groups(self) -> int:
         """Query heads that share one key head."""
         return self.query.shape[1] // self.key.shape[1]
 
-    def keys(self, first: int, last: int) -> Float[Tensor, "B h S K"]:
-        """Keys of query heads ``first`` to ``last``."""
-        heads = torch.arange(first, last, device=self.key.device) // self.groups
-        return self.key[:, heads]
+    def of(self, rows: Int[Tensor, "b"]) -> "Sample":
+        """Some of the sequences.
+
+        Args:
+            rows: which.
+        """
+        rotation = None if self.rotation is None else self.rotation.of(rows)
+        own = self.operator[rows], self.query[rows], self.key[rows], self.tokens[rows]
+        return Sample(*own, self.scale, rotation)
+
+    def turned(self, heads: Float[Tensor, "B h T r"]) -> Float[Tensor, "B h T r"]:
+        """Queries or keys as they meet.
+
+        Args:
+            heads: before the rotation.
+        """
+        return heads if self.rotation is None else self.rotation(heads)
+
+    def logit_change(
+        self,
+        query: Float[Tensor, "B H T K"],
+        key: Float[Tensor, "B G S K"],
+        a: Float[Tensor, "H K r"],
+        b: Float[Tensor, "G K r"],
+    ) -> Float[Tensor, "B H T S"]:
+        """What factors of some heads add to their logits.
+
+        Args:
+            query: of these heads.
+            key: those they read.
+            a: factors of the queries.
+            b: of the keys.
+        """
+        groups = query.shape[1] // key.shape[1]
+
+        def logits(q: Tensor, k: Tensor) -> Tensor:
+            return self.scale * self.turned(q) @ self.turned(k).repeat_interleave(groups, 1).mT
+
+        return logits(query @ a, key @ b) - logits(query, key)
 
 
 def divergence(
@@ -56,23 +94,23 @@ def divergence(
 
 
 def head_divergence(
-    samples: list[Sample], narrow_query: list[Float[Tensor, "K _"]], narrow_key: list[Float[Tensor, "K _"]]
+    samples: list[Sample], query: Sequence[Float[Tensor, "K _"]], key: Sequence[Float[Tensor, "K _"]]
 ) -> Float[Tensor, "H"]:
     """Mean KL(M ‖ M') over all real rows, for each query head; M' has the logits (Q A)(K B)ᵀ.
 
     Args:
         samples: sequences.
-        narrow_query: A of each query head.
-        narrow_key: B of each query head.
+        query: A of each query head.
+        key: B of each key head.
     """
-    heads = len(narrow_query)
+    heads = len(query)
     total, rows = torch.zeros(heads, dtype=torch.float64), 0
     for sample in samples:
         for head in range(heads):
-            query, key, matrix = head_parts(sample, head)
-            A, B = narrow_query[head].to(query), narrow_key[head].to(query)
-            change = (query @ A) @ (key @ B).mT - query @ key.mT
-            total[head] += divergence(matrix, change)[sample.tokens].double().sum().cpu()
+            own = head // sample.groups
+            q, k, matrix = head_parts(sample, head)
+            change = sample.logit_change(q, k, query[head].to(q)[None], key[own].to(q)[None])
+            total[head] += divergence(matrix, change[:, 0])[sample.tokens].double().sum().cpu()
         rows += int(sample.tokens.sum())
     return total / max(rows, 1)
 
@@ -99,6 +137,7 @@ def width_curves(
     for sample in samples:
         for head in range(heads):
             q, k, matrix = head_parts(sample, head)
+            q, k = sample.scale * q[:, 0], k[:, 0]
             turned_q, turned_k = q @ query[head].to(q), k @ key[head].to(k)
             change, done = -(q @ k.mT), 0
             for at, width in enumerate(widths):
@@ -110,7 +149,7 @@ def width_curves(
 
 
 def head_parts(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and attention of one head, (B, T, K), (B, S, K), (B, T, S), in float32 at least.
+    """Queries, keys and attention of one head, (B, 1, T, K), (B, 1, S, K), (B, T, S), in float32 at least.
 
     Args:
         sample: the sequences.
@@ -118,5 +157,5 @@ def head_parts(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     matrix = sample.operator[:, head : head + 1].dense()[:, 0]
     dtype = torch.promote_types(sample.query.dtype, torch.float32)
-    key = sample.key[:, head // sample.groups]
-    return sample.query[:, head].to(dtype), key.to(dtype), matrix.to(dtype)
+    key = sample.key[:, head // sample.groups][:, None]
+    return sample.query[:, head : head + 1].to(dtype), key.to(dtype), matrix.to(dtype)

@@ -6,12 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
 from rankwise.compression.divergence import Sample
-from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
+from rankwise.compression.pair_rotation import fitted
+from rankwise.compression.projections import (
+    Projection,
+    find_projection,
+    linear_parts,
+    names_below,
+    side_of,
+)
 from rankwise.compression.written import find_written
 from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.running import device_of, first_sequences, moved, run_model
@@ -37,6 +44,8 @@ class Found:
     written: float | None = None
     """Scale of the logits where the softmax is written out by hand: queries and keys are then taken from the
     projections. None where fused attention shows them."""
+    pairs: Int[Tensor, "P 2"] = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.long))
+    """Channels of a head that positions turn into each other; none where they are not rotated in."""
 
     @property
     def heads(self) -> int:
@@ -47,6 +56,11 @@ class Found:
     def key_heads(self) -> int:
         """Key heads: fewer where they are grouped."""
         return len(self.key.channels)
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.key_heads
 
     @property
     def width(self) -> int:
@@ -60,7 +74,7 @@ class AttentionLayer:
 
     found: Found
     query_moments: Float64[Tensor, "G K K"]
-    """Σ qqᵀ over real tokens, of all query heads that read one key head."""
+    """Σ qqᵀ over real tokens, of all query heads that read one key head; before any rotation."""
     key_moments: Float64[Tensor, "G K K"]
     tokens: int = 0
     """Real tokens behind the moments."""
@@ -118,9 +132,9 @@ def see(
     """
     seen: dict[str, AttentionLayer] = {}
     wanted = {layer.name: layer for layer in layers}
-
     outputs: dict[str, list[Tensor]] = {}
-    read = {side.module for layer in layers if layer.written for side in (layer.query, layer.key)}
+    behind = [layer for layer in layers if layer.written or len(layer.pairs)]
+    read = {side.module for layer in behind for side in (layer.query, layer.key)}
     calls: dict[str, int] = {}
 
     def add(site: MixerSite) -> None:
@@ -131,7 +145,7 @@ def see(
         if site.name not in seen:
             empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
             seen[site.name] = AttentionLayer(found, empty, empty.clone())
-        _add(seen[site.name], site, *_queries_and_keys(found, site, outputs, call))
+        _add(seen[site.name], site, _sample(found, site, outputs, call))
 
     device = device_of(model)
     for count, batch in enumerate(batches, start=1):
@@ -144,23 +158,24 @@ def see(
     return [seen[layer.name] for layer in layers if layer.name in seen]
 
 
-def _queries_and_keys(
-    found: Found, site: MixerSite, outputs: dict[str, list[Tensor]], call: int
-) -> tuple[Tensor, Tensor, float]:
-    """(B, H, T, K), (B, G, S, K) and the scale of the logits, of one call."""
+def _sample(found: Found, site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -> Sample:
+    """Queries, keys and the scale of the logits, of one call."""
     operator = site.operator
-    if isinstance(operator, SoftmaxMixing):
-        return operator.query, operator.key, operator.scale
-    assert found.written is not None
-    sides = [
-        outputs[side.module][call][..., side.channels].permute(0, 2, 1, 3)
-        for side in (found.query, found.key)
-    ]
-    return sides[0], sides[1], found.written
+    if found.written is None and not len(found.pairs):
+        assert isinstance(operator, SoftmaxMixing)
+        return Sample(operator, operator.query, operator.key, site.valid_tokens, operator.scale)
+    query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
+    if found.written is not None:
+        return Sample(operator, query, key, site.valid_tokens, found.written)
+    assert isinstance(operator, SoftmaxMixing)
+    copies = operator.key.shape[1] // found.key_heads  # some code repeats keys, one for each query head
+    after = [operator.query, operator.key[:, ::copies]]
+    rotation, _ = fitted(found.pairs.to(query.device), [query, key], after)
+    return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
 
 
-def _add(layer: AttentionLayer, site: MixerSite, query: Tensor, key: Tensor, scale: float) -> None:
-    groups = query.shape[1] // key.shape[1]
+def _add(layer: AttentionLayer, site: MixerSite, sample: Sample) -> None:
+    query, key, groups = sample.query, sample.key, sample.groups
     fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
     layer.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
     rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
@@ -169,7 +184,7 @@ def _add(layer: AttentionLayer, site: MixerSite, query: Tensor, key: Tensor, sca
     layer.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
     layer.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
     layer.tokens += int(site.valid_tokens.sum())
-    layer.samples.append(Sample(site.operator, query * scale, key, site.valid_tokens))
+    layer.samples.append(sample)
 
 
 def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -> Found | str:

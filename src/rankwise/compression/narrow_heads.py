@@ -1,13 +1,13 @@
 """Narrower heads of one layer: factors from what it saw, and the modules that compute them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor, nn
 
-from rankwise.compression.calibrate import calibrate
 from rankwise.compression.divergence import head_divergence, width_curves
 from rankwise.compression.factors import Bases, optimal
 from rankwise.compression.key_cache import add_key_cache
@@ -21,22 +21,13 @@ CURVE_SEQUENCES = 16
 
 @dataclass
 class Factors:
-    """A and B of one layer's heads."""
+    """A and B of one layer's heads, before any rotation."""
 
-    query: list[Tensor]
-    """(K, r) for each query head."""
-    key: list[Tensor]
-    """(K, r) for each key head."""
-
-    @property
-    def groups(self) -> int:
-        """Query heads that share one key head."""
-        return len(self.query) // len(self.key)
-
-    @property
-    def key_of_query(self) -> list[Tensor]:
-        """B for each query head."""
-        return [self.key[head // self.groups] for head in range(len(self.query))]
+    query: Float64[Tensor, "H K K"]
+    """Columns of channels that go are zero."""
+    key: Float64[Tensor, "G K K"]
+    kept: list[list[int]]
+    """Channels that are left, of each key head, ascending."""
 
 
 def closed_form(layer: AttentionLayer, widths: list[int], way: Callable[..., Bases] = optimal) -> Factors:
@@ -49,8 +40,8 @@ def closed_form(layer: AttentionLayer, widths: list[int], way: Callable[..., Bas
         widths: of each key head.
         way: how the bases are found.
     """
-    groups = layer.found.heads // layer.found.key_heads
-    query, key = [], []
+    groups = layer.found.groups
+    query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
     for head, width in enumerate(widths):
         P, S = layer.query_moments[head], layer.key_moments[head]
         bases = way(P, S)
@@ -58,9 +49,8 @@ def closed_form(layer: AttentionLayer, widths: list[int], way: Callable[..., Bas
         size_q = (a * (P / groups @ a)).sum(0).clamp(min=1e-300)
         size_k = (b * (S @ b)).sum(0).clamp(min=1e-300)
         balance = (size_k / size_q) ** 0.25
-        query += [a * balance] * groups
-        key.append(b / balance)
-    return Factors(query, key)
+        query[head, :, :width], key[head, :, :width] = a * balance, b / balance
+    return Factors(query.repeat_interleave(groups, 0), key, [list(range(width)) for width in widths])
 
 
 def head_curves(layer: AttentionLayer, on_step: Step) -> list[tuple[list[int], list[float]]]:
@@ -71,7 +61,7 @@ def head_curves(layer: AttentionLayer, on_step: Step) -> list[tuple[list[int], l
         on_step: told what is under way.
     """
     on_step(f"measuring widths of {layer.found.name}")
-    widths, groups = curve_widths(layer.found.width), layer.found.heads // layer.found.key_heads
+    widths, groups = curve_widths(layer.found.width), layer.found.groups
     samples, count = [], 0
     for sample in layer.samples:
         if count < CURVE_SEQUENCES:
@@ -100,23 +90,6 @@ def chosen_widths(
     return widths_for_tolerance(curves, tolerance)
 
 
-def calibrated(
-    layer: AttentionLayer, factors: Factors, steps: int, seed: int, on_step: Callable[[int], None] | None
-) -> Factors:
-    """Factors after some steps of Adam, or as they were where that is no better on the calibration data.
-
-    Args:
-        layer: a layer and what it saw.
-        factors: to start from.
-        steps: of Adam.
-        seed: of the draws.
-        on_step: called with the number of steps done.
-    """
-    moments = (layer.query_moments, layer.key_moments)
-    query, key = calibrate(layer.samples, factors.query, factors.key, moments, steps, seed, on_step)
-    return Factors(query, key)
-
-
 def layer_divergence(layer: AttentionLayer, factors: Factors) -> Tensor:
     """Mean KL(M ‖ M') over rows, for each query head, on what the layer saw.
 
@@ -124,7 +97,7 @@ def layer_divergence(layer: AttentionLayer, factors: Factors) -> Tensor:
         layer: a layer and what it saw.
         factors: A and B.
     """
-    return head_divergence(layer.samples, factors.query, factors.key_of_query)
+    return head_divergence(layer.samples, list(factors.query), list(factors.key))
 
 
 @dataclass
@@ -155,7 +128,7 @@ class Swap:
         self.modules = {name: put(self.model, name, module) for name, module in self.modules.items()}
 
 
-def narrow_layers(model: nn.Module, plan: list[tuple[Found, Factors]], cache: bool = True) -> Swap:
+def narrow_layers(model: nn.Module, plan: Sequence[tuple[Found, Factors]], cache: bool = True) -> Swap:
     """Make narrower projections for a model; `Swap.put_in` puts them there.
 
     Args:
@@ -165,15 +138,15 @@ def narrow_layers(model: nn.Module, plan: list[tuple[Found, Factors]], cache: bo
     """
     changes: dict[str, list[HeadFactors]] = {}
     for found, factors in plan:
-        for side, own in ((found.query, factors.query), (found.key, factors.key)):
-            changes.setdefault(side.module, []).append(HeadFactors(side.channels, own))
+        for side, own, groups in ((found.query, factors.query, found.groups), (found.key, factors.key, 1)):
+            places = [kept for kept in factors.kept for _ in range(groups)]
+            columns = [factor[:, kept] for factor, kept in zip(own, places, strict=True)]
+            changes.setdefault(side.module, []).append(HeadFactors(side.channels, columns, places))
     modules: dict[str, nn.Module] = {
         name: narrowed(model.get_submodule(name), change) for name, change in changes.items()
     }
     runs = {
-        found.name: runs_of(
-            [h * found.width + i for h, b in enumerate(factors.key) for i in range(b.shape[1])]
-        )
+        found.name: runs_of([h * found.width + c for h, kept in enumerate(factors.kept) for c in kept])
         for found, factors in plan
         if cache
     }
@@ -199,9 +172,9 @@ def turned(model: nn.Module, layers: list[Found], seed: int = 0) -> Iterator[Non
         drawn = torch.randn(
             found.key_heads, found.width, found.width, generator=generator, dtype=torch.float64
         )
-        bases = list(torch.linalg.qr(drawn).Q)
-        groups = found.heads // found.key_heads
-        plan.append((found, Factors([bases[h // groups] for h in range(found.heads)], bases)))
+        bases = torch.linalg.qr(drawn).Q
+        every = [list(range(found.width))] * found.key_heads
+        plan.append((found, Factors(bases.repeat_interleave(found.groups, 0), bases, every)))
     swap = narrow_layers(model, plan, cache=False)
     swap.put_in()
     try:

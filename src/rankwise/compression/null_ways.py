@@ -60,7 +60,7 @@ def null_curves(
         job.on_step(f"measuring {method}")
         total = torch.zeros(len(widths), dtype=torch.float64)
         for layer, seen in zip(layers, few, strict=True):
-            groups = layer.found.heads // layer.found.key_heads
+            groups = layer.found.groups
             bases = [way(layer, head) for head in range(layer.found.key_heads)]
             each = [bases[head // groups] for head in range(layer.found.heads)]
             total += width_curves(seen.samples, [b.query for b in each], [b.key for b in each], widths).mean(
@@ -81,7 +81,7 @@ def weight_moments(model: nn.Module, found: Found, head: int) -> tuple[Tensor, T
         found: the layer.
         head: the key head.
     """
-    groups = found.heads // found.key_heads
+    groups = found.groups
     members = range(head * groups, (head + 1) * groups)
     query = sum(_gram(model, found.query.module, found.query.channels[member]) for member in members)
     assert isinstance(query, Tensor)

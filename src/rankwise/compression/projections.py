@@ -68,6 +68,16 @@ def find_projection(
     return None
 
 
+def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "B H T K"]:
+    """Heads of a projection's output.
+
+    Args:
+        output: of the linear layer.
+        side: which channels.
+    """
+    return output[..., side.channels.to(output.device)].permute(0, 2, 1, 3)
+
+
 def head_layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
     """Where the channels of heads may lie among the outputs of one projection.
 

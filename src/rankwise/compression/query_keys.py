@@ -1,5 +1,6 @@
 """The part ``qk``: narrower queries and keys, for models whose positions are not rotated in."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -7,16 +8,8 @@ import torch
 from torch import nn
 
 from rankwise.compression.layers import AttentionLayer, Found, find_layers, see
-from rankwise.compression.narrow_heads import (
-    Factors,
-    calibrated,
-    chosen_widths,
-    closed_form,
-    head_curves,
-    layer_divergence,
-    narrow_layers,
-    turned,
-)
+from rankwise.compression.narrow_heads import chosen_widths, closed_form, head_curves, turned
+from rankwise.compression.narrowing import narrowed_heads
 from rankwise.compression.null_ways import null_curves
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import (
@@ -28,7 +21,6 @@ from rankwise.compression.part_checks import (
     no_finite_layer,
 )
 from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.records import HeadWidth
 
 
 def compress_query_keys(job: Job) -> PartResult:
@@ -51,34 +43,12 @@ def compress_query_keys(job: Job) -> PartResult:
             curves += head_curves(layer, job.on_step)
     width = job.width if job.keep is None else job.keep * layers[0].found.width
     widths = chosen_widths(curves, job.tolerance, width)
-    plan: list[tuple[AttentionLayer, Factors]] = []
-    heads: list[HeadWidth] = []
-    complete, at = True, 0
-    for layer in layers:
-        own, at = widths[at : at + layer.found.key_heads], at + layer.found.key_heads
-        factors = closed_form(layer, own)
-        before = _by_key(layer, factors)
-        after = before
-        if job.calibrate and complete:
-            with naming_layer(layer.found.name):
-                factors, after, complete = _calibrated(layer, factors, job)
-        plan.append((layer, factors))
-        heads += [_record(layer, head, own[head], before[head], after[head]) for head in range(len(own))]
-    swap = narrow_layers(job.model, [(layer.found, factors) for layer, factors in plan])
-    figures = see(job.model, [layer.found for layer in layers], job.figures, job.on_step)
-    kl = {
-        layer.found.name: float(layer_divergence(layer, factors).mean())
-        for layer, (_, factors) in zip(figures, plan, strict=True)
-    }
-    nulls = null_curves(job, layers, figures, curves) if job.nulls else []
-    swap.put_in()
-    if not complete:
-        notes.append(
-            "Calibration was stopped by Ctrl-C: what was done is kept, later layers have the closed form."
-        )
-    return PartResult(
-        heads, kl, nulls, layers[0].tokens, left_out, notes, complete, swap.take_out, swap.put_in
+    left = iter(widths)
+    starts = [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
+    result = narrowed_heads(
+        "qk", job, layers, starts, lambda figures: null_curves(job, layers, figures, curves)
     )
+    return replace(result, left_out=left_out, notes=[*notes, *result.notes])
 
 
 def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
@@ -132,39 +102,3 @@ def _check_tokens(layers: list[AttentionLayer]) -> list[str]:
         f"Second moments of {poor} sets of queries or keys lack full rank on {tokens} tokens: a ridge of "
         "1e-9 was added; directions never seen are dropped first. More text says more."
     ]
-
-
-def _calibrated(layer: AttentionLayer, start: Factors, job: Job) -> tuple[Factors, list[float], bool]:
-    done = 0
-
-    def count(steps: int) -> None:
-        nonlocal done
-        done = steps
-        job.on_step(f"calibrating {layer.found.name}: {steps} of {job.calibrate}")
-
-    factors = calibrated(layer, start, job.calibrate, job.seed, count)
-    after, before = _by_key(layer, factors), _by_key(layer, start)
-    complete = done == job.calibrate
-    if sum(after) < sum(before):
-        return factors, after, complete
-    return start, before, complete
-
-
-def _by_key(layer: AttentionLayer, factors: Factors) -> list[float]:
-    each = layer_divergence(layer, factors)
-    return each.unflatten(0, (-1, factors.groups)).mean(1).tolist()
-
-
-def _record(layer: AttentionLayer, head: int, width: int, kl: float, calibrated: float) -> HeadWidth:
-    found = layer.found
-    return HeadWidth(
-        part="qk",
-        stack=found.stack,
-        site=found.name,
-        layer=found.layer,
-        head=head,
-        before=found.width,
-        width=width,
-        kl=kl,
-        kl_calibrated=calibrated,
-    )

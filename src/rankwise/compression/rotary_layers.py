@@ -5,16 +5,15 @@ No formula of positions is assumed. A pair of channels before the rotation, (x, 
 what the model did, and the fit must leave nothing but rounding.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
-from rankwise.compression.layers import linear_outputs
-from rankwise.compression.projections import Projection, each_once, head_layouts, names_below
+from rankwise.compression.layers import Found, linear_outputs
+from rankwise.compression.pair_rotation import fitted
+from rankwise.compression.projections import Projection, each_once, head_layouts, names_below, side_of
 from rankwise.operators import SoftmaxMixing
 from rankwise.running import device_of, first_sequences, moved, run_model
 
@@ -26,62 +25,7 @@ NO_ROTATION = (
 )
 
 
-@dataclass(frozen=True)
-class PairRotation:
-    """cos and sin of each token and pair."""
-
-    pairs: Int[Tensor, "P 2"]
-    """Channels of a head that turn into each other; the others stay."""
-    cos: Float[Tensor, "B T P"]
-    sin: Float[Tensor, "B T P"]
-
-    def __call__(self, heads: Float[Tensor, "B H T K"]) -> Float[Tensor, "B H T K"]:
-        """Rotate queries or keys.
-
-        Args:
-            heads: as they come from their projection.
-        """
-        first, second = heads[..., self.pairs[:, 0]], heads[..., self.pairs[:, 1]]
-        cos, sin = self.cos[:, None].to(heads), self.sin[:, None].to(heads)
-        turned = heads.clone()
-        turned[..., self.pairs[:, 0]] = first * cos - second * sin
-        turned[..., self.pairs[:, 1]] = first * sin + second * cos
-        return turned
-
-
-@dataclass(frozen=True)
-class RotaryLayer:
-    """Where a layer with rotated positions gets its queries and keys from."""
-
-    name: str
-    stack: str
-    layer: int
-    query: Projection
-    key: Projection
-    pairs: Int[Tensor, "P 2"]
-
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return len(self.query.channels)
-
-    @property
-    def key_heads(self) -> int:
-        """Key heads: fewer where they are grouped."""
-        return len(self.key.channels)
-
-    @property
-    def groups(self) -> int:
-        """Query heads that share one key head."""
-        return self.heads // self.key_heads
-
-    @property
-    def width(self) -> int:
-        """K, of queries and keys."""
-        return self.query.channels.shape[1]
-
-
-def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer], dict[str, str]]:
+def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
     """Find the projections behind rotated queries and keys, and which channels are pairs.
 
     Args:
@@ -96,7 +40,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer],
     short = moved(first_sequences(batch, 2), device_of(model))
     with linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
-    found: dict[str, RotaryLayer] = {}
+    found: dict[str, Found] = {}
     reasons: dict[str, str] = {}
     for site in sites:
         if site.name in found or site.name in reasons:
@@ -113,33 +57,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[RotaryLayer],
     return list(found.values()), reasons
 
 
-def fitted(
-    pairs: Int[Tensor, "P 2"],
-    before: list[Float[Tensor, "B _ T K"]],
-    after: list[Float[Tensor, "B _ T K"]],
-) -> tuple[PairRotation, float]:
-    """The rotation that takes queries and keys to what attention got, by least squares over heads.
-
-    Args:
-        pairs: channels that turn into each other.
-        before: queries and keys from their projections.
-        after: as attention got them.
-
-    Returns:
-        It, and what it leaves over, relative in the Frobenius norm.
-    """
-    x, y = (torch.cat([part[..., pairs[:, side]].double() for part in before], 1) for side in (0, 1))
-    u, v = (torch.cat([part[..., pairs[:, side]].double() for part in after], 1) for side in (0, 1))
-    size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
-    rotation = PairRotation(pairs, (x * u + y * v).sum(1) / size, (x * v - y * u).sum(1) / size)
-    off = sum(
-        float((rotation(a.double()) - b.double()).square().sum()) for a, b in zip(before, after, strict=True)
-    )
-    whole = sum(float(part.double().square().sum()) for part in after)
-    return rotation, (off / max(whole, 1e-300)) ** 0.5
-
-
-def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> RotaryLayer | str:
+def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Found | str:
     operator = site.operator
     if not isinstance(operator, SoftmaxMixing):
         return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"
@@ -155,18 +73,8 @@ def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> RotaryLayer | 
             before = [side_of(outputs[side.module], side) for side in (q, k)]
             pairs = _pairs(before, [operator.query, keys], bound)
             if pairs is not None:
-                return RotaryLayer(site.name, site.stack, site.layer, q, k, pairs)
+                return Found(site.name, site.stack, site.layer, q, k, pairs=pairs)
     return NO_ROTATION
-
-
-def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "B H T K"]:
-    """Heads of a projection's output.
-
-    Args:
-        output: of the linear layer.
-        side: which channels.
-    """
-    return output[..., side.channels.to(output.device)].permute(0, 2, 1, 3)
 
 
 def _of_equal_norms(heads: Tensor, outputs: dict[str, Tensor]) -> list[Projection]:

@@ -4,23 +4,24 @@ from collections.abc import Callable
 
 import torch
 
+from rankwise.compression.layers import AttentionLayer
+from rankwise.compression.narrow_heads import Factors
 from rankwise.compression.parts import Job
 from rankwise.compression.records import BudgetCurve, BudgetPoint
-from rankwise.compression.rotary_data import PairFactors, SeenRotary
 from rankwise.compression.rotary_pairs import Order, along, rows_of, units_of
 from rankwise.compression.widths import widths_under_budget
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Of the head's width, at which curves are measured."""
 
-Choice = Callable[[SeenRotary, int], list[int]]
+Choice = Callable[[AttentionLayer, int], list[int]]
 
 
 def pair_curves(
     job: Job,
-    layers: list[SeenRotary],
-    figures: list[SeenRotary],
-    wholes: list[PairFactors],
+    layers: list[AttentionLayer],
+    figures: list[AttentionLayer],
+    wholes: list[Factors],
     orders: list[list[Order]],
 ) -> list[BudgetCurve]:
     """Attention KL against mean width: greedy pairs with and without widths per head, and other pairs.
@@ -72,22 +73,23 @@ def _point(found: list[tuple[int, float]]) -> BudgetPoint:
     return BudgetPoint(width=sum(w for w, _ in found) / count, kl=sum(kl for _, kl in found) / count)
 
 
-def _by_size(layer: SeenRotary, head: int) -> list[int]:
+def _by_size(layer: AttentionLayer, head: int) -> list[int]:
     """Smallest E‖q‖²·E‖k‖² first."""
     sizes = layer.query_moments[head].diagonal(), layer.key_moments[head].diagonal()
     products = [float(sizes[0][unit].sum() * sizes[1][unit].sum()) for unit in units_of(layer)]
     return sorted(range(len(products)), key=products.__getitem__)
 
 
-def _at_random(layer: SeenRotary, head: int, seed: int) -> list[int]:
+def _at_random(layer: AttentionLayer, head: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * layer.found.layer + head + 10**6 * seed)
     order: list[int] = torch.randperm(len(units_of(layer)), generator=generator).tolist()
     return order
 
 
-def _by_speed(layer: SeenRotary) -> list[int]:
+def _by_speed(layer: AttentionLayer) -> list[int]:
     """Fastest first, by how far a pair turns from one token to the next; unrotated channels last."""
     rotation = layer.samples[0].rotation
+    assert rotation is not None
     angles = torch.atan2(rotation.sin, rotation.cos)
     steps = (angles[:, 1:] - angles[:, :-1] + torch.pi) % (2 * torch.pi) - torch.pi
     speeds = [*steps.abs().median(1).values.mean(0).tolist()]

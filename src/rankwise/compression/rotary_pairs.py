@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.divergence import divergence
+from rankwise.compression.divergence import Sample, divergence
 from rankwise.compression.factors import optimal
-from rankwise.compression.rotary_data import PairFactors, RotarySample, SeenRotary
+from rankwise.compression.layers import AttentionLayer
+from rankwise.compression.narrow_heads import Factors
 
 SEQUENCES, ROWS = 16, 48
 """Sequences, and rows of each, on which pairs are compared, at most."""
@@ -34,7 +35,7 @@ class Order:
     """Attention KL at these widths."""
 
 
-def units_of(layer: SeenRotary) -> list[list[int]]:
+def units_of(layer: AttentionLayer) -> list[list[int]]:
     """Channels that go together: both of a pair; each one that is not rotated for itself.
 
     Args:
@@ -45,7 +46,7 @@ def units_of(layer: SeenRotary) -> list[list[int]]:
     return [*pairs, *([channel] for channel in range(layer.found.width) if channel not in rotated)]
 
 
-def whole_factors(layer: SeenRotary) -> PairFactors:
+def whole_factors(layer: AttentionLayer) -> Factors:
     """Factors that change no logit: pairs stay what they are, unrotated channels get their best basis.
 
     Args:
@@ -61,11 +62,11 @@ def whole_factors(layer: SeenRotary) -> PairFactors:
         bases = optimal(layer.query_moments[block], layer.key_moments[block])
         query[block], key[block] = bases.query, bases.key
     every = list(range(found.width))
-    return PairFactors(query.repeat_interleave(found.groups, 0), key, [every] * found.key_heads)
+    return Factors(query.repeat_interleave(found.groups, 0), key, [every] * found.key_heads)
 
 
 def rows_of(
-    samples: list[RotarySample], head: int, factors: PairFactors, units: list[list[int]], seed: int
+    samples: list[Sample], head: int, factors: Factors, units: list[list[int]], seed: int
 ) -> list[Rows]:
     """Rows drawn from some sequences.
 
@@ -100,18 +101,18 @@ def _drawn(tokens: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _rows(
-    sample: RotarySample,
+    sample: Sample,
     some: slice,
     member: int,
     head: int,
     rows: Tensor,
-    factors: PairFactors,
+    factors: Factors,
     units: list[list[int]],
 ) -> Rows:
     dtype = torch.promote_types(sample.query.dtype, torch.float32)
     a, b = factors.query[member].to(rows.device, dtype), factors.key[head].to(rows.device, dtype)
-    query = sample.rotation(sample.query[:, member : member + 1].to(dtype) @ a)[some, 0]
-    key = sample.rotation(sample.key[:, head : head + 1].to(dtype) @ b)[some, 0]
+    query = sample.scale * sample.turned(sample.query[:, member : member + 1].to(dtype) @ a)[some, 0]
+    key = sample.turned(sample.key[:, head : head + 1].to(dtype) @ b)[some, 0]
     matrix = sample.operator[some, member : member + 1].dense()[:, 0].to(dtype)
     at = rows[..., None]
     query = query.gather(1, at.expand(-1, -1, query.shape[-1]))
@@ -176,9 +177,7 @@ def _costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64
     return total / max(count, 1)
 
 
-def kept_factors(
-    layer: SeenRotary, whole: PairFactors, orders: list[Order], widths: list[int]
-) -> PairFactors:
+def kept_factors(layer: AttentionLayer, whole: Factors, orders: list[Order], widths: list[int]) -> Factors:
     """The factors with the units that go at zero.
 
     Args:
@@ -197,4 +196,4 @@ def kept_factors(
         query[members, :, gone] = 0
         key[head][:, gone] = 0
         kept.append(channels)
-    return PairFactors(query, key, kept)
+    return Factors(query, key, kept)
