@@ -1,13 +1,16 @@
 """Pictures in a ``.npz`` file, as data sets of small pictures come: one array (N, H, W) or (N, H, W, C)."""
 
 import zipfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rankwise.errors import InputError, did_you_mean
 
+Array = TypeVar("Array", bound=np.ndarray)
 SUFFIX = ".npz"
 
 
@@ -39,10 +42,52 @@ def open_array(path: str | Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     file, name = _split(path)
     if not file.is_file():
         raise InputError(str(file), wanted="a file of pictures", got="no such file", fix="Check the path.")
+    subject = f"{file}:{name}" if name else str(file)
+    return _read(file, lambda arrays: _pixels(arrays[_chosen(arrays, file, name)], subject))
+
+
+def open_labels(path: str | Path, count: int, classes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Read the classes of pictures from a ``.npz`` file: whole numbers (N,) from 0 to ``classes`` − 1.
+
+    Args:
+        path: the file and, behind a colon, the name of the array.
+        count: how many pictures there are.
+        classes: how many classes.
+
+    Raises:
+        InputError: if the file cannot be read, has no such array, or the array holds something else.
+    """
+    file, name = _split(path)
+
+    def take(arrays: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if name not in arrays.files:
+            raise InputError(
+                f"{file}:{name}",
+                wanted="an array of the file",
+                got="none of that name",
+                fix=did_you_mean(name, arrays.files),
+            )
+        values = arrays[name]
+        right = values.shape == (count,) and values.dtype.kind in "iu"
+        if not right or (count and (values.min() < 0 or values.max() >= classes)):
+            got = f"shape {values.shape}, {values.dtype}"
+            got += f", {values.min()} to {values.max()}" if right else ""
+            raise InputError(
+                f"{file}:{name}",
+                wanted=f"{count} whole numbers from 0 to {classes - 1}",
+                got=got,
+                fix="Give each picture its class.",
+            )
+        return values.astype(np.int64)
+
+    return _read(file, take)
+
+
+def _read(file: Path, take: Callable[[Any], Array]) -> Array:
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            return _pixels(arrays[_chosen(arrays, file, name)], f"{file}:{name}" if name else str(file))
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+            return take(arrays)
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(

@@ -84,7 +84,7 @@ def dataset_texts(spec: str | DatasetSpec, *, rows: int = 4096) -> list[str]:
             text.
     """
     spec = parse_dataset(spec) if isinstance(spec, str) else spec
-    _need_datasets()
+    need_datasets()
     data = _load(spec)
     if spec.column not in data.column_names:
         raise InputError(
@@ -109,12 +109,20 @@ def _strings(texts: list[Any], spec: DatasetSpec) -> list[str]:
     return [text or "" for text in texts]
 
 
-def _need_datasets() -> None:
+def need_datasets(subject: str = "--dataset") -> None:
+    """Refuse to go on without the package ``datasets``.
+
+    Args:
+        subject: what an error calls the data.
+
+    Raises:
+        InputError: naming the extra that brings it.
+    """
     try:
         import datasets  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "--dataset",
+            subject,
             wanted="the package datasets to read it",
             got="no such package installed",
             fix="Install it: pip install 'rankwise[train]'; or give a file: --text FILE (text or .jsonl).",
@@ -127,7 +135,7 @@ def _load(spec: DatasetSpec) -> Any:
         if path.is_file():
             return _choose(_from_file(path), spec)
         if path.is_dir():
-            return _choose(_from_folder(path, spec), spec)
+            return _choose(open_folder(path, spec.config), spec)
         _need_name(spec.name)
         need_hub(
             spec.name,
@@ -166,13 +174,19 @@ def _from_file(path: Path) -> dict[str, Any]:
     return {"train": getattr(Dataset, f"from_{_READERS[suffix]}")(str(path))}
 
 
-def _from_folder(path: Path, spec: DatasetSpec) -> Mapping[str, Any]:
+def open_folder(path: Path, config: str = "") -> Mapping[str, Any]:
+    """Open the splits of a folder that ``datasets`` understands or has written.
+
+    Args:
+        path: the folder.
+        config: which of its configurations, where it has some.
+    """
     from datasets import Dataset, load_dataset, load_from_disk
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         saved = load_from_disk(str(path))
         return {"train": saved} if isinstance(saved, Dataset) else saved
-    return load_dataset(str(path), spec.config or None)
+    return load_dataset(str(path), config or None)
 
 
 def _from_hub(spec: DatasetSpec) -> Any:

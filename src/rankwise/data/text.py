@@ -5,6 +5,7 @@ import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.files import parse_json
@@ -64,11 +65,44 @@ def read_rows(path: str | Path, column: str = "text") -> list[str]:
         InputError: as :func:`read_text`; also for a line that is not JSON, not an object or without text in
             ``column``, by its number.
     """
+    return [_text(row, where, column) for where, row in _objects(path, column)]
+
+
+def read_labelled_rows(
+    path: str | Path, column: str = "text", label: str = "label"
+) -> tuple[list[str], list[int]]:
+    """Read a text and its class from each line of a JSON Lines file, gzipped or not.
+
+    Args:
+        path: the ``.jsonl`` or ``.jsonl.gz`` file.
+        column: the field that holds the text.
+        label: the field that holds the class, a whole number.
+
+    Raises:
+        InputError: as :func:`read_rows`; also for an empty text and for a class that is no whole number.
+    """
+    texts, labels = [], []
+    for where, row in _objects(path, column):
+        text, number = _text(row, where, column), row.get(label)
+        if not text or isinstance(number, bool) or not isinstance(number, int):
+            got = "an empty text" if not text else f"{number!r} in {label!r}"
+            fix = "Correct the line or leave it out."
+            raise InputError(
+                where, wanted=f'a text in "{column}" and a whole number in "{label}"', got=got, fix=fix
+            )
+        texts.append(text)
+        labels.append(number)
+    return texts, labels
+
+
+def _objects(path: str | Path, column: str) -> list[tuple[str, dict[str, Any]]]:
+    """Where each row stands, and the row."""
     raw = _read_bytes(path)
     if raw.startswith(_GZIP):
         raw = _unzip(raw, path)
     lines = _decode(raw, path).split("\n")
-    rows = [_row(line, f"{path}, line {number}", column) for number, line in _numbered(lines)]
+    places = ((f"{path}, line {number}", line) for number, line in _numbered(lines))
+    rows = [(where, _object(line, where, column)) for where, line in places]
     if not rows:
         raise InputError(
             str(path), wanted="JSON objects, one a line", got="an empty file", fix="Give a row or more."
@@ -80,7 +114,7 @@ def _numbered(lines: list[str]) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
 
 
-def _row(line: str, where: str, column: str) -> str:
+def _object(line: str, where: str, column: str) -> dict[str, Any]:
     wanted = f'a JSON object such as {{"{column}": "Once upon a time"}}'
     try:
         row = parse_json(line)
@@ -92,6 +126,10 @@ def _row(line: str, where: str, column: str) -> str:
         raise InputError(
             where, wanted=wanted, got=f"type {type(row).__name__}", fix="Write one object a line."
         )
+    return row
+
+
+def _text(row: dict[str, Any], where: str, column: str) -> str:
     if column not in row:
         fields = ", ".join(map(repr, row)) or "none"
         fix = did_you_mean(column, row) or f"Write the text under {column!r}."

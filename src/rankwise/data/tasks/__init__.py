@@ -4,9 +4,12 @@ Every function gives a `Task`: splits whose items a Trainer of transformers take
 are. Nothing of transformers or datasets is imported before it is needed.
 """
 
+from rankwise.data.tasks.augment import crop, crop_and_flip
 from rankwise.data.tasks.examples import Examples, Windows, collate
 from rankwise.data.tasks.language import byte_language_model
+from rankwise.data.tasks.pictures import cifar10, cifar10_sequence, cifar100, svhn
 from rankwise.data.tasks.recall import mqar
+from rankwise.data.tasks.reviews import imdb_bytes
 from rankwise.data.tasks.task import Provenance, Task, accuracy
 
 __all__ = [
@@ -16,6 +19,13 @@ __all__ = [
     "Windows",
     "accuracy",
     "byte_language_model",
+    "cifar10",
+    "cifar10_sequence",
+    "cifar100",
     "collate",
+    "crop",
+    "crop_and_flip",
+    "imdb_bytes",
     "mqar",
+    "svhn",
 ]

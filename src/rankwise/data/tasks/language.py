@@ -25,7 +25,9 @@ def byte_ids(text: str) -> np.ndarray:
         >>> byte_ids("ab").tolist()
         [100, 101]
     """
-    return np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8).astype(np.int16) + BYTE_SHIFT
+    return np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8) + np.uint8(
+        BYTE_SHIFT
+    )  # UTF-8 ends at 244
 
 
 def byte_language_model(
