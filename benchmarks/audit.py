@@ -31,7 +31,7 @@ from harness import machine, timed
 
 import rankwise as rw
 from rankwise.assets import demo_model, demo_text
-from rankwise.audit.head_table import HeadTable
+from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
 from rankwise.measures import DELTA
 from rankwise.subjects import inputs_for, load_subject

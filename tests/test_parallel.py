@@ -11,7 +11,7 @@ from tests.measures.measure_cases import normal
 
 import rankwise as rw
 from rankwise import parallel
-from rankwise.audit.head_table import HeadTable
+from rankwise.audit.heads import HeadTable
 from rankwise.capture import MixerSite
 from rankwise.measures import estimate_spectrum, rank_summary, row_summary
 from rankwise.parallel import beside_each_other, numpy_is_on_one_thread, one_thread

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import rankwise as rw
 from rankwise.audit import numbers
-from rankwise.audit.heads import patch_grid
+from rankwise.audit.pictures import patch_grid
 from rankwise.models import ToSTConfig, ToSTForImageClassification
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.measures.measure_cases import matrices, normal
 
 import rankwise as rw
-from rankwise.audit.head_table import HeadTable
+from rankwise.audit.heads import HeadTable
 from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.capture import MixerSite
 from rankwise.measures import estimate_spectrum, rank_summary

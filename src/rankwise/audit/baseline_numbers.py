@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from rankwise.audit.baseline_records import Baseline, BaselineAt
-from rankwise.audit.head_table import HeadTable
-from rankwise.audit.heads import HeadPlace
+from rankwise.audit.heads import HeadPlace, HeadTable
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.audit.numbers import AVERAGED, Floats
 from rankwise.audit.records import HeadRecord, LayerRecord

@@ -1,5 +1,6 @@
 """Pictures of matrices: of one sequence, at most 128×128, longer sequences averaged block by block."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,21 @@ def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device)
     member = torch.zeros(size, blocks, dtype=dtype, device=device)
     member[torch.arange(size, device=device), block] = 1
     return member / member.sum(0)
+
+
+def patch_grid(tokens: int, picture: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns of patches of the shape of their picture; None where tokens are no such grid.
+
+    Args:
+        tokens: how many patches there are.
+        picture: height and width of the picture.
+    """
+    if picture is None:
+        return None
+    height, width = picture
+    rows = math.isqrt(tokens * height // width)
+    whole = rows > 0 and tokens % rows == 0 and rows * rows * width == tokens * height
+    return (rows, tokens // rows) if whole else None
 
 
 class PictureTaker:
