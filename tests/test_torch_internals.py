@@ -6,6 +6,7 @@ Needs nothing but torch and pytest, so it can be run against any version of torc
 """
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,25 @@ OWN = {  # private names of our own classes, of named tuples, of transformers, o
         "_init_weights",
         "_prepare_cache_for_generation",
     ),
-    *("_hf_tp_plan", "_hf_device_mesh", "_hf_hook", "_commit_hash", "_exit"),
+    *(
+        "_removed_heads",
+        "_rankwise_skips",
+        "_is_hf_initialized",
+        "_hf_tp_plan",
+        "_hf_device_mesh",
+        "_hf_hook",
+        "_commit_hash",
+        "_exit",
+    ),
 }
+
+OF_TORCH_CLASSES = {
+    name
+    for kind in (nn.Module(), torch.autograd.Function, TorchFunctionMode)
+    for name in dir(kind)
+    if name.startswith("_") and not name.startswith("__")
+}
+"""Private names that our own classes inherit from torch."""
 
 
 class Seen(TorchFunctionMode):
@@ -166,6 +184,23 @@ def test_runs_compiled_eagerly() -> None:
     assert not torch_internals.runs_compiled_eagerly()
 
 
+def test_constant_when_traced() -> None:
+    """What no compiler can trace, such as an import by name, is then called, once for all."""
+    calls = []
+
+    @torch_internals.constant_when_traced
+    def answer() -> int:
+        calls.append(importlib.import_module("string"))
+        return 3
+
+    def asks(x):
+        return x + answer()
+
+    compiled = torch.compile(asks, backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(1)).item(), compiled(torch.ones(1)).item()] == [4, 4]
+    assert len(calls) == 1, "_dynamo_marked_constant no longer marks a function as constant"
+
+
 def test_drops() -> None:
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     shares = [torch_internals.drops(layer(0.25)) for layer in layers]
@@ -240,23 +275,62 @@ def test_without_forward_hooks() -> None:
 
 def private_names(path: Path) -> list[str]:
     """Names of other libraries that begin with an underscore, as a file uses them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
-            names = [node.attr]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("rankwise"):
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "hasattr",
-            "setattr",
-            "delattr",
-        ):
-            names = [str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)]
-        private = [name for name in names if name.startswith("_") and not name.startswith("__")]
+    for node in ast.walk(tree):
+        private = [name for name in names_in(node, constants) if name.startswith("_") and name[1:2] != "_"]
         found += [f"{path.name}:{node.lineno} {name}" for name in private if name not in OWN]
     return found
+
+
+def names_in(node: ast.AST, constants: dict[str, object]) -> list[str]:
+    """Names that one node asks another library for: as attributes, in imports, or as texts.
+
+    Of ``self`` those of torch's classes only: all others are a class's own.
+    """
+
+    def texts(*values: ast.expr) -> list[str]:
+        plain = [constants.get(one.id) if isinstance(one, ast.Name) else one for one in values]
+        plain = [one.value if isinstance(one, ast.Constant) else one for one in plain]
+        return [part for one in plain if isinstance(one, str) for part in one.split(".")]
+
+    if isinstance(node, ast.Attribute):
+        own = ast.unparse(node.value) in ("self", "cls")
+        return [node.attr] if not own or node.attr in OF_TORCH_CLASSES else []
+    if isinstance(node, ast.ClassDef):
+        methods = [method.name for method in node.body if isinstance(method, ast.FunctionDef)]
+        return [name for name in methods if name in OF_TORCH_CLASSES]
+    if isinstance(node, ast.Import):
+        return [part for alias in node.names for part in alias.name.split(".")]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("rankwise"):
+        return [*node.module.split("."), *(alias.name for alias in node.names)]
+    if isinstance(node, ast.Subscript) and holds_attributes(node.value):
+        return texts(node.slice)
+    if isinstance(node, ast.Compare) and any(map(holds_attributes, node.comparators)):
+        return texts(node.left)
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func).split(".")[-1]
+        if called in ("getattr", "hasattr", "setattr", "delattr"):
+            return texts(*node.args[1:2])
+        if called in ("attrgetter", "methodcaller"):
+            return texts(*node.args)
+        if isinstance(node.func, ast.Attribute) and holds_attributes(node.func.value):
+            return texts(*node.args)
+    return []
+
+
+def holds_attributes(node: ast.AST) -> bool:
+    """Whether it is ``vars(…)`` or ``….__dict__``."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "vars"
+    return isinstance(node, ast.Attribute) and node.attr == "__dict__"
 
 
 def test_no_other_file_uses_private_names() -> None:
@@ -265,11 +339,41 @@ def test_no_other_file_uses_private_names() -> None:
     assert [name for path in files for name in private_names(path)] == []
 
 
-def test_the_search_for_private_names_finds_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.overrides import _hooks",
+        "from torch._hooks import x",
+        "import torch._hooks",
+        "import torch._hooks as x",
+        "torch._hooks.f()",
+        "self.module._hooks",
+        "super()._hooks",
+        "getattr(module, '_hooks', None)",
+        "NAME = '_hooks'\ngetattr(module, NAME)",
+        "vars(module)['_hooks']",
+        "vars(module).pop('_hooks')",
+        "'_hooks' in vars(module)",
+        "module.__dict__['_hooks']",
+        "module.__dict__.get('_hooks')",
+        "attrgetter('layer._hooks')(module)",
+        "operator.attrgetter('x', '_hooks')",
+    ],
+)
+def test_the_search_for_private_names_finds_them(line: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
-    wrong.write_text(
-        "import torch\nfrom torch.overrides import _pop_mode\nfrom torch._C import x\n"
-        "torch._C.f()\ngetattr(module, '_hooks')\nself._fine\nvalue.__class__\n"
-    )
-    found = sorted(name.split()[1] for name in private_names(wrong))
-    assert found == ["_C", "_C", "_hooks", "_pop_mode"]
+    wrong.write_text(line)
+    assert [name.split()[1] for name in private_names(wrong)] == ["_hooks"]
+
+
+@pytest.mark.parametrize("name", ["_modules", "_parameters", "_buffers", "_forward_hooks", "_apply"])
+def test_the_search_finds_what_a_subclass_uses_of_a_module(name: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(f"class A(nn.Module):\n    def {name}(self):\n        return self.{name}")
+    assert [said.split()[1] for said in private_names(wrong)] == [name, name]
+
+
+def test_the_search_finds_nothing_in_names_of_our_own(tmp_path: Path) -> None:
+    right = tmp_path / "right.py"
+    right.write_text("self._fine\nvalue.__class__\nfrom rankwise.x import _y\nvars(x)['hooks']\nd['_x']\n")
+    assert private_names(right) == []

@@ -6,7 +6,7 @@ says what it was, and that no other file uses such names.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, no_type_check
+from typing import Any, TypeVar, no_type_check
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # --- function modes ----------------------------------------------------------------------------------------
 
@@ -120,6 +122,15 @@ def runs_compiled_eagerly() -> bool:
     """Whether compiled modules run uncompiled, by ``torch.compiler.set_stance("force_eager")``."""
     eager: bool = torch._dynamo.eval_frame._stance.stance == "force_eager"
     return eager
+
+
+def constant_when_traced(function: FunctionT) -> FunctionT:
+    """A function that a compiler calls while it traces, and whose answer it takes for constant.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler to say so.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # --- modules -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import operator
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -136,15 +137,24 @@ def test_a_ladder_rises_from_end_to_end():
     assert half_lives(1).tolist() == [4.0]
 
 
-def test_an_explicit_choice_never_falls_back(monkeypatch):
+@pytest.fixture
+def forget_imports():
+    """What was found out about packages is kept: forget it now, and when `monkeypatch` has put them back."""
+    yield dispatch._failure.cache_clear
+    dispatch._failure.cache_clear()
+
+
+def test_an_explicit_choice_never_falls_back(forget_imports, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     gpu = torch.device("cuda")
     with pytest.raises(InputError, match=r'impl="cpu": wanted tensors on a CPU, got tensors on cuda'):
         dispatch.choose("cpu", gpu)
-    monkeypatch.setitem(dispatch._THERE, "triton", False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    forget_imports()
     with pytest.raises(InputError, match=r"an installed triton, got no triton .*pip install 'triton'"):
         dispatch.choose("triton", gpu)
-    monkeypatch.setitem(dispatch._THERE, "triton", True)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    forget_imports()
     with pytest.raises(InputError, match="tensors on a GPU, or TRITON_INTERPRET=1 set, got tensors on cpu"):
         dispatch.choose("triton", torch.device("cpu"))
 
@@ -165,16 +175,16 @@ def test_the_rule_is_where_the_docstring_says():
         ("mps", None, "reference"),
     ],
 )
-def test_the_rule_of_auto(device, missing, chosen, monkeypatch):
-    for name in dispatch._THERE:
-        monkeypatch.setitem(dispatch._THERE, name, name != missing)
+def test_the_rule_of_auto(device, missing, chosen, forget_imports, monkeypatch):
+    for name in ("numba", "llvmlite", "triton"):
+        monkeypatch.setitem(sys.modules, name, None if name == missing else ModuleType(name))
+    forget_imports()
     assert dispatch.choose("auto", torch.device(device)) == chosen
     assert dispatch.choose("reference", torch.device(device)) == "reference"
 
 
 WITHOUT_NUMBA = """
 import sys
-sys.modules["numba"] = None
 import torch
 from rankwise.errors import InputError
 from rankwise.models import ToSTConfig
@@ -192,10 +202,18 @@ assert not [name for name in sys.modules if name.startswith("rankwise.ops") and 
 """
 
 
-def test_without_numba_auto_is_the_reference_and_cpu_says_what_to_install():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("broken", [False, True])
+def test_without_numba_auto_is_the_reference_and_cpu_says_what_to_install(broken, tmp_path):
+    """Also where numba is installed, but cannot load its library."""
+    begin = "sys.modules['numba'] = None"
+    if broken:
+        (tmp_path / "numba.py").write_text("raise OSError('no libllvmlite.so')", encoding="utf-8")
+        begin = f"sys.path.insert(0, {str(tmp_path)!r})"
+    program = f"import sys\n{begin}\n{WITHOUT_NUMBA}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('impl="cpu": wanted an installed numba, got no numba that can be imported.')
+    assert ("OSError: no libllvmlite.so" if broken else "ModuleNotFoundError") in done.stdout
+    assert done.stdout.startswith('impl="cpu": wanted an installed numba, got no numba that can be imported')
     assert "pip install 'rankwise[cpu]'" in done.stdout
 
 

@@ -130,13 +130,12 @@ class LatentProjection(nn.Module):
         if down is not None:
             self.down = down
             latent.owner = self
-        if rest is not None:
-            self.rest = rest
+        self.rest = rest
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
         """All channels in their order."""
         read = self.up(self.latent.of(tokens))
-        if "rest" not in self._modules:
+        if self.rest is None:
             return read
         joined = torch.cat([self.rest(tokens), read], -1)
         if len(self.runs) == 1:

@@ -125,15 +125,15 @@ class Removal:
 
     model: nn.Module
     changes: list[RemovedHeads]
-    _modules: dict[str, nn.Module] = field(default_factory=dict)
+    _smaller: dict[str, nn.Module] = field(default_factory=dict)
     _restore: list[Callable[[], None]] = field(default_factory=list)
 
     def put_in(self) -> None:
         """Heads go."""
-        if not self._modules:
+        if not self._smaller:
             for cut in (cut for change in self.changes for cut in change.cuts):
-                before = self._modules.get(cut.module, self.model.get_submodule(cut.module))
-                self._modules[cut.module] = cut_linear(before, cut)
+                before = self._smaller.get(cut.module, self.model.get_submodule(cut.module))
+                self._smaller[cut.module] = cut_linear(before, cut)
         self._exchange()
         self._restore = [
             set_sizes(self.model.get_submodule(change.module), change) for change in self.changes
@@ -146,7 +146,7 @@ class Removal:
         self._exchange()
 
     def _exchange(self) -> None:
-        self._modules = {name: put(self.model, name, module) for name, module in self._modules.items()}
+        self._smaller = {name: put(self.model, name, module) for name, module in self._smaller.items()}
 
 
 def set_sizes(module: nn.Module, change: RemovedHeads) -> Callable[[], None]:

@@ -1,25 +1,25 @@
 """Which implementation runs, and its kernels: one rule, and no silent change of an explicit choice."""
 
+import os
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
 from rankwise.errors import InputError, did_you_mean
+from rankwise.torch_internals import constant_when_traced
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 NEEDS = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
 """Packages that an implementation cannot do without."""
-_THERE = {name: find_spec(name) is not None for names in NEEDS.values() for name in names}
 
 
 def choose(impl: str, device: torch.device) -> str:
     """The implementation for a device.
 
-    ``"auto"`` is ``"cpu"`` for tensors on a CPU where numba is installed, ``"triton"`` for tensors on a CUDA
-    or ROCm device where triton is installed, and ``"reference"`` elsewhere. Neither the length nor the dtype
+    ``"auto"`` is ``"cpu"`` for tensors on a CPU where numba can be imported, ``"triton"`` for tensors on a
+    CUDA or ROCm device where triton can be, and ``"reference"`` elsewhere. Neither the length nor the dtype
     is looked at.
 
     Args:
@@ -39,18 +39,18 @@ def choose(impl: str, device: torch.device) -> str:
     """
     if impl == "auto":
         fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
-        return "reference" if fast is None or _missing(fast) else fast
+        return "reference" if fast is None or missing(fast) else fast
     if impl not in IMPLEMENTATIONS:
         fix = did_you_mean(str(impl), ("auto", *IMPLEMENTATIONS))
         raise InputError("impl", wanted="auto, reference, cpu or triton", got=repr(impl), fix=fix)
     if impl == "cpu" and device.type != "cpu":
         raise _cannot("cpu", "tensors on a CPU", f"tensors on {device}")
-    missing = _missing(impl)
-    if missing:
-        package = "rankwise[cpu]" if impl == "cpu" else "triton"
-        got = f"no {' and no '.join(missing)} that can be imported"
-        raise _cannot(impl, f"an installed {NEEDS[impl][0]}", got, f"Install it: pip install '{package}'. ")
-    if impl == "triton" and device.type != "cuda" and not interpreting():
+    if lost := missing(impl):
+        package, parts = "rankwise[cpu]" if impl == "cpu" else "triton", " ".join(NEEDS[impl])
+        fix = f"Install it: pip install '{package}', or --force-reinstall {parts} if it is broken. "
+        raise _cannot(impl, f"an installed {NEEDS[impl][0]}", lost, fix)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, slowly, for tests
+    if impl == "triton" and device.type != "cuda" and not interpreted:
         raise _cannot("triton", "tensors on a GPU, or TRITON_INTERPRET=1 set", f"tensors on {device}")
     return impl
 
@@ -69,15 +69,20 @@ def kernels(impl: str, causal: bool) -> ModuleType:
     return import_module(f"rankwise.ops.token_statistics.{impl}.{'causal' if causal else 'bidirectional'}")
 
 
-def interpreting() -> bool:
-    """Whether Triton's interpreter is switched on, which runs its kernels on a CPU, slowly, for tests."""
-    import os
+@constant_when_traced
+def missing(impl: str) -> str:
+    """The first package an implementation needs that cannot be imported, and why; nothing where all can."""
+    return next((said for name in NEEDS.get(impl, ()) if (said := _failure(name))), "")
 
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
-
-def _missing(impl: str) -> list[str]:
-    return [name for name in NEEDS.get(impl, ()) if not _THERE[name]]
+@cache
+def _failure(package: str) -> str:
+    """An installed package may still fail, such as numba without the library that llvmlite loads."""
+    try:
+        import_module(package)
+    except Exception as error:
+        return f"no {package} that can be imported ({type(error).__name__}: {error})"
+    return ""
 
 
 def _cannot(impl: str, wanted: str, got: str, fix: str = "") -> InputError:

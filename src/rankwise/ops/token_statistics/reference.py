@@ -79,14 +79,7 @@ def causal(
 
 
 def solve(problem: Problem) -> Solution:
-    """Run the formulas, sequence by sequence where several are packed in one row.
-
-    Args:
-        problem: the call.
-
-    Returns:
-        Its solution.
-    """
+    """Run the formulas, sequence by sequence where several are packed in one row."""
     kind = problem.w.device.type
     known = torch.amp.autocast_mode.is_autocast_available(kind)
     with torch.autocast(kind, enabled=False) if known else nullcontext():
