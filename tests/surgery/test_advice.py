@@ -11,6 +11,7 @@ import pytest
 import torch
 from recipes.tiny_models import BERT, hugging_face, text_inputs
 from tests.audit.fingerprint import fingerprint
+from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -339,6 +340,7 @@ def test_a_mixer_that_is_called_twice_has_one_skip(advise: Advise) -> None:
 def test_other_findings_stay_as_they_are_and_the_gravest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "certify_skip", lambda *_: SimpleNamespace(layers=[layer("h.0")]))
     monkeypatch.setattr(advice, "_shares", lambda model, batch: {"h.0.attn": 0.0, "h.1.attn": 1.0})
+    monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1})
     info = collapse("h.0").model_copy(update={"code": "TWINS", "severity": "info"})
     found = rw.advise(holding(info, collapse("h.0")), nn.Identity(), tokens()).findings
     assert [one.code for one in found] == ["COLLAPSE", "SWITCHED_OFF", "TWINS"]
@@ -364,13 +366,73 @@ def test_what_cannot_be_told_is_noted(monkeypatch: pytest.MonkeyPatch, error: Ex
 
     monkeypatch.setattr(advice, "_shares", fail)
     monkeypatch.setattr(advice, "certify_skip", fail)
-    audit = rw.advise(holding(collapse("h.0")), nn.Identity(), tokens())
+    monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1})
+    told: list[str] = []
+    audit = rw.advise(holding(collapse("h.0")), nn.Identity(), tokens(), on_failure=told.append)
     assert audit.findings == [collapse("h.0").model_copy(update={"remedy": advice.BY_HAND})]
-    assert audit.provenance.notes == [
+    assert told == [
         f"not known whether λ or LayerScale drowns single mixers: {said}",
         f"no λ is named for COLLAPSE: {said}",
-        AGAIN,
     ]
+    assert audit.provenance.notes[:2] == told
+    assert not audit.provenance.advised
+
+
+@pytest.mark.parametrize("part", ["_shares", "certify_skip"])
+@pytest.mark.parametrize("error", [REFUSED, KeyError("y")], ids=["refused", "key"])
+def test_what_cannot_be_told_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(advice, part, fail)
+    monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1} if part == "_shares" else {})
+    with pytest.raises(type(error)) as raised:
+        rw.advise(holding(collapse("h.0")), nn.Identity(), tokens())
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("on_failure", [None, lambda said: None], ids=["raised", "tolerated"])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"audit": None}, r"`audit`: wanted an audit, got NoneType\. .*rw\.Audit\.load"),
+        ({"audit": "audit.json"}, r"`audit`: wanted an audit, got str\. .*rw\.Audit\.load"),
+        ({"audit": [collapse("h.0")]}, r"`audit`: wanted an audit, got list of Finding\."),
+        ({"model": None}, r"`model`: wanted a torch\.nn\.Module, got NoneType\."),
+        ({"batch": None}, r"`batch`: wanted a batch, got NoneType\. Pass one of the batches"),
+        ({"batch": "a text"}, "`batch`: wanted a batch, got str"),
+        ({"batch": [{"input_ids": torch.ones(1, 2)}]}, "`batch`: wanted a batch, got list of dict"),
+        ({"batch": {}}, "`batch`: wanted a batch, got dict"),
+    ],
+)
+def test_arguments_that_are_something_else_are_refused(
+    change: dict[str, Any], match: str, on_failure: Any
+) -> None:
+    given = {"audit": holding(), "model": nn.Identity(), "batch": tokens()} | change
+    with unchecked(), pytest.raises(InputError, match=match):
+        rw.advise(**given, on_failure=on_failure)
+
+
+@pytest.mark.parametrize("found", ["COLLAPSE", "λ-skips"])
+def test_a_batch_that_the_model_does_not_take_is_refused_with_the_cure(found: str) -> None:
+    model = hugging_face("BertModel", **BERT)()
+    audit = rw.audit(model, [text_inputs()])
+    if found == "COLLAPSE":
+        audit = audit.model_copy(update={"findings": [collapse("encoder.layer.0")]})
+    else:
+        rw.add_lambda_skip(model)
+    wrong = {"input_idz": text_inputs()["input_ids"]}
+    with pytest.raises(InputError, match=r"`batch`: wanted a batch that BertModel runs on.*no input_idz"):
+        rw.advise(audit, model, wrong)
+
+
+def test_labels_that_the_model_has_no_place_for_are_left_out_as_in_an_audit() -> None:
+    model = Stack([Average(1.0) for _ in range(6)]).eval()
+    batch = (tokens() + 1, torch.zeros(len(tokens()), dtype=torch.long))
+    audit = rw.audit(model, [batch])
+    assert rw.advise(audit, model, batch).findings == rw.advise(audit, model, batch[0]).findings
 
 
 @pytest.mark.parametrize("part", ["_shares", "certify_skip"])
@@ -379,6 +441,7 @@ def test_ctrl_c_stops_it_and_the_audit_is_as_it_was(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(advice, part, interrupted)
+    monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1} if part == "_shares" else {})
     audit = holding(collapse("h.0"))
     with pytest.raises(KeyboardInterrupt):
         rw.advise(audit, nn.Identity(), tokens())
@@ -452,6 +515,7 @@ def test_mixers_in_a_block_that_is_switched_off_are_told_with_it(
     monkeypatch: pytest.MonkeyPatch, code: str, block: str, told: list[str]
 ) -> None:
     monkeypatch.setattr(advice, "_shares", lambda model, batch: {"h.1.attn": 0.0, "h.10": 0.0})
+    monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1})
     there = collapse(block).model_copy(update={"code": code, "severity": "warning"})
     found = rw.advise(holding(there), nn.Identity(), tokens()).findings
     assert [one.where.site for one in found if one != there] == told

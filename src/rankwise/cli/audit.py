@@ -282,11 +282,14 @@ def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
 def _advised(
     result: "Audit", model: "nn.Module", batch: Any, say: Callable[[str], None]
 ) -> "tuple[Audit, bool]":
-    """The audit with advice on its skip connections; the audit alone, and True, where Ctrl-C came first."""
+    """The audit with advice on its skip connections; the audit alone, and True, where Ctrl-C came first.
+
+    What of it fails does not cost the audit: the notes of the report say it.
+    """
     from rankwise.surgery import advise
 
     try:
-        return advise(result, model, batch, lambda what: say(f"on the first batch: {what}")), False
+        return advise(result, model, batch, lambda what: say(f"on the first batch: {what}"), say), False
     except KeyboardInterrupt:
         notes = [*result.provenance.notes, "skip connections not looked at: interrupted from the keyboard"]
         about = result.provenance.model_copy(update={"notes": notes})

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rankwise.audit.batches import cure, readable
 from rankwise.audit.findings import SWITCHED_OFF_REMEDY, TURN
 from rankwise.audit.records import SEVERITY_ORDER, AuditRecord, Finding, Place
 from rankwise.errors import InputError, RankwiseError
-from rankwise.running import Batch, batch_size, device_of, first_sequences, moved
-from rankwise.surgery.certify import certify_skip
-from rankwise.surgery.probe import check_traceable, find_skip_locations
+from rankwise.running import Batch, batch_size, device_of, first_sequences, moved, run_model, tensors_of
+from rankwise.surgery.certify import NoResidualError, certify_skip
+from rankwise.surgery.probe import check_traceable, find_skip_locations, probing
 from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.skips import name_sites, skips_of
 from rankwise.surgery.verify import unhooked
@@ -36,7 +37,11 @@ BY_HAND = "raise λ in the model's own config or skip connections, where it has 
 
 
 def advise(
-    audit: AuditT, model: nn.Module, batch: Batch, on_progress: Callable[[str], None] | None = None
+    audit: AuditT,
+    model: nn.Module,
+    batch: Batch,
+    on_progress: Callable[[str], None] | None = None,
+    on_failure: Callable[[str], None] | None = None,
 ) -> AuditT:
     """Add to an audit what takes another look at the skip connections of its model.
 
@@ -49,20 +54,25 @@ def advise(
     again; parameters, buffers, modes and random state are afterwards what they were.
 
     Range: `mixer_share` in [0, ∞), λ in (0, ∞).
-    Cost: nothing without a COLLAPSE, λ-skips and LayerScale; else about 25 forward passes for a COLLAPSE, one
-    for λ-skips, and for LayerScale a backward pass more.
+    Cost: nothing without a COLLAPSE, λ-skips and LayerScale; else one forward pass, about 25 more for a
+    COLLAPSE, one for λ-skips, and for LayerScale a backward pass more.
 
     Args:
         audit: of this model; it is not changed.
         model: what was audited.
         batch: what it was audited on, or part of it, as `audit` takes it.
         on_progress: called with what is looked at next.
+        on_failure: called with what could not be told, and why, in place of an error: the audit then has a
+            note of it and is not marked as advised. By default an error is raised.
 
     Returns:
-        The audit with these findings, the gravest first, and with notes on what could not be told.
+        The audit with these findings, the gravest first.
 
     Raises:
-        InputError: if the audit is not complete, or is that of a model of another class.
+        InputError: if the audit is none, is not complete or is that of a model of another class, or the model
+            does not run on the batch.
+        SkipError: if what the model gives on the batch cannot be certified, such as states that are not
+            finite. A model without residual connections is none: its COLLAPSE gets a remedy in words.
 
     Source: `certify_skip` for the bounds.
 
@@ -73,7 +83,7 @@ def advise(
         >>> rw.advise(rw.audit(layer, [tokens]), layer, tokens).provenance.advised
         True
     """
-    _check(audit, model)
+    _check(audit, model, batch)
     looked_at: list[str] = []
 
     def say(what: str) -> None:
@@ -81,32 +91,47 @@ def advise(
         if on_progress is not None:
             on_progress(what)
 
-    sample = first_sequences(moved(batch, device_of(model)), SAMPLE)
+    failures: list[str] = []
+
+    def failed(what: str, error: Exception) -> None:
+        if on_failure is None:
+            raise error
+        failures.append(f"{what}: {_said(error)}")
+        on_failure(failures[-1])
+
+    sample = first_sequences(moved(readable(model, batch)[0], device_of(model)), SAMPLE)
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((UNSEEN, UNNAMED, AGAIN))]
-    try:
-        found += _drowned(found, model, sample, say)
-    except Exception as error:
-        notes.append(f"{UNSEEN}: {_said(error)}")
-    if any(finding.code == "COLLAPSE" for finding in found):
-        say("the certificate of a collapse")
+    if skips_of(model) or _layer_scales(model):
         try:
-            found = _named(found, model, sample)
+            _check_runs(model, sample)
+            found += _drowned(found, model, sample, say)
         except Exception as error:
-            notes.append(f"{UNNAMED}: {_said(error)}")
-            by_hand = {"remedy": BY_HAND}
-            found = [
-                finding.model_copy(update=by_hand) if finding.code == "COLLAPSE" else finding
-                for finding in found
-            ]
+            failed(UNSEEN, error)
+    if any(finding.code == "COLLAPSE" for finding in found):
+        try:
+            _check_runs(model, sample)
+            say("the certificate of a collapse")
+            found = _named(found, model, sample)
+        except NoResidualError as error:  # that is the answer
+            notes.append(f"{UNNAMED}: {error}")
+            found = _by_hand(found)
+        except Exception as error:
+            failed(UNNAMED, error)
+            found = _by_hand(found)
+    notes += failures
     if looked_at:
         notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {' and '.join(looked_at)}")
-    about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
+    about = audit.provenance.model_copy(update={"advised": not failures, "notes": notes})
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
 
-def _check(audit: AuditRecord, model: nn.Module) -> None:
+def _check(audit: object, model: object, batch: object) -> None:
+    wrong = _wrong(audit, model, batch)
+    if wrong is not None:
+        raise wrong
+    assert isinstance(audit, AuditRecord)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if audit.provenance.model_class not in ("", kind):
         raise InputError(
@@ -121,6 +146,39 @@ def _check(audit: AuditRecord, model: nn.Module) -> None:
         )
 
 
+def _wrong(audit: object, model: object, batch: object) -> InputError | None:
+    """Arguments that are something else altogether, and what to pass in their stead."""
+    if not isinstance(audit, AuditRecord):
+        fix = "Pass what `rw.audit(model, batches)` gave, or `rw.Audit.load(path)`."
+        return InputError("`audit`", wanted="an audit", got=_kind(audit), fix=fix)
+    if not isinstance(model, nn.Module):
+        fix = "Pass the model that was audited."
+        return InputError("`model`", wanted="a torch.nn.Module", got=_kind(model), fix=fix)
+    if not isinstance(batch, Mapping | tuple | list | Tensor) or not tensors_of(batch):
+        fix = "Pass one of the batches that were audited: a dict of tensors, a tuple of tensors or a tensor."
+        return InputError("`batch`", wanted="a batch", got=_kind(batch), fix=fix)
+    return None
+
+
+def _kind(value: object) -> str:
+    inside = f" of {type(value[0]).__name__}" if isinstance(value, tuple | list) and value else ""
+    return f"{type(value).__name__}{inside}"
+
+
+def _check_runs(model: nn.Module, batch: Batch) -> None:
+    """What fails later, on a batch that the model takes, is not the fault of the batch."""
+    try:
+        with probing(model), torch.no_grad():
+            run_model(model, batch)
+    except Exception as error:
+        if isinstance(error, RankwiseError):
+            raise
+        name, got = type(model).__name__, f"{type(error).__name__}: {error}"
+        raise InputError(
+            "`batch`", wanted=f"a batch that {name} runs on", got=got, fix=cure(model, batch, error)
+        ) from error
+
+
 def _said(error: Exception) -> str:
     """Of a KeyError or a MemoryError the text alone says little or nothing."""
     return str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
@@ -129,8 +187,7 @@ def _said(error: Exception) -> str:
 def _drowned(
     findings: Sequence[Finding], model: nn.Module, batch: Any, say: Callable[[str], None]
 ) -> list[Finding]:
-    if skips_of(model) or _layer_scales(model):
-        say("mixers that a λ-skip or LayerScale drowns")
+    say("mixers that a λ-skip or LayerScale drowns")
     return [
         _drowned_mixer(site, share)
         for site, share in _shares(model, batch).items()
@@ -156,6 +213,11 @@ def _named(findings: Sequence[Finding], model: nn.Module, batch: Any) -> list[Fi
     return [
         _advised(finding, layers, carries) if finding.code == "COLLAPSE" else finding for finding in findings
     ]
+
+
+def _by_hand(findings: Sequence[Finding]) -> list[Finding]:
+    remedy = {"remedy": BY_HAND}
+    return [each.model_copy(update=remedy) if each.code == "COLLAPSE" else each for each in findings]
 
 
 def _advised(finding: Finding, layers: Sequence[Any], carries: bool) -> Finding:

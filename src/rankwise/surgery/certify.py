@@ -20,6 +20,10 @@ from rankwise.surgery.verify import unhooked
 from rankwise.theory.paper_skip import check_share as check_share
 
 
+class NoResidualError(SkipError):
+    """A model without a residual connection around a mixer, or with none that a λ could be put into."""
+
+
 def certify_skip(
     model: nn.Module, batch: Batch, a: float = 0.5, target: float | None = None
 ) -> SkipCertificate:
@@ -44,7 +48,7 @@ def certify_skip(
 
     Raises:
         SkipError: if a sequence is all padding or none has two tokens, a λ or a state is not finite, or the
-            model has no residual mixer.
+            model has no residual mixer (`NoResidualError`).
         RankwiseError: if a is not in (0, 1).
 
     Examples:
@@ -102,7 +106,7 @@ def _found(model: nn.Module, batch: Batch) -> list[SkipSite]:
     with unhooked(model):
         locations, missed = find_skip_locations(model, batch)
     if not locations:
-        raise SkipError(
+        raise NoResidualError(
             f"model {type(model).__name__}",
             wanted="residual connections around mixers",
             got=f"none in reach ({', '.join(missed[:3])})" if missed else "none",
