@@ -18,7 +18,7 @@ from rankwise.surgery import SkipError, add_lambda_skip, certify_skip, skips_of
 from rankwise.surgery.norms import normed
 from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.threshold import GRID
-from rankwise.theory import token_collapse as mu
+from rankwise.theory import distance_from_mean as mu
 
 EPS = (0.0, 1e-12)
 """Of what is read, whose directions count, and of BERT's norms."""

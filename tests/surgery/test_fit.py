@@ -7,8 +7,10 @@ import pytest
 import torch
 from recipes.families import GPT, T5
 from recipes.tiny_models import BERT, hugging_face, text_inputs
+from torch import nn
 
 from rankwise.errors import InputError
+from rankwise.measures import token_collapse
 from rankwise.surgery import SkipError, add_lambda_skip, fit_skips, mean_loss, skips_of, state_collapse
 from rankwise.surgery.fit import loss_of
 
@@ -60,6 +62,14 @@ def test_collapse_by_layer() -> None:
     assert list(states) == ["transformer.h"]
     assert len(states["transformer.h"]) == 4
     assert all(0 < value < 1 for value in states["transformer.h"])
+
+
+def test_collapse_of_batches_without_names() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    model, states = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8)
+    (found,) = state_collapse(model, [states]).values()
+    assert found[0] == pytest.approx(float(token_collapse(states).mean()))
+    assert state_collapse(model, [(states,)]) == {"layers": found}
 
 
 def test_models_without_a_loss_and_masks_without_a_token() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from rankwise.surgery import SkipCertificate, add_lambda_skip, certify_skip
 from rankwise.surgery.norms import NormCall, recognised
-from rankwise.theory import token_collapse as mu
+from rankwise.theory import distance_from_mean as mu
 
 pytestmark = pytest.mark.usefixtures("coarse_thresholds")
 

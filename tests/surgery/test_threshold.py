@@ -13,7 +13,7 @@ from rankwise.surgery.probe import find_skip_locations
 from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.skips import name_sites
 from rankwise.surgery.threshold import Both, kept_by, threshold
-from rankwise.theory import token_collapse as mu
+from rankwise.theory import distance_from_mean as mu
 
 llama = hugging_face("LlamaModel", **LLAMA)
 bert = hugging_face("BertModel", **BERT)

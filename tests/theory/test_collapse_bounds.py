@@ -17,7 +17,7 @@ from rankwise.theory import (
     linear_decay,
     selective_decay,
 )
-from rankwise.theory import token_collapse as mu
+from rankwise.theory import distance_from_mean as mu
 
 LAYERS = 5
 SLACK = 1 + 1e-9

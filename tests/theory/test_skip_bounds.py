@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unchecked import unchecked
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures import token_collapse
+from rankwise.theory import distance_from_mean as mu
 from rankwise.theory import (
     norm_bound,
     norm_scale,
@@ -23,7 +25,6 @@ from rankwise.theory import (
     sum_bound,
     sum_scale,
 )
-from rankwise.theory import token_collapse as mu
 
 SLACK = 1e-9
 """Relative: sums of T·D float64 terms lose less than T·D·1e-16 < 1e-12; a hundredfold and more beside it."""
@@ -464,3 +465,34 @@ def test_shares_outside_the_open_interval_are_refused(a: float) -> None:
     ):
         with pytest.raises(RankwiseError, match=r"`a`: wanted a number between 0 and 1"):
             call()
+
+
+# --- the distance that all of them speak of -----------------------------------------------------------------
+
+
+def test_the_distance_is_the_collapse_before_it_is_normalised() -> None:
+    """One number, wherever it is asked for, whatever the mask hides."""
+    rows = torch.randn(3, 5, 4, dtype=torch.float64)
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 2 + [True] * 3])
+    rows[1, 4] = torch.nan
+    assert torch.equal(mu(rows, mask), token_collapse(rows, mask, normalized=False))
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "match"),
+    [
+        (torch.ones(3), None, r"rows: wanted floating-point numbers of shape \(…, T, D\), got \(3,\)"),
+        (torch.ones(3, 2).long(), None, "got .*int64.*float"),
+        ([[1.0]], None, "got list"),
+        (
+            torch.ones(3, 2),
+            torch.ones(3),
+            r"mask of rows: wanted torch\.bool of shape \(3,\).*got torch\.float",
+        ),
+        (torch.ones(3, 2), torch.ones(2, dtype=torch.bool), r"of shape \(2,\)"),
+    ],
+)
+@pytest.mark.parametrize("function", [mu, lambda rows, mask: sum_bound(rows, rows, 1.0, mask)])
+def test_rows_that_are_none_are_refused(function, rows, mask, match) -> None:
+    with unchecked(), pytest.raises(ShapeError, match=match):
+        function(rows, mask)

@@ -12,6 +12,7 @@ from rankwise.surgery.norms import Norm
 from rankwise.surgery.skip_sums import SkipSum
 from rankwise.surgery.value_weights import Mixing
 from rankwise.theory import (
+    distance_from_mean,
     norm_bound,
     norm_scale,
     paper_condition,
@@ -21,7 +22,6 @@ from rankwise.theory import (
     paper_strength,
     sum_bound,
     sum_scale,
-    token_collapse,
 )
 
 SPHERE = 0.01
@@ -86,8 +86,8 @@ def layer_certificate(
         collapse_in=sum_.mean(before),
         collapse_out=sum_.mean(ends) if known else None,
         kept=sum_.least(kept) if known else None,
-        relative_in=sum_.mean(token_collapse(y, mask) / sizes[0]),
-        relative_out=sum_.mean(token_collapse(sum_.after, mask) / sizes[2]),
+        relative_in=sum_.mean(distance_from_mean(y, mask) / sizes[0]),
+        relative_out=sum_.mean(distance_from_mean(sum_.after, mask) / sizes[2]),
         price=sum_.mean(sizes[1] / sizes[2]),
         gain=_gain(sum_),
         mixing_norm=None if mixing is None else mixing.norm,
@@ -101,9 +101,9 @@ def layer_certificate(
 
 def _collapses(sum_: _Sum) -> tuple[Tensor, Tensor]:
     """μ of what is read and of what comes of it, by sequence; before a norm, that of directions times √D."""
-    ends = token_collapse(sum_.norm.of(sum_.after), sum_.mask)
+    ends = distance_from_mean(sum_.norm.of(sum_.after), sum_.mask)
     if not sum_.norm.known:
-        return token_collapse(sum_.y, sum_.mask), ends
+        return distance_from_mean(sum_.y, sum_.mask), ends
     return norm_bound(sum_.y, 0 * sum_.b, 1.0, sum_.mask, sum_.norm.centre), ends
 
 
@@ -153,7 +153,7 @@ def _any_mixing(sum_: _Sum, mixing: Mixing | None, a: float) -> float | None:
     reach = mixing.reach.to(sum_.y.device)
     if not sum_.norm.known:
         farthest = reach * sum_.mask.sum(-1).sqrt()
-        return sum_.largest(math.sqrt(a) + farthest / token_collapse(sum_.y, sum_.mask))
+        return sum_.largest(math.sqrt(a) + farthest / distance_from_mean(sum_.y, sum_.mask))
     way = sum_.y.new_zeros(sum_.y.shape[-1])
     way[:2] = way.new_tensor([1, -1])[: len(way)]  # without a mean that centring would take off
     any_way = (reach[:, None, None] * way / way.norm()).expand_as(sum_.y)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from rankwise.capture import StateSite, capture
 from rankwise.errors import InputError, SkipError
 from rankwise.measures import token_collapse
-from rankwise.running import evaluating
+from rankwise.running import Batch, evaluating, run_model
 from rankwise.surgery.skips import Skips, skips_of
 
-Batch = Mapping[str, Tensor]
+TextBatch = Mapping[str, Tensor]
+"""``input_ids``, and mostly ``attention_mask``."""
 MASKED = 0.15
 """Share of tokens a masked language model is asked for."""
 IGNORED = -100
@@ -35,7 +36,7 @@ class Fit:
 
 def fit_skips(
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: Sequence[TextBatch],
     steps: int,
     lr: float = 0.02,
     mask_token: int | None = None,
@@ -149,7 +150,7 @@ def check_rate(subject: str, lr: float) -> None:
         )
 
 
-def _finite_loss(model: nn.Module, batch: Batch, mask_token: int | None, done: int) -> Tensor:
+def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, done: int) -> Tensor:
     loss = loss_of(model, batch, mask_token)
     if not math.isfinite(loss.item()):
         raise _lost(f"loss after step {done}" if done else "loss before the first step", loss.item())
@@ -172,7 +173,7 @@ def _lost(subject: str, got: float) -> SkipError:
     )
 
 
-def mean_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> float:
+def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
     """Mean loss of a language model over batches, in evaluation mode.
 
     Args:
@@ -188,7 +189,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None
     return sum(losses) / len(losses)
 
 
-def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Tensor:
+def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
     """The loss of a language model on one batch: the next token, masked ones, or the same text again.
 
     Args:
@@ -213,7 +214,7 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, mask_token or 0)
         labels[~hidden] = IGNORED
     _check_labels(model, labels, real)
-    loss = model(**inputs, labels=labels).loss
+    loss = run_model(model, inputs | {"labels": labels}).loss
     assert isinstance(loss, Tensor)  # a model that takes labels gives a loss
     return loss
 
@@ -280,7 +281,7 @@ def state_collapse(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list
 
     with evaluating(model), torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note):
         for batch in batches:
-            model(**batch)
+            run_model(model, batch)
     stacks: dict[str, list[float]] = {}
     for (stack, _), values in sorted(found.items()):
         stacks.setdefault(stack, []).append(sum(values) / max(len(values), 1))

@@ -14,7 +14,7 @@ from rankwise.running import Batch
 from rankwise.surgery.norms import Norm
 from rankwise.surgery.skip_sums import SkipSum, skip_sums
 from rankwise.surgery.skips import SkipSite
-from rankwise.theory import token_collapse
+from rankwise.theory import distance_from_mean
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 PARTS = 50
@@ -75,8 +75,8 @@ def kept_by(seen: Sequence[SkipSum], norms: Mapping[str, Norm]) -> dict[str, Bot
             continue
         norm = norms[last.site.name]
         shares = _share(last.total, last.mask) / _share(first.residual, first.mask)
-        ends = token_collapse(norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-        mus = ends / token_collapse(first.residual, first.mask)
+        ends = distance_from_mean(norm.of(last.total.double()), last.mask).nan_to_num(0.0)
+        mus = ends / distance_from_mean(first.residual, first.mask)
         mu = None if norm.kind == "unknown" else float(mus[apart].mean())
         found[stack] = Both(float(shares[apart].mean()), mu)
     return found
@@ -141,7 +141,7 @@ def _between(below: float, above: float, part: int) -> float:
 
 def _share(rows: Tensor, mask: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(rows.double().masked_fill(~mask[..., None], 0), dim=(-2, -1))
-    return (token_collapse(rows, mask) / size).nan_to_num(0.0)
+    return (distance_from_mean(rows, mask) / size).nan_to_num(0.0)
 
 
 def _stack(site: SkipSite) -> str:

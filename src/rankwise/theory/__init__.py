@@ -18,7 +18,7 @@ from rankwise.theory.paper_skip import (
     paper_strength,
 )
 from rankwise.theory.random_heads import NullRank
-from rankwise.theory.skip_bounds import norm_bound, norm_scale, sum_bound, sum_scale, token_collapse
+from rankwise.theory.skip_bounds import distance_from_mean, norm_bound, norm_scale, sum_bound, sum_scale
 from rankwise.theory.theorem1 import almost_orthonormal, theorem1_bound, theorem1_epsilon, theorem1_rank
 from rankwise.theory.uniform import uniform_rank
 
@@ -28,6 +28,7 @@ __all__ = [
     "attention_decay",
     "collapse_of",
     "diameter_of",
+    "distance_from_mean",
     "hardmax_rank",
     "interpolated_null_rank",
     "linear_decay",
@@ -47,6 +48,5 @@ __all__ = [
     "theorem1_bound",
     "theorem1_epsilon",
     "theorem1_rank",
-    "token_collapse",
     "uniform_rank",
 ]

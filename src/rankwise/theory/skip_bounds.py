@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from rankwise.errors import ShapeError
 from rankwise.linalg import mean_distance, norm
 from rankwise.theory.paper_skip import check_share
 
@@ -16,18 +17,23 @@ DOUBLINGS, HALVINGS = 30, 40
 """Of a search for the least |λ|: up to 1e9 times its first guess, to 1e-12 of it."""
 
 
-def token_collapse(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[Tensor, "*batch"]:
-    """μ of rows: the norm of what tells them from their mean.
+def distance_from_mean(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None) -> Float64[Tensor, "*batch"]:
+    """Distance of rows from their mean: μ, of which every bound here speaks.
 
-    Formula: ‖Y − 1ȳᵀ‖_F over the rows of the mask. Range: [0, ‖Y‖_F]. Cost: O(T D).
+    Formula: ‖Y − 1ȳᵀ‖_F over the rows of the mask. Range: [0, ‖Y‖_F]; 0 = all rows the same. NaN with NaN or
+    infinity in a row that counts. Cost: O(T D).
+    `rankwise.token_collapse` of a batch is its share μ/‖Y‖_F, and the same number with ``normalized=False``.
 
     Args:
         rows: the rows.
         mask: which count; all, by default.
 
+    Raises:
+        ShapeError: if the rows are no floating-point (…, T, D), or the mask is not Bool (…, T).
+
     Examples:
         >>> import torch
-        >>> token_collapse(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item() ** 2
+        >>> distance_from_mean(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item() ** 2
         2.0000000000000004
     """
     return mean_distance(*_counted(rows, mask))
@@ -52,11 +58,11 @@ def sum_bound(
     Examples:
         >>> import torch
         >>> y = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-        >>> round(sum_bound(y, -y, 3.0).item() / token_collapse(y).item(), 9)
+        >>> round(sum_bound(y, -y, 3.0).item() / distance_from_mean(y).item(), 9)
         2.0
     """
     size = torch.as_tensor(scale, dtype=torch.float64).abs()
-    return (size * token_collapse(residual, mask) - token_collapse(branch, mask)).clamp(min=0)
+    return (size * distance_from_mean(residual, mask) - distance_from_mean(branch, mask)).clamp(min=0)
 
 
 def sum_scale(
@@ -91,7 +97,7 @@ def sum_scale(
         1.0
     """
     check_share(a)
-    ratio = _over(token_collapse(branch, mask), token_collapse(residual, mask))
+    ratio = _over(distance_from_mean(branch, mask), distance_from_mean(residual, mask))
     if not relative:
         return math.sqrt(a) + ratio
     sizes = _over(_size(branch, mask), _size(residual, mask))
@@ -241,10 +247,21 @@ def _polar(residual: Rows, branch: Rows, mask: Tensor | None, centre: bool) -> _
     directions = _over(y, radius * lengths[..., None], 0.0)
     mean = directions.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
-    return _Polar(lengths, moves, real, token_collapse(directions, mask), size, radius)
+    return _Polar(lengths, moves, real, distance_from_mean(directions, mask), size, radius)
 
 
 def _counted(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not isinstance(rows, Tensor) or rows.dim() < 2 or not rows.is_floating_point():
+        got = f"{tuple(rows.shape)}, {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+        fix = "Give token states, one row a token; integers become some with .float()."
+        raise ShapeError("rows", wanted="floating-point numbers of shape (…, T, D)", got=got, fix=fix)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != rows.shape[:-1]):
+        raise ShapeError(
+            "mask of rows",
+            wanted=f"torch.bool of shape {tuple(rows.shape[:-1])}, True where a row counts",
+            got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+            fix="A tokenizer's attention_mask becomes one with .bool().",
+        )
     rows = rows.detach().double()
     real = rows.new_ones(rows.shape[:-1], dtype=torch.bool) if mask is None else mask
     return rows.masked_fill(~real[..., None], 0), real
