@@ -94,23 +94,32 @@ def test_a_damaged_picture_is_refused(change: dict[str, object]) -> None:
         MatrixPicture.model_validate(kept.model_dump() | change)
 
 
-def test_an_audit_keeps_the_matrices_that_the_model_applied(tmp_path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_audit_keeps_the_matrices_of_two_sequences_as_the_model_applied_them(
+    tmp_path, apart: bool
+) -> None:
     model = hugging_face("BertModel", **BERT)()
     ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
     batch = {"input_ids": ids, "attention_mask": mask}
-    audit = rw.audit(model, [batch, batch], matrices="all", tokenizer=Words())
+    halves = [{name: part[at : at + 1] for name, part in batch.items()} for at in (0, 1)]
+    audit = rw.audit(model, halves if apart else [batch, batch], matrices="all", tokenizer=Words())
     audit = rw.Audit.load(audit.save(tmp_path / "audit.json"))
     with rw.capture(model) as trace, torch.no_grad():
         model(**batch)
-    assert audit.texts == {"input_ids": [f"w{one}" for one in ids[0, :9].tolist()]}
+    words = [[f"w{number}" for number in row.tolist()] for row in ids]
+    assert audit.texts == {"input_ids": words[0][:9], "input_ids of sequence 2": words[1]}
+    # Alone and in a batch a sequence goes through other products: float32 rounding of both.
+    rounding = 2**-18 if apart else 0
     for head in audit.heads:
-        picture = head.picture
-        assert (picture.tokens, picture.sources, picture.rows, picture.columns) == (9, 9, 9, 9)
-        assert picture.row_tokens == picture.column_tokens == "input_ids"
-        matrix = trace.mixers[head.layer].operator[0, head.head].dense()[:9, :9]
-        np.testing.assert_allclose(picture.matrix(), matrix, rtol=2**-11, atol=2**-24)
+        for at, picture, tokens in ((0, head.picture, 9), (1, head.second_picture, 12)):
+            assert (picture.tokens, picture.sources, picture.rows, picture.columns) == (tokens,) * 4
+            assert audit.texts[picture.row_tokens] == audit.texts[picture.column_tokens] == words[at][:tokens]
+            matrix = trace.mixers[head.layer].operator[at, head.head].dense()[:tokens, :tokens]
+            np.testing.assert_allclose(
+                picture.matrix(), matrix, rtol=2**-11 + rounding, atol=2**-24 + rounding
+            )
 
 
 def test_chosen_heads_have_pictures_and_no_others() -> None:
@@ -127,11 +136,13 @@ def test_chosen_heads_have_pictures_and_no_others() -> None:
 
 def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
     picture = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
-    heads = [head.model_copy(update={"picture": picture}) for head in samples.grid(2, 4)]
+    both = {"picture": picture, "second_picture": picture}
+    heads = [head.model_copy(update=both) for head in samples.grid(2, 4)]
     place = samples._place(1, 2)
     twins = samples.finding("TWINS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01})
     kept = chosen_heads("flagged").kept(heads, [twins])
     assert [(h.layer, h.head) for h in kept if h.picture] == [(1, 2), (1, 3)]
+    assert [(h.layer, h.head) for h in kept if h.second_picture] == [(1, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("wrong", ["3", "3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)]])

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.report import samples
@@ -60,8 +61,10 @@ def pictured() -> AuditRecord:
         31: MatrixPicture.of(block_averages(DenseMixing(long)).numpy(), 300, 300),
         32: MatrixPicture.of(small.numpy(), 9, 9, "input_ids", "input_ids"),
     }
+    second = MatrixPicture.of(np.full((3, 3), 0.25, np.float32), 3, 3, "other", "other")
     heads = [h.model_copy(update={"picture": pictures.get(at)}) for at, h in enumerate(audit.heads)]
-    texts = {"input_ids": [f"<{word}>" for word in ["=a", "b", "c", "d", "e", "f", "g", "h", "i"]]}
+    heads[32] = heads[32].model_copy(update={"second_picture": second})
+    texts = {"input_ids": [f"<{letter}>" for letter in ["=a", *"bcdefghi"]], "other": ["x", "y", "z"]}
     return audit.model_copy(update={"heads": heads, "texts": texts})
 
 
@@ -220,6 +223,12 @@ def test_clicking_a_cell_opens_its_matrix_with_its_tokens(encoder: Page) -> None
     assert "row &lt;=a> (0)<br>column &lt;=a> (0)<br><b>≈ 0.5" in drawn["hovertext"][0][0]
     assert card.locator("#matrix-plot .ytick text").first.text_content() == "<=a>"
     assert "9 × 9 tokens" in card.locator("#matrix-note").inner_text()
+    second = card.get_by_role("button", name="Second sequence")
+    second.click()
+    encoder.wait_for_function("document.querySelector('#matrix-plot').data[0].z.length === 3")
+    assert second.get_attribute("aria-pressed") == "true"
+    assert card.locator("#matrix-plot .ytick text").first.text_content() == "x"
+    assert "The second sequence, 3 × 3 tokens" in card.locator("#matrix-note").inner_text()
 
 
 def test_the_ring_stands_at_the_rank_of_the_table(encoder: Page) -> None:

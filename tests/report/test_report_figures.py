@@ -6,6 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.report import samples
@@ -13,10 +14,12 @@ from tests.report import samples
 from rankwise.audit.baseline_records import Baseline
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import HEAD_MEASURES
+from rankwise.audit.pictures import block_averages
+from rankwise.operators import DenseMixing
 from rankwise.report.columns import head_columns
 from rankwise.report.curves import draw_depth
 from rankwise.report.heatmap import draw_panel
-from rankwise.report.one_head import NONE, opening_head, pack_pictures, pack_spectra
+from rankwise.report.one_head import NONE, coarser, opening_head, pack_pictures, pack_spectra
 from rankwise.report.page import page_context
 from rankwise.report.panels import make_panels
 from rankwise.report.text import rank_share
@@ -179,7 +182,8 @@ def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int)
     picture = MatrixPicture.of(values, tokens=5, sources=7, row_tokens="input_ids")
     audit = samples.encoder()
     heads = [audit.heads[0].model_copy(update={"picture": picture}), *audit.heads[1:]]
-    (packed,), left_out = pack_pictures(audit.model_copy(update={"heads": heads}))[0].values(), 0
+    found, left_out = pack_pictures(audit.model_copy(update={"heads": heads}))
+    ((packed,),) = found.values()
     codes = np.frombuffer(zlib.decompress(base64.b64decode(packed["values"])), np.uint8).astype(float)
     root = 2 * codes / packed["steps"] - 1 if packed["signed"] else codes / packed["steps"]
     again = (np.sign(root) * root**2 * packed["largest"]).reshape(5, 7)
@@ -197,11 +201,39 @@ def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr("rankwise.report.one_head.PICTURES_BYTES", 72 * 5000)
     packed, left_out = pack_pictures(audit)
     assert (len(packed), left_out) == (72, 0)
-    assert packed[0]["steps"] < 254
+    assert packed[0][0]["steps"] < 254
     monkeypatch.setattr("rankwise.report.one_head.MOST_PICTURES_BYTES", 30_000)
     packed, left_out = pack_pictures(audit)
     assert len(packed) + left_out == 72
     assert left_out > 0
+
+
+@given(st.integers(65, 200), st.integers(3, 200))
+def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: int) -> None:
+    matrix = torch.rand(tokens, sources, generator=torch.Generator().manual_seed(tokens)).double()
+    fine = MatrixPicture.of(block_averages(DenseMixing(matrix)).float().numpy(), tokens, sources, "input_ids")
+    coarse = coarser(fine, 64)
+    assert (coarse.rows, coarse.columns, coarse.row_tokens) == (64, min(sources, 64), "input_ids")
+    # both are kept in float16, shares of at most 1
+    np.testing.assert_allclose(coarse.matrix(), block_averages(DenseMixing(matrix), 64), atol=2 * 2**-11)
+
+
+def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
+    picture = MatrixPicture.of(noise, tokens=64, sources=64)
+    audit = samples.encoder()
+    heads = [h.model_copy(update={"picture": picture, "second_picture": picture}) for h in audit.heads]
+    audit = audit.model_copy(update={"heads": heads})
+    packed, left_out = pack_pictures(audit)
+    assert left_out == 0
+    assert all([one["sequence"] for one in of_head] == [0, 1] for of_head in packed.values())
+    size = len(packed[0][0]["values"])
+    monkeypatch.setattr("rankwise.report.one_head.MOST_PICTURES_BYTES", 80 * size)
+    packed, left_out = pack_pictures(audit)
+    assert left_out == 72 - 8
+    assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())
 
 
 def test_the_head_open_at_first_has_something_to_show() -> None:

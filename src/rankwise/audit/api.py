@@ -67,9 +67,9 @@ def audit(
             be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: operators named by hand, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
-        matrices: heads that keep a picture of their matrix on the first sequence (`MatrixPicture`, at most
-            128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
-            "3:7,5:0" (layer:head), or pairs. One product with 128 columns a head; 256 MiB at most in all.
+        matrices: heads that keep a picture of their matrix on the first two sequences (`MatrixPicture`, at
+            most 128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
+            "3:7,5:0" (layer:head), or pairs. A product with 128 columns each; 256 MiB at most in all.
         worth: whether to measure what the model loses without each head and block, and which heads can go
             together: True estimates it from gradients, "exact" removes heads one by one as well;
             `rankwise.worth.WorthSettings` say more, such as the loss.

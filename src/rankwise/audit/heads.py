@@ -102,8 +102,8 @@ class SiteHeads:
     """The numbers of the heads: not all of them where there are thousands."""
     peaks: list[list[list[str]]] = field(default_factory=list)
     """What the token at the peak of each head is called, sequence by sequence."""
-    pictures: dict[int, MatrixPicture] = field(default_factory=dict)
-    """By the place of the head."""
+    pictures: list[dict[int, MatrixPicture]] = field(default_factory=list)
+    """Of the first sequences, each by the place of the head."""
     ranks: list[Floats] | None = None
     """Of each sequence the least and the most rank at each threshold, (H, 5, 2), for a baseline."""
 
@@ -180,9 +180,10 @@ class HeadTable:
         self._picture = picture
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))
         peaks = self.names.peaks(site, batch, [window.peaks for window in numbers])
-        kept: dict[int, MatrixPicture] = {}
-        if self.pictures is not None and key not in self._sites:
-            kept = self.pictures.take(site, channels, batch)
+        kept: list[dict[int, MatrixPicture]] = []
+        if self.pictures is not None:
+            before = len(self._sites[key].pictures) if key in self._sites else 0
+            kept = self.pictures.take(site, channels, batch, before)
         self._pending.append(lambda: self._take(key, kind, channels, numbers, windows, peaks, kept))
 
     def _take(
@@ -193,7 +194,7 @@ class HeadTable:
         numbers: list[Measured],
         windows: int,
         peaks: list[list[list[str]]],
-        pictures: dict[int, MatrixPicture],
+        pictures: list[dict[int, MatrixPicture]],
     ) -> None:
         known, heads = self._sites.get(key), len(channels)
         if known is None:
@@ -209,7 +210,7 @@ class HeadTable:
             known.maps = known.maps or window.maps
         known.picture = self._picture
         known.peaks += peaks
-        known.pictures = known.pictures or pictures
+        known.pictures += pictures
         for start in range(0, len(numbers), windows):
             known.add(numbers[start : start + windows])
 
@@ -311,6 +312,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
         nearest = None if np.isnan(distance[head]).all() else int(np.nanargmin(distance[head]))
         other = None if nearest is None else site.channels[nearest]
         peak, agreeing = commonest([names[head] for names in site.peaks if names[head]])
+        pictures = [taken.get(head) for taken in site.pictures] + [None, None]
         yield HeadRecord(
             stack=site.key.stack,
             site=site.key.site,
@@ -335,6 +337,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             baseline=None,
             peak_token=peak,
             peak_token_sequences=agreeing,
-            picture=site.pictures.get(head),
+            picture=pictures[0],
+            second_picture=pictures[1],
             **{name: numbers[name] for name in AVERAGED},
         )

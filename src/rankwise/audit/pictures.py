@@ -1,4 +1,4 @@
-"""Pictures of matrices: of one sequence, at most 128×128, longer sequences averaged block by block."""
+"""Pictures of matrices: of two sequences, at most 128×128, longer ones averaged block by block."""
 
 import math
 import re
@@ -19,7 +19,9 @@ from rankwise.operators import MixingOperator, PartMixing
 from rankwise.running import Batch
 
 PICTURES_BYTES = 2**28
-"""Of all pictures of a running audit, packed: 43 KiB a head at most. Heads after that have none."""
+"""Of all pictures of a running audit, packed: 43 KiB each at most. Heads after that have none."""
+SEQUENCES = 2
+"""Of which heads keep a picture: what is alike in both is less likely to be of the words alone."""
 
 Matrices = str | Iterable[tuple[int, int]]
 """Which heads keep a picture: "flagged", "all", "3:7,5:0", or pairs (layer, head)."""
@@ -44,8 +46,8 @@ class Chosen:
         flagged = {key for finding in findings for key in _heads_of(finding)}
         return [
             head
-            if head.picture is None or (head.stack, head.layer, head.site, head.head) in flagged
-            else head.model_copy(update={"picture": None})
+            if (head.stack, head.layer, head.site, head.head) in flagged
+            else head.model_copy(update={"picture": None, "second_picture": None})
             for head in heads
         ]
 
@@ -164,25 +166,36 @@ class PictureTaker:
     def __init__(self, chosen: Chosen, names: TokenNames) -> None:
         self.chosen, self.names = chosen, names
         self.texts: dict[str, list[str]] = {}
-        """Tokens of the sequence, by the name of the input."""
+        """Tokens of the sequences, by the name of the input; of the second with its number."""
         self.notes: list[str] = []
         self._room = PICTURES_BYTES
 
-    def take(self, site: MixerSite, channels: Sequence[int], batch: Batch | None) -> dict[int, MatrixPicture]:
-        """Pictures of the first sequence of a mixer, by the place of the head.
+    def take(
+        self, site: MixerSite, channels: Sequence[int], batch: Batch | None, before: int = 0
+    ) -> list[dict[int, MatrixPicture]]:
+        """Pictures of the first sequences of a mixer, each by the place of the head.
 
         Args:
             site: the mixer.
             channels: the numbers of its heads.
             batch: what the model was given.
+            before: sequences of which pictures were taken in earlier batches.
         """
-        rows, columns = site.valid_tokens[0], site.valid_sources[0]
         wanted = [place for place, head in enumerate(channels) if self.chosen.may_have(site.layer, head)]
+        here = range(min(site.sequences, SEQUENCES - before))
+        return [self._of(site, at, wanted, batch, before + at) for at in here]
+
+    def _of(
+        self, site: MixerSite, at: int, wanted: Sequence[int], batch: Batch | None, sequence: int
+    ) -> dict[int, MatrixPicture]:
+        """Of one sequence: of its first window, where it has several."""
+        row = at * (site.operator.shape[0] // max(site.sequences, 1))
+        rows, columns = site.valid_tokens[row], site.valid_sources[row]
         if not (wanted and rows.any() and columns.any()):
             return {}
-        first = site.operator[:1]
+        alone = site.operator[row : row + 1]
         whole = bool(rows.all() and columns.all())
-        part = first if whole else PartMixing(first, rows, columns)
+        part = alone if whole else PartMixing(alone, rows, columns)
         tokens, sources = part.shape[-2:]
         kept: dict[int, MatrixPicture] = {}
         for place in wanted:
@@ -193,7 +206,7 @@ class PictureTaker:
                 break
             with torch.no_grad():
                 picture = block_averages(part[:, place : place + 1])[0, 0].float().cpu().numpy()
-            kept[place] = MatrixPicture.of(picture, tokens, sources, *self._texts(site, batch))
+            kept[place] = MatrixPicture.of(picture, tokens, sources, *self._texts(site, batch, row, sequence))
             self._room -= len(kept[place].values)
         return kept
 
@@ -208,12 +221,12 @@ class PictureTaker:
         names = ", ".join(f"{layer}:{head}" for layer, head in absent)
         return [*self.notes, *([f"no such head to keep the matrix of: {names}"] if absent else [])]
 
-    def _texts(self, site: MixerSite, batch: Batch | None) -> list[str]:
+    def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
         """The names of the inputs behind rows and columns, once their tokens are noted."""
         found = []
         for ids, valid in zip(sides(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
-            said = [] if ids is None else self.names.texts(ids.ids[0][valid[0].to(ids.ids.device)])
-            name = "" if ids is None else ids.name
+            said = [] if ids is None else self.names.texts(ids.ids[row][valid[row].to(ids.ids.device)])
+            name = "" if ids is None else ids.name + (f" of sequence {sequence + 1}" if sequence else "")
             fits = bool(name) and self.texts.setdefault(name, said) == said
             found.append(name if fits else "")
         return found

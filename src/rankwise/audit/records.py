@@ -127,6 +127,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """How many sequences have it there."""
     picture: MatrixPicture | None = None
     """The matrix on the first sequence, where it was asked for."""
+    second_picture: MatrixPicture | None = None
+    """On the second sequence, where there is one."""
     spectrum: list[Number] = Field(default_factory=list)
     """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence, at most 64 of them, evenly taken by index.
 
@@ -296,7 +298,7 @@ class AuditRecord(Record):
     findings: list[Finding]
     unseen: list[Unseen] = Field(default_factory=list)
     texts: dict[str, list[str]] = Field(default_factory=dict)
-    """Tokens of the sequence that pictures of matrices are of, by the name of the input."""
+    """Tokens of the sequences that pictures of matrices are of, by the name of the input."""
     worth: WorthRecord | None = None
     """What was lost without heads and blocks; None where that was not asked for."""
     baseline: BaselineRecord | None = None

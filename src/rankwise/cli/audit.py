@@ -74,7 +74,7 @@ def command(
     matrices: Annotated[
         str | None,
         typer.Option(
-            help="Heads whose matrix the page shows, with the words of the first sequence: flagged (by a "
+            help="Heads whose matrix the page shows, with the words of two sequences: flagged (by a "
             "finding), all, or layer:head,… Of the demo all are shown."
         ),
     ] = None,

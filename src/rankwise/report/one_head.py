@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankwise.audit.records import AuditRecord, HeadRecord, MatrixPicture
 from rankwise.report.text import rank_share
@@ -18,11 +19,11 @@ NONE = 65535
 SPECTRA_BYTES = 200_000
 """Of all spectra of a page: of more heads, fewer points each, but 16."""
 PICTURES_BYTES = 400_000
-"""Of all matrices of a page: where they take more, their values are coarser …"""
+"""Of all matrices of a page: where they take more, they are coarser …"""
 MOST_PICTURES_BYTES = 4_000_000
 """… and where the coarsest take more than this, the rest of them is left to audit.json."""
-STEPS = (254, 126, 62, 30, 14)
-"""Between the smallest and the largest magnitude of a matrix."""
+COARSENESS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14))
+"""Rows and columns at most, and steps between the smallest and the largest magnitude of a matrix."""
 
 
 def pack_spectra(spectra: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def _code(share: float) -> int:
     return round(min(max(-math.log10(share), 0.0), 12.0) / 12 * (NONE - 1))
 
 
-def pack_pictures(audit: AuditRecord) -> tuple[dict[int, dict[str, Any]], int]:
-    """Pack the matrices that heads have kept, by the index of the head.
+def pack_pictures(audit: AuditRecord) -> tuple[dict[int, list[dict[str, Any]]], int]:
+    """Pack the matrices that heads have kept, by the index of the head, the first sequence first.
 
     Values are the square roots of the shares of the largest magnitude, with their signs, in as many steps as
     there is room for: what is small beside the largest can still be seen.
@@ -66,20 +67,62 @@ def pack_pictures(audit: AuditRecord) -> tuple[dict[int, dict[str, Any]], int]:
         audit: the audit.
 
     Returns:
-        The matrices, and how many there was no room for.
+        The matrices, and how many there was no room for: those of the second sequence go first.
     """
-    kept = {index: head.picture for index, head in enumerate(audit.heads) if head.picture is not None}
-    packed: dict[int, dict[str, Any]] = {}
-    for steps in STEPS:
-        packed = {index: _packed(picture, steps) for index, picture in kept.items()}
-        if sum(len(picture["values"]) for picture in packed.values()) <= PICTURES_BYTES:
+    sequences = [
+        (0, {index: head.picture for index, head in enumerate(audit.heads) if head.picture is not None}),
+        (
+            1,
+            {i: head.second_picture for i, head in enumerate(audit.heads) if head.second_picture is not None},
+        ),
+    ]
+    kept = [(at, index, picture) for at, pictures in sequences for index, picture in pictures.items()]
+    packed: list[dict[str, Any]] = []
+    for side, steps in COARSENESS:
+        packed = [_packed(coarser(picture, side), steps) | {"sequence": at} for at, _, picture in kept]
+        if sum(len(picture["values"]) for picture in packed) <= PICTURES_BYTES:
             break
-    room = MOST_PICTURES_BYTES
-    for index in list(packed):
-        room -= len(packed[index]["values"])
+    room, left_out = MOST_PICTURES_BYTES, 0
+    of_heads: dict[int, list[dict[str, Any]]] = {}
+    for (_, index, _), picture in zip(kept, packed, strict=True):
+        room -= len(picture["values"])
         if room < 0:
-            del packed[index]
-    return packed, len(kept) - len(packed)
+            left_out += 1
+        else:
+            of_heads.setdefault(index, []).append(picture)
+    return of_heads, left_out
+
+
+def coarser(picture: MatrixPicture, side: int) -> MatrixPicture:
+    """A picture of at most so many rows and columns: means over the same tokens as `block_averages` takes.
+
+    Args:
+        picture: of more rows or columns, or not.
+        side: rows and columns at most; half of what pictures have, or as many.
+
+    Examples:
+        >>> import numpy as np
+        >>> round(float(coarser(MatrixPicture.of(np.eye(2, dtype=np.float32), 3, 3), 1).matrix()[0, 0]), 2)
+        0.56
+    """
+    if max(picture.rows, picture.columns) <= side:
+        return picture
+    matrix = picture.matrix().astype(np.float64)
+    for size in (picture.tokens, picture.sources):
+        matrix = _merged(matrix, size, side).T
+    names = picture.row_tokens, picture.column_tokens
+    return MatrixPicture.of(matrix.astype(np.float32), picture.tokens, picture.sources, *names)
+
+
+def _merged(matrix: NDArray[np.float64], size: int, side: int) -> NDArray[np.float64]:
+    """Rows that are means over blocks of a size, in larger blocks."""
+    rows = len(matrix)
+    if rows <= side:
+        return matrix
+    of_row = np.bincount(np.arange(size) * rows // size, minlength=rows)
+    starts = np.searchsorted(np.arange(rows) * side // rows, np.arange(side))
+    sums = np.add.reduceat(matrix * of_row[:, None], starts, axis=0)
+    return sums / np.add.reduceat(of_row, starts)[:, None]
 
 
 def _packed(picture: MatrixPicture, steps: int) -> dict[str, Any]:

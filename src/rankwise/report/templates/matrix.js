@@ -34,15 +34,35 @@ function heaviest(values, columns, blocks) {
   return `Most weight on ${order.map(([share, x]) => `${blocks[x].text || `token ${blocks[x].place}`} ${(100 * share).toFixed(0)} %`).join(", ")}.`;
 }
 
+let sequence = 0; // that was chosen last, for all heads
+
+// A button for each sequence of which the head kept its matrix; none where there is one alone.
+function drawSequences(pictures, shownPicture) {
+  const buttons = pictures.map((picture) => {
+    const words = `${nth[picture.sequence]} sequence`;
+    const button = element("button", { type: "button", className: "button", textContent: words });
+    button.setAttribute("aria-pressed", String(picture === shownPicture));
+    button.addEventListener("click", () => { sequence = picture.sequence; drawMatrix(); });
+    return button;
+  });
+  const focused = find("#matrix-sequences").contains(document.activeElement);
+  find("#matrix-sequences").replaceChildren(...(buttons.length > 1 ? buttons : []));
+  if (focused) find("#matrix-sequences [aria-pressed=true]")?.focus({ preventScroll: true });
+}
+
+const nth = ["First", "Second"];
+
 async function drawMatrix() {
   const head = open;
-  const picture = report.pictures[head];
+  const pictures = report.pictures[head] ?? [];
+  const picture = pictures.find((one) => one.sequence === sequence) ?? pictures[0];
   find("#matrix").hidden = !picture;
   find("#no-matrix").hidden = Boolean(picture);
   if (!picture) return null;
+  drawSequences(pictures, picture);
   const { rows, columns, tokens, sources, largest, signed, steps: levels } = picture;
   const steps = await unpacked(picture);
-  if (head !== open) return null; // another head was opened meanwhile
+  if (head !== open || (pictures.length > 1 && picture.sequence !== sequence)) return null; // another was chosen meanwhile
   const root = (code) => (code === 255 ? null : signed ? (2 * code) / levels - 1 : code / levels);
   const roots = Array.from({ length: rows }, (_, y) => Array.from(steps.subarray(y * columns, (y + 1) * columns), root));
   const values = roots.map((row) => row.map((one) => (one === null ? null : one * Math.abs(one) * largest)));
@@ -52,7 +72,7 @@ async function drawMatrix() {
   const rowNames = rowBlocks.map(named), columnNames = columnBlocks.map(named);
   const hovertext = values.map((row, y) => row.map((value, x) => `row ${rowNames[y]}<br>column ${columnNames[x]}<br><b>≈ ${value === null ? "–" : Number(value.toPrecision(2))}</b>`));
   const averaged = rows < tokens || columns < sources;
-  find("#matrix-note").textContent = `The first sequence, ${tokens} × ${sources} tokens without padding`
+  find("#matrix-note").textContent = `The ${nth[picture.sequence].toLowerCase()} sequence, ${tokens} × ${sources} tokens without padding`
     + `${averaged ? `, as means over blocks: ${rows} × ${columns}` : ""}. Rows read columns; colour by the square root of the weight, up to ${shown(largest, null)}.`;
   find("#matrix-peaks").textContent = heaviest(values, columns, columnBlocks);
   const width = matrixPlot.clientWidth || 380;
