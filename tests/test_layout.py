@@ -81,6 +81,7 @@ ALLOWED = {
         "report",
     },
     "data": {"errors", "shapes", "files"},
+    "train": {"errors", "files", "data", "models", "monitor", "ops"},
     "assets": {"errors"},
     "subjects": {"errors", "data", "models", "compression"},
     "__main__": {"cli"},
@@ -99,6 +100,7 @@ ALLOWED = {
         "surgery",
         "worth",
         "compression",
+        "train",
     },
 }
 LAZY = {

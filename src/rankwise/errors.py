@@ -39,6 +39,10 @@ class InputError(RankwiseError):
     """A text, image, data set, model or folder that cannot be used."""
 
 
+class TrainingError(RankwiseError):
+    """A training that cannot start, cannot go on, or cannot be resumed; what it has written stays."""
+
+
 class RecordError(RankwiseError):
     """A saved file that is not what it should be."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.unchecked import unchecked
 from tost_cases import config
+from transformers import PreTrainedConfig
 
 from rankwise.errors import InputError
 from rankwise.models import (
@@ -105,6 +106,17 @@ def test_a_ladder_of_half_lives_survives_json(tmp_path) -> None:
     assert {key: again.to_dict()[key] for key in keys} == {key: made.to_dict()[key] for key in keys}
     mixer = ToSTModel(again).layers[0].mixer
     assert mixer.half_life == (2.0, 8.0, float("inf"))
+
+
+def test_a_config_in_a_file_is_read_without_its_class(tmp_path) -> None:
+    made = config(num_hidden_layers=2, layer_types=["tssa", "softmax"])
+    made.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content.pop("mixers") == ["tssa", "softmax"]
+    PreTrainedConfig.from_json_file(tmp_path / "config.json")  # as a Trainer does that resumes
+    assert ToSTConfig.from_pretrained(tmp_path).layer_types == ["tssa", "softmax"]
+    before = ToSTConfig.from_dict({**content, "layer_types": ["tssa", "softmax"]})
+    assert before.layer_types == ["tssa", "softmax"], "files written before"
 
 
 def test_options_reach_their_mixer() -> None:

@@ -97,6 +97,9 @@ class ToSTConfig(PreTrainedConfig):
 
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a list)
+    # In files the mixers stand under a name of their own: a Trainer that resumes reads config.json without
+    # its class, and transformers refuses `layer_types` that are not its own layers.
+    attribute_map = {"layer_types": "mixers"}  # noqa: RUF012
 
     def __init__(
         self,
@@ -138,6 +141,7 @@ class ToSTConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
+        layer_types = kwargs.pop("mixers", layer_types)
         _check_keywords(kwargs)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size

@@ -1,0 +1,116 @@
+"""Checkpoints that are whole, of this very recipe, and none else."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rankwise.errors import TrainingError
+from rankwise.files import parse_json, write_whole
+from rankwise.train.overrides import fields
+from rankwise.train.settings import Recipe
+
+MARK = "recipe.json"
+"""Written into a checkpoint last: where it is missing, the process ended before the checkpoint was whole."""
+MAY_DIFFER = {"task.path", "device", "claim", "monitor", "monitor_every", "early", "when_early_fails"}
+"""Fields that a run may be resumed with other values of: none changes a weight."""
+
+
+def identity(recipe: Recipe, provenance: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint must agree on to go on from it, as JSON holds it.
+
+    Args:
+        recipe: the configuration.
+        provenance: of the data.
+    """
+    decisive = {name: value for name, value in fields(recipe).items() if name not in MAY_DIFFER}
+    content: dict[str, Any] = json.loads(json.dumps(decisive | {"data": provenance}, default=dict))
+    return content
+
+
+def mark(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Say that a checkpoint is whole.
+
+    Args:
+        checkpoint: its folder.
+        content: `identity` of the run.
+    """
+    write_whole(checkpoint / MARK, json.dumps(content, indent=1) + "\n", "checkpoint")
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Folders of checkpoints, whole or not, by step.
+
+    Args:
+        out: folder of the run.
+    """
+    found = [one for one in out.glob("checkpoint-*") if one.name.partition("-")[2].isdigit()]
+    return sorted(found, key=lambda one: int(one.name.partition("-")[2]))
+
+
+def whole_checkpoints(out: Path) -> list[Path]:
+    """Those that can be resumed from, by step.
+
+    Args:
+        out: folder of the run.
+    """
+    return [one for one in checkpoints(out) if (one / MARK).is_file()]
+
+
+def remove_broken(out: Path) -> list[Path]:
+    """Remove checkpoints that were not whole when their process ended.
+
+    Args:
+        out: folder of the run.
+
+    Returns:
+        What was removed.
+    """
+    broken = [one for one in checkpoints(out) if not (one / MARK).is_file()]
+    for one in broken:
+        shutil.rmtree(one)
+    return broken
+
+
+def last_whole(out: Path, content: dict[str, Any]) -> Path | None:
+    """The newest checkpoint that is whole.
+
+    Args:
+        out: folder of the run.
+        content: `identity` of the run that is to go on from it.
+
+    Returns:
+        Its folder; None where there is none.
+
+    Raises:
+        TrainingError: if it is of another recipe, configuration or text, naming what differs.
+    """
+    whole = whole_checkpoints(out)
+    if not whole:
+        return None
+    try:
+        kept = parse_json((whole[-1] / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"checkpoint {whole[-1]}",
+            wanted=f"a {MARK} that can be read",
+            got=str(error),
+            fix="Remove that folder; the checkpoint before it is taken then.",
+        ) from error
+    different = sorted(name for name in {*kept, *content} if kept.get(name) != content.get(name))
+    if different:
+        first = "; ".join(
+            f"{name}: {_short(kept, name)} there, {_short(content, name)} here" for name in different[:4]
+        )
+        raise TrainingError(
+            f"checkpoint {whole[-1]}",
+            wanted=f"a checkpoint of {content['name']} with this configuration",
+            got=f"another one ({first})",
+            fix="Give the keys it was started with, or another --out.",
+        )
+    return whole[-1]
+
+
+def _short(content: dict[str, Any], name: str) -> str:
+    text = json.dumps(content.get(name))
+    return text if len(text) < 60 else f"{text[:57]}…"

@@ -1,0 +1,104 @@
+"""What a run leaves: results.json, and the best checkpoint as a model with its card."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer
+
+from rankwise.data.tasks import Task
+from rankwise.files import write_whole
+from rankwise.models import LambdaSkip
+from rankwise.monitor import RankMonitor, scalars
+from rankwise.train.callbacks import Clock
+from rankwise.train.card import card
+from rankwise.train.checkpoints import checkpoints
+from rankwise.train.provenance import peak_memory, provenance
+from rankwise.train.settings import Recipe
+
+RESULTS = "results.json"
+
+
+def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | None) -> dict[str, Any]:
+    """What a run was, and what came out; every number of it is plain JSON.
+
+    Args:
+        recipe: its configuration.
+        trainer: that has trained.
+        task: what was learned.
+        monitor: what watched it.
+    """
+    history = trainer.state.log_history
+    evaluated = [entry for entry in history if "eval_loss" in entry]
+    better = max if recipe.evaluation.metric == "accuracy" else min
+    best = better(evaluated, key=lambda entry: entry[f"eval_{recipe.evaluation.metric}"])
+    clock = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Clock))
+    tokens = recipe.steps * recipe.batch * recipe.task.tokens
+    configuration = recipe.model_dump(mode="json")
+    if recipe.task.path is not None:
+        configuration["task"]["path"] = Path(recipe.task.path).name
+    return {
+        "recipe": recipe.name,
+        "kind": task.kind,
+        "variant": dict(recipe.variant),
+        "configuration": configuration,
+        "parameters": trainer.model.num_parameters(),
+        "scores": {
+            "loss": best["eval_loss"],
+            "accuracy": best["eval_accuracy"],
+            "last_loss": evaluated[-1]["eval_loss"],
+        },
+        "chance": task.chance,
+        "best_step": best["step"],
+        "curve": [[entry["step"], round(entry["loss"], 5)] for entry in history if "loss" in entry],
+        "evaluations": [[one["step"], one["eval_loss"], one["eval_accuracy"]] for one in evaluated],
+        "lambdas": lambdas(trainer.model),
+        "seconds": clock.seconds,
+        "cpu_seconds": clock.cpu_seconds,
+        "tokens_per_second": tokens / clock.seconds,
+        "peak_memory": peak_memory(),
+        "rank": ranks(monitor),
+        "data": task.provenance.to_dict(),
+        "provenance": provenance(recipe),
+    }
+
+
+def lambdas(model: torch.nn.Module) -> list[float]:
+    """Learned λ by layer, the mean over channels where each has its own; empty where none is learned.
+
+    Args:
+        model: the model.
+    """
+    skips = [one for one in model.modules() if isinstance(one, LambdaSkip) and one.weight is not None]
+    return [round(one.weight.detach().mean().item(), 5) for one in skips if one.weight is not None]
+
+
+def ranks(monitor: RankMonitor | None) -> dict[str, dict[str, float]]:
+    """What a monitor measured, by step and by the name its loggers see; empty without one.
+
+    Args:
+        monitor: of the run.
+    """
+    if monitor is None:
+        return {}
+    audits = zip(monitor.history.steps, monitor.history.audits, strict=True)
+    return {
+        str(step): {name: round(value, 5) for name, value in scalars(audit).items()} for step, audit in audits
+    }
+
+
+def write(out: Path, model: PreTrainedModel, results: dict[str, Any]) -> None:
+    """Write the model, then the results: where these are, all is there, and checkpoints are not needed.
+
+    Args:
+        out: folder of the run.
+        model: the best one.
+        results: what `gather` gave, and warnings.
+    """
+    model.save_pretrained(out / "model")
+    write_whole(out / "model" / "README.md", card(results), "model card")
+    write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
+    for one in checkpoints(out):
+        shutil.rmtree(one)

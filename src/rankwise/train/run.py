@@ -1,0 +1,212 @@
+"""Train a recipe with Hugging Face's Trainer, from the first step or from the last whole checkpoint."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import Trainer, TrainingArguments, set_seed
+
+from rankwise.data.tasks import Task
+from rankwise.errors import TrainingError
+from rankwise.monitor import RankMonitor
+from rankwise.train.callbacks import Clock, EarlyCheck, Lines, Marks
+from rankwise.train.checkpoints import checkpoints, identity, last_whole, remove_broken, whole_checkpoints
+from rankwise.train.models import build_model
+from rankwise.train.optimiser import make_optimiser
+from rankwise.train.results import RESULTS, gather, write
+from rankwise.train.scores import accuracy, right_and_asked
+from rankwise.train.settings import Recipe
+from rankwise.train.stream import Stream
+from rankwise.train.tasks import make_task
+
+PROBE = 2
+"""Validation examples that a monitor audits."""
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Train a recipe; write the best checkpoint as a model, its card and results.json.
+
+    A run that was killed goes on with ``resume`` from its last whole checkpoint, and ends with the weights it
+    would have had in one piece. Under ``torchrun`` the sequences of a step are shared by the processes.
+
+    Args:
+        recipe: the configuration.
+        out: folder to write to.
+        resume: whether to go on from what is there.
+        progress: whether to show a progress bar; lines of text otherwise.
+
+    Returns:
+        What results.json holds.
+
+    Raises:
+        TrainingError: if there is no such device, the folder holds another run, a loss is no number or
+            far from a healthy one, or a checkpoint cannot be written; checkpoints before it stay.
+        InputError: if data are missing, or the model cannot be built.
+    """
+    out = Path(out)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_device(recipe)
+    _check_batch(recipe, processes)
+    task = make_task(recipe)
+    content = identity(recipe, task.provenance.to_dict())
+    start = _starting_point(out, content, resume)
+    set_seed(recipe.seed)
+    model = build_model(recipe.model, task, _positions(recipe, task))
+    trainer = Trainer(
+        model=model,
+        args=_arguments(recipe, out, processes, progress),
+        train_dataset=Stream(task.train, recipe.steps * recipe.batch, recipe.seed),
+        eval_dataset=_validation(recipe, task),
+        data_collator=task.collate,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=right_and_asked,
+        optimizers=(make_optimiser(model, recipe.optimiser), None),
+    )
+    check = EarlyCheck(recipe)
+    _set_callbacks(trainer, [check, Marks(content), Clock()], progress)
+    monitor = _monitor(recipe, trainer, task, out) if recipe.monitor else None
+    with _saving(out):
+        trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    if check.error is not None:
+        raise check.error
+    results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings}
+    if trainer.is_world_process_zero():
+        with _saving(out):
+            write(out, trainer.model, results)
+    return results
+
+
+def _check_device(recipe: Recipe) -> None:
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if recipe.device in there and not there[recipe.device]:
+        found = [name for name, is_there in there.items() if is_there]
+        raise TrainingError(
+            f"`device` {recipe.device}",
+            wanted="a device that torch sees",
+            got=f"only {' and '.join(['cpu', *found])} (torch {torch.__version__})",
+            fix="Take device=auto or device=cpu, or install torch for your accelerator.",
+        )
+
+
+def _check_batch(recipe: Recipe, processes: int) -> None:
+    if recipe.batch % processes:
+        raise TrainingError(
+            "`batch`",
+            wanted=f"a number that {processes} processes divide",
+            got=str(recipe.batch),
+            fix=f"Take batch={recipe.batch // processes * processes + processes}.",
+        )
+
+
+def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | None:
+    """The checkpoint to go on from; nothing that is there is written over unasked."""
+    if (out / RESULTS).exists():
+        raise TrainingError(
+            f"--out {out}",
+            wanted="a folder without a finished run",
+            got=f"one with {RESULTS}",
+            fix="Choose another --out, or remove that folder to train again.",
+        )
+    if checkpoints(out) and not resume:
+        raise TrainingError(
+            f"--out {out}",
+            wanted="a folder without checkpoints",
+            got=f"{checkpoints(out)[-1].name} of a run that did not finish",
+            fix="Go on from it with --resume, or choose another --out.",
+        )
+    start = last_whole(out, content)
+    remove_broken(out)
+    return start
+
+
+def _positions(recipe: Recipe, task: Task) -> int:
+    return recipe.task.tokens if task.kind == "image" else task.length
+
+
+def _validation(recipe: Recipe, task: Task) -> Any:
+    data: Any = task.test if task.validation is None else task.validation
+    most = recipe.evaluation.examples
+    return data if most is None or most >= len(data) else torch.utils.data.Subset(data, range(most))
+
+
+def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> TrainingArguments:
+    """The recipe in the Trainer's words."""
+    each, optimiser = recipe.batch // processes, recipe.optimiser
+    return TrainingArguments(
+        output_dir=str(out),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=each,
+        per_device_eval_batch_size=each,
+        train_sampling_strategy="sequential",  # the stream has its own order
+        learning_rate=optimiser.learning_rate,
+        lr_scheduler_type=optimiser.schedule,
+        warmup_steps=optimiser.warmup,
+        max_grad_norm=optimiser.clip,
+        seed=recipe.seed,
+        use_cpu=recipe.device == "cpu",
+        bf16=recipe.dtype == "bfloat16",
+        eval_strategy="steps",
+        eval_steps=recipe.evaluation.every,
+        save_strategy="steps",
+        save_steps=recipe.evaluation.every,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=recipe.evaluation.metric,
+        greater_is_better=recipe.evaluation.metric == "accuracy",
+        restore_callback_states_from_checkpoint=True,
+        logging_steps=recipe.log_every,
+        logging_nan_inf_filter=False,  # a loss that is no number is to be seen
+        report_to=["tensorboard"] if find_spec("tensorboard") else [],
+        disable_tqdm=not progress,
+        dataloader_pin_memory=torch.cuda.is_available() and recipe.device != "cpu",
+    )
+
+
+def _set_callbacks(trainer: Trainer, callbacks: list[Any], progress: bool) -> None:
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    for callback in [*callbacks, *([] if progress else [Lines()])]:
+        trainer.add_callback(callback)
+
+
+def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMonitor:
+    data = _validation(recipe, task)
+    probe = dict(task.collate([data[at] for at in range(min(PROBE, len(data)))]))
+    device = trainer.args.device
+    moved = {name: tensor.to(device) for name, tensor in probe.items()}
+    monitor = RankMonitor(moved, every=recipe.monitor_every, folder=out / "rank")
+    monitor.attach(trainer)
+    return monitor
+
+
+@contextmanager
+def _saving(out: Path) -> Iterator[None]:
+    """Say in one sentence that there is no room, and what is left; the other errors are as they are."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        causes = (error, error.__cause__, error.__context__)
+        no_room = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
+        if not no_room:
+            raise
+        remove_broken(out)
+        whole = whole_checkpoints(out)
+        why = next((one.strerror for one in causes if isinstance(one, OSError) and one.strerror), str(error))
+        raise TrainingError(
+            f"--out {out}",
+            wanted="a folder that can be written, with room for a checkpoint",
+            got=why,
+            fix=f"Make room, then go on from {whole[-1].name} with --resume." if whole else "Make room.",
+        ) from error

@@ -1,0 +1,45 @@
+"""The examples of a run in order: a function of the seed and the number of the example, of nothing else."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+Example = dict[str, Tensor]
+
+
+class Stream(Dataset[Example]):
+    """Example number i of a training: each example once an epoch, every epoch in a new order.
+
+    A run that goes on from a checkpoint, and each of several devices, gets exactly the examples that one run
+    in one piece gets. What an example draws from torch (augmentation) depends on the seed and on i alone.
+
+    Args:
+        examples: what there is to train on.
+        length: how many examples the training reads.
+        seed: of the run.
+
+    Examples:
+        >>> stream = Stream([{"x": x} for x in torch.arange(4)], length=8, seed=0)
+        >>> [int(stream[i]["x"]) for i in range(8)]
+        [2, 0, 1, 3, 3, 0, 2, 1]
+    """
+
+    def __init__(self, examples: Any, length: int, seed: int) -> None:
+        self.examples, self.length, self.seed = examples, length, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        epoch, at = divmod(index, len(self.examples))
+        if epoch != self._epoch:
+            self._order = np.random.default_rng((self.seed, epoch)).permutation(len(self.examples))
+            self._epoch = epoch
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.seed << 40) + index)
+            example: Example = self.examples[int(self._order[at])]
+            return example

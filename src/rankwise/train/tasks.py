@@ -1,0 +1,57 @@
+"""Tasks that recipes name: functions of `rankwise.data.tasks`, and where each takes its data from."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rankwise.data import tasks
+from rankwise.errors import InputError, did_you_mean
+from rankwise.train.settings import Recipe
+
+if TYPE_CHECKING:
+    from rankwise.data.tasks import Task
+
+TASKS: dict[str, Callable[..., "Task"]] = {
+    "bytes": tasks.byte_language_model,
+    "mqar": tasks.mqar,
+}
+"""By name. The first argument of those that read files is called ``path`` or ``source``: ``task.path``."""
+LENGTH = ("length", "max_length")
+
+
+def make_task(recipe: Recipe) -> "Task":
+    """The task of a recipe.
+
+    Args:
+        recipe: its ``task`` says which, and with what; its seed decides what is drawn.
+
+    Raises:
+        InputError: for an unknown name or option, and where data are missing or broken.
+    """
+    name = recipe.task.name
+    if name not in TASKS:
+        raise InputError("`task.name`", wanted="a task", got=repr(name), fix=did_you_mean(name, TASKS))
+    function = TASKS[name]
+    parameters = inspect.signature(function).parameters
+    given: dict[str, Any] = {}
+    for option, value in recipe.task.options.items():
+        if option not in parameters:
+            raise InputError(
+                f"`task.options.{option}`",
+                wanted=f"an option of the task {name}",
+                got="an unknown one",
+                fix=did_you_mean(option, parameters) or "It takes none.",
+            )
+        given[option] = value
+    if recipe.task.path is not None:
+        place = next((one for one in ("path", "source") if one in parameters), None)
+        if place is None:
+            raise InputError(
+                "`task.path`",
+                wanted="none: this task is generated",
+                got=recipe.task.path,
+                fix="Leave it out.",
+            )
+        given[place] = recipe.task.path
+    given |= {one: recipe.task.tokens for one in LENGTH if one in parameters and one not in given}
+    return function(**given)

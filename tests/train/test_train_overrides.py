@@ -1,0 +1,81 @@
+"""What a user may write after the name of a recipe, and what is refused."""
+
+import pytest
+from tests.train.tiny import TINY
+
+from rankwise.errors import InputError
+from rankwise.train import RECIPES, recipe
+from rankwise.train.overrides import build, changes, parse_pairs
+from rankwise.train.provenance import command
+from rankwise.train.settings import EarlyLoss, Recipe
+
+
+def test_values_are_json_or_text() -> None:
+    given = parse_pairs(["a=1", "b=x y", "c=true", "d=null", "e=[1, 2]", "f=k=v"])
+    assert given == {"a": 1, "b": "x y", "c": True, "d": None, "e": [1, 2], "f": "k=v"}
+
+
+@pytest.mark.parametrize("pairs", [["steps"], ["=3"], ["steps=1", "steps=2"]])
+def test_what_is_no_pair_is_refused(pairs: list[str]) -> None:
+    with pytest.raises(InputError):
+        parse_pairs(pairs)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stepz": 3}, "`stepz`: wanted a key of the recipe language.*Did you mean steps"),
+        ({"modle": "tost"}, "Did you mean model"),
+        ({"name": "x", "model.name": "y"}, None),
+        ({"steps": "many"}, "`steps`: wanted a valid integer.*got 'many'"),
+        ({"steps": 0}, "`steps`: wanted greater than or equal to 1, got 0"),
+        ({"learning_rate": -1}, "`optimiser.learning_rate`"),
+        ({"model": "tots"}, "Did you mean tost"),
+        ({"size": "big"}, "`size`"),
+        ({"device": "gpu"}, "`device`"),
+        ({"options": {}}, "wanted one field, got 2. Write model.options or task.options"),
+        ({"model.options.normm": "rms", "task.tokenz": 3}, "Did you mean"),
+    ],
+)
+def test_bad_keys_and_values_are_named(given: dict[str, object], message: str | None) -> None:
+    if message is None:
+        assert build(RECIPES["language"], given).model.name == "y"
+        return
+    with pytest.raises(InputError, match=message):
+        build(RECIPES["language"], given)
+
+
+def test_an_unknown_recipe_is_named() -> None:
+    with pytest.raises(InputError, match="Did you mean language"):
+        recipe("langauge")
+
+
+def test_a_short_name_and_a_dotted_name_are_the_same_field() -> None:
+    assert recipe("language", width=64) == recipe("language", **{"model.width": 64})
+
+
+def healthy(seed: int = 0) -> Recipe:
+    return recipe("language", seed=seed).model_copy(
+        update={"early": (EarlyLoss(step=20, loss=3.0, tolerance=0.1),)}
+    )
+
+
+def test_early_numbers_hold_for_the_recipe_as_it_is_alone() -> None:
+    assert build(healthy, {"seed": 3, "task.path": "a.txt", "evaluation.every": 7}).early
+    assert build(healthy, {"steps": 600}).early, "the value it has already"
+    assert not build(healthy, {"batch": 9}).early
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"model": "tost", "seed": 2, "size": "paper"},
+        {**TINY, "model": "tost-decayed", "model.options.norm": "rms", "task.options.windows": 10},
+    ],
+)
+def test_a_recorded_command_makes_the_same_configuration(given: dict[str, object]) -> None:
+    made = recipe("language", **given)
+    words = command("language", changes(made, RECIPES["language"]))
+    again = parse_pairs(words.split()[3:])
+    assert recipe("language", **again) == made

@@ -1,0 +1,119 @@
+"""Whole runs, a second each: what they write, and what they refuse without losing anything."""
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.tiny import pairs, tiny
+from transformers import AutoModelForCausalLM, TrainerCallback
+from typer.testing import CliRunner
+
+from rankwise.cli import app
+from rankwise.errors import TrainingError
+from rankwise.train import run as running
+from rankwise.train import train
+from rankwise.train.checkpoints import checkpoints, whole_checkpoints
+from rankwise.train.settings import EarlyLoss
+from rankwise.train.tasks import make_task
+
+pytest.importorskip("accelerate")
+
+
+def test_a_run_leaves_its_best_model_its_card_and_its_numbers(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recipe = tiny(tmp_path, model="tost", monitor=True, monitor_every=3, **{"model.options.skip": "learned"})
+    results = train(recipe, out)
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
+    model = AutoModelForCausalLM.from_pretrained(out / "model").eval()
+    task = make_task(recipe)
+    batch = task.collate([task.test[at] for at in range(6)])
+    with torch.no_grad():
+        loss = model(**batch).loss.item()
+    assert results["scores"]["loss"] == pytest.approx(loss, rel=1e-5)  # means of batches, in another order
+    assert min(row[1] for row in results["evaluations"]) == results["scores"]["loss"]
+    assert [row[0] for row in results["evaluations"]] == [3, 6]
+    assert results["parameters"] == model.num_parameters()
+    assert len(results["lambdas"]) == 1
+    assert set(results["rank"]) == {"0", "3", "6"}
+    assert results["data"]["sha256"] == task.provenance.sha256
+    card = (out / "model" / "README.md").read_text()
+    assert results["provenance"]["command"] in card
+    assert f"{results['parameters']:,} weights" in card
+    assert str(tmp_path) not in (out / "results.json").read_text() + card
+    assert checkpoints(out) == []
+    with pytest.raises(TrainingError, match="a folder without a finished run"):
+        train(recipe, out)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"loss at step 4: wanted a finite number, got (nan|inf)"):
+        train(tiny(tmp_path, learning_rate=1e30, clip=1e30, log_every=1, warmup=3), tmp_path / "out")
+    assert [one.name for one in whole_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("when", ["warn", "stop"])
+def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) -> None:
+    far = {"early": (EarlyLoss(step=2, loss=1.0, tolerance=0.1),), "when_early_fails": when}
+    recipe = tiny(tmp_path).model_copy(update=far)
+    if when == "stop":
+        with pytest.raises(TrainingError, match=r"loss at step 2: wanted 1 ± 0\.1.*got 5\."):
+            train(recipe, tmp_path / "out")
+        return
+    assert "step 2: expected 1 ± 0.1" in train(recipe, tmp_path / "out")["warnings"][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="`device` cuda: wanted a device that torch sees, got only cpu"):
+        train(tiny(tmp_path, device="cuda"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class FillsUp(TrainerCallback):
+    """No file may grow beyond 2 KB once there is a checkpoint, as if the disk were full."""
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, out = tiny(tmp_path), tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    original = running._set_callbacks
+
+    def with_filling(trainer: Any, callbacks: list[Any], progress: bool) -> None:
+        original(trainer, [*callbacks, FillsUp()], progress)
+
+    monkeypatch.setattr(running, "_set_callbacks", with_filling)
+    try:
+        with pytest.raises(TrainingError, match=r"room for a checkpoint.*from checkpoint-3 with --resume"):
+            train(recipe, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [one.name for one in checkpoints(out)] == ["checkpoint-3"]
+    monkeypatch.undo()
+    with pytest.raises(TrainingError, match="checkpoint-3 of a run that did not finish"):
+        train(recipe, out)
+    with pytest.raises(TrainingError, match=r"another one \(batch: 2 there, 4 here\)"):
+        train(tiny(tmp_path, batch=4), out, resume=True)
+    assert train(recipe, out, resume=True)["evaluations"][-1][0] == 6
+
+
+def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner()
+    listed = run.invoke(app, ["train"])
+    assert "language" in listed.output
+    assert "size, model, seed" in listed.output
+    shown = run.invoke(app, ["train", "language", "model=tost", "seed=4", "--show"])
+    assert json.loads(shown.output)["seed"] == 4
+    wrong = run.invoke(app, ["train", "language", "task.path=nothing.txt"])
+    assert "nothing.txt" in str(wrong.exception)
+    done = run.invoke(app, ["train", "language", *pairs(tmp_path, model="tost")])
+    assert done.exit_code == 0, done.exception
+    assert "validation loss" in done.output
+    assert (tmp_path / "runs" / "language-tost-seed0" / "results.json").is_file()
