@@ -7,6 +7,7 @@ are. Nothing of transformers or datasets is imported before it is needed.
 from rankwise.data.tasks.augment import crop, crop_and_flip
 from rankwise.data.tasks.examples import Examples, Windows, collate
 from rankwise.data.tasks.language import byte_language_model
+from rankwise.data.tasks.list_operations import listops
 from rankwise.data.tasks.pictures import cifar10, cifar10_sequence, cifar100, svhn
 from rankwise.data.tasks.recall import mqar
 from rankwise.data.tasks.reviews import imdb_bytes
@@ -26,6 +27,7 @@ __all__ = [
     "crop",
     "crop_and_flip",
     "imdb_bytes",
+    "listops",
     "mqar",
     "svhn",
 ]
