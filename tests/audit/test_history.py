@@ -14,10 +14,13 @@ from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.audit import Comparison, History, in_order
+from rankwise.audit.baseline_records import BaselineRecord
 from rankwise.audit.history import folder_name
 from rankwise.audit.layer_changes import layer_numbers, paired_stacks
 from rankwise.audit.steps import steps_of
+from rankwise.audit.worth_records import HeadWorth, WorthRecord
 from rankwise.errors import InputError, RecordError
+from rankwise.report.history_page import charts, history_context
 
 
 def of(name: str) -> rw.Audit:
@@ -116,6 +119,56 @@ def test_a_layer_that_an_audit_lacks_is_a_gap() -> None:
     last = next(points for key, points in curves.items() if key.of == "heads" and key.layer == 5)
     assert math.isfinite(last[0][0])
     assert math.isnan(last[1][0])
+
+
+def worth_by(loss: str) -> rw.Audit:
+    """The encoder, with a cost of removal of each head in the unit of a loss."""
+    audit = moved(0, worth=HeadWorth(exact=0.01), removal_cost=0.01)
+    record = WorthRecord(
+        loss=loss, unit="nats", value=3.2, sequences=4, counted=9, removal="zero", probes=0, seed=0
+    )
+    return audit.model_copy(update={"worth": record})
+
+
+def test_no_curve_leads_from_the_costs_of_one_loss_to_those_of_another() -> None:
+    causal, masked = worth_by("next tokens, causal"), worth_by("masked tokens")
+    history = History([(step, causal if step < 2 else masked) for step in range(4)])
+    curves = {key: pairs for key, pairs in history.curves().items() if key.measure.startswith("removal_cost")}
+    for key, pairs in curves.items():
+        known = [math.isfinite(value) for value, _ in pairs]
+        assert known == (
+            [True, True, False, False] if "causal" in key.measure else [False, False, True, True]
+        )
+    assert {key.measure for key in curves} == {
+        "removal_cost of next tokens, causal (nats), exact, zero in a head's place",
+        "removal_cost of masked tokens (nats), exact, zero in a head's place",
+    }
+    drawn = [chart for chart in charts(history) if chart["title"] == "Cost of removal"]
+    assert [chart["quantity"].split(" (")[0] for chart in drawn] == ["next tokens, causal", "masked tokens"]
+    (said,) = history.warnings
+    assert "2 quantities" in said
+    assert said in history_context(history, {})["warnings"]
+    alike = History([(0, causal), (1, causal)])
+    assert alike.warnings == []
+    assert {key.measure for key in alike.curves()} >= {"removal_cost"}
+
+
+def test_a_baseline_of_one_audit_alone_is_said_and_is_no_change() -> None:
+    bare = of("encoder")
+    fresh = {"fresh_numerical_rank": 20.0, "fresh_effective_rank": 8.0}
+    with_baseline = moved(0, **fresh).model_copy(
+        update={"baseline": BaselineRecord(seeds=[0, 1, 2], built="from its configuration")}
+    )
+    for before, after, alone in ((bare, with_baseline, "after"), (with_baseline, bare, "before")):
+        found = rw.compare(before, after)
+        assert not any(change.measure.startswith("fresh_") for change in [*found.changes, *found.by_layer])
+        assert any(said.startswith(f"Only the audit {alone} has a baseline") for said in found.warnings)
+    moved_on = moved(0, fresh_numerical_rank=30.0, fresh_effective_rank=8.0)
+    moved_on = moved_on.model_copy(update={"baseline": with_baseline.baseline})
+    both = rw.compare(with_baseline, moved_on)
+    assert {change.measure for change in both.changes} == {"fresh_numerical_rank"}
+    history = History([(0, bare), (1, with_baseline), (2, bare)])
+    assert history.warnings == ["Only in step-1: a baseline."]
 
 
 def test_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:

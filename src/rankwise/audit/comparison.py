@@ -14,7 +14,13 @@ from rankwise.audit.layer_changes import LayerChange, Total, layer_changes, pair
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
 from rankwise.audit.structure import structure_differences
-from rankwise.audit.worth_differences import COST, cost_scale, worth_differences
+from rankwise.audit.worth_differences import (
+    COST,
+    FRESH,
+    baseline_differences,
+    cost_scale,
+    worth_differences,
+)
 
 SCHEMA_VERSION = 2
 """Raised whenever a field of a comparison changes its meaning."""
@@ -114,8 +120,9 @@ def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
     """
     heads = _matched_heads(before, after)
     layers = _Matched(before.layers, after.layers, _layer_key(paired_stacks(before, after)), _layer_key({}))
-    unlike = worth_differences(before, after)
-    measures = [measure for measure in HEAD_MEASURES if not (unlike and measure.name == COST)]
+    unlike, only_one = worth_differences(before, after), baseline_differences(before, after)
+    left_out = {*([COST] if unlike else []), *(FRESH if only_one else [])}
+    measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
     scales = {COST: cost_scale(before, after)}
     changes = [
         *(change for a, b in heads.both for change in _changes(a, b, measures, scales)),
@@ -126,12 +133,10 @@ def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
         after=after.provenance,
         heads=len(heads.both),
         layers=len(layers.both),
-        warnings=[*_warnings(before, after, heads.both, layers.both), *unlike],
+        warnings=[*_warnings(before, after, heads.both, layers.both), *unlike, *only_one],
         structure=structure_differences(before, after),
         totals=totals(before, after),
-        by_layer=[
-            change for change in layer_changes(before, after) if not (unlike and change.measure == COST)
-        ],
+        by_layer=[change for change in layer_changes(before, after) if change.measure not in left_out],
         changes=sorted(changes, key=_by_size),
         findings=finding_changes(before, after),
         matched=[_place(head) for _, head in heads.both],

@@ -10,11 +10,15 @@ from rankwise.audit.records import AuditRecord
 from rankwise.audit.result import Audit
 from rankwise.audit.steps import steps_of
 from rankwise.audit.tables import Row, csv_text, flat_columns, flat_rows
+from rankwise.audit.worth_differences import COST, cost_quantity, history_differences
 from rankwise.errors import InputError
 from rankwise.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Pair = tuple[float, float]
+"""A value, and its standard deviation over the sequences."""
 
 
 class History:
@@ -136,12 +140,21 @@ class History:
 
         Returns:
             For each (heads or states, stack, layer, cross, measure) one pair a step; NaN where an audit has
-            no such layer.
+            no such layer. Where costs of removal are of several quantities, such as two losses, each has
+            curves of its own, called by it: ``"removal_cost of …"``.
         """
         numbers = [layer_numbers(audit) for audit in self.audits]
+        quantities = [cost_quantity(audit) for audit in self.audits]
+        if len(set(filter(None, quantities))) > 1:
+            numbers = [_called(mine, quantity) for mine, quantity in zip(numbers, quantities, strict=True)]
         keys = dict.fromkeys(key for audit in numbers for key in audit)
         missing = (float("nan"), float("nan"))
         return {key: [audit.get(key, missing) for audit in numbers] for key in keys}
+
+    @property
+    def warnings(self) -> list[str]:
+        """In what the audits do not compare, a sentence each."""
+        return history_differences(self.audits, self.names)
 
     def to_frame(self) -> "pd.DataFrame":
         """Heads of all audits as a pandas frame, with the step and the name before the columns of an audit.
@@ -242,6 +255,14 @@ class History:
         if not self._entries:
             return "History(no audits)"
         return f"History({len(self)} audits, {self.names[0]!r} to {self.names[-1]!r})"
+
+
+def _called(numbers: dict[LayerKey, Pair], quantity: str) -> dict[LayerKey, Pair]:
+    """Costs of removal by what they are of, all others as they are called."""
+    return {
+        key._replace(measure=f"{COST} of {quantity}") if key.measure == COST else key: pair
+        for key, pair in numbers.items()
+    }
 
 
 def folder_name(name: str) -> str:

@@ -1,8 +1,9 @@
-"""Whether costs of removal in two audits are of one quantity, and how large a change of them is."""
+"""Whether what two audits were asked for compares: costs of removal, and measures at fresh weights."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.audit.records import AuditRecord
 
 COST = "removal_cost"
@@ -17,6 +18,66 @@ def worth_differences(before: AuditRecord, after: AuditRecord) -> list[str]:
         after: the other.
     """
     return [f"{words} The changes leave costs of removal out." for words in _differences(before, after)]
+
+
+FRESH = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("fresh_"))
+"""The measures of heads that an audit without a baseline does not have."""
+
+
+def baseline_differences(before: AuditRecord, after: AuditRecord) -> list[str]:
+    """That one of two audits alone was held against fresh weights, in a sentence; none where that is not so.
+
+    Args:
+        before: one audit.
+        after: the other.
+    """
+    if (before.baseline is None) == (after.baseline is None):
+        return []
+    alone, other = ("after", "before") if before.baseline is None else ("before", "after")
+    return [
+        f"Only the audit {alone} has a baseline: the changes leave what heads measure at fresh weights out. "
+        f"Its ABOVE_NULL and BELOW_NULL are against fresh weights, those of the audit {other} against the "
+        "nulls."
+    ]
+
+
+def cost_quantity(audit: AuditRecord) -> str:
+    """What costs of removal are of, in words that two audits share where their costs compare; empty of none.
+
+    Args:
+        audit: the audit.
+    """
+    worth = audit.worth
+    if worth is None or not _kinds(audit):
+        return ""
+    how = " and ".join(sorted(_kinds(audit)))
+    return f"{worth.loss} ({worth.unit}), {how}, {worth.removal} in a head's place"
+
+
+def history_differences(audits: Sequence[AuditRecord], names: Sequence[str]) -> list[str]:
+    """In what several audits do not compare, a sentence each.
+
+    Args:
+        audits: in order.
+        names: of the audits.
+    """
+    found: list[str] = []
+    quantities = list(dict.fromkeys(filter(None, map(cost_quantity, audits))))
+    if len(quantities) > 1:
+        said = "; ".join(quantities)
+        found.append(
+            f"Costs of removal are of {len(quantities)} quantities, and no curve leads from one to another: "
+            f"{said}."
+        )
+    for what, has in (
+        ("worth", [x.worth is not None for x in audits]),
+        ("a baseline", [x.baseline is not None for x in audits]),
+    ):
+        some = [name for name, is_there in zip(names, has, strict=True) if is_there]
+        if 0 < len(some) < len(audits):
+            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+            found.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
+    return found
 
 
 def cost_scale(before: AuditRecord, after: AuditRecord) -> float:

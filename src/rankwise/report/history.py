@@ -38,6 +38,8 @@ def render_history(history: "History", console: Console | None = None) -> None:
         out.print(line(("Rankwise history", "bold"), said, between, separator="  "), overflow="fold")
         facts = "means over all heads; states: at the end; findings: errors/warnings/notes"
         out.print(line((facts, "dim")), overflow="fold")
+        for warning in history.warnings:
+            out.print(line(("warning", "bold yellow"), warning, separator="  "), overflow="fold")
         told = not history.counted and steps_of(history.names) == history.steps  # then a step says it all
         first = [("step", True)] if told else [("audit", False)]
         counts = [] if told or history.counted else [("step", True)]

@@ -66,6 +66,7 @@ def history_context(history: "History", links: Mapping[str, str]) -> dict[str, A
         "findings": findings[:MOST_FINDINGS],
         "more_findings": max(0, len(findings) - MOST_FINDINGS),
         "ends": finding_groups(history.comparison) if len(history) > 1 else [],
+        "warnings": history.warnings,
         "structure": history.comparison.structure if len(history) > 1 else [],
         "data": {
             "steps": history.steps,
@@ -90,11 +91,14 @@ def charts(history: "History") -> list[dict[str, Any]]:
     ]
     for of, table in tables:
         for measure in table:
-            mine = [key for key in curves if key.of == of and key.measure == measure.name]
-            for (stack, cross), keys in groupby(mine, key=lambda key: (key.stack, key.cross)):
+            mine = [key for key in curves if key.of == of and key.measure.split(" of ")[0] == measure.name]
+            for (stack, cross, called), keys in groupby(mine, key=lambda y: (y.stack, y.cross, y.measure)):
                 name = f"{stack}{', cross' if cross else ''}"
                 lines = [_line(key, curves[key]) for key in keys]
-                drawn.append({"of": of, "title": measure.title, "stack": name, "lines": lines})
+                quantity = called.partition(" of ")[2]
+                drawn.append(
+                    {"of": of, "title": measure.title, "stack": name, "quantity": quantity, "lines": lines}
+                )
     return drawn
 
 

@@ -22,10 +22,11 @@
         (line.spread[i] === null ? "" : ` ± ${number(line.spread[i])}`)),
     }));
     const name = chart.stack ? `${chart.title}, ${chart.stack}` : chart.title;
+    const quantity = chart.quantity ? `<br><sup>${escape(chart.quantity)}</sup>` : "";
     const numbered = data.counted ? { tickvals: data.steps, ticktext: data.names.map((one) => escape(one.slice(-24))) } : {};
     const few = data.steps.length <= 12 ? numbered : { nticks: 8 };
     window.Plotly.newPlot(box, traces, {
-      title: { text: escape(name), font: { size: 14 } }, height: 340, margin: { l: 50, r: 10, t: 40, b: 44 },
+      title: { text: escape(name) + quantity, font: { size: 14 } }, height: 340, margin: { l: 50, r: 10, t: 40, b: 44 },
       paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: text }, hovermode: "closest",
       xaxis: { ...axis, title: { text: data.counted ? "audit" : "step" }, ...few }, yaxis: axis,
       legend: { font: { size: 11 } },
