@@ -1,0 +1,73 @@
+"""The comparison of two revisions sees a changed number, a lost record and a field of one side."""
+
+import copy
+import math
+
+import pytest
+from benchmarks.same_numbers import FLOOR, TOLERANCE, differences, relative_difference
+
+AUDIT = {
+    "schema_version": 1,
+    "provenance": {"created": "2026"},
+    "heads": [
+        {"layer": 0, "site": "a", "head": 0, "rank": 3.0, "spread": {"rank": 0.5}, "spectrum": [1.0, 0.5]},
+        {"layer": 0, "site": "a", "head": 1, "rank": None, "spread": {"rank": 1e-17}, "spectrum": []},
+    ],
+    "findings": [
+        {"code": "SINK", "where": {"layer": 0, "head": 1}, "evidence": {"mass": 0.9}, "meaning": "x"}
+    ],
+}
+
+
+def changed(change):
+    after = copy.deepcopy(AUDIT)
+    change(after)
+    return differences(AUDIT, after)
+
+
+def test_a_file_is_the_same_as_itself_in_another_order_and_from_another_day():
+    def change(after):
+        after["heads"].reverse()
+        after["provenance"]["created"] = "2027"
+        after["heads"][0]["spread"]["rank"] = 3e-17  # rounding of 0
+
+    found = changed(change)
+    assert found.compared == 12
+    assert not found.above(TOLERANCE)
+    assert not (found.records or found.fields or found.texts)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda after: after["heads"][0].update(rank=3.00001), "heads.rank"),
+        (lambda after: after["heads"][0].update(rank=None), "heads.rank"),
+        (lambda after: after["heads"][1].update(rank=1.0), "heads.rank"),
+        (lambda after: after["heads"][0]["spectrum"].__setitem__(1, 0.51), "heads.spectrum"),
+        (lambda after: after["findings"][0]["evidence"].update(mass=0.91), "findings.evidence.mass"),
+        (lambda after: after["heads"][0].update(spectrum=None), "heads.spectrum"),
+    ],
+)
+def test_a_changed_number_is_seen_where_it_is(change, field):
+    assert list(changed(change).above(TOLERANCE)) == [field]
+
+
+def test_a_record_of_one_side_is_named():
+    assert changed(lambda after: after["heads"].pop()).records == ["heads layer 0 site a head 1, only before"]
+    assert changed(lambda after: after["heads"][0]["spectrum"].append(0.1)).records == [
+        "heads [2], only after"
+    ]
+
+
+def test_fields_of_one_side_and_words_are_listed_apart():
+    found = changed(lambda after: after["heads"][0].update(extra=1.0))
+    assert (found.fields, found.above(0)) == ({"heads.extra"}, {})
+    found = changed(lambda after: after["findings"][0].update(meaning="y"))
+    assert (found.texts, found.above(0)) == ({"findings.meaning"}, {})
+
+
+def test_relative_differences():
+    assert relative_difference(2.0, 1.0) == relative_difference(1.0, 2.0) == 0.5
+    assert relative_difference(None, None) == 0
+    assert relative_difference(None, 1.0) == relative_difference(0.0, None) == math.inf
+    assert relative_difference(0.0, FLOOR / 2) == 0.5
