@@ -113,8 +113,9 @@ def _keyed(items: list[Any]) -> dict[Hashable, Any]:
 def _identity(item: dict[str, Any]) -> Iterator[str]:
     known = {**item.get("where", {}), **item} if isinstance(item.get("where"), dict) else item
     for name in IDENTITY:
-        if known.get(name) not in (None, "", False):
-            yield f"{name} {known[name]}"
+        value = known.get(name)
+        if value is not None and value is not False and value != "":
+            yield f"{name} {value}"
 
 
 def measure(subject: str, minilm: Path | None, out: Path) -> None:
