@@ -22,7 +22,8 @@ from typing import Any
 
 TOLERANCE = 1e-9
 """Models run in float64. A product over 512 numbers errs by up to 512·2⁻⁵³ ≈ 6e-14, six blocks of ten such
-steps by 3e-12 of the largest entry, and a singular value at δ = 0.01 of the largest by a hundred times that."""
+steps by 3e-12 of the largest entry, and a singular value at a hundredth of the largest by a hundred times
+that."""
 FLOOR = 1e-6
 """Smaller numbers are compared on this scale: deviations that should be 0 are rounding, and nothing else."""
 
@@ -78,8 +79,9 @@ def _compare(before: Any, after: Any, name: str, where: str, found: Differences)
             _compare(before[key], after[key], f"{name}.{key}".lstrip("."), where, found)
     elif isinstance(before, list) and isinstance(after, list):
         ours, theirs = _keyed(before), _keyed(after)
-        found.records += [f"{name} {key}, only before" for key in ours if key not in theirs]
-        found.records += [f"{name} {key}, only after" for key in theirs if key not in ours]
+        at = f"{name} {where}".strip()
+        found.records += [f"{at} {key}, only before" for key in ours if key not in theirs]
+        found.records += [f"{at} {key}, only after" for key in theirs if key not in ours]
         for key in ours:
             if key in theirs:
                 _compare(ours[key], theirs[key], name, f"{where} {key}".strip(), found)
