@@ -31,6 +31,8 @@ IDENTITY = ("stack", "layer", "site", "head", "cross", "occurrence", "code", "me
 """What tells records of a list from each other."""
 LEFT_OUT = ("provenance", "before", "after", "format", "schema_version")
 """At the top of a file: when, where and by what it was made."""
+SHOWN = 12
+"""Records of one side that are printed of a file."""
 SUBJECTS = ("demo", "minilm", "mamba", "mamba2")
 
 
@@ -79,7 +81,11 @@ def _compare(before: Any, after: Any, name: str, where: str, found: Differences)
             _compare(before[key], after[key], f"{name}.{key}".lstrip("."), where, found)
     elif isinstance(before, list) and isinstance(after, list):
         ours, theirs = _keyed(before), _keyed(after)
-        at = f"{name} {where}".strip()
+        at, apart = f"{name} {where}".strip(), _measures(before) ^ _measures(after)
+        found.fields |= {f"{name} of {measure}" for measure in apart}
+        for side in (ours, theirs):  # a measure that one side has not is a field, not a record
+            for key in [key for key, item in side.items() if _measures([item]) & apart]:
+                del side[key]
         found.records += [f"{at} {key}, only before" for key in ours if key not in theirs]
         found.records += [f"{at} {key}, only after" for key in theirs if key not in ours]
         for key in ours:
@@ -95,6 +101,10 @@ def _compare(before: Any, after: Any, name: str, where: str, found: Differences)
             found.texts.add(name)
         else:
             found.largest[name] = math.inf, where
+
+
+def _measures(items: list[Any]) -> set[str]:
+    return {item["measure"] for item in items if isinstance(item, dict) and "measure" in item}
 
 
 def _is_number(value: Any) -> bool:
@@ -192,8 +202,10 @@ def _report(before: Path, after: Path, subjects: list[str], tolerance: float) ->
             print(f"{file.stem}: {found.compared} numbers, largest difference {by:.1e} ({name}, {where})")
             for name, (by, where) in sorted(found.above(tolerance).items()):
                 print(f"    {name}: {by:.1e} at {where}")
-            for record in found.records:
+            for record in found.records[:SHOWN]:
                 print(f"    {record}")
+            if len(found.records) > SHOWN:
+                print(f"    … {len(found.records)} records of one side only")
             same &= bool(found.compared) and not found.records and not found.above(tolerance)
     print(f"fields of one side only: {', '.join(sorted(fields)) or 'none'}")
     print(f"fields with other words: {', '.join(sorted(texts)) or 'none'}")

@@ -54,9 +54,8 @@ def test_a_changed_number_is_seen_where_it_is(change, field):
 
 def test_a_record_of_one_side_is_named():
     assert changed(lambda after: after["heads"].pop()).records == ["heads layer 0 site a head 1, only before"]
-    assert changed(lambda after: after["heads"][0]["spectrum"].append(0.1)).records == [
-        "heads [2], only after"
-    ]
+    longer = changed(lambda after: after["heads"][0]["spectrum"].append(0.1))
+    assert longer.records == ["heads.spectrum layer 0 site a head 0 [2], only after"]
 
 
 def test_fields_of_one_side_and_words_are_listed_apart():
@@ -64,6 +63,16 @@ def test_fields_of_one_side_and_words_are_listed_apart():
     assert (found.fields, found.above(0)) == ({"heads.extra"}, {})
     found = changed(lambda after: after["findings"][0].update(meaning="y"))
     assert (found.texts, found.above(0)) == ({"findings.meaning"}, {})
+
+
+def test_a_measure_of_one_side_is_a_field_and_a_missing_change_a_record():
+    rank, turn = ({"measure": name, "where": {"layer": 1}, "change": 0.5} for name in ("rank", "turn"))
+    found = differences({"changes": [rank]}, {"changes": [rank, turn]})
+    assert (found.fields, found.records, found.compared) == ({"changes of turn"}, [], 2)
+    other = {**rank, "where": {"layer": 2}}
+    assert differences({"changes": [rank]}, {"changes": [rank, other]}).records == [
+        "changes layer 2 measure rank, only after"
+    ]
 
 
 def test_relative_differences():

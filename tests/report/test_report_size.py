@@ -5,8 +5,8 @@ from importlib import resources
 
 from tests.report import samples
 
-from rankwise.report.charts import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
 from rankwise.report.page import render_html
+from rankwise.report.pages import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
 
 
 def test_the_chart_library_is_the_published_file() -> None:

@@ -11,10 +11,9 @@ from rankwise.audit.measures import DRAWN, PICTURED, HeadMeasure, LayerMeasure
 from rankwise.audit.records import SEVERITY_ORDER, Finding
 from rankwise.audit.same_finding import OF_THE_MODEL
 from rankwise.files import write_whole
-from rankwise.report.charts import chart_script
 from rankwise.report.comparison_page import finding_groups
 from rankwise.report.history import HEADS, STATES, audit_words
-from rankwise.report.pages import render_page, template_text
+from rankwise.report.pages import chart_script, render_page, template_text
 from rankwise.report.text import SEVERITIES, model_name
 
 if TYPE_CHECKING:

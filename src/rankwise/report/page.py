@@ -1,9 +1,7 @@
 """The report as one HTML file that needs nothing else: what the page says, in its order and words."""
 
-import base64
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,12 @@ from typing import Any
 from rankwise.audit.measures import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, share, shown
 from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
 from rankwise.files import write_whole
-from rankwise.report.charts import chart_script
 from rankwise.report.columns import head_columns
 from rankwise.report.curves import draw_depth
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.memberships import membership_maps
 from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
+from rankwise.report.pages import chart_script, script_hash, without_nan
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.scatter import scatter, worth_words
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
@@ -89,7 +87,7 @@ def render_html(audit: AuditRecord) -> str:
         style=Markup(_template_text("report.css")),
         plotly=Markup(plotly),
         script=Markup(script),
-        hashes=[_hash(plotly), _hash(script)],
+        hashes=[script_hash(plotly), script_hash(script)],
     )
 
 
@@ -273,27 +271,6 @@ def _provenance(audit: AuditRecord) -> list[tuple[str, str]]:
         "Versions": versions,
     }
     return [(name, value) for name, value in facts.items() if value]
-
-
-def without_nan(value: Any) -> Any:
-    """Replace what JSON cannot say, NaN and infinities, by None, however deep it lies.
-
-    Examples:
-        >>> without_nan({"a": [1.0, float("nan")]})
-        {'a': [1.0, None]}
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return value
-
-
-def _hash(script: str) -> str:
-    """Name a script to the browser's content security policy, which then runs no other."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _template_text(name: str) -> str:

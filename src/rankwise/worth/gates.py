@@ -1,4 +1,4 @@
-"""A gate ξ = 1 on what every head and every block gives, and its gradient for each sequence."""
+"""A gate ξ = 1 on what every head and block gives, its gradient for each sequence, and what cuts it off."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from rankwise.capture import BlockOutput, Changes, HeadOutputs
+
+NO_BACKWARD = "WarnNotImplemented"
+"""What autograd records of an operation that has no backward, such as int8 products: it gives no gradient."""
 
 
 class CallKey(NamedTuple):
@@ -151,3 +154,29 @@ class Without(Changes):
 def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:
     wide = torch.promote_types(like.dtype, torch.float32)
     return torch.ones(tuple(shape), dtype=wide, device=like.device, requires_grad=True)
+
+
+def cut_off(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
+    """Of the gates, by `id`, those with a path to a scalar through an operation that has no gradient.
+
+    Through a residual stream some gradient comes past such an operation, and is not the whole one.
+
+    Args:
+        scalar: in the graph of the gates.
+        gates: leaves of the graph.
+    """
+    after_cut = _nodes(node for node in _nodes([scalar.grad_fn]) if NO_BACKWARD in node.name())
+    leaves = {id(getattr(node, "variable", None)) for node in after_cut}
+    return {id(gate) for gate in gates if id(gate) in leaves}
+
+
+def _nodes(starts: Iterable[Any]) -> set[Any]:
+    """All nodes that a backward pass comes to."""
+    seen: set[Any] = set()
+    open_nodes = [node for node in starts if node is not None]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            open_nodes += [following for following, _ in node.next_functions if following is not None]
+    return seen

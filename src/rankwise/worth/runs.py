@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from rankwise.capture import MixerSite, StateSite, capture
 from rankwise.errors import InputError, RankwiseError
 from rankwise.running import Batch, batch_size, device_of, moved, run_model
-from rankwise.worth.gates import CallKey, Gates, MeanTaker, Without
+from rankwise.worth.gates import CallKey, Gates, MeanTaker, Without, cut_off
 from rankwise.worth.losses import Case, Loss, ProbedLoss, Read
-from rankwise.worth.reach import cut_off
 from rankwise.worth.results import Estimates, Floats
 
 Say = Callable[[str], None]
