@@ -38,6 +38,7 @@ ALLOWED = {
         "measures",
         "theory",
         "worth",
+        "rank_correlation",
     },
     "report": {"errors", "files", "rank_correlation", "audit"},
     "monitor": {"audit", "errors", "files", "running"},

@@ -13,6 +13,7 @@ from rankwise.audit.baseline_records import Baseline
 from rankwise.audit.masks import Pattern
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import HEAD_MEASURES
+from rankwise.audit.merge_records import Merging, most_common
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
     AVERAGED,
@@ -30,7 +31,7 @@ from rankwise.audit.numbers import (
 from rankwise.audit.pictures import PictureTaker, patch_grid
 from rankwise.audit.records import HeadRecord, RankAt
 from rankwise.audit.running_moments import RunningMoments, mean_of_known
-from rankwise.audit.token_names import TokenNames, commonest
+from rankwise.audit.token_names import TokenNames, commonest, name_counts
 from rankwise.audit.worth_records import HeadWorth
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
@@ -301,8 +302,9 @@ def _rank_at(threshold: float, step: int, numbers: dict[str, float]) -> RankAt:
 
 
 def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
-    count, mean, spread = site.moments.count, site.moments.mean.copy(), site.moments.spread
-    mean[:, WHOLE] = np.where(count[:, WHOLE] < count[:, [SIGMA]], np.nan, mean[:, WHOLE])
+    count, mean, spread = site.moments.count, site.moments.mean.copy(), site.moments.spread.copy()
+    for moment in (mean, spread):
+        moment[:, WHOLE] = np.where(count[:, WHOLE] < count[:, [SIGMA]], np.nan, moment[:, WHOLE])
     distance = site.distances.mean.copy()
     np.fill_diagonal(distance, np.nan)
     for head in range(mean.shape[0]):
@@ -311,7 +313,8 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
         estimated, fallbacks = (round(numbers[way] * sequences) if sequences else 0 for way in WAYS)
         nearest = None if np.isnan(distance[head]).all() else int(np.nanargmin(distance[head]))
         other = None if nearest is None else site.channels[nearest]
-        peak, agreeing = commonest([names[head] for names in site.peaks if names[head]])
+        named = [names[head] for names in site.peaks if names[head]]
+        peak, agreeing = commonest(name_counts(named), len(named))
         pictures = [taken.get(head) for taken in site.pictures] + [None, None]
         yield HeadRecord(
             stack=site.key.stack,
@@ -335,6 +338,18 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             spectrum=site.spectra[head] if site.spectra else [],
             worth=None,
             baseline=None,
+            merging=Merging(
+                longest=site.longest,
+                known={
+                    name: int(count[head, at])
+                    for at, name in enumerate(COLUMNS)
+                    if at not in WHOLE and 0 < count[head, at] < sequences
+                },
+                distances=distance[head].tolist(),
+                pairs=site.distances.count[head].astype(int).tolist(),
+                named=len(named),
+                names=most_common(name_counts(named)),
+            ),
             peak_token=peak,
             peak_token_sequences=agreeing,
             picture=pictures[0],

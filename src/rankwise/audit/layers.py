@@ -72,6 +72,11 @@ class SiteStates:
             nonfinite=self.nonfinite,
             width=self.width,
             spread={name: float(spread[at]) for at, name in enumerate(COLUMNS) if at},
+            known={
+                name: int(known)
+                for name, known in zip(COLUMNS, self.moments.count, strict=True)
+                if 0 < known < self.moments.count[NORM]
+            },
             baseline=None,
             **{name: float(mean[at]) for at, name in enumerate(COLUMNS)},
         )

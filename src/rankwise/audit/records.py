@@ -9,6 +9,7 @@ from rankwise.audit.baseline_records import Baseline, BaselineRecord
 from rankwise.audit.fields import Count, Number, Record, Size
 from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import NULLS, HeadMeasures, LayerMeasures, shown
+from rankwise.audit.merge_records import Merging
 from rankwise.audit.worth_records import HeadWorth, WorthRecord
 
 SCHEMA_VERSION = 2
@@ -138,6 +139,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """What the model loses without it, in the unit of the audit's worth; None where nobody asked."""
     baseline: Baseline | None = None
     """The same head at fresh weights, on the same data; None where nobody asked."""
+    merging: Merging | None = None
+    """What `Audit.merge` needs beside the means; None in older files."""
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {shown(self.numerical_rank)} of {shown(self.smaller)}"
@@ -203,6 +206,8 @@ class LayerRecord(LayerMeasures, LayerOrigin):
 
     spread: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, under the name of each measure."""
+    known: dict[str, Count] = Field(default_factory=dict)
+    """Of how many sequences a measure is the mean, where not of all."""
     baseline: Baseline | None = None
     """The same state of the model at fresh weights, on the same data; None where nobody asked."""
 
@@ -273,9 +278,13 @@ class Provenance(Record):
     model_dtype: str = ""
     measure_dtype: str = "float64"
     method: str = "exact"
+    method_asked: str = ""
+    """``exact``, ``estimate`` or ``auto``; empty in older files."""
     device: str = ""
     batches: Count = 0
     sequences: Count = 0
+    audits: Annotated[int, Field(ge=1)] = 1
+    """How many were merged into this one."""
     created: str = ""
     """UTC, ISO 8601."""
     command: str = ""

@@ -281,6 +281,7 @@ class Run:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "delta": self.delta,
             "method": method_of(heads),
+            "method_asked": self.heads.method,
             "model_dtype": ", ".join(
                 sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
             ),

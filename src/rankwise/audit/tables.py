@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 SUFFIXES = {"spread": "std", "stderr": "stderr"}
 """What is kept of a measure beside it: a field of the record, and the end of its column's name."""
-PACKED = ("picture", "second_picture")
+PACKED = ("picture", "second_picture", "merging", "known")
 """What is no number of its own, and no text that anybody reads."""
 COPIES = ("fresh_numerical_rank", "fresh_effective_rank", "removal_cost")
 """Fields that repeat for maps what a record inside holds, whose own columns are in the table: the mean of a

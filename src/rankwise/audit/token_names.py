@@ -1,7 +1,7 @@
 """What the tokens of a batch are called: their text, where a tokenizer is known, else their ids."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,20 +138,29 @@ def peak_name(names: TokenNames, ids: Tensor | None, at: int, sources: int) -> l
     return [both, place, text]
 
 
-def commonest(named: Sequence[Sequence[str]]) -> tuple[str, int]:
-    """The name that most sequences share, and how many do; of equals the most telling. Nothing below half.
+def name_counts(named: Sequence[Sequence[str]]) -> list[Counter[str]]:
+    """How many sequences share each name: a counter for each of the kinds that `peak_name` gives.
 
     Args:
         named: what `peak_name` gives, of each sequence.
+    """
+    return [Counter(kind) for kind in zip(*named, strict=True)]
+
+
+def commonest(counts: Sequence[Mapping[str, int]], sequences: int) -> tuple[str, int]:
+    """The name that most sequences share, and how many do; of equals the most telling. Nothing below half.
+
+    Args:
+        counts: as `name_counts` gives them.
+        sequences: how many they are of.
 
     Examples:
-        >>> commonest([["[SEP], token 9", "token 9", "[SEP]"], ["[SEP], token 3", "token 3", "[SEP]"]])
+        >>> named = [["[SEP], token 9", "token 9", "[SEP]"], ["[SEP], token 3", "token 3", "[SEP]"]]
+        >>> commonest(name_counts(named), 2)
         ('[SEP]', 2)
     """
     best = ("", 0)
-    if not named:
-        return best
-    for kind in zip(*named, strict=True):
-        name, count = Counter(kind).most_common(1)[0]
-        best = (name, count) if count > best[1] and 2 * count >= len(named) else best
+    for kind in counts:
+        name, count = min(kind.items(), key=lambda item: (-item[1], item[0]), default=best)
+        best = (name, count) if count > best[1] and 2 * count >= sequences else best
     return best

@@ -1,0 +1,143 @@
+"""Audits of shards of the data, joined into the audit of all of it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from rankwise.audit.findings import find
+from rankwise.audit.merge_heads import SAME_MODEL, merged_heads, merged_layers
+from rankwise.audit.merge_worth import LEFT_OUT, merged_record, with_correlation
+from rankwise.audit.numbers import method_of
+from rankwise.audit.pooled import by_key
+from rankwise.audit.records import AuditRecord, HeadRecord, Provenance, Unseen
+from rankwise.audit.worth_records import WorthRecord
+from rankwise.errors import InputError, RecordError
+
+A = TypeVar("A", bound=AuditRecord)
+
+SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "measure_dtype")
+"""What audits must have in common."""
+JOINED = {"data": "; ", "command": " ; ", "device": ", "}
+"""What is told of each, and what stands between."""
+SUMS = ("batches", "sequences", "audits")
+NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
+ADVISED = "skip connections are to be looked at again: rw.advise(audit, model, batch)"
+NEVER_CALLED = "never called"
+
+
+def merge(audits: Sequence[A]) -> A:
+    """Join audits; see `Audit.merge`.
+
+    Args:
+        audits: of one model, on other sequences each.
+    """
+    if not audits:
+        raise InputError(
+            "`Audit.merge`", wanted="at least one audit", got="none", fix="Pass a list of audits."
+        )
+    for number, audit in enumerate(audits, 1):
+        if not isinstance(audit, AuditRecord):
+            raise InputError(
+                f"audit {number} of `Audit.merge`",
+                wanted="an audit",
+                got=type(audit).__name__,
+                fix="Read a saved one with `rw.Audit.load(path)`.",
+            )
+    if len(audits) == 1:
+        return audits[0]
+    _check_alike(audits)
+    worths = [audit.worth for audit in audits]
+    pictured = next((audit for audit in audits if any(head.picture for head in audit.heads)), None)
+    heads = merged_heads(
+        [audit.heads if audit is pictured else _without_pictures(audit.heads) for audit in audits], worths
+    )
+    layers = merged_layers([audit.layers for audit in audits])
+    worth = _worth([worth for worth in worths if worth is not None], len(audits), heads)
+    unseen = _unseen([audit.unseen for audit in audits])
+    return audits[0].model_copy(
+        update={
+            "complete": all(audit.complete for audit in audits),
+            "provenance": _provenance(audits, heads),
+            "heads": heads,
+            "layers": layers,
+            "findings": find(heads, layers, unseen, worth),
+            "unseen": unseen,
+            "texts": {} if pictured is None else pictured.texts,
+            "worth": worth,
+            "baseline": None,
+        }
+    )
+
+
+def _check_alike(audits: Sequence[AuditRecord]) -> None:
+    _same("schema_version", [audit.schema_version for audit in audits])
+    abouts = [audit.provenance for audit in audits]
+    for field in SAME:
+        _same(field, [getattr(about, field) for about in abouts])
+    _same("method_asked", [about.method_asked for about in abouts if about.method_asked])
+    estimates = (about.method.partition("estimated with")[2].strip() for about in abouts)
+    _same("method of estimates", [estimate for estimate in estimates if estimate])
+
+
+def _same(field: str, values: Sequence[object]) -> None:
+    different = list(dict.fromkeys(values))
+    if len(different) > 1:
+        raise RecordError(
+            "audits to merge",
+            wanted=f"the same {field} in all of them",
+            got=" and ".join(map(repr, different[:2])),
+            fix=SAME_MODEL,
+        )
+
+
+def _without_pictures(heads: Sequence[HeadRecord]) -> list[HeadRecord]:
+    none = {"picture": None, "second_picture": None}
+    return [head.model_copy(update=none) if head.picture else head for head in heads]
+
+
+def _worth(known: Sequence[WorthRecord], audits: int, heads: Sequence[HeadRecord]) -> WorthRecord | None:
+    if len(known) < audits:
+        return None
+    return with_correlation(merged_record(known), [head.worth for head in heads if head.worth is not None])
+
+
+def _unseen(parts: Sequence[Sequence[Unseen]]) -> list[Unseen]:
+    """Modules that one audit could not capture, and those that none of them called."""
+    found: list[Unseen] = []
+    for group in by_key(parts, lambda module: (module.name,)):
+        called = [module for module in group if not module.reason.startswith(NEVER_CALLED)]
+        if called or len(group) == len(parts):
+            found.append(min(called or group, key=lambda module: module.reason))
+    return found
+
+
+def _provenance(audits: Sequence[AuditRecord], heads: Sequence[HeadRecord]) -> Provenance:
+    abouts = [audit.provenance for audit in audits]
+    notes = [note for about in abouts for note in about.notes]
+    notes += [NO_BASELINE] if any(audit.baseline for audit in audits) else []
+    notes += [LEFT_OUT] if len({audit.worth is None for audit in audits}) > 1 else []
+    notes += [ADVISED] if any(about.advised for about in abouts) else []
+    libraries = _distinct(name for about in abouts for name in about.versions)
+    said: dict[str, Any] = {
+        "method": method_of(heads),
+        "method_asked": max(about.method_asked for about in abouts),
+        "created": max(about.created for about in abouts),
+        "advised": False,
+        "versions": {
+            name: _all_of([about.versions.get(name, "") for about in abouts], ", ") for name in libraries
+        },
+        "notes": list(dict.fromkeys(notes)),
+    }
+    sums = {name: sum(getattr(about, name) for about in abouts) for name in SUMS}
+    joined = {
+        name: _all_of([getattr(about, name) for about in abouts], joint) for name, joint in JOINED.items()
+    }
+    return abouts[0].model_copy(update=said | sums | joined)
+
+
+def _all_of(texts: Sequence[str], joint: str) -> str:
+    """What stands in any of them, once each: parts of merged audits are joined already."""
+    return joint.join(_distinct(part for text in texts for part in text.split(joint)))
+
+
+def _distinct(values: Iterable[str]) -> list[str]:
+    return sorted({value for value in values if value})

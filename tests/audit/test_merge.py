@@ -1,0 +1,264 @@
+"""Audits of shards, merged, are the audit of all sequences; their order and their grouping do not matter."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unchecked import unchecked
+from torch import nn
+
+import rankwise as rw
+from rankwise.audit.merge_heads import merged_heads
+from rankwise.audit.pooled import Moments, pooled
+from rankwise.errors import InputError, RecordError
+
+OF_THE_FIRST = {"picture", "second_picture", "spectrum", "membership_map", "membership_grid"}
+"""Fields that are of the first sequence."""
+TOLD = {"created", "command", "notes", "audits", "batches"}
+"""What is said of how an audit was made, and differs with it."""
+
+
+def differences(first: Any, other: Any, at: str = "", without: frozenset[str] = frozenset()) -> list[str]:
+    """Where two records differ by more than the rounding of a sum over sequences.
+
+    Standard deviations are square roots of sums of squares: their error is √ε of the values that vary.
+    """
+    if isinstance(first, dict) and isinstance(other, dict):
+        keys = [key for key in {**first, **other} if key not in without]
+        missing = object()
+        pairs = [(f"{at}.{key}", first.get(key, missing), other.get(key, missing)) for key in keys]
+        return [said for name, *pair in pairs for said in differences(*pair, name, without)]
+    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+        pairs = [(f"{at}[{n}]", *pair) for n, pair in enumerate(zip(first, other, strict=True))]
+        return [said for name, *pair in pairs for said in differences(*pair, name, without)]
+    if isinstance(first, float) and isinstance(other, float):
+        near = 1e-12 * max(1.0, abs(first), abs(other))
+        near = max(near, 1e-7) if ".spread." in at else near
+        same = (math.isnan(first) and math.isnan(other)) or abs(first - other) <= near
+        return [] if same else [f"{at}: {first!r} and {other!r}"]
+    return [] if first == other else [f"{at}: {first!r} and {other!r}"]
+
+
+def compared(first: rw.Audit, other: rw.Audit, without: set[str] = frozenset()) -> list[str]:
+    left_out = frozenset(OF_THE_FIRST | TOLD | without)
+    return differences(first.model_dump(), other.model_dump(), without=left_out)
+
+
+class Model(nn.Module):
+    """Two blocks over embedded tokens; token 7 is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        with torch.no_grad():
+            self.embed.weight[7] = math.nan
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embed(ids))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[torch.Tensor]:
+    """Of several lengths, one with a token that is not finite."""
+    torch.manual_seed(1)
+    rows = [torch.randint(0, 7, (1, length)) for length in (9, 12, 9, 2, 12, 9)]
+    rows[2][0, 4] = 7
+    return rows
+
+
+@pytest.fixture(scope="module")
+def shards(model, sequences) -> list[rw.Audit]:
+    """An audit of each sequence."""
+    return [rw.audit(model, [batch]) for batch in sequences]
+
+
+def tree(parts: Sequence[rw.Audit], cuts: Sequence[int]) -> rw.Audit:
+    """Merge the first few, then what came of that with the next few, and so on."""
+    merged: list[rw.Audit] = []
+    for start, stop in zip([0, *cuts], [*cuts, len(parts)], strict=True):
+        merged = [rw.Audit.merge([*merged, *parts[start:stop]])]
+    return merged[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), st.data())
+def test_moments_of_parts_give_those_of_the_whole(numbers, data) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=4)))
+    parts = [np.array(part) for part in np.split(np.array(numbers), cuts)]
+    moments = [
+        Moments(
+            len(part), part.mean() if len(part) else math.nan, part.std(ddof=1) if len(part) > 1 else math.nan
+        )
+        for part in parts
+    ]
+    joined = pooled(moments)
+    largest = np.abs(numbers).max()
+    assert joined.number == len(numbers)
+    assert joined.mean == pytest.approx(np.mean(numbers), abs=1e-14 * len(numbers) * (largest + 1))
+    if len(numbers) > 1:
+        close = 1e-7 * (largest + 1)  # the root of a sum of squares that cancels
+        assert joined.spread == pytest.approx(np.std(numbers, ddof=1), abs=close)
+    else:
+        assert math.isnan(joined.spread)
+
+
+def test_shards_merged_are_one_audit_over_all_sequences(model, sequences, shards) -> None:
+    whole = rw.audit(model, sequences)
+    merged = rw.Audit.merge(shards)
+    assert compared(whole, merged) == []
+    assert merged.provenance.audits == merged.provenance.sequences == len(sequences)
+    assert whole.heads[0].nonfinite == 1
+    for first in OF_THE_FIRST:
+        assert getattr(merged.heads[0], first) == getattr(whole.heads[0], first)
+
+
+@settings(max_examples=10, deadline=None)
+@given(order=st.permutations(range(6)), cuts=st.lists(st.integers(1, 5), max_size=3, unique=True))
+def test_neither_order_nor_grouping_matters(shards, order, cuts) -> None:
+    ordered = [shards[at] for at in order]
+    assert compared(tree(ordered, sorted(cuts)), rw.Audit.merge(shards)) == []
+
+
+def test_the_comparison_above_can_fail(shards) -> None:
+    other = rw.Audit.merge(shards[:-1])
+    found = " ".join(compared(rw.Audit.merge(shards), other))
+    assert ".effective_rank:" in found
+    assert ".spread.effective_rank:" in found
+    assert ".distances[1]:" in found
+    assert ".sequences:" in found
+
+
+def test_what_was_saved_merges_as_what_was_not(shards, tmp_path) -> None:
+    loaded = [rw.Audit.load(audit.save(tmp_path / f"{n}.json")) for n, audit in enumerate(shards)]
+    assert compared(rw.Audit.merge(loaded), rw.Audit.merge(shards)) == []
+    assert rw.Audit.merge(loaded[:1]) is loaded[0]
+
+
+def test_many_heads_are_nearest_on_average_over_all_sequences() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 6, 16, batch_first=True).eval()
+    batches = [2 * torch.randn(1, 9, 24) for _ in range(5)]
+    apart = [rw.audit(layer, [batch]) for batch in batches]
+    nearest = [[head.nearest_head for head in ranked.heads] for ranked in apart]
+    assert any(ranked != nearest[0] for ranked in nearest), "the shards are to disagree"
+    assert compared(rw.audit(layer, batches), rw.Audit.merge(apart)) == []
+
+
+def test_estimates_keep_their_errors_and_unknown_ranks_stay_unknown() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    batches = [4 * torch.randn(1, length, 16) for length in (12, 9)]
+    apart = [rw.audit(layer, [batch], method="estimate") for batch in batches]
+    whole = rw.audit(layer, batches, method="estimate")
+    assert compared(whole, rw.Audit.merge(apart)) == []
+    assert math.isfinite(whole.heads[0].stderr["effective_rank"])
+    assert whole.provenance.method.startswith("estimated")
+
+
+def test_a_rank_that_is_unknown_in_one_shard_is_unknown_in_all() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    audit, other = ([*rw.audit(layer, [torch.randn(2, 9, 16)]).heads] for _ in range(2))
+    audit[0] = audit[0].model_copy(update={"numerical_rank": math.nan, "sink_mass": math.nan})
+    head = merged_heads([audit, other], [None, None])[0]
+    assert math.isnan(head.numerical_rank)
+    assert head.sink_mass == other[0].sink_mass
+    assert head.merging.known["sink_mass"] == 2
+
+
+def test_worth_is_a_mean_over_tokens_and_no_set_of_heads_is_named() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16, vocab_size=32)).eval()
+    batches = [{"input_ids": torch.randint(0, 32, (1, length))} for length in (9, 14)]
+    apart = [rw.audit(model, [batch], worth="exact") for batch in batches]
+    whole, merged = rw.audit(model, batches, worth="exact"), rw.Audit.merge(apart)
+    random = {"curvature", "estimate", "spearman"}  # the projections of the second batch are others
+    left_out = random | {"removable", "findings", "forward", "backward"}
+    assert compared(whole, merged, left_out) == []
+    assert whole.worth.removable is not None
+    assert merged.worth.removable is None
+    assert "takes runs on all of the data" in " ".join(merged.worth.notes)
+    assert rw.Audit.merge([apart[0], rw.audit(model, batches[1:])]).worth is None
+
+
+def test_a_baseline_is_left_out_and_a_note_says_so(model, sequences) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    apart = [rw.audit(layer, [torch.randn(2, 9, 8)], baseline=2) for _ in range(2)]
+    merged = rw.Audit.merge(apart)
+    assert merged.baseline is None
+    assert merged.heads[0].baseline is None
+    assert math.isnan(merged.heads[0].fresh_numerical_rank)
+    assert any("baseline left out" in note for note in merged.provenance.notes)
+
+
+def test_files_of_before_have_no_nearest_head(shards) -> None:
+    heads = [head.model_copy(update={"merging": None}) for head in shards[0].heads]
+    merged = rw.Audit.merge([shards[0].model_copy(update={"heads": heads}), *shards[1:]])
+    assert merged.heads[0].nearest_head is None
+    assert math.isnan(merged.heads[0].nearest_distance)
+    assert merged.heads[0].effective_rank == pytest.approx(rw.Audit.merge(shards).heads[0].effective_rank)
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model", "another"),
+        ("model_class", "x.Y"),
+        ("revision", "abc"),
+        ("parameters", 5),
+        ("delta", 0.5),
+        ("method_asked", "estimate"),
+        ("model_dtype", "float16"),
+        ("measure_dtype", "float32"),
+    ],
+)
+def test_audits_of_other_things_are_refused_with_both_values(shards, field, other) -> None:
+    before = getattr(shards[0].provenance, field)
+    about = shards[1].provenance.model_copy(update={field: other})
+    with pytest.raises(RecordError, match=f"the same {field} in all") as told:
+        rw.Audit.merge([shards[0], shards[1].model_copy(update={"provenance": about})])
+    assert repr(before) in str(told.value)
+    assert repr(other) in str(told.value)
+
+
+def test_records_that_do_not_fit_are_refused(shards) -> None:
+    with pytest.raises(RecordError, match="the same schema_version in all of them, got 2 and 3"):
+        rw.Audit.merge([shards[0], shards[1].model_copy(update={"schema_version": 3})])
+    for field, records in (("kind", "heads"), ("width", "layers"), ("site", "layers")):
+        wrong = [audit.model_copy(update={field: "x"}) for audit in getattr(shards[1], records)]
+        with pytest.raises(RecordError, match=f"the same {field} in all audits"):
+            rw.Audit.merge([shards[0], shards[1].model_copy(update={records: wrong})])
+    with pytest.raises(InputError, match="at least one audit, got none"):
+        rw.Audit.merge([])
+    with unchecked(), pytest.raises(InputError, match=r"audit 2 of `Audit.merge`: wanted an audit, got str"):
+        rw.Audit.merge([shards[0], "audit.json"])
+
+
+def test_a_module_that_one_shard_called_is_not_told_as_never_called(shards) -> None:
+    from rankwise.audit import Unseen
+
+    def with_unseen(audit: rw.Audit, *reasons: str) -> rw.Audit:
+        unseen = [Unseen(name=f"m{n}", type="X", reason=reason) for n, reason in enumerate(reasons)]
+        return audit.model_copy(update={"unseen": unseen})
+
+    never = "never called in this capture"
+    merged = rw.Audit.merge([with_unseen(shards[0], never, never, "fused"), with_unseen(shards[1], "fused")])
+    assert [(module.name, module.reason) for module in merged.unseen] == [("m0", "fused"), ("m2", "fused")]
+    both = rw.Audit.merge([with_unseen(audit, never) for audit in shards])
+    assert [module.reason for module in both.unseen] == [never]
+    assert [finding.code for finding in both.findings].count("UNSEEN") == 1
