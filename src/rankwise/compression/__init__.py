@@ -2,6 +2,7 @@
 
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import (
+    Budget,
     BudgetCurve,
     BudgetPoint,
     Compression,
@@ -11,11 +12,13 @@ from rankwise.compression.records import (
     LatentPoint,
     LatentRank,
     LayerPrice,
+    PartShare,
 )
 from rankwise.compression.run import compress, compress_qk
 from rankwise.compression.store import load_compressed, save_compressed
 
 __all__ = [
+    "Budget",
     "BudgetCurve",
     "BudgetPoint",
     "Compression",
@@ -27,6 +30,7 @@ __all__ = [
     "LatentRank",
     "LayerPrice",
     "PartResult",
+    "PartShare",
     "compress",
     "compress_qk",
     "load_compressed",

@@ -1,6 +1,7 @@
 """The part ``heads``: heads whose removal the model hardly notices go, with all their weights."""
 
 from collections.abc import Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from rankwise.compression.head_sites import HeadSite
 from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
 from rankwise.compression.outputs import main_output, relative_error
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.parts import Change, Job, PartResult, Prepared
 from rankwise.compression.records import HeadWidth
 from rankwise.compression.removed_heads import removed_heads_of
 from rankwise.compression.structure import structure_of
@@ -23,7 +24,7 @@ PROBES = 2
 """Random projections for the curvature in each round."""
 
 
-def compress_heads(job: Job) -> PartResult:
+def prepare_heads(job: Job) -> Prepared:
     """Remove heads: all that `rankwise.worth` finds removable within the tolerance, or a share of them.
 
     Under ``tolerance`` the set is the joint one of `measure_worth`, run together; under ``keep`` heads go in
@@ -52,6 +53,20 @@ def compress_heads(job: Job) -> PartResult:
             got=said or "no such attention",
             fix="Its heads cannot be removed this way; `rankwise audit --worth` says what they are worth.",
         )
+    linear = {name for site in sites for name in (*site.outputs, site.into)}
+
+    def change(keep: float) -> Change:
+        plan = _cheapest(sites, first(), (1 - keep) * sum(site.heads for site in sites))
+        return removal_of(job.model, sites, plan)
+
+    @cache
+    def first() -> Worth:
+        return _worth(job, sites, {}, None)
+
+    return Prepared(linear, change, lambda wanted: _removed(wanted, sites, left_out))
+
+
+def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartResult:
     if job.keep is not None:
         plan, notes, worth = _share(job, sites)
     elif job.tolerance is not None:
@@ -115,20 +130,29 @@ def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[s
     """The cheapest heads, in rounds."""
     assert job.keep is not None
     every = sum(site.heads for site in sites)
-    groups = {site.name: site.group for site in sites}
     plan: dict[str, set[int]] = {}
-    gone, first = 0, None
+    first = None
     for number in range(1, ROUNDS + 1):
         worth = _worth(job, sites, plan, None)
         first = first or worth
-        room = (every - job.keep * every) * number / ROUNDS
-        for unit in ranked_units(worth, False, _together(sites, plan)):
-            if gone + len(unit) <= room + 1e-9:
-                plan.setdefault(unit[0].site, set()).add(unit[0].head // groups[unit[0].site])
-                gone += len(unit)
+        _cheapest(sites, worth, (every - job.keep * every) * number / ROUNDS, plan)
     assert first is not None
     say = f"Heads: {_count(plan, sites)}, the cheapest by estimate in {ROUNDS} rounds ({first.loss})."
     return plan, [say, *first.notes], first
+
+
+def _cheapest(
+    sites: list[HeadSite], worth: Worth, room: float, plan: dict[str, set[int]] | None = None
+) -> dict[str, set[int]]:
+    """Add the cheapest units to a plan while no more heads go than there is room for."""
+    plan = {} if plan is None else plan
+    groups = {site.name: site.group for site in sites}
+    gone = sum(len(units) * groups[name] for name, units in plan.items())
+    for unit in ranked_units(worth, False, _together(sites, plan)):
+        if gone + len(unit) <= room + 1e-9:
+            plan.setdefault(unit[0].site, set()).add(unit[0].head // groups[unit[0].site])
+            gone += len(unit)
+    return plan
 
 
 def _worth(job: Job, sites: list[HeadSite], plan: dict[str, set[int]], tolerance: float | None) -> Worth:

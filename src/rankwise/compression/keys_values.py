@@ -16,7 +16,7 @@ from rankwise.compression.latent_moments import Moments, Spectrum, layer_moments
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import check_some, keep_sound
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.parts import Change, Job, PartResult, Prepared
 from rankwise.compression.records import LatentRank
 from rankwise.errors import CompressionError
 from rankwise.running import run_model
@@ -25,7 +25,7 @@ LEAST_TOKENS = 0.5
 """Calibration tokens for each channel of the latent at full rank, below which moments say too little."""
 
 
-def compress_keys_values(job: Job) -> PartResult:
+def prepare_keys_values(job: Job) -> Prepared:
     """Factor keys and values of each layer through one latent, with one budget of bytes over layers.
 
     Args:
@@ -43,36 +43,50 @@ def compress_keys_values(job: Job) -> PartResult:
             "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
         )
     found = [spectrum(moment.weight, moment.tokens, moment.gradients) for moment in moments]
+    nats = [directions.nats for directions in found]
     size = next(job.model.parameters()).element_size()
-    if job.keep is not None:
-        ranks = ranks_for_keep(layers, [layer_spectrum.nats for layer_spectrum in found], job.keep, size)
-    else:
-        assert job.tolerance is not None, "`compress` gives a share or a tolerance"
-        ranks = ranks_for_tolerance([layer_spectrum.nats for layer_spectrum in found], job.tolerance)
-    curves = latent_curves(job, layers, moments, found, size) if job.nulls else []
-    swap = latents_of(job.model, layers, found, ranks)
-    swap.put_in()
-    records = [
+
+    def change(keep: float) -> Change:
+        return latents_of(job.model, layers, found, ranks_for_keep(layers, nats, keep, size))
+
+    def finish(wanted: Job) -> PartResult:
+        if wanted.keep is not None:
+            ranks = ranks_for_keep(layers, nats, wanted.keep, size)
+        else:
+            assert wanted.tolerance is not None, "`compress` gives a share or a tolerance"
+            ranks = ranks_for_tolerance(nats, wanted.tolerance)
+        curves = latent_curves(job, layers, moments, found, size) if job.nulls else []
+        swap = latents_of(job.model, layers, found, ranks)
+        swap.put_in()
+        return PartResult(
+            latents=_records(job.model, layers, nats, ranks),
+            latent_curves=curves,
+            tokens=moments[0].count,
+            left_out=left_out,
+            notes=notes,
+            undo=swap.take_out,
+            redo=swap.put_in,
+        )
+
+    linear = {layer.below(name) for layer in layers for name in (layer.key, layer.value)}
+    return Prepared(linear, change, finish)
+
+
+def _records(
+    model: nn.Module, layers: list[LatentLayer], nats: list[Tensor], ranks: list[int]
+) -> list[LatentRank]:
+    return [
         LatentRank(
             part="kv",
             site=layer.module,
-            layer=_number(job.model, layer),
+            layer=_number(model, layer),
             before=layer.full,
             full=layer.rank,
             rank=rank,
-            nats=float(spectrum.nats[rank:].sum()),
+            nats=float(own[rank:].sum()),
         )
-        for layer, spectrum, rank in zip(layers, found, ranks, strict=True)
+        for layer, own, rank in zip(layers, nats, ranks, strict=True)
     ]
-    return PartResult(
-        latents=records,
-        latent_curves=curves,
-        tokens=moments[0].count,
-        left_out=left_out,
-        notes=notes,
-        undo=swap.take_out,
-        redo=swap.put_in,
-    )
 
 
 @dataclass

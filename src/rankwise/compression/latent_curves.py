@@ -5,21 +5,18 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rankwise.compression.latent import LatentLayer, channels_of
-from rankwise.compression.latent_moments import Moments, Spectrum, real_tokens, spectrum
+from rankwise.compression.latent_moments import Moments, Spectrum, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep
+from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job
 from rankwise.compression.projections import linear_parts
 from rankwise.compression.records import LatentCurve, LatentPoint
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved, run_model
 
 SHARES = (0.125, 0.25, 0.5)
 """Of the bytes of the cache, at which curves are measured."""
-SEQUENCES = 16
-"""On which curves are measured, at most, of the first batch."""
 
 
 def latent_curves(
@@ -40,8 +37,7 @@ def latent_curves(
         "tokens alone, one rank": ([spectrum(moment.weight, moment.tokens) for moment in moments], False),
         "weights alone (SVD), one rank": ([spectrum(moment.weight) for moment in moments], False),
     }
-    batch = moved(first_sequences(job.figures[0], SEQUENCES), device_of(job.model))
-    before = _log_chances(job.model, batch)
+    price = OutputPrice(job.model, job.figures)
     curves = []
     for method, (spectra, by_layer) in ways.items():
         job.on_step(f"measuring {method}")
@@ -60,9 +56,8 @@ def latent_curves(
                 down, up = layer_spectrum.factors(rank)
                 weights.append(up @ down)
             with approximated(job.model, layers, weights):
-                after = _log_chances(job.model, batch)
-            kl = F.kl_div(after, before, reduction="batchmean", log_target=True)
-            points.append(LatentPoint(keep=share, rank=sum(ranks) / len(ranks), output_kl=float(kl)))
+                kl = price.now()
+            points.append(LatentPoint(keep=share, rank=sum(ranks) / len(ranks), output_kl=kl))
         curves.append(LatentCurve(method=method, points=points))
     return curves
 
@@ -93,9 +88,3 @@ def approximated(model: nn.Module, layers: list[LatentLayer], weights: list[Tens
         with torch.no_grad():
             for matrix, rows, old in before:
                 matrix[rows] = old
-
-
-def _log_chances(model: nn.Module, batch: object) -> Tensor:
-    with torch.no_grad():
-        logits = run_model(model, batch).logits  # type: ignore[arg-type]
-    return logits[real_tokens(batch, logits)].double().log_softmax(-1).cpu()

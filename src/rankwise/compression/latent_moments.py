@@ -15,7 +15,7 @@ Among all W' of rank r the least is reached by [G^½ W A^½]_r between G^−½ a
 ½ Σ_{i>r} σ_i². Each layer's σ_i²/2 are nats, so that one budget over layers is spent on the largest of all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.compression.latent import LatentLayer, channels_of
+from rankwise.compression.output_price import real_tokens
 from rankwise.compression.projections import linear_parts
 from rankwise.errors import CompressionError
 from rankwise.running import device_of, moved, run_model
@@ -234,16 +235,3 @@ def _with_gradients(model: nn.Module, names: set[str], kept: _Kept) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
-
-
-def real_tokens(batch: Any, logits: Tensor) -> Tensor:
-    """Which tokens are no padding, (B, T).
-
-    Args:
-        batch: what the model takes.
-        logits: what it gave, (B, T, V).
-    """
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and mask.shape == logits.shape[:2]:
-        return mask.bool()
-    return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)

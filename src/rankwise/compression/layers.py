@@ -68,6 +68,15 @@ class Found:
         return self.query.channels.shape[1]
 
 
+def linear_names(layers: list[Found]) -> set[str]:
+    """The linear layers behind queries and keys.
+
+    Args:
+        layers: of attention.
+    """
+    return {side.module for layer in layers for side in (layer.query, layer.key)}
+
+
 @dataclass
 class AttentionLayer:
     """One attention layer and what it saw."""
@@ -134,7 +143,7 @@ def see(
     wanted = {layer.name: layer for layer in layers}
     outputs: dict[str, list[Tensor]] = {}
     behind = [layer for layer in layers if layer.written or len(layer.pairs)]
-    read = {side.module for layer in behind for side in (layer.query, layer.key)}
+    read = linear_names(behind)
     calls: dict[str, int] = {}
 
     def add(site: MixerSite) -> None:

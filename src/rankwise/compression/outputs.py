@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from rankwise.errors import CompressionError
 from rankwise.running import run_model
 
+COUNTED = 8
+"""Tokens whose cache is counted."""
+
 
 def main_output(model: nn.Module, batch: Any) -> Tensor:
     """The first floating-point tensor of a forward pass that is no loss: logits, or the last states.
@@ -82,6 +85,27 @@ def is_decoder(model: nn.Module) -> bool:
     can = getattr(model, "can_generate", None)
     encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return callable(can) and bool(can()) and not encoder
+
+
+def cache_bytes(model: nn.Module, batch: Any) -> int:
+    """Bytes of keys and values that a decoder keeps for each token, counted in its cache; 0 for others.
+
+    Args:
+        model: the model, in evaluation mode.
+        batch: what it takes.
+    """
+    if not is_decoder(model) or not isinstance(batch, dict) or "input_ids" not in batch:
+        return 0
+    ids = batch["input_ids"][:1, :COUNTED]
+    with torch.no_grad():
+        cache = getattr(run_model(model, {"input_ids": ids, "use_cache": True}), "past_key_values", None)
+    kept = [
+        tensor
+        for layer in getattr(cache, "layers", [])
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if isinstance(tensor, Tensor)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept) // ids.shape[1]
 
 
 def _tensors(out: Any) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -57,19 +57,43 @@ class PartResult:
     latent_curves: list[LatentCurve] = field(default_factory=list)
 
 
-Part = Callable[[Job], PartResult]
+@runtime_checkable
+class Change(Protocol):
+    """A change of the model that can be made and unmade."""
+
+    def put_in(self) -> None:
+        """Make it."""
+
+    def take_out(self) -> None:
+        """The model is as it was."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A part that has looked at the model: it knows what it would take out at any share."""
+
+    linear: set[str]
+    """Names of the linear layers that it makes smaller."""
+    change: Callable[[float], Change]
+    """What would be left at a share to keep, in closed form, not yet put in; refused where that is too
+    little."""
+    finish: Callable[[Job], PartResult]
+    """Do it as the job says, for good."""
+
+
+Part = Callable[[Job], Prepared]
 
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
-    from rankwise.compression.heads import compress_heads
-    from rankwise.compression.keys_values import compress_keys_values
-    from rankwise.compression.query_keys import compress_query_keys
-    from rankwise.compression.rotary import compress_rotary
+    from rankwise.compression.heads import prepare_heads
+    from rankwise.compression.keys_values import prepare_keys_values
+    from rankwise.compression.query_keys import prepare_query_keys
+    from rankwise.compression.rotary import prepare_rotary
 
     return {
-        "heads": compress_heads,
-        "qk": compress_query_keys,
-        "rotary": compress_rotary,
-        "kv": compress_keys_values,
+        "heads": prepare_heads,
+        "qk": prepare_query_keys,
+        "rotary": prepare_rotary,
+        "kv": prepare_keys_values,
     }

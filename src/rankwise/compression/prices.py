@@ -11,12 +11,9 @@ from torch.nn import functional as F
 
 from rankwise.capture import StateSite, capture
 from rankwise.compression.latency import measure_latency
-from rankwise.compression.outputs import is_decoder, main_output, relative_error
+from rankwise.compression.outputs import cache_bytes, is_decoder, main_output, relative_error
 from rankwise.compression.parts import PartResult
 from rankwise.running import device_of, moved, run_model
-
-COUNTED = 8
-"""Tokens whose cache is counted."""
 
 
 @dataclass
@@ -89,27 +86,6 @@ def measure_prices(
 def _size(model: nn.Module, batch: Any) -> tuple[int, int]:
     """Parameters, and bytes of keys and values in the cache for each token."""
     return sum(parameter.numel() for parameter in model.parameters()), cache_bytes(model, batch)
-
-
-def cache_bytes(model: nn.Module, batch: Any) -> int:
-    """Bytes of keys and values that a decoder keeps for each token, counted in its cache; 0 for others.
-
-    Args:
-        model: the model, in evaluation mode.
-        batch: what it takes.
-    """
-    if not is_decoder(model) or not isinstance(batch, dict) or "input_ids" not in batch:
-        return 0
-    ids = batch["input_ids"][:1, :COUNTED]
-    with torch.no_grad():
-        cache = getattr(run_model(model, {"input_ids": ids, "use_cache": True}), "past_key_values", None)
-    kept = [
-        tensor
-        for layer in getattr(cache, "layers", [])
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        if isinstance(tensor, Tensor)
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept) // ids.shape[1]
 
 
 def _look(model: nn.Module, batches: list[Any]) -> tuple[dict[int, Tensor], Tensor, float]:

@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.compression.layers import AttentionLayer, Found, find_layers, see
-from rankwise.compression.narrow_heads import chosen_widths, closed_form, head_curves, turned
+from rankwise.compression.layers import AttentionLayer, Found, find_layers, linear_names, see
+from rankwise.compression.narrow_heads import (
+    Factors,
+    chosen_widths,
+    closed_form,
+    head_curves,
+    narrow_layers,
+    turned,
+)
 from rankwise.compression.narrowing import narrowed_heads
 from rankwise.compression.null_ways import null_curves
 from rankwise.compression.outputs import main_output, relative_error
@@ -20,10 +27,10 @@ from rankwise.compression.part_checks import (
     naming_layer,
     no_finite_layer,
 )
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.parts import Change, Job, PartResult, Prepared
 
 
-def compress_query_keys(job: Job) -> PartResult:
+def prepare_query_keys(job: Job) -> Prepared:
     """Narrow queries and keys: closed form, widths under one budget, calibration, in that order.
 
     Args:
@@ -41,14 +48,25 @@ def compress_query_keys(job: Job) -> PartResult:
     for layer in layers:
         with naming_layer(layer.found.name):
             curves += head_curves(layer, job.on_step)
-    width = job.width if job.keep is None else job.keep * layers[0].found.width
-    widths = chosen_widths(curves, job.tolerance, width)
-    left = iter(widths)
-    starts = [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
-    result = narrowed_heads(
-        "qk", job, layers, starts, lambda figures: null_curves(job, layers, figures, curves)
-    )
-    return replace(result, left_out=left_out, notes=[*notes, *result.notes])
+
+    def starts(wanted: Job) -> list[Factors]:
+        width = wanted.width if wanted.keep is None else wanted.keep * layers[0].found.width
+        left = iter(chosen_widths(curves, wanted.tolerance, width))
+        return [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
+
+    def change(keep: float) -> Change:
+        factors = starts(replace(job, keep=keep, tolerance=None, width=None))
+        return narrow_layers(
+            job.model, [(layer.found, own) for layer, own in zip(layers, factors, strict=True)]
+        )
+
+    def finish(wanted: Job) -> PartResult:
+        result = narrowed_heads(
+            "qk", wanted, layers, starts(wanted), lambda figures: null_curves(job, layers, figures, curves)
+        )
+        return replace(result, left_out=left_out, notes=[*notes, *result.notes])
+
+    return Prepared(linear_names([layer.found for layer in layers]), change, finish)
 
 
 def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:

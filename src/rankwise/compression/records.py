@@ -103,6 +103,41 @@ class Latency(Record):
     """90th percentile."""
 
 
+class PartShare(Record):
+    """What one part got of a budget that several share."""
+
+    part: str
+    keep: Number
+    """Share of the part that was asked to stay, in its own unit; 1 where it was left alone."""
+    bytes_saved: int
+    """Of weights and cache together."""
+    price: Number
+    """What it added to the price of the parts before, in the unit of the budget, calibration data."""
+
+
+class Budget(Record):
+    """A budget over several parts."""
+
+    keep: Number | None = None
+    """Share of the bytes to keep, where that was asked for."""
+    tolerance: Number | None = None
+    """Or the price of all parts together, in ``unit``."""
+    unit: str
+    """Of prices: KL of the outputs in nats; their squared relative error where the model gives no logits."""
+    cache_tokens: int
+    """Tokens whose cache counts; 0 where the model keeps none."""
+    layers: int
+    """Linear layers that the parts make smaller."""
+    bytes_before: int
+    """Of these layers' weights and of the cache."""
+    bytes_after: int
+    shares: list[PartShare]
+    price: Number
+    """Measured on the calibration data with all parts done."""
+    price_held_out: Number = float("nan")
+    """The same on the data of the figures."""
+
+
 class Compression(Record):
     """What was done to a model, what it costs and what it gains."""
 
@@ -136,6 +171,8 @@ class Compression(Record):
     """Of keys and values, for each token; 0 where the model keeps none."""
     cache_bytes_after: int = 0
     latency: list[Latency] = Field(default_factory=list)
+    budget: Budget | None = None
+    """Where several parts shared it."""
     left_out: dict[str, str] = Field(default_factory=dict)
     """Attention layers that could not be done, with the reason."""
     notes: list[str] = Field(default_factory=list)

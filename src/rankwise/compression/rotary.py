@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.compression.layers import AttentionLayer, Found, see
+from rankwise.compression.layers import AttentionLayer, Found, linear_names, see
 from rankwise.compression.narrow import narrow_projections
 from rankwise.compression.narrow_heads import Factors, narrow_layers
 from rankwise.compression.narrowing import narrowed_heads
@@ -20,7 +20,7 @@ from rankwise.compression.part_checks import (
     naming_layer,
     no_finite_layer,
 )
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.parts import Change, Job, PartResult, Prepared
 from rankwise.compression.records import BudgetCurve
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_nulls import pair_curves
@@ -29,7 +29,7 @@ from rankwise.compression.widths import widths_for_tolerance, widths_under_budge
 from rankwise.errors import CompressionError
 
 
-def compress_rotary(job: Job) -> PartResult:
+def prepare_rotary(job: Job) -> Prepared:
     """Keep the rotary pairs that attention needs: greedy by attention KL, widths under one budget.
 
     Pairs are chosen for each key head; the query heads that read it keep the same. A pair that goes is zero
@@ -58,17 +58,28 @@ def compress_rotary(job: Job) -> PartResult:
     for layer, whole in zip(layers, wholes, strict=True):
         with naming_layer(layer.found.name):
             orders.append(_orders(layer, whole, job))
-    widths = pair_widths(job, layers, orders)
-    starts = [
-        kept_factors(layer, whole, own_orders, own)
-        for layer, whole, own_orders, own in zip(layers, wholes, orders, widths, strict=True)
-    ]
+
+    def starts(wanted: Job) -> list[Factors]:
+        widths = pair_widths(wanted, layers, orders)
+        return [
+            kept_factors(layer, whole, own_orders, own)
+            for layer, whole, own_orders, own in zip(layers, wholes, orders, widths, strict=True)
+        ]
 
     def nulls(figures: list[AttentionLayer]) -> list[BudgetCurve]:
         job.on_step("measuring other pairs")
         return pair_curves(job, layers, figures, wholes, orders)
 
-    return replace(narrowed_heads("rotary", job, layers, starts, nulls), left_out=left_out)
+    def change(keep: float) -> Change:
+        factors = starts(replace(job, keep=keep, tolerance=None, width=None))
+        return narrow_layers(
+            job.model, [(layer.found, own) for layer, own in zip(layers, factors, strict=True)]
+        )
+
+    def finish(wanted: Job) -> PartResult:
+        return replace(narrowed_heads("rotary", wanted, layers, starts(wanted), nulls), left_out=left_out)
+
+    return Prepared(linear_names([layer.found for layer in layers]), change, finish)
 
 
 def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise.compression.budget import SharedBudget, check_together
+from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
-from rankwise.compression.records import Compression, LayerPrice
+from rankwise.compression.records import Budget, Compression, LayerPrice
 from rankwise.compression.remarks import grown, slower, unchanged
 from rankwise.compression.request import (
     check_budget,
@@ -109,22 +111,30 @@ def compress(
     time: bool = True,
     seed: int = 0,
     on_step: Callable[[str], None] | None = None,
+    cache_tokens: int | None = None,
 ) -> Compression:
     """Compress parts of a trained model in place, under one budget.
 
     Parts are done one after another, each on the model that the ones before left: ``heads``, heads removed
     with their weights; ``qk``, narrower queries and keys (`compress_qk`); ``rotary``, the same where
     positions are rotated in, by pairs; ``kv``, a decoder's keys and values out of one latent, which is what
-    its cache keeps, before rotation.
+    its cache keeps, before rotation. Either ``kv`` or one of ``qk`` and ``rotary``.
+
+    Several parts share one budget of bytes: of the weights of all linear layers that they make smaller, and
+    of the cache of ``cache_tokens`` tokens. Each part is tried alone at some shares; what it saves and what
+    that costs the model's outputs are measured, and bytes are taken where they cost least. The price is
+    KL(p‖p') of the outputs in nats, mean over tokens, or ‖y' − y‖²/‖y‖² where the model gives no logits.
 
     Args:
         model: any module; changed in place.
         batches: calibration data.
-        keep: share of each part to keep, 0 < keep < 1; 0.5 by default. Of ``qk`` and ``rotary`` it is a share
-            of the width, of ``kv`` of the bytes of the cache.
-        tolerance: or what each part may cost, nats: of ``qk`` and ``rotary`` the attention KL, of ``kv`` the
-            KL of the outputs as predicted to second order; of ``heads``, the share of the loss that removing
-            them together may cost, the loss as `rankwise.worth` takes it.
+        keep: share to keep, 0 < keep < 1; 0.5 by default. Of several parts, a share of these bytes. Of one
+            part alone, of its own unit: of ``qk`` and ``rotary`` the width, of ``kv`` the bytes of the cache,
+            of ``heads`` their number.
+        tolerance: or what it may cost. Of several parts, the price of all together on the calibration data.
+            Of one part alone, nats: of ``qk`` and ``rotary`` the attention KL, of ``kv`` the KL of the
+            outputs as predicted to second order; of ``heads``, the share of the loss that removing them
+            together may cost, the loss as `rankwise.worth` takes it.
         parts: which, by name.
         calibrate: steps of Adam for each layer.
         held_out: data to measure prices on.
@@ -132,6 +142,8 @@ def compress(
         time: measure latency before and after.
         seed: of whatever is drawn.
         on_step: told what is under way.
+        cache_tokens: tokens whose cache counts in a budget that parts share; by default as many as the model
+            has positions, 2,048 at most.
 
     Returns:
         Widths, prices and gains.
@@ -146,7 +158,19 @@ def compress(
         )
     keep = 0.5 if keep is None and tolerance is None else keep
     return _compress(
-        model, batches, parts, keep, tolerance, None, calibrate, held_out, nulls, time, seed, on_step
+        model,
+        batches,
+        parts,
+        keep,
+        tolerance,
+        None,
+        calibrate,
+        held_out,
+        nulls,
+        time,
+        seed,
+        on_step,
+        cache_tokens,
     )
 
 
@@ -163,8 +187,10 @@ def _compress(
     time: bool,
     seed: int,
     on_step: Callable[[str], None] | None,
+    cache_tokens: int | None = None,
 ) -> Compression:
     chosen = chosen_parts(names)
+    check_together(chosen)
     check_untouched(model)
     check_budget(keep, tolerance, width, calibrate)
     data = listed_batches(batches, "batches")
@@ -172,16 +198,22 @@ def _compress(
     said = on_step or (lambda what: None)
     job = Job(model, data, figures or data, keep, tolerance, width, calibrate, nulls, seed, said)
     done: list[PartResult] = []
+    budget: Budget | None = None
     with evaluating(model):
         try:
-            for name in chosen:
-                done.append(parts()[name](job))
+            if len(chosen) == 1:
+                done.append(parts()[chosen[0]](job).finish(job))
+            else:
+                shared = SharedBudget(job, cache_tokens)
+                held_out_price = OutputPrice(model, job.figures)
+                done += shared.do(chosen)
+                budget = shared.record().model_copy(update={"price_held_out": held_out_price.now()})
             prices = measure_prices(model, job.figures, done, time, said)
         except BaseException:
             for result in reversed(done):
                 result.undo()
             raise
-    record = _record(model, job, chosen, done, prices, bool(figures))
+    record = _record(model, job, chosen, done, prices, bool(figures)).model_copy(update={"budget": budget})
     _note_structure(model)
     slow = [slower(timing, record) for timing in record.latency if timing.ratio > SLOWER and timing.low > 1]
     for said_so in slow:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rankwise.audit.measures import shown
 from rankwise.compression.latent_tables import latent_tables, latent_words
-from rankwise.compression.records import Compression
+from rankwise.compression.records import Budget, Compression
 
 
 class CompressionTable(NamedTuple):
@@ -55,6 +55,8 @@ def compression_tables(record: Compression) -> Iterator[CompressionTable]:
     """All tables that the record has numbers for."""
     yield _price(record)
     yield _gain(record)
+    if record.budget is not None:
+        yield _budget(record.budget, record.figures)
     if record.curves:
         yield _curves(record)
     for words in latent_tables(record):
@@ -110,6 +112,29 @@ def _gain(record: Compression) -> CompressionTable:
         "of their ratio: a range that holds 1 tells no gain."
         if record.latency
         else "Latency was not measured.",
+    )
+
+
+def _budget(budget: Budget, figures: str) -> CompressionTable:
+    rows = [
+        [share.part, f"{share.keep:.2f}", f"{share.bytes_saved:,}", shown(share.price, 5)]
+        for share in budget.shares
+    ]
+    saved = budget.bytes_before - budget.bytes_after
+    left = f"{budget.bytes_after / budget.bytes_before:.2f}"
+    rows.append(["together", left, f"{saved:,}", shown(budget.price, 5)])
+    cache = f" and the cache of {budget.cache_tokens:,} tokens" if budget.cache_tokens else ""
+    asked = (
+        f"{budget.keep:g} of them to stay" if budget.keep is not None else f"a price of {budget.tolerance:g}"
+    )
+    return CompressionTable(
+        "One budget",
+        ["part", "kept", "bytes saved", budget.unit],
+        rows,
+        f"Of {budget.bytes_before:,} bytes: the weights of {budget.layers} linear layers{cache}; asked was "
+        f"{asked}. Kept: of each part in its own unit (width, heads, bytes of the cache), together of bytes. "
+        "Prices are on the calibration data, each part's beside those before it; together on "
+        f"{figures}: {shown(budget.price_held_out, 5)}.",
     )
 
 

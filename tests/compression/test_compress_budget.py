@@ -1,0 +1,112 @@
+"""One budget over several parts: what it is a share of, who gets it, and what it costs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.compression.compression_cases import bert, gpt2, ids, llama, opt
+from torch import nn
+
+import rankwise as rw
+from rankwise.compression.budget import Offer, check_together
+from rankwise.compression.output_price import OutputPrice
+from rankwise.compression.parts import parts
+from rankwise.errors import CompressionError
+
+QUICK: dict[str, Any] = {"time": False, "nulls": False}
+HELD_OUT = [ids(6, 30, seed=3)]
+
+
+def test_the_price_is_the_divergence_of_the_outputs() -> None:
+    model, batch = gpt2(), ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    batch = {**batch, "attention_mask": mask}
+    price = OutputPrice(model, [batch])
+    assert price.now() == 0
+    with torch.no_grad():
+        before = model(**batch).logits[mask.bool()].double().log_softmax(-1)
+        model.transformer.h[1].attn.c_attn.weight.mul_(0.7)
+        after = model(**batch).logits[mask.bool()].double().log_softmax(-1)
+    expected = (before.exp() * (before - after)).sum(-1).mean()
+    assert price.now() == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_without_logits_the_price_is_the_squared_error() -> None:
+    model, batch = bert(), ids(2, 12)
+    price = OutputPrice(model, [batch])
+    with torch.no_grad():
+        before = model(**batch).last_hidden_state
+        model.encoder.layer[1].output.dense.weight.mul_(0.5)
+        after = model(**batch).last_hidden_state
+    off = ((after - before).norm() / before.norm()) ** 2
+    assert price.now() == pytest.approx(float(off), rel=1e-5)
+    assert "squared" in price.unit
+
+
+@pytest.mark.parametrize(
+    ("make", "names"), [(bert, ("qk", "heads")), (opt, ("heads", "kv")), (llama, ("rotary", "heads"))]
+)
+def test_a_share_is_of_all_bytes_together(make: Callable[[], nn.Module], names: tuple[str, ...]) -> None:
+    model = make()
+    whole = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    done = rw.compress(
+        model, [ids(6, 30)], keep=0.6, parts=names, held_out=HELD_OUT, cache_tokens=40, **QUICK
+    )
+    budget = done.budget
+    assert budget is not None
+    left = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    saved = whole - left + 40 * (done.cache_bytes_before - done.cache_bytes_after)
+    assert budget.bytes_before - budget.bytes_after == saved
+    assert saved >= 0.4 * budget.bytes_before
+    assert [share.part for share in budget.shares] == done.parts
+    assert sum(share.bytes_saved for share in budget.shares) == saved
+    assert sum(share.price for share in budget.shares) == pytest.approx(budget.price)
+    assert budget.price > 0
+    assert budget.price_held_out > 0
+    assert budget.cache_tokens == (0 if make is bert else 40)
+
+
+def test_together_a_budget_costs_no_more_than_the_better_part_alone() -> None:
+    batch = ids(6, 30)
+    both = rw.compress(bert(), [batch], keep=0.6, parts=("qk", "heads"), **QUICK).budget
+    assert both is not None
+    alone = {}
+    for name, keep in (("heads", 0.5), ("qk", 0.19)):  # each saves at least 0.4 of the bytes by itself
+        model = bert()
+        price = OutputPrice(model, [batch])
+        rw.compress(model, [batch], keep=keep, parts=(name,), **QUICK)
+        alone[name] = price.now()
+    assert both.price <= 1.05 * min(alone.values())
+
+
+@pytest.mark.parametrize("tolerance", [0.03, 0.003])
+def test_a_tolerance_is_of_all_parts_together(tolerance: float) -> None:
+    for make, names in ((bert, ("qk", "heads")), (llama, ("rotary", "heads"))):
+        model = make()
+        price = OutputPrice(model, [ids(6, 30)])
+        done = rw.compress(model, [ids(6, 30)], tolerance=tolerance, parts=names, **QUICK)
+        assert done.budget is not None
+        assert price.now() == pytest.approx(done.budget.price)
+        assert done.budget.price <= tolerance
+
+
+def test_shares_lie_between_what_was_tried() -> None:
+    offer = Offer([0.2, 0.5, 1.0], [100, 160, 200], [0.3, 0.1, 0.0])
+    assert offer.keep_at(100) == 0.2
+    assert offer.keep_at(130) == pytest.approx(0.35)
+    assert offer.keep_at(180) == pytest.approx(0.75)
+    assert offer.keep_at(250) == 1
+
+
+def test_what_cannot_be_shared_is_refused_and_nothing_is_changed() -> None:
+    model = opt()
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"qk,kv.*got both.*both write the projection of keys"):
+        rw.compress(model, [ids(6, 30)], keep=0.5, parts=("qk", "kv"), time=False)
+    with pytest.raises(CompressionError, match=r"at least 0\.\d+ of the [\d,]+ bytes.* layers and the cache"):
+        rw.compress(model, [ids(6, 30)], keep=0.01, parts=("qk", "heads"), time=False)
+    assert all(torch.equal(weight, state[name]) for name, weight in model.state_dict().items())
+    check_together(["heads", "kv"])
+    assert all(name in parts() for name in ("heads", "qk", "rotary", "kv"))
