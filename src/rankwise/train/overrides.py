@@ -59,8 +59,9 @@ def build(function: RecipeFunction, given: Mapping[str, Any]) -> Recipe:
     arguments = {name: hints[name] for name in inspect.signature(function).parameters}
     own = {key: _typed(key, value, arguments[key]) for key, value in given.items() if key in arguments}
     base = function(**own)
-    variant = {key: value for key, value in own.items() if key not in ("size", "seed")}
-    base = base.model_copy(update={"variant": {**base.variant, **variant}})
+    defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    variant = {key: value for key, value in {**defaults, **own}.items() if key not in ("size", "seed")}
+    base = base.model_copy(update={"variant": variant})
     changes = {_path(base, key, arguments): value for key, value in given.items() if key not in arguments}
     content = base.model_dump()
     for path, value in changes.items():

@@ -93,7 +93,7 @@ class Recipe(Settings):
     claim: str
     """What the recipe is there to test, and where that is claimed."""
     variant: Mapping[str, Any] = Field(default_factory=dict)
-    """The arguments that the recipe was called with, beside size and seed."""
+    """The arguments of the recipe beside size and seed: which row of its experiment this is."""
     model: ModelSettings
     task: TaskSettings
     optimiser: OptimiserSettings = OptimiserSettings()

@@ -1,0 +1,113 @@
+"""What tests a claim about training: a recipe, the rows of a table, the paper's numbers, expectations."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankwise.train import Recipe, recipe
+
+RESULTS = Path(__file__).with_name("results") / "train"
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: runs that differ in their seed alone."""
+
+    label: str
+    runs: Sequence[Mapping[str, Any]]
+
+    def scores(self, name: str) -> list[float]:
+        """A score of every run: ``loss``, ``accuracy``, or a number beside them such as ``parameters``."""
+        return [run["scores"].get(name, run.get(name)) for run in self.runs]
+
+    def mean(self, name: str) -> float:
+        return statistics.fmean(self.scores(name))
+
+    def spread(self, name: str) -> float:
+        """Standard deviation over seeds; 0 for one seed, which the table says."""
+        values = self.scores(name)
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+Table = Mapping[str, Row]
+"""Rows by label; those without a run are not in it."""
+Verdict = tuple[bool, str]
+"""Whether it is as expected, and the numbers that say so."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A sentence that the results bear out or do not."""
+
+    says: str
+    needs: Sequence[str]
+    """Labels of rows without which it cannot be told."""
+    judge: Callable[[Table], Verdict]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All of a claim; `recipes.trained` holds them."""
+
+    name: str
+    title: str
+    source: str
+    """Who claims it, and where."""
+    recipe: str
+    rows: Mapping[str, Mapping[str, Any]]
+    """By label, what the recipe is given; ``size`` and ``seed`` come beside it."""
+    metric: str = "loss"
+    paper: Mapping[str, str] = field(default_factory=dict)
+    """The paper's number by label, in words where the setting is another."""
+    expectations: Sequence[Expectation] = ()
+    seeds: Sequence[int] = SEEDS
+    notes: str = ""
+    """What is different from the paper, and what must be known to read the numbers."""
+    more: Callable[[Table], str] | None = None
+    """Markdown after the table, from the runs: learned λ by depth, curves."""
+
+    def configuration(self, label: str, size: str, seed: int, **given: Any) -> Recipe:
+        """The configuration of one run."""
+        return recipe(self.recipe, **{"size": size, "seed": seed, **self.rows[label], **given})
+
+    def table(self, size: str, folder: Path = RESULTS) -> Table:
+        """Every row that has a run of this size."""
+        found = {}
+        for label in self.rows:
+            paths = [folder / f"{run_id(self, label, size, seed)}.json" for seed in range(100)]
+            runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+            if runs:
+                found[label] = Row(label, runs)
+        return found
+
+
+def run_id(experiment: Experiment, label: str, size: str, seed: int) -> str:
+    """Name of a run's file: experiment, row, size where it is not the small one, seed."""
+    words = [experiment.name, label, *([size] if size != "small" else []), f"seed{seed}"]
+    return "-".join(words).replace(" ", "_").replace("/", "_")
+
+
+def below(better: str, worse: str, metric: str = "loss", by: float = 0.0) -> Expectation:
+    """The mean of one row lies below that of another by more than ``by``."""
+
+    def judge(table: Table) -> Verdict:
+        gap = table[worse].mean(metric) - table[better].mean(metric)
+        numbers = f"{table[better].mean(metric):.3f} against {table[worse].mean(metric):.3f}"
+        return gap > by, numbers
+
+    more = f" by more than {by:g}" if by else ""
+    return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), judge)
+
+
+def within(near: str, of: str, margin: float, metric: str = "loss") -> Expectation:
+    """The mean of one row lies at most ``margin`` above that of another."""
+
+    def judge(table: Table) -> Verdict:
+        gap = table[near].mean(metric) - table[of].mean(metric)
+        return gap <= margin, f"{gap:+.3f}"
+
+    return Expectation(f"{metric} of {near} is at most {margin:g} above that of {of}", (near, of), judge)

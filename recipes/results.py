@@ -1,0 +1,108 @@
+"""Write docs/results.md: every experiment on training, ours beside the paper's, what does not hold first.
+
+    python -m recipes.results
+
+reads recipes/results/train/*.json, which `python -m recipes.run` writes.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankwise.files import write_whole
+from recipes.experiment import RESULTS, Experiment, Row, Table
+from recipes.trained import EXPERIMENTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+INTRODUCTION = Path(__file__).with_name("results_page.md")
+HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s", "minutes", "memory")
+ANSWERS = {False: "no", True: "yes", None: "not run"}
+
+
+def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
+    """The whole page."""
+    parts = [INTRODUCTION.read_text(encoding="utf-8"), verdicts(experiments, folder)]
+    for experiment in experiments:
+        for size in ("small", "paper"):
+            table = experiment.table(size, folder)
+            if table:
+                parts.append(section(experiment, size, table))
+    return "\n".join(parts)
+
+
+def verdicts(experiments: Sequence[Experiment], folder: Path) -> str:
+    """All expectations of the small runs: those that do not hold, those that do, those that are not run."""
+    rows: list[tuple[bool | None, str]] = []
+    for experiment in experiments:
+        table = experiment.table("small", folder)
+        for one in experiment.expectations:
+            known = all(label in table for label in one.needs)
+            holds, numbers = one.judge(table) if known else (None, "–")
+            seeds = min((len(table[label].runs) for label in one.needs), default=0) if known else 0
+            cells = (experiment.title, one.says, ANSWERS[holds], numbers, str(seeds))
+            rows.append((holds, f"| {' | '.join(cells)} |"))
+    order = (False, True, None)
+    rows.sort(key=lambda row: order.index(row[0]))
+    head = "| experiment | expected | holds | numbers | seeds |\n| --- | --- | --- | --- | --- |\n"
+    return head + "\n".join(line for _, line in rows) + "\n"
+
+
+def section(experiment: Experiment, size: str, table: Table) -> str:
+    """One experiment at one size."""
+    lines = [f"## {experiment.title}, {size}", "", f"Source: {experiment.source}.", "", experiment.notes, ""]
+    lines += [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
+    lines += [line(row, experiment.paper.get(label, "–")) for label, row in table.items()]
+    lines += ["", *commands(table), ""]
+    if experiment.more is not None:
+        lines += [experiment.more(table), ""]
+    return "\n".join(lines)
+
+
+def line(row: Row, paper: str) -> str:
+    """One row of a table."""
+    cells = (
+        row.label,
+        spread(row, "loss", 3),
+        spread(row, "accuracy", 3),
+        paper,
+        ", ".join(str(run["provenance"]["seed"]) for run in row.runs),
+        f"{row.mean('parameters'):,.0f}",
+        f"{row.mean('tokens_per_second'):,.0f}",
+        f"{row.mean('cpu_seconds') / 60:.1f}",
+        f"{row.mean('peak_memory') / 2**20:,.0f} MiB",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def spread(row: Row, name: str, digits: int) -> str:
+    """Mean ± standard deviation; the mean alone of one seed."""
+    more = f" ± {row.spread(name):.{digits}f}" if len(row.runs) > 1 else ""
+    return f"{row.mean(name):.{digits}f}{more}"
+
+
+def commands(table: Table) -> list[str]:
+    """The command of each row's first run, and what they ran on."""
+    first: Mapping[str, str] = {label: row.runs[0]["provenance"]["command"] for label, row in table.items()}
+    runs = [run["provenance"] for row in table.values() for run in row.runs]
+    machines = sorted(
+        {
+            f"{one['hardware'].get('gpu', one['hardware']['processor'])}, {one['hardware']['threads']} "
+            f"threads, torch {one['torch']}, transformers {one['transformers']}"
+            for one in runs
+        }
+    )
+    return [*(f"    {command}" for command in first.values()), "", f"On {'; '.join(machines)}."]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
+    write_whole(chosen.page, page(list(EXPERIMENTS.values()), chosen.results), "page")
+    print(f"wrote {chosen.page}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Run the rows of an experiment on training, each in a process of its own, and keep the results.
+
+    python -m recipes.run language --rows tost transformer --seeds 0 1 2 task.path=shakespeare.txt
+
+A run that is done is not done again; a run that was killed goes on from its last checkpoint. KEY=VALUE is
+given to every run. Results go to recipes/results/train/, models and checkpoints to --work.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rankwise.files import write_whole
+from rankwise.train.overrides import changes, parse_pairs
+from rankwise.train.recipes import RECIPES
+from recipes.experiment import RESULTS, Experiment, run_id
+from recipes.trained import EXPERIMENTS
+
+
+def words(experiment: Experiment, label: str, size: str, seed: int, given: dict[str, Any]) -> list[str]:
+    """Arguments of `rankwise train` for one run."""
+    made = experiment.configuration(label, size, seed, **given)
+    pairs = changes(made, RECIPES[experiment.recipe])
+    told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in pairs.items()}
+    return ["train", experiment.recipe, *(f"{key}={value}" for key, value in told.items())]
+
+
+def run(
+    experiment: Experiment, label: str, size: str, seed: int, work: Path, results: Path, given: dict[str, Any]
+) -> bool:
+    """Run one row at one seed, unless it is done; False where it failed."""
+    name = run_id(experiment, label, size, seed)
+    kept = results / f"{name}.json"
+    if kept.is_file():
+        print(f"{name}: done already")
+        return True
+    arguments = words(experiment, label, size, seed, given)
+    out = work / name
+    print(f"{name}: rankwise {shlex.join(arguments)}", flush=True)
+    if not (out / "results.json").is_file():
+        done = subprocess.run([sys.executable, "-m", "rankwise", *arguments, "--out", str(out), "--resume"])
+        if done.returncode:
+            print(f"{name}: failed with status {done.returncode}", file=sys.stderr)
+            return False
+    write_whole(kept, (out / "results.json").read_text(encoding="utf-8"), "results")
+    shutil.rmtree(out)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; the exit status says whether all runs ended well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("pairs", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--rows", nargs="+", metavar="LABEL", help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the experiment")
+    parser.add_argument("--size", choices=("small", "paper"), default="small")
+    parser.add_argument("--work", type=Path, default=Path("runs"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen, rest = parser.parse_known_intermixed_args(arguments)
+    if rest:
+        parser.error(f"unknown: {' '.join(rest)}")
+    experiment = EXPERIMENTS[chosen.experiment]
+    labels = chosen.rows or list(experiment.rows)
+    unknown = [label for label in labels if label not in experiment.rows]
+    if unknown:
+        parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(experiment.rows)}")
+    given = parse_pairs(chosen.pairs)
+    seeds = experiment.seeds if chosen.seeds is None else chosen.seeds
+    ended = [
+        run(experiment, label, chosen.size, seed, chosen.work, chosen.results, given)
+        for seed in seeds
+        for label in labels
+    ]
+    return 0 if all(ended) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""Experiments on training: their commands make their configurations, and the page says what the runs say."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipes import results, run
+from recipes.experiment import Experiment, below, run_id, within
+from recipes.trained import EXPERIMENTS
+from tests.train.tiny import pairs
+from typer.testing import CliRunner
+
+from rankwise.cli import app
+from rankwise.train import recipe
+from rankwise.train.overrides import parse_pairs
+
+LANGUAGE = EXPERIMENTS["language"]
+ALL = [(one, label) for one in EXPERIMENTS.values() for label in one.rows]
+
+
+@pytest.mark.parametrize(("experiment", "label"), ALL, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_the_command_of_a_row_makes_its_configuration(experiment: Experiment, label: str, size: str) -> None:
+    given = {"task.path": "a b.txt"}
+    _, name, *told = run.words(experiment, label, size, 1, given)
+    assert recipe(name, **parse_pairs(told)) == experiment.configuration(label, size, 1, **given)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_rows_that_are_spoken_of_are_there(experiment: Experiment) -> None:
+    spoken = {*experiment.paper, *(label for one in experiment.expectations for label in one.needs)}
+    assert spoken <= set(experiment.rows)
+
+
+def kept(folder: Path, label: str, seed: int, loss: float) -> None:
+    hardware = {"processor": "a processor", "threads": 1}
+    made = {"command": f"rankwise train language model={label}", "seed": seed, "hardware": hardware}
+    content: dict[str, Any] = {
+        "scores": {"loss": loss, "accuracy": 0.5},
+        "parameters": 1234,
+        "tokens_per_second": 1000.0,
+        "cpu_seconds": 60.0,
+        "peak_memory": 2**30,
+        "provenance": {**made, "torch": "2", "transformers": "5"},
+    }
+    (folder / f"{run_id(LANGUAGE, label, 'small', seed)}.json").write_text(json.dumps(content))
+
+
+def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
+    for seed, loss in enumerate((1.0, 2.0, 3.0)):
+        kept(tmp_path, "transformer", seed, loss)
+    kept(tmp_path, "tost", 0, 1.5)
+    kept(tmp_path, "tost-uniform", 0, 1.75)
+    page = results.page([LANGUAGE], tmp_path)
+    order = [page.index(f"| {answer} |") for answer in ("no", "yes", "not run")]
+    assert order == sorted(order)
+    assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 1 |" in page
+    assert "loss of tost is below that of tost-uniform | yes | 1.500 against 1.750 | 1 |" in page
+    assert "| transformer | 2.000 ± 1.000 | 0.500 ± 0.000 | 2.84" in page
+    assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
+    assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
+    assert "    rankwise train language model=tost\n" in page
+
+
+def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
+    kept(tmp_path, "tost", 0, 1.5)
+    kept(tmp_path, "transformer", 0, 1.25)
+    table = LANGUAGE.table("small", tmp_path)
+    assert below("transformer", "tost").judge(table)[0]
+    assert not below("transformer", "tost", by=0.25).judge(table)[0]
+    assert within("tost", "transformer", 0.25).judge(table) == (True, "+0.250")
+    assert not within("tost", "transformer", 0.2).judge(table)[0]
+
+
+def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    calls = []
+
+    def in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        done = CliRunner().invoke(app, command[3:])
+        return subprocess.CompletedProcess(command, done.exit_code)
+
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    monkeypatch.setattr("rankwise.train.provenance.commit", lambda: "abc")
+    where = ["--rows", "transformer", "--seeds", "0", "--work", str(tmp_path / "w")]
+    where += ["--results", str(tmp_path / "r")]
+    arguments = ["language", *pairs(tmp_path), *where]
+    assert run.main(["language", "task.path=missing.txt", *where]) == 1
+    assert run.main(arguments) == 0
+    assert json.loads((tmp_path / "r" / "language-transformer-seed0.json").read_text())["kind"] == "language"
+    assert not (tmp_path / "w" / "language-transformer-seed0").exists()
+    assert run.main(arguments) == 0
+    assert len(calls) == 2, "the last time it was done already"
