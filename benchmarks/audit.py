@@ -34,7 +34,8 @@ from rankwise.assets import demo_model, demo_text
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
 from rankwise.measures import DELTA
-from rankwise.subjects import inputs_for, load_subject
+from rankwise.subject_inputs import inputs_for
+from rankwise.subjects import load_subject
 
 
 def main() -> None:

@@ -32,7 +32,8 @@ from rankwise.audit import HeadRecord
 from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.files import write_whole
 from rankwise.rank_correlation import spearman
-from rankwise.subjects import inputs_for, load_subject
+from rankwise.subject_inputs import inputs_for
+from rankwise.subjects import load_subject
 from rankwise.worth import WorthSettings, cost_of_removal, measure_worth
 from recipes.rank_saturation import rounded
 from recipes.real_models import minilm

@@ -54,6 +54,7 @@ ALLOWED = {
         "report",
         "data",
         "subjects",
+        "subject_inputs",
     },
     "ops": {"errors", "shapes", "torch_internals"},
     "models": {"errors", "shapes", "files", "operators", "ops", "surgery"},
@@ -85,6 +86,7 @@ ALLOWED = {
     "train": {"errors", "files", "data", "models", "monitor", "ops"},
     "assets": {"errors"},
     "subjects": {"errors", "data", "models", "compression"},
+    "subject_inputs": {"errors", "data", "subjects"},
     "__main__": {"cli"},
     "cli": {
         "errors",
@@ -95,6 +97,7 @@ ALLOWED = {
         "data",
         "assets",
         "subjects",
+        "subject_inputs",
         "measures",
         "ops",
         "models",

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from rankwise import subjects, surgery
+from rankwise import subject_inputs, subjects, surgery
 from rankwise.cli import skip
 from rankwise.errors import InputError, RankwiseError
-from rankwise.subjects import Inputs, Subject
+from rankwise.subject_inputs import Inputs
+from rankwise.subjects import Subject
 from rankwise.surgery import (
     SkipError,
     add_lambda_skip,
@@ -439,7 +440,7 @@ def test_what_is_read(
 ) -> None:
     from transformers.utils import logging
 
-    calls = called(monkeypatch, subjects, "inputs_for", Stop())
+    calls = called(monkeypatch, subject_inputs, "inputs_for", Stop())
     logging.set_verbosity_info()
     logging.enable_progress_bar()
     assert isinstance(run(folder, "--certify", *options).exception, Stop)

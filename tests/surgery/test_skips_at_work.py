@@ -145,7 +145,7 @@ def test_dropout_acts_on_the_branch_alone(name: str) -> None:
 def test_functional_dropout_is_told() -> None:
     model, batch = FOUND["OPT"][0]()
     skips = add_lambda_skip(model, example=batch)
-    assert any("in training, the dropout behind decoder.layers.0.self_attn" in note for note in skips.notes)
+    assert any("in training, the dropout after decoder.layers.0.self_attn" in note for note in skips.notes)
 
 
 def test_state_dict_and_device_moves_see_the_skips() -> None:

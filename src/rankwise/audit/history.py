@@ -307,7 +307,7 @@ def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comp
     Args:
         before: the audit to start from.
         after: the audit to hold against it.
-        more: any number of others, later ones behind. Where the names of the models tell steps
+        more: any number of others, from earlier to later. Where the names of the models tell steps
             (``checkpoint-500``), these order them.
 
     Returns:

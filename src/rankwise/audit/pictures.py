@@ -222,7 +222,7 @@ class PictureTaker:
         return [*self.notes, *([f"no such head to keep the matrix of: {names}"] if absent else [])]
 
     def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
-        """The names of the inputs behind rows and columns, once their tokens are noted."""
+        """The names of the inputs of rows and columns, once their tokens are noted."""
         found = []
         for ids, valid in zip(sides(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
             said = [] if ids is None else self.names.texts(ids.ids[row][valid[row].to(ids.ids.device)])

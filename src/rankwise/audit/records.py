@@ -185,7 +185,7 @@ class LayerOrigin(Record):
     site: str
     """The block that wrote the state; for layer 0 the block that reads it."""
     layer: Count
-    """Blocks of the stack that are behind it."""
+    """Blocks of the stack that have run before it."""
     sequences: Count
     nonfinite: Count = 0
     tokens: Number

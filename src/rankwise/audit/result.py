@@ -125,7 +125,7 @@ class Audit(AuditRecord):
     def to_frame(self, records: Records = "heads") -> "pd.DataFrame":
         """Records as a pandas frame: one row each, one value a cell.
 
-        The standard deviation over sequences of a measure is the column behind it, ``numerical_rank_std``;
+        The standard deviation over sequences of a measure is the column after it, ``numerical_rank_std``;
         what is kept as a list (spectra, maps, thresholds) is in the records only.
 
         Args:

@@ -29,7 +29,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 def flat_rows(records: Sequence[BaseModel]) -> list[Row]:
     """Flatten records: every row has the same columns, in the order of the fields.
 
-    The standard deviation over sequences stands behind its measure as ``NAME_std``, a standard error as
+    The standard deviation over sequences stands after its measure as ``NAME_std``, a standard error as
     ``NAME_stderr``; the parts of a record inside as ``FIELD_NAME``, those of a place without ``where_``.
     Lists (spectra, maps, thresholds), pictures of matrices and `COPIES` are left out.
 
@@ -100,7 +100,7 @@ def flat_columns(of: type[BaseModel]) -> list[str]:
 
 
 def _flat(record: BaseModel) -> Row:
-    """One row; what is kept beside a measure comes right behind it."""
+    """One row; what is kept beside a measure comes right after it."""
     beside = {end: dict(getattr(record, field, {})) for field, end in SUFFIXES.items()}
     row: Row = {}
     for name, may_be_left_out in _fields(type(record)).items():

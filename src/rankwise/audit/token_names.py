@@ -88,7 +88,7 @@ class TokenNames:
 
 
 def sides(site: MixerSite, batch: Batch | None) -> tuple[Ids | None, Ids | None]:
-    """The ids behind the rows and behind the columns of a mixer; None where its tokens are others.
+    """The ids of the rows and of the columns of a mixer; None where its tokens are others.
 
     Rows of a decoder are the tokens it writes after; columns of cross-attention are those the encoder read.
 

@@ -16,7 +16,7 @@ from rankwise.capture.module_calls import ModuleCall, ModuleCalls, first_tokens
 class HeadOutputs:
     """What the heads of one mixer gave, before the model goes on from it: M V.
 
-    Of a state-space mixer, what its output projection reads of each head or channel: M V behind the D-term,
+    Of a state-space mixer, what its output projection reads of each head or channel: M V after the D-term,
     the gate and the norm.
     """
 

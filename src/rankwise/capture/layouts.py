@@ -126,7 +126,7 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
-    """Sequences behind the batch axis: an outer module that saw fewer of them cut them into windows."""
+    """Sequences in the batch axis: an outer module that saw fewer of them cut them into windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Two axes are (B, F) as often as (T, D), and one sequence has one window unless three axes say otherwise.
     deep = [call for call in calls if call.tokens is not None]

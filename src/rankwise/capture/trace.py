@@ -47,7 +47,7 @@ class MixerSite:
     cross: bool = False
     """Whether queries and keys come from different sequences."""
     sequences: int = 0
-    """Sequences behind the batch axis: fewer than B where one sequence gives several windows."""
+    """Sequences in the batch axis: fewer than B where one sequence gives several windows."""
     run: int = 0
     """Which forward pass of the capture, from 0."""
     serial: int = -1
@@ -76,7 +76,7 @@ class StateSite:
     name: str
     """Block that wrote it; for layer 0 the block that reads it."""
     layer: int
-    """BlockFinder behind it: 0 is the embedding output."""
+    """Blocks that have run before it: 0 is the embedding output."""
     tokens: Float[Tensor, "B T D"]
     mask: Bool[Tensor, "B T"] | None = None
     """False where a token is padding; None where nothing is known to be."""

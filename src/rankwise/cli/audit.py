@@ -188,7 +188,8 @@ def _audit_one(
     from rankwise.assets import demo_text
     from rankwise.audit import AuditError, audit
     from rankwise.cli.output import show_progress, write_report
-    from rankwise.subjects import inputs_for, load_subject
+    from rankwise.subject_inputs import inputs_for
+    from rankwise.subjects import load_subject
     from rankwise.surgery import apply_saved_skips
 
     pictured = "all" if model is None and matrices is None else matrices

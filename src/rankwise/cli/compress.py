@@ -177,7 +177,7 @@ def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
     """Batches to calibrate on, others to measure on, and what their reader must know."""
-    from rankwise.subjects import inputs_for
+    from rankwise.subject_inputs import inputs_for
 
     if subject.batches is not None and text is None and images is None:
         every = list(subject.batches)

@@ -18,7 +18,7 @@ class OptionalValues(TyperCommand):
 
 
 def filled_in(args: Sequence[str]) -> list[str]:
-    """The arguments, with the first value behind each option that none of its values follows.
+    """The arguments, with the first value after each option that none of its values follows.
 
     Args:
         args: of the command.

@@ -50,7 +50,7 @@ def command(
     value_dim: Annotated[
         int | None, typer.Option(help="Width of values of now where it is not that of queries and keys.")
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers, those beyond the first behind random blocks.")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers, those after the first follow random blocks.")] = 1,
     block: Annotated[str | None, typer.Option(help="Kind of the blocks: pre, post or attention.")] = None,
     trials: Annotated[int, typer.Option(help="Draws of the weights.")] = 10,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of data.")] = 8,

@@ -11,7 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rankwise.subjects import Inputs, Subject
+    from rankwise.subject_inputs import Inputs
+    from rankwise.subjects import Subject
     from rankwise.surgery import Skips
 
 HELP = """Put λ-skips into a model: the skip connection around every mixer becomes λ·x.
@@ -65,7 +66,8 @@ def command(
 
     from rankwise.cli.output import prepare_folder, quiet_libraries
     from rankwise.cli.skip_tables import show_certificate, show_skips
-    from rankwise.subjects import inputs_for, load_subject
+    from rankwise.subject_inputs import inputs_for
+    from rankwise.subjects import load_subject
     from rankwise.surgery import certify_skip, load_skips, mean_loss, skips_of, state_collapse
 
     _check(out, certify, per, lr, share, learn_on, text)

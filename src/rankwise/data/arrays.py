@@ -15,7 +15,7 @@ SUFFIX = ".npz"
 
 
 def is_array_file(path: str | Path) -> bool:
-    """Whether a path names a ``.npz`` file, with or without the name of an array behind it.
+    """Whether a path names a ``.npz`` file, with or without the name of an array after it.
 
     Args:
         path: such as ``digits.npz`` or ``digits.npz:x_test``.
@@ -34,7 +34,7 @@ def open_array(path: str | Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     bytes.
 
     Args:
-        path: the file; with ``:NAME`` behind it where several of its arrays are pictures.
+        path: the file; with ``:NAME`` after it where several of its arrays are pictures.
 
     Raises:
         InputError: if there is no such file or array, several could be meant, or the numbers are no pixels.
@@ -50,7 +50,7 @@ def open_labels(path: str | Path, count: int, classes: int) -> np.ndarray[Any, n
     """Read the classes of pictures from a ``.npz`` file: whole numbers (N,) from 0 to ``classes`` − 1.
 
     Args:
-        path: the file and, behind a colon, the name of the array.
+        path: the file and, after a colon, the name of the array.
         count: how many pictures there are.
         classes: how many classes.
 
@@ -99,7 +99,7 @@ def _read(file: Path, take: Callable[[Any], Array]) -> Array:
 
 
 def _split(path: str | Path) -> tuple[Path, str]:
-    """The file, and the name of an array behind it."""
+    """The file, and the name of an array after it."""
     text = str(path)
     head, colon, name = text.rpartition(":")
     return (Path(head), name) if colon and head.lower().endswith(SUFFIX) else (Path(text), "")

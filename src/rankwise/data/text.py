@@ -180,7 +180,7 @@ def _decode(raw: bytes, path: str | Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # utf-8-sig counts from behind a byte order mark it has dropped
+        # utf-8-sig counts from the end of a byte order mark it has dropped
         offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
         line = raw.count(b"\n", 0, offset) + 1
         got = f"byte 0x{raw[offset]:02X} at offset {offset} (line {line})"

@@ -44,7 +44,7 @@ class ClassAttentionBlock(GradientCheckpointingLayer):
 
     - patches are not left alone: a patch p gets ``p + γ₁ norm₁(p)`` here (what the attention gives for it is
       its own normed input);
-    - with ``tokens_norm`` the second norm replaces all tokens, the residual starts behind it, and patches are
+    - with ``tokens_norm`` the second norm replaces all tokens, the residual starts after it, and patches are
       added to themselves: a patch leaves as ``2 norm₂(p + γ₁ norm₁(p))``, the class token c as
       ``n + γ₂ mlp(n)`` with n its norm₂. Without ``tokens_norm`` the second norm is on the class token
       alone. The factor 2 is undone by the next norm, up to its ε.
@@ -62,7 +62,7 @@ class ClassAttentionBlock(GradientCheckpointingLayer):
         self.mlp_scale = make_scale(config.hidden_size, config.layer_scale)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Run the layer on the class token and the patches behind it."""
+        """Run the layer on the class token and the patches after it."""
         normed = self.attention_norm(x)
         x = x + self.attention_scale(torch.cat([self.attention(normed), normed[:, 1:]], 1))
         token, patches = x[:, :1], x[:, 1:]

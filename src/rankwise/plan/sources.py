@@ -12,7 +12,8 @@ from rankwise.data import load_text
 from rankwise.errors import InputError
 from rankwise.plan.planner import embedded
 from rankwise.running import run_model
-from rankwise.subjects import Subject, inputs_for
+from rankwise.subject_inputs import inputs_for
+from rankwise.subjects import Subject
 
 
 def attention_of(subject: Subject) -> dict[str, Any]:

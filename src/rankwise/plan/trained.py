@@ -24,7 +24,7 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
     Formula: over all tokens given, the best logits of width r are Q·A_r·Kᵀ, A_r = P⁻¹·[P·R]_r·R⁻¹ with
     P = (Σ qqᵀ)^½, R = (Σ kkᵀ)^½ and [·]_r the first r singular directions. Needed is the least r for which
     the mean KL(M‖M_r) over rows is at most the tolerance, found by bisection. Queries and keys are taken as
-    the attention gets them, behind rotary positions.
+    the attention gets them, after rotary positions.
     Range: [1, K]. It is the need on the tokens it was fitted to: other text can need more.
     Cost: one run of the model, and about log₂ K + 1 dense softmaxes for each head and sequence.
 

@@ -1,4 +1,4 @@
-"""What heads are worth against what they measure: the numbers behind the scatter plot."""
+"""What heads are worth against what they measure: the numbers of the scatter plot."""
 
 import math
 from collections.abc import Sequence

@@ -120,16 +120,6 @@ def uniform_share(head: HeadRecord) -> float:
     return share(head.uniform_rank, head)
 
 
-def lowest_share(head: HeadRecord) -> float:
-    """Least share the numerical rank may have: the lower end of its interval."""
-    return share(head.least_rank, head)
-
-
-def highest_share(head: HeadRecord) -> float:
-    """Greatest share the numerical rank may have: the upper end of its interval."""
-    return share(head.most_rank, head)
-
-
 def count(number: int, singular: str, many: str = "") -> str:
     """Say how many there are, in the right number.
 

@@ -301,7 +301,7 @@ def _layer_scales(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _open(layer_scales: Sequence[Tensor]) -> Iterator[None]:
-    """At 0, no derivative shows that there is a mixer behind it."""
+    """At 0, no derivative shows that it scales a mixer."""
     closed = [(scale, scale.detach().clone()) for scale in layer_scales if not bool(scale.any())]
     try:
         for scale, _ in closed:

@@ -25,7 +25,7 @@ class LayerCertificate(BaseModel):
     bounds speak of it; ``LayerNorm`` or ``RMSNorm``: they speak of what that makes of it, before its gain;
     ``unknown``: nothing is promised, and a note says why."""
     norm_gain: float | None = None
-    """min|γ| of that norm: μ of the state behind it is at least this times the bound. 1 without a norm."""
+    """min|γ| of that norm: μ of the state after it is at least this times the bound. 1 without a norm."""
     collapse_in: float
     """Mean over sequences of μ of what the mixer's block reads; before a norm, of its directions times √D."""
     collapse_out: float | None
@@ -50,7 +50,7 @@ class LayerCertificate(BaseModel):
     paper_holds: bool | None
     """Whether Eq. 7 holds at this λ, with S·C_M measured: half of what the paper's theorem asks, and alone no
     guarantee. It and the next five are None where the theorem says nothing: it is about LayerNorm or RMSNorm
-    behind the sum, a mixer that reads states on their sphere, and no bias of values or output. Those that
+    after the sum, a mixer that reads states on their sphere, and no bias of values or output. Those that
     depend on λ are None as well where it differs by channel."""
     paper_guaranteed: bool | None = None
     """Whether the theorem promises √a of μ here: Eq. 7 and μ² ≥ b, in every sequence."""
@@ -90,7 +90,7 @@ class StackCertificate(BaseModel):
     """The λ to give all its layers: the threshold, where the stack now keeps less than the target and some λ
     up to 16 helps. None where nothing needs to be changed, where no λ helps, or where nothing is known."""
     kept_mu: float | None
-    """As `kept`, of μ itself: μ_L/μ_0; μ_L behind the last norm, without its gain, if one reads the sum.
+    """As `kept`, of μ itself: μ_L/μ_0; μ_L after the last norm, without its gain, if one reads the sum.
     Without one a large λ raises it by making the states longer, be they as alike as before."""
     threshold_mu: float | None
     """As `threshold`, of μ itself."""

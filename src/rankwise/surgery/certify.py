@@ -197,7 +197,7 @@ def _notes(
         if stack.left_out
     ]
     reasons = {site: norm.reason for site, norm in norms.items() if norm.kind == "unknown"}
-    notes += _grouped("nothing is promised, and μ behind the layer is not measured", reasons)
+    notes += _grouped("nothing is promised, and μ after the layer is not measured", reasons)
     if any(layer.scale == 0 for layer in layers):
         notes.append("λ = 0 somewhere: nothing is sure there, whatever the mixer does")
     known = [layer for layer in layers if layer.norm != "unknown"]

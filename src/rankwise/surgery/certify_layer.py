@@ -127,7 +127,7 @@ def _sound(sum_: _Sum, before: Tensor, mixing: Mixing | None, a: float) -> dict[
         bound = sum_bound(y, b, float(sum_.scale.abs().min()), mask)
         needed = sum_scale(y, b, a, mask)
         relative = sum_.largest(sum_scale(y, b, a, mask, relative=True)) if sum_.common else None
-    proved = sum_.common or not norm.known  # behind a norm a channel with a large λ turns all rows towards it
+    proved = sum_.common or not norm.known  # after a norm a channel with a large λ turns all rows towards it
     return {
         "sound_bound": sum_.least((bound / before).nan_to_num(0.0)),
         "sound_scale": sum_.largest(needed) if proved else None,

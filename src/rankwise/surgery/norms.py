@@ -99,7 +99,7 @@ class NormCalls:
                 handle.remove()
 
     def norms(self, seen: Sequence[SkipSum]) -> dict[str, Norm]:
-        """The norm behind each skip connection, by the name of its site.
+        """The norm after each skip connection, by the name of its site.
 
         Args:
             seen: the sums of the same run.

@@ -200,7 +200,7 @@ class Reader:
     function: str = ""
     """Of one outside of any such module."""
     inside: bool = False
-    """Whether it is in the module that takes the sum: a norm outside of it may be that behind a stack."""
+    """Whether it is in the module that takes the sum: a norm outside of it may be that after a stack."""
 
     def __bool__(self) -> bool:
         return bool(self.module or self.function)
@@ -237,7 +237,7 @@ def reader(sum_: Sum, traffic: Traffic) -> Reader:
 def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -> list[SkipLocation]:
     """Locations with what reads their sums.
 
-    A reader outside of the block counts only if every sum has one: else it is the norm behind a stack.
+    A reader outside of the block counts only if every sum has one: else it is the norm after a stack.
     """
     every = all(readers)
     return [

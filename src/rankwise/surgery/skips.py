@@ -307,7 +307,7 @@ def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
     dropping = [site.name for site in sites if site.location.drops]
     if dropping:
         notes.append(
-            f"in training, the dropout behind {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
+            f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
             f"module, and cannot be stepped over ({len(dropping)} sites)"
         )
     for name in missed:

@@ -199,7 +199,7 @@ class SumRecorder(TorchFunctionMode):
     """Records sums, copies and uses of token states, with the autograd graph that joins them.
 
     Dropout, which does nothing in evaluation mode, gives a tensor of its own here: what lies before it and
-    what lies behind it can then be told apart.
+    what lies after it can then be told apart.
 
     Args:
         running: the calls of modules under way, kept by someone else.

@@ -59,7 +59,7 @@ def equal_at_start(seen: Sequence[SkipSum]) -> dict[str, Bool[Tensor, " B"]]:
 def kept_by(seen: Sequence[SkipSum], norms: Mapping[str, Norm]) -> dict[str, Both]:
     """What each stack keeps, from its first skip's residual to its last skip's sum, as a mean over sequences.
 
-    Those of equal tokens at the start are left out; so is μ where the norm behind the last sum is not known.
+    Those of equal tokens at the start are left out; so is μ where the norm after the last sum is not known.
 
     Args:
         seen: what each skip adds.

@@ -20,7 +20,7 @@ from rankwise.surgery.verify import scaled_sums, unhooked
 
 @dataclass
 class Mixing:
-    """What is known of the mixer behind one λ-skip."""
+    """What is known of the mixer of one λ-skip."""
 
     norm: float
     """‖M‖_F of the worst sequence, all heads together."""
@@ -91,7 +91,7 @@ class MatrixCalls:
 def mixings(
     model: nn.Module, batch: Batch, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
 ) -> dict[tuple[str, int], Mixing]:
-    """What is known of the mixers behind λ-skips, by name of the site and number of its call.
+    """What is known of the mixers of λ-skips, by name of the site and number of its call.
 
     A site is missing where its branch holds no captured mixer, or several of them.
 

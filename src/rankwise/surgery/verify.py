@@ -161,7 +161,7 @@ class SumCheck:
             return
         handles = (
             module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave),  # behind the hook that corrects
+            module.register_forward_hook(self._leave),  # after the hook that corrects
         )
         try:
             yield

@@ -79,7 +79,7 @@ def paper_floor(scale: float, strength: float, a: float, tokens: int, width: int
     Formula: b = 2|λ| T D S C_M/(λ² − a(S C_M + |λ|)²), infinite where Eq. 7 does not hold.
     Range: [0, ∞]. On the sphere of LayerNorm μ² ≤ T·D, so where b > T·D no state is spoken of: that is so
     unless λ² − a(S C_M + |λ|)² ≥ 2|λ|S C_M, which needs |λ| > 2 S C_M whatever a is. Cost: O(1).
-    With both, μ² falls to no less than a·μ² behind the norm: proved in docs/proofs/skip-bound.md for states
+    With both, μ² falls to no less than a·μ² after the norm: proved in docs/proofs/skip-bound.md for states
     on the sphere and a branch M Y C without biases.
     Source: as `paper_condition`, Theorem 4.1.
 

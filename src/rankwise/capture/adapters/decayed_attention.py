@@ -16,7 +16,7 @@ from rankwise.operators import DiagonalMixing, PartMixing, SemiseparableMixing, 
 class LightningAdapter(Adapter):
     """Linear attention with one constant decay a head: q_t · k_s exp(−slope (t − s)) for s ≤ t.
 
-    Values are the heads behind the projection, its activation and the padding mask; the norm, the gate and
+    Values are the heads after the projection, its activation and the padding mask; the norm, the gate and
     the output projection come after.
     """
 
@@ -35,7 +35,7 @@ class LightningAdapter(Adapter):
         return None if fresh else CONTINUED
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its heads, behind the norm and the gate."""
+        """Its heads, after the norm and the gate."""
         layer: Any = module
         return "out_proj", layer.num_attention_heads
 
@@ -84,7 +84,7 @@ class RwkvAdapter(Adapter):
         return None if fresh else CONTINUED
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its channels, behind the receptance."""
+        """Its channels, after the receptance."""
         return "output", 0
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:

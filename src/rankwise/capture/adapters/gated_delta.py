@@ -71,7 +71,7 @@ class GatedDeltaAdapter(Adapter):
         return PACKED if packed else why_not_from_scratch(call)
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its heads, behind the norm and its gate."""
+        """Its heads, after the norm and its gate."""
         layer: Any = module
         name = "out_proj" if hasattr(layer, "out_proj") else "o_proj"
         width = layer.head_dim if named(layer, self.by_feature) else layer.head_v_dim

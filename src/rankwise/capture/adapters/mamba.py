@@ -51,7 +51,7 @@ class MambaAdapter(Adapter):
         return why_not_from_scratch(call)
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its channels, behind the D-term and the gate."""
+        """Its channels, after the D-term and the gate."""
         return "out_proj", 0
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
@@ -122,7 +122,7 @@ class ZambaAdapter(Adapter):
         return why_not_from_scratch(call)
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its channels, behind the D-term and the gate."""
+        """Its channels, after the D-term and the gate."""
         return "out_proj", 0
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
@@ -182,7 +182,7 @@ class Mamba2Adapter(Adapter):
         return why_not_from_scratch(call)
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its heads, behind the D-term, the gate and the norm."""
+        """Its heads, after the D-term, the gate and the norm."""
         mixer: Any = module
         return "out_proj", mixer.num_heads
 
@@ -234,7 +234,7 @@ def _mamba2_path(call: ModuleCall, heads: SemiseparableMixing, given: Tensor, ga
 
 
 def _normed(mixer: Any) -> bool:
-    """Whether the gate has a norm behind it; Falcon-H1 may have none."""
+    """Whether the gate has a norm after it; Falcon-H1 may have none."""
     return bool(getattr(mixer, "mamba_rms_norm", True))
 
 

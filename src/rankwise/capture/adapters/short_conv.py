@@ -44,7 +44,7 @@ def convolved(conv: nn.Conv1d, inner: Tensor, activation: Callable[[Tensor], Ten
 class ShortConvAdapter(Adapter):
     """One Toeplitz matrix for each channel, from the weights of the convolution alone.
 
-    Values are the channels behind the first gate; the convolution's bias, the second gate and the output
+    Values are the channels after the first gate; the convolution's bias, the second gate and the output
     projection come after.
     """
 
@@ -60,7 +60,7 @@ class ShortConvAdapter(Adapter):
         return why_not_from_scratch(call)
 
     def joined_at(self, module: nn.Module) -> tuple[str, int] | None:
-        """Its channels, behind the second gate."""
+        """Its channels, after the second gate."""
         return "out_proj", 0
 
     def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:

@@ -28,7 +28,7 @@ class TSSAOutput(NamedTuple):
         output: in the dtype of w, (B, T, H, K); zero where a token is masked.
         membership: Π, float32 (float64 for float64 inputs), (B, T, H); over the heads it sums to 1, for a
             masked token to 0.
-        state: the statistics behind the last token, to go on from; None if bidirectional.
+        state: the statistics after the last token, to go on from; None if bidirectional.
     """
 
     output: Float[Tensor, "B T H K"]

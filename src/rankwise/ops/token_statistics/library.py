@@ -75,7 +75,7 @@ def causal(
     impl: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, memberships, scores if they are to be kept for the gradient, the sums behind the last token."""
+    """Output, memberships, scores if they are to be kept for the gradient, the sums after the last token."""
     own = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
     check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
     start = _sums(energy, assigned, mass)

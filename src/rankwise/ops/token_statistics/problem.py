@@ -59,7 +59,7 @@ class Problem(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Output (B,T,H,K) in the dtype of w, memberships (B,T,H), the sums behind the last token if causal."""
+    """Output (B,T,H,K) in the dtype of w, memberships (B,T,H), the sums after the last token if causal."""
 
     output: Tensor
     membership: Tensor

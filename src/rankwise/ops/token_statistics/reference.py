@@ -63,7 +63,7 @@ def causal(
         rate: λ of each head, or None for λ = 1.
 
     Returns:
-        Output, memberships and the sums behind the last token.
+        Output, memberships and the sums after the last token.
     """
     w = _hide(w, mask)
     energy = w.square()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class TSSAState(NamedTuple):
-    """The running statistics behind a token, for each of N sequences.
+    """The running statistics after a token, for each of N sequences.
 
     Its size is the same after one token and after a million. With a half-life every sum decays by λ a token.
     Sums are float32, or float64 for float64 inputs. Every call rounds them once, so n calls put them off by

@@ -133,7 +133,7 @@ def slopes(
 ):  # fmt: skip
     """Gradients of the scores and, by piece, of the temperature, from what is asked of Π.
 
-    What is asked of Π behind the piece is added first; before[i] gets what its scores ask of the c before it.
+    What is asked of Π after the piece is added first; before[i] gets what its scores ask of the c before it.
     """
     heads, real, tiny = w.shape[1], w.dtype.type, w.dtype.type(eps)
     running, local = np.zeros(w.shape[1:], w.dtype), np.zeros(w.shape[1:], w.dtype)
@@ -172,7 +172,7 @@ def slopes(
 @inlined
 @no_type_check
 def score_row_back(row, to, sums, later, local, factors, asked, tiny, behind, pi):
-    """One token's share through its score, and through its Π w² as far as that is asked behind the piece."""
+    """One token's share through its score, and through its Π w² as far as that is asked after the piece."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]
@@ -189,7 +189,7 @@ def score_sweep_back(
     w, slope, membership, mask, power, rate, at, to, low, high, begin, eps, until, until_assigned, out,
     first, last,
 ):  # fmt: skip
-    """Adds the gradient of w through scores, and through what is asked of c and Π w² behind the piece."""
+    """Adds the gradient of w through scores, and through what is asked of c and Π w² after the piece."""
     shape, heads, tiny, one = w.shape[1:], w.shape[1], w.dtype.type(eps), w.dtype.type(1)
     running, local, later = np.zeros(shape, w.dtype), np.zeros(shape, w.dtype), np.zeros(shape, w.dtype)
     behind, sums, total = np.zeros(shape, w.dtype), np.empty((CHUNK, *shape), w.dtype), np.zeros(shape)

@@ -39,7 +39,7 @@ def assign(
 ):  # fmt: skip
     """Scores Σ_k w_t²/max(c_t, eps) + offset, and memberships, which may lie over scores.
 
-    begin[i] is the c before piece i, totals[i] = Σ Π w² and masses[i] = Σ Π as they stand behind it.
+    begin[i] is the c before piece i, totals[i] = Σ Π w² and masses[i] = Σ Π as they stand after it.
     """
     shape, heads, tiny = w.shape[1:], w.shape[1], w.dtype.type(eps)
     base, local, more = np.empty(shape, w.dtype), np.zeros(shape, w.dtype), np.zeros(shape, w.dtype)

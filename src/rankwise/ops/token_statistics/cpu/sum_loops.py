@@ -84,7 +84,7 @@ def fold(total, local, rate, age):
 @Loop
 @no_type_check
 def sums(w, weight, mask, power, rate, first, last, totals, masses, low, high):
-    """totals[i] = Σ weight w² and masses[i] = Σ weight of the pieces low ≤ i < high, behind their last."""
+    """totals[i] = Σ weight w² and masses[i] = Σ weight of the pieces low ≤ i < high, after their last."""
     local = np.zeros(w.shape[1:], w.dtype)
     for i in range(low, high):
         totals[i] = 0
@@ -99,7 +99,7 @@ def sums(w, weight, mask, power, rate, first, last, totals, masses, low, high):
 def carry(total, start, mask, rate, first, last, owner, begin, end, backward):
     """The sums before every piece, from those before its sequence and what pieces add; and the last.
 
-    Backward, the pieces come in reverse order, and "before" is behind. ``begin`` may be ``total``.
+    Backward, the pieces come in reverse order, and "before" is after. ``begin`` may be ``total``.
     """
     sums = np.zeros(total.shape[1:])
     count = len(total)

@@ -60,7 +60,7 @@ def running(x, age, real, rate, DECAYED: tl.constexpr):
     if DECAYED:
         finite = tl.abs(x) < float("inf")  # 0 · NaN in the product would take it to the tokens before
         gap = age[:, None] - age[None, :]
-        # behind the diagonal, and of two tokens of one age only the real one counts itself
+        # after the diagonal, and of two tokens of one age only the real one counts itself
         below = (gap >= 0) & (tl.arange(0, x.shape[0])[:, None] >= tl.arange(0, x.shape[0])[None, :])
         weight = tl.where(below & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
         total = tl.dot(
@@ -132,7 +132,7 @@ class Chunks:
 
     Attributes:
         first: first token of each chunk, (C,).
-        last: token behind its last, (C,).
+        last: token after its last, (C,).
         owner: its sequence, (C,).
         begin: first chunk of each sequence, and the number of chunks, (N + 1,).
         size: tokens of a chunk at most, BT; a power of 2, at least 16.
@@ -208,7 +208,7 @@ class Chunks:
     def carry(
         self, sums: Tensor, ages: Tensor, start: Tensor, backward: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """From what each chunk adds to the sums at its start (its end, if backward) and behind the last.
+        """From what each chunk adds to the sums at its start (its end, if backward) and after the last.
 
         Args:
             sums: what each chunk adds, (C, H, X).
