@@ -1,12 +1,16 @@
-"""The tables of `docs/measures.md`, written from the table of measures: `python -m recipes.measures`."""
+"""The tables and functions of `docs/measures.md`, from those of the package: `python -m recipes.measures`."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import FunctionType
 
+from rankwise import measures
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, Measure
 
 PAGE = Path(__file__).parent.parent / "docs" / "measures.md"
-START, END = "<!-- {}: from the table of measures -->", "<!-- end of {} -->"
+START, END = "<!-- {}: written by `python -m recipes.measures` -->", "<!-- end of {} -->"
+PARTS = ("as_matrices", "check_delta", "summarize_spectrum")
+"""Of which measures are made; not on the page."""
 
 
 def main() -> None:
@@ -23,14 +27,19 @@ def main() -> None:
 
 
 def tables() -> dict[str, str]:
-    """Both tables in Markdown, by the names of their marks."""
-    return {"heads": _table(HEAD_MEASURES), "layers": _table(LAYER_MEASURES)}
+    """Both tables and the functions in Markdown, by the names of their marks."""
+    return {"heads": _table(HEAD_MEASURES), "layers": _table(LAYER_MEASURES), "functions": _functions()}
 
 
-def _table(measures: Sequence[Measure]) -> str:
-    heads = any(isinstance(measure, HeadMeasure) for measure in measures)
+def _functions() -> str:
+    names = [name for name in measures.__all__ if isinstance(getattr(measures, name), FunctionType)]
+    return "".join(f"::: rankwise.measures.{name}\n" for name in names if name not in PARTS)
+
+
+def _table(shown: Sequence[Measure]) -> str:
+    heads = any(isinstance(measure, HeadMeasure) for measure in shown)
     columns = ["measure", "formula", "range", "low", "high", "cost", *(["null"] if heads else [])]
-    rows = [columns, ["---"] * len(columns), *(_row(measure, heads) for measure in measures)]
+    rows = [columns, ["---"] * len(columns), *(_row(measure, heads) for measure in shown)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -111,6 +111,13 @@ got = [head.attention_distance for head in audit.heads]
 assert all(abs(a - b) < 1e-12 for a, b in zip(got, wanted, strict=True)), (got, wanted)
 assert all(head.spread["attention_distance"] > 0 for head in audit.heads)
 
+from tests.measures import test_every_measure, test_scales
+from recipes.measures import tables
+assert attention_distance in test_every_measure.OF_MATRICES  # held by the laws of all measures
+test_scales.test_one_size_of_number_is_as_good_as_another()
+test_every_measure.test_matrices_of_a_batch_are_measured_alone(attention_distance)
+assert "::: rankwise.measures.attention_distance" in tables()["functions"]
+
 rows = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
 for size in (1e-310, 1.0, 5e307):  # the zero row is left out: (3·1 + 1·2)/4
     assert abs(attention_distance(rows * size).item() - 1.25) < 1e-12, size
@@ -135,9 +142,10 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     package = tmp_path / "rankwise"
     shutil.copytree(Path(rw.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     rows = package / "measures" / "rows.py"
-    rows.write_text(f"{rows.read_text(encoding='utf-8')}\n\n{imports}\n{function}", encoding="utf-8")
-    with (package / "measures" / "__init__.py").open("a", encoding="utf-8") as exported:
-        exported.write("\nfrom rankwise.measures.rows import attention_distance\n")
+    source = rows.read_text(encoding="utf-8").replace(
+        "__all__ = [", '__all__ = [\n    "attention_distance",', 1
+    )
+    rows.write_text(f"{source}\n\n{imports}\n{function}", encoding="utf-8")
     table = package / "audit" / "measures.py"
     source = table.read_text(encoding="utf-8")
     end = "\n\nclass LayerMeasures"
@@ -147,7 +155,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     program = (
         f"{AUDITED}\nimport pytest\n{test}\ntest_a_shift_looks_as_far_away_as_it_shifts()\nprint('added')"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

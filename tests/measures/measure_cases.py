@@ -1,8 +1,19 @@
 """What the tests of the measures share: matrices to try, and how far rounding may carry an answer."""
 
+from types import FunctionType
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+import rankwise.measures as rm
+from rankwise.measures.laws import LAWS
+
+FUNCTIONS = {name: getattr(rm, name) for name in rm.__all__ if isinstance(getattr(rm, name), FunctionType)}
+"""All that `rankwise.measures` exports."""
+OF_MATRICES = [FUNCTIONS[name] for name, law in LAWS.items() if law.of == "matrices"]
+OF_TOKENS = [FUNCTIONS[name] for name, law in LAWS.items() if law.of == "tokens"]
+"""Measures, as they say it of themselves."""
 
 U = torch.finfo(torch.float64).eps
 

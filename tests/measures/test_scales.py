@@ -6,51 +6,50 @@ Numbers of one size must give what they give at size 1; numbers of many sizes ar
 """
 
 import math
+from collections.abc import Callable
 from decimal import Context, Decimal, localcontext
-from types import FunctionType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.measures.measure_cases import close
+from tests.measures.measure_cases import FUNCTIONS, close
 
 import rankwise.measures as rm
 from rankwise.errors import RankwiseError
+from rankwise.measures.laws import LAWS
 
 EXACT = Context(prec=1400, Emin=-(10**6), Emax=10**6)  # squares of sums of 1e308 and 5e-324 have 1,300 digits
 SHORT = Context(prec=40, Emin=-(10**6), Emax=10**6)
 RTOL = 1e-12  # a few hundred roundings of 1e-16 in matrices of at most 3×3
 
+
+def first_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The measure of one matrix or sequence; of all singular values the largest, the others may cancel."""
+    return lambda x: FUNCTIONS[name](x[None]).flatten()[0]
+
+
+OF_DEGREE = {
+    degree: [first_of(name) for name, law in LAWS.items() if law.degree == degree] for degree in (0, 1)
+}
+"""Measures by what they say of themselves."""
 SCALELESS = (
-    rm.effective_rank,
-    rm.stable_rank,
-    rm.row_entropy,
-    rm.sink_mass,
-    rm.peak_mass,
-    rm.row_distance,
+    *OF_DEGREE[0],
     lambda x: rm.rank_summary(x).effective_rank,
     lambda x: rm.rank_summary(x, exact=True).stable_rank,
     lambda x: rm.head_distance(torch.stack([x, x.flip(0), x.flip(1)])),
-    lambda x: rm.token_collapse(x[None]),
-    lambda x: rm.mean_cosine(x[None]),
-    lambda x: rm.state_effective_rank(x[None]),
     lambda x: rm.state_turn(x[None], x.flip(0)[None]),
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).effective_rank.value,
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).stable_rank.value,
 )
 SCALED = (
-    lambda x: rm.singular_values(x)[0],
+    *OF_DEGREE[1],
     lambda x: rm.rank_summary(x).sigma_max,
-    lambda x: rm.token_norm(x[None])[0],
     lambda x: rm.token_collapse(x[None], normalized=False)[0],
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
 )
 ELSEWHERE = {
-    "numerical_rank": "delta has a size: test_scale_is_safe of test_fast_ranks.py",
-    "identity_distance": "the identity has a size: test_rows_and_tokens_of_many_sizes",
     "row_summary": "test_rows_and_tokens_of_many_sizes",
-    "coding_rate": "eps has a size: test_a_coding_rate_is_right_or_refused",
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "summarize_spectrum": "takes singular values: rank_summary above",
     "as_matrices": "no measure",
@@ -79,15 +78,20 @@ def test_one_size_of_number_is_as_good_as_another(rows, power):
 
 def test_the_lists_above_miss_no_function():
     """Of a lambda, the code tells which functions it calls."""
-    public = {name for name in rm.__all__ if isinstance(getattr(rm, name), FunctionType)}
-    here = {f.__name__ for f in (*SCALELESS, *SCALED)}
-    here |= {name for f in (*SCALELESS, *SCALED) for name in f.__code__.co_names if f.__name__ == "<lambda>"}
-    lost = public - here - set(ELSEWHERE)
-    assert not lost, (
-        f"{sorted(lost)}: enter a measure in SCALELESS above if c·M gives what M gives, in SCALED if it "
-        "gives c times that, else in ELSEWHERE with the reason and the test that holds it at every scale"
-    )
-    assert set(ELSEWHERE) <= public - here
+    here = {name for f in (*SCALELESS, *SCALED) for name in f.__code__.co_names}
+    lost = set(FUNCTIONS) - set(LAWS) - here - set(ELSEWHERE)
+    assert not lost, f"{sorted(lost)}: mark a measure by `@measure_of`, enter any other function above"
+    assert set(ELSEWHERE) <= set(FUNCTIONS) - set(LAWS)
+    assert {law.degree for law in LAWS.values()} == {0, 1, None}
+
+
+@pytest.mark.parametrize("name", [name for name, law in LAWS.items() if law.degree is None])
+def test_a_measure_of_no_degree_has_a_size_of_its_own(name):
+    """So that None is no way past the law: its numbers change with the unit, by no power of it."""
+    x = torch.tensor([[3.0, 1.0, 0.0], [1.0, 0.02, 0.0], [0.0, 0.0, 0.5]], dtype=torch.float64)
+    small, one, large = (float(first_of(name)(x * size)) for size in (1e-2, 1.0, 1e2))
+    assert len({small, one, large}) > 1
+    assert not math.isclose(small * large, one * one, rel_tol=1e-9)
 
 
 def matrix(signs: list[list[int]], powers: list[list[int]]) -> torch.Tensor:

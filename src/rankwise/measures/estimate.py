@@ -19,6 +19,12 @@ from rankwise.measures.rank import check_delta
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.parallel import beside_each_other
 
+__all__ = [
+    "Estimate",
+    "SpectrumEstimate",
+    "estimate_spectrum",
+]
+
 Numbers = tuple[float, float, float, float]
 """Value, standard error, and the ends of the interval."""
 

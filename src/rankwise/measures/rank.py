@@ -12,6 +12,19 @@ from rankwise.errors import RankwiseError
 from rankwise.linalg import ratio
 from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, measured_in_parts, scaled_svd
 from rankwise.measures.inputs import Mixing
+from rankwise.measures.laws import measure_of
+
+__all__ = [
+    "DELTA",
+    "RankSummary",
+    "check_delta",
+    "effective_rank",
+    "numerical_rank",
+    "rank_summary",
+    "singular_values",
+    "stable_rank",
+    "summarize_spectrum",
+]
 
 DELTA = 1e-2
 """Singular values below this count as zero, unless the caller says otherwise."""
@@ -44,6 +57,7 @@ class RankSummary(NamedTuple):
         return _count(self.singular_values, delta)
 
 
+@measure_of("matrices", degree=1)
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
     """Singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S) of them.
 
@@ -133,6 +147,7 @@ def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA)
     return _summarize(sigma, torch.ones_like(sigma[..., 0]), delta)
 
 
+@measure_of("matrices", degree=None)
 def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
     """How many singular values are at least δ.
 
@@ -164,6 +179,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
     return count
 
 
+@measure_of("matrices", degree=0)
 def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     """How many singular values matter, counted smoothly.
 
@@ -187,6 +203,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     return _entropy_rank(scaled_spectrum(op, "`effective_rank`")[0])
 
 
+@measure_of("matrices", degree=0)
 def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Energy of the matrix over that of its strongest direction.
 

@@ -10,9 +10,21 @@ from torch import Tensor
 from rankwise.errors import ShapeError
 from rankwise.linalg import ratio
 from rankwise.measures.inputs import Mixing, as_matrices, to_float64
+from rankwise.measures.laws import measure_of
 from rankwise.measures.row_sums import HeadsApart, Offset, Shares, Spread, Sums, Walk, walk
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.parallel import beside_each_other
+
+__all__ = [
+    "RowSummary",
+    "head_distance",
+    "identity_distance",
+    "peak_mass",
+    "row_distance",
+    "row_entropy",
+    "row_summary",
+    "sink_mass",
+]
 
 UNDER_WAY_BYTES = 2**29
 """Sequences are walked beside each other while all their heads, as float64 matrices, are less than this. One
@@ -76,6 +88,7 @@ def _summary_of(operator: MixingOperator) -> RowSummary:
     )
 
 
+@measure_of("matrices", degree=0)
 def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Mean entropy of a row, in nats.
 
@@ -101,6 +114,7 @@ def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
     return _row_entropy(_walk(op, "`row_entropy`", Shares))
 
 
+@measure_of("matrices", degree=0)
 def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
     """Mean share of a row spent on one token, by default the first.
 
@@ -124,6 +138,7 @@ def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
     return _sink_mass(_walk(op, "`sink_mass`", Shares), column)
 
 
+@measure_of("matrices", degree=0)
 def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Largest mean share of a row that any one token gets.
 
@@ -146,6 +161,7 @@ def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
     return _peak_mass(_walk(op, "`peak_mass`", Shares))
 
 
+@measure_of("matrices", degree=0)
 def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Distance to the nearest matrix with equal rows, as a share of the norm.
 
@@ -170,6 +186,7 @@ def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
     return _row_distance(_walk(op, "`row_distance`", Spread))
 
 
+@measure_of("matrices", degree=None)
 def identity_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Distance to the identity.
 

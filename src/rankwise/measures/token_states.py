@@ -9,14 +9,26 @@ from torch import Tensor
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
 from rankwise.measures.inputs import as_tokens, to_float64
+from rankwise.measures.laws import measure_of
 from rankwise.measures.rank import effective_rank, scaled_spectrum
 from rankwise.shapes import TokenMask, Tokens
+
+__all__ = [
+    "coding_rate",
+    "mean_cosine",
+    "state_effective_rank",
+    "state_turn",
+    "token_collapse",
+    "token_norm",
+    "variational_rate",
+]
 
 EPS = torch.finfo(torch.float64).eps
 RTOL = 1e-6
 """How far rounding may move a rate, as a share of it."""
 
 
+@measure_of("tokens", degree=0)
 def token_collapse(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
 ) -> Float64[Tensor, " B"]:
@@ -53,6 +65,7 @@ def token_collapse(
     return (share if normalized else distance * unit[:, 0, 0]).masked_fill(~usable, math.nan)
 
 
+@measure_of("tokens", degree=1)
 def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
     """Size of the token states together, ‖Y‖_F.
 
@@ -75,6 +88,7 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
     return norm(states, MATRIX).masked_fill(~usable, math.nan)
 
 
+@measure_of("tokens", degree=0)
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
     """Mean cosine of two different tokens.
 
@@ -108,6 +122,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     return (total / pairs).clamp(-1, 1).masked_fill(~usable | (count < 2), math.nan)
 
 
+@measure_of("tokens", degree=0)
 def state_effective_rank(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
@@ -180,6 +195,7 @@ def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> 
     return turn.masked_fill(~usable, math.nan)
 
 
+@measure_of("tokens", degree=None)
 def coding_rate(
     tokens: Shaped[Tensor, "B T D"], eps: float = 0.5, mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
