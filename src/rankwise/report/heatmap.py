@@ -55,7 +55,8 @@ def _signs(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity])
         if points:
             where = {"x": [x + 0.34 for x, _ in points], "y": [y - 0.3 for _, y in points]}
             look = {"marker": {"symbol": symbol, "size": 7}, "meta": {"severity": severity}}
-            traces.append({"type": "scatter", "mode": "markers", "hoverinfo": "skip", **where, **look})
+            whole = {"hoverinfo": "skip", "cliponaxis": False}  # nor cut at the last column
+            traces.append({"type": "scatter", "mode": "markers", **whole, **where, **look})
     return traces
 
 

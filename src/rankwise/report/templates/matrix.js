@@ -81,8 +81,8 @@ async function drawMatrix() {
     type: "heatmap", z: roots, hovertext, hoverinfo: "text", showscale: false, zmin: signed ? -1 : 0, zmax: 1,
     colorscale: signed ? signedRamp() : ramp(),
   }], {
-    height: Math.min(Math.max((width - 60) * (rows / columns), 120), 360) + 66, showlegend: false, dragmode: false,
-    margin: { l: 62, r: 8, t: 8, b: 64 },
+    height: Math.min(Math.max((width - 80) * (rows / columns), 120), 360) + 80, showlegend: false, dragmode: false,
+    margin: { l: 72, r: 8, t: 8, b: 72 },
     xaxis: { ...bare, ...axis(columns, sources, across), tickangle: -60 },
     yaxis: { ...bare, ...axis(rows, tokens, down), autorange: "reversed" },
   });

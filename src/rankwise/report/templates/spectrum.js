@@ -68,9 +68,9 @@ function drawSpectra() {
   find("#spectra-status").textContent = spectra.points[open] ? "" : "No spectrum was kept of this head.";
   drawChips();
   return draw(spectraPlot, [...freshTrace(open), ...others, ...own], {
-    height: 170, margin: { l: 52, r: 8, t: 6, b: 36 }, showlegend: false, dragmode: false, hovermode: "closest",
+    height: 170, margin: { l: 60, r: 8, t: 6, b: 36 }, showlegend: false, dragmode: false, hovermode: "closest",
     xaxis: { title: { text: "i / min(T, S)" }, range: [0, 1.02], fixedrange: true, zeroline: false, automargin: true },
-    yaxis: { title: { text: "σᵢ / σ₁" }, type: "log", fixedrange: true, exponentformat: "power", nticks: 5, automargin: true },
+    yaxis: { title: { text: "σᵢ / σ₁", standoff: 8 }, tickfont: { size: 11 }, type: "log", fixedrange: true, exponentformat: "power", nticks: 5, automargin: true },
   });
 }
 
