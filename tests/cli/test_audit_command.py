@@ -459,6 +459,23 @@ def test_a_collapse_is_advised_on_and_it_is_said(run: Run, tmp_path: Path) -> No
     assert said in " ".join(result.output.split())
 
 
+def test_what_advice_fails_on_does_not_cost_the_audit_and_is_said(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rankwise.surgery import advice
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("lost on the way")
+
+    monkeypatch.setattr(advice, "certify_skip", failing)
+    (tmp_path / "net.py").write_text(COLLAPSING)
+    result = run("audit", "net.py:build")
+    assert result.exit_code == 0, result.output
+    assert "no λ is named for COLLAPSE: lost on the way" in " ".join(result.output.split())
+    audit = audit_of(tmp_path)
+    assert (audit.complete, audit.provenance.advised) == (True, False)
+
+
 def test_ctrl_c_while_it_advises_writes_the_whole_audit(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
