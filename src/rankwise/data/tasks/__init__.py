@@ -8,6 +8,7 @@ from rankwise.data.tasks.augment import crop, crop_and_flip
 from rankwise.data.tasks.examples import Examples, Windows, collate
 from rankwise.data.tasks.language import byte_language_model
 from rankwise.data.tasks.list_operations import listops
+from rankwise.data.tasks.pathfinding import pathfinder
 from rankwise.data.tasks.pictures import cifar10, cifar10_sequence, cifar100, svhn
 from rankwise.data.tasks.recall import mqar
 from rankwise.data.tasks.reviews import imdb_bytes
@@ -29,5 +30,6 @@ __all__ = [
     "imdb_bytes",
     "listops",
     "mqar",
+    "pathfinder",
     "svhn",
 ]
