@@ -115,7 +115,7 @@ _HOMES = {
 class _Rankwise(ModuleType):
     """`rankwise.audit` and `rankwise.capture` are functions, and packages of these names hold them.
 
-    Python binds a package to its name in the one above when it is imported: not here.
+    Python binds a package to its name in the package above when it is imported: not here.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -105,7 +105,7 @@ def numpy_is_on_one_thread() -> bool:
 
 @contextmanager
 def _numpy_on_one_thread() -> Iterator[None]:
-    """Limit the OpenBLAS of numpy, where it has one; the last to leave restores what the first one found."""
+    """Limit the OpenBLAS of numpy, where numpy has it; the last to leave restores what the first found."""
     functions = _openblas()
     if functions is None:
         yield

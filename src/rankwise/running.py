@@ -147,7 +147,7 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     Args:
         value: the batch, or a part of it.
-        change: from a tensor to the one in its place.
+        change: from a tensor to the tensor in its place.
     """
     if isinstance(value, Tensor):
         return change(value)

@@ -35,7 +35,7 @@ def inputs_for(
     Args:
         subject: the model.
         text: a text file, or ``.jsonl`` with one text a line.
-        images: a folder of pictures, or one.
+        images: a folder of pictures, or a picture.
         dataset: ``NAME[:split:column]``.
         tokens: tokens of a sequence, cut to what the model can take.
         sequences: how many sequences at most.

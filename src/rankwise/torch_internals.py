@@ -68,7 +68,7 @@ def changes_in_place(tensor):
 
 @no_type_check
 def base_of(tensor):
-    """The tensor of which another one is a view; itself where it is none."""
+    """The tensor of which another tensor is a view; itself where it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 

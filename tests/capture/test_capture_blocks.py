@@ -150,7 +150,7 @@ def test_where_the_residual_is_added_outside_states_are_what_the_sublayers_read(
     assert [site.layer for site in trace.mixers] == [0, 1, 2]
     (note,) = trace.notes
     assert "the residual is added outside of them" in note
-    assert "the last one is missing" in note
+    assert "the last state is missing" in note
 
 
 def test_a_lone_sublayer_gives_no_state_that_nobody_read():

@@ -284,7 +284,7 @@ class Provenance(Record):
     batches: Count = 0
     sequences: Count = 0
     audits: Annotated[int, Field(ge=1)] = 1
-    """How many were merged into this one."""
+    """How many audits were merged into this audit."""
     created: str = ""
     """UTC, ISO 8601."""
     command: str = ""

@@ -39,7 +39,7 @@ LIBRARIES = ("torch", "transformers")
 class AuditError(RankwiseError):
     """The model or its batches failed while it was audited.
 
-    ``audit`` holds the whole batches before; where the first one failed, the layers it got through, or None.
+    ``audit`` holds the whole batches before; where the first failed, the layers it got through, or None.
     """
 
     def __init__(self, audit: Audit | None, subject: str, *, wanted: str, got: str, fix: str) -> None:
@@ -190,7 +190,7 @@ class Run:
             )
 
     def _keep_what_is_done(self) -> bool:
-        """Whole batches are kept; of a first one that was not finished, the layers that were."""
+        """Whole batches are kept; of a first batch that was not finished, the layers that were."""
         self.complete = False
         for table in (self.heads, self.layers):
             if self.batches:

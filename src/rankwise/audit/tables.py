@@ -159,7 +159,7 @@ def _record_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _columns(rows: Iterable[Row]) -> list[str]:
-    """All columns; one that only some rows have stands before the one it precedes there."""
+    """All columns; a column that only some rows have stands before the column it precedes there."""
     columns: list[str] = []
     for row in rows:
         names = list(row)

@@ -17,8 +17,8 @@ class BlockFinder:
 
     A block is an item of a list of like modules (``encoder.layer.3``, ``transformer.h.0``) that has a mixer
     inside and gives back states of the shape it was given. Where such items lie inside one another, the inner
-    ones are blocks if each reads what the one before it gave, as in stages of blocks; if they run side by
-    side, as heads do, or there is only one, the outer one is.
+    ones are blocks if each reads what the block before it gave, as in stages of blocks; if they run side by
+    side, as heads do, or there is only one, the outer module is the block.
 
     Args:
         model: the model.

@@ -12,7 +12,7 @@ BY_HAND = -1
 """Owner of blocks that the user calls one by one."""
 OUTSIDE = (
     "{stack}: what one block gives is not what the next one reads, so the residual is added outside of them; "
-    "token states are what each block read, and the last one is missing"
+    "token states are what each block read, and the last state is missing"
 )
 UNREAD = (
     "{stack}: nothing read what its only block gives, so the residual may be added outside of it; the token "
@@ -89,7 +89,7 @@ class BlockStacks:
     """Numbers blocks as they run, and hands on their mixers and the states between them.
 
     Layer i reads state i, so states 0, 1, … are what each block read; the last is what the last block gave,
-    if blocks do read what the ones before them gave. A stack that its module runs again, on other tokens,
+    if blocks do read what the blocks before them gave. A stack that its module runs again, on other tokens,
     starts at layer 0 again, as a new run.
 
     Args:

@@ -21,8 +21,7 @@ NO_STATES = (
     "shape it read; name the residual blocks in `blocks=` if there are any"
 )
 OTHER_THREAD = (
-    "the model was also called in another thread than the one that entered `capture`; those calls were not "
-    "looked at"
+    "the model was also called in a thread that did not enter `capture`; those calls were not looked at"
 )
 
 

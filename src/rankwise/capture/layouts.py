@@ -224,7 +224,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
 
 
 def contraction(einsum: Einsum, at: int) -> Contraction | None:
-    """How operand ``at``, with sources on its last axis and rows on the one before, mixes the other."""
+    """How operand ``at``, with sources on its last axis and rows on the axis before, mixes the other."""
     mine, theirs, result = einsum.letters[at], einsum.letters[1 - at], einsum.result
     if len(mine) < 2:
         return None

@@ -139,7 +139,7 @@ def hidden_by(bias: Tensor) -> Tensor:
     r"""The entries that a bias added to scores hides.
 
     Those below −9000, whatever the others are; and those that have no weight beside the largest of their row
-    where a gap of at least half as much parts them from the ones that have: −100 in shifted windows, not the
+    where a gap of at least half as much parts them from those that have: −100 in shifted windows, not the
     even descent of ALiBi. A column hidden from every row in this second way stays: that would call tokens
     padding on weak grounds.
     """

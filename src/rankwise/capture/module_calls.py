@@ -100,7 +100,7 @@ def tensors_of(output: object) -> list[Tensor]:
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's ``forward`` arguments, in order."""
-    if "forward" in vars(module):  # replaced on this one module, as device placement does
+    if "forward" in vars(module):  # replaced on this module alone, as device placement does
         return tuple(inspect.signature(module.forward).parameters)
     return _names_of(type(module).forward)
 

@@ -281,7 +281,7 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
 
 
 def _recombines(func: Function) -> bool:
-    """Whether entries are made of several: which ones a mask had hidden is not known any more."""
+    """Whether entries are made of several: which of them a mask had hidden is not known any more."""
     return func in STARTS_ANEW or func in PRODUCTS or func is torch.einsum
 
 

@@ -30,7 +30,7 @@ class PlainImageProcessor:
     Args:
         size: height and width, or one number for the shorter side, the other in proportion.
         crop: height and width of a crop from the middle after resizing, or none.
-        mean: by channel; for pictures with fewer channels the first ones count.
+        mean: by channel; for pictures with fewer channels the first channels count.
         std: likewise.
         scale: what pixels from 0 to 255 are multiplied with first.
         resample: Pillow's number of the interpolation.

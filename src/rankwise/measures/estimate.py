@@ -122,7 +122,7 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
 
     Range and direction: those of `effective_rank`, `stable_rank` and `numerical_rank`.
     Errors: each interval holds the exact number for at least 95 % of seeds. Chance falls with 1/√probes, the
-    part of quadrature with steps; that one is largest for sharp heads, where many σ near 0 stand beside many
+    part of quadrature with steps; it is largest for sharp heads, where many σ near 0 stand beside many
     near 1. σ below 1e-7·‖M‖_F is not told from 0. Where S ≤ probes·steps, or where the products exhaust a
     low rank, the answer is exact to rounding.
     Cost: at most 2·probes·steps products with one vector for each matrix; of softmax attention that is

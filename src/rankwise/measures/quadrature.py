@@ -172,7 +172,7 @@ def t_quantile(freedom: int) -> float:
 def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
     """Where values are expected to be where the control, of mean 0, is 0; and its standard error.
 
-    The error is the one that leaves each probe out in turn (MacKinnon and White 1985, HC3): the spread of
+    The error leaves each probe out in turn (MacKinnon and White 1985, HC3): the spread of
     few probes is not normal, nor the same whatever the control.
     """
     middle = control.mean()

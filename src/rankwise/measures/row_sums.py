@@ -96,7 +96,7 @@ class Shares(Sums):
 class Spread(Sums):
     """‖M − 1m̄ᵀ‖_F, m̄ the mean row.
 
-    Rows are compared with the first one, so that nearly equal rows lose no digits; the spread of two blocks
+    Rows are compared with the first row, so that nearly equal rows lose no digits; the spread of two blocks
     together is that of each and that of their means (Chan, Golub and LeVeque 1983).
     """
 

@@ -169,7 +169,7 @@ def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
     Range: [0, 1] for any real matrix; 0 = all rows equal, so that every token receives the same mixture.
     NaN where a matrix holds NaN or infinity.
     Cost: O(T S).
-    Numerics: rows are compared with the first one before they are centred, so nearly equal rows lose no
+    Numerics: rows are compared with the first row before they are centred, so nearly equal rows lose no
     digits.
 
     Args:

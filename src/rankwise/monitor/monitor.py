@@ -38,7 +38,7 @@ class RankMonitor:
     An audit runs in evaluation mode, without gradients, with the random state of torch put aside: a training
     is bit-identical with and without it. Each new finding is logged once as a warning (logger
     ``rankwise.monitor``). With ``torch.distributed`` every process audits, so that sharded models run as they
-    must, and the first one writes and logs.
+    must, and the first process writes and logs.
 
     Cost: one audit of the probe every ``every`` steps; `seconds` is what they took.
 

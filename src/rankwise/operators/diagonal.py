@@ -17,7 +17,7 @@ class DiagonalMixing(MixingOperator):
         diagonal: d, with any leading axes: (..., H, T).
 
     Raises:
-        ShapeError: if it has no axis or an empty last one.
+        ShapeError: if it has no axis, or an empty last axis.
 
     Examples:
         >>> import torch

@@ -108,7 +108,7 @@ class TrainedHead(Record):
 class HeadDimPlan(Record):
     """A head width to train with, and what it rests on: a statement about random weights.
 
-    ``curve`` is [(K, mean rank/T, std)] of the layer that decides, the one with the largest K*.
+    ``curve`` is [(K, mean rank/T, std)] of the layer that decides: that with the largest K*.
     """
 
     format: Literal["rankwise-plan"] = "rankwise-plan"

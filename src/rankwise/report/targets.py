@@ -35,7 +35,7 @@ class Target:
 
     section: Section
     heads: tuple[int, ...] = ()
-    """Cells to mark, as indices into the audit's heads; the first is the one to scroll to."""
+    """Cells to mark, as indices into the audit's heads; the page scrolls to the first."""
     measure: str = ""
     """The measure to show there; empty: leave the reader's choice."""
     stack: str = ""

@@ -75,7 +75,7 @@ class LayerCertificate(BaseModel):
 
 
 class StackCertificate(BaseModel):
-    """One stack of layers: from what its first λ-skip reads to what its last one gives."""
+    """One stack of layers: from what its first λ-skip reads to what its last λ-skip gives."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 

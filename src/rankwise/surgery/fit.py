@@ -76,7 +76,7 @@ def fit_skips(
                 _check_finite(skips, step + 1)
                 if on_step is not None:
                     on_step(step + 1, loss.item())
-            if steps:  # no other step looks at what the last one left
+            if steps:  # no other step looks at what the last step left
                 with torch.no_grad():
                     _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
         except SkipError:

@@ -35,7 +35,7 @@ class Argument:
 
     @no_type_check
     def put(self, args, kwargs, value):
-        """The arguments with this one replaced."""
+        """The arguments with this argument replaced."""
         if self.name is not None and self.name in kwargs:
             return args, {**kwargs, self.name: value}
         return (*args[: self.position], value, *args[self.position + 1 :]), kwargs

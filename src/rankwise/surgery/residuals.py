@@ -89,7 +89,7 @@ def _cross_mixing(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
 
 @no_type_check  # thousands of nodes, each looked at by type checks
 def reached(start, past=None):
-    """The nodes of the graph that a tensor depends on; with ``past``, not by way of that one."""
+    """The nodes of the graph that a tensor depends on; with ``past``, not by way of that node."""
     seen = set()
     todo = [start.node]
     while todo:
@@ -158,7 +158,7 @@ def _outermost(found: list[Residual]) -> list[Residual]:
 
 
 def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:
-    """The residual connections on the way from x to f(x) of another one."""
+    """The residual connections on the way from x to f(x) of another connection."""
     between = reached(outer.branch, past=outer.skip)
     for inner in found:
         if inner is not outer and inner.sum.out.node in between and outer.skip.node in reached(inner.sum.out):

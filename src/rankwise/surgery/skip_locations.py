@@ -104,7 +104,7 @@ class SkipLocation:
     argument: tuple[str | None, int | None] = (None, None)
     key: Key = None
     source: str = ""
-    """The module that reads, or gives, the residual, if it is another one."""
+    """The module that reads, or gives, the residual, if it is another module."""
     source_gives: bool = False
     source_key: Key = None
     scope: str = ""
@@ -280,7 +280,7 @@ def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
 
 
 def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, Any] | None:
-    """A module gives f(x), or a summand of it, and another one has read or given x before."""
+    """A module gives f(x), or a summand of it, and another module has read or given x before."""
     sum_, history = residual.sum, traffic.history
     x = history.origin(sum_.operands[residual.which])
     made = _maker(sum_.operands[1 - residual.which], sum_.time, traffic, drops)

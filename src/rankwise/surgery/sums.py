@@ -337,7 +337,7 @@ def _edges(first, other):
 
 @no_type_check
 def _reshaped(func, given, made):
-    """Whether a tensor holds all numbers of another one in another shape."""
+    """Whether a tensor holds all numbers of another tensor in another shape."""
     if made.numel() != given.numel():
         return False
     base = base_of(given)

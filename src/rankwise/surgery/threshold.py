@@ -87,7 +87,7 @@ def threshold(
 ) -> dict[str, Both]:
     """The least |λ|, one for all layers, from which on each stack keeps a part of μ/‖Y‖, and of μ.
 
-    "From which on" is on a grid up to 16: from the least point of it such that this one and all above pass,
+    "From which on" is on a grid up to 16: from the least point of it such that it and all above pass,
     down by bisection towards the point below, which does not.
 
     Args:

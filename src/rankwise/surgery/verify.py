@@ -136,7 +136,7 @@ class SumCheck:
 
     @property
     def right(self) -> bool:
-        """Whether every sum of the pass without hooks was compared in the one with them, and agreed."""
+        """Whether every sum of the pass without hooks was compared in the pass with them, and agreed."""
         return self._agreed == self._operands.keys()
 
     def keep(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:

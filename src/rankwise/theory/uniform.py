@@ -21,7 +21,7 @@ def uniform_rank(
     Without a mask all rows are the same, and the rank is 1. A mask alone makes rank: under the causal one,
     row i is 1/i up to column i, and at δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at T = 1,024.
 
-    Formula: without a mask M = 1 1ᵀ/S has the one singular value √(T/S). The causal M is the inverse of the
+    Formula: without a mask M = 1 1ᵀ/S has only the singular value √(T/S). The causal M is the inverse of the
     matrix B with i on its diagonal and −(i − 1) below it, so σ_i ≥ δ are the eigenvalues ≤ 1/δ² of the
     tridiagonal BᵀB; the signs of its pivots count them (Sturm). Under a window it is decomposed.
     Range: [0, min(T, S)]; at least 1 where δ ≤ 1 and T = S.

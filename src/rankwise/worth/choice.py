@@ -39,7 +39,7 @@ def choose_loss(
     mask_token: int | None = None,
     seed: int = 0,
 ) -> Loss:
-    """The loss by its name, or the one that fits.
+    """The loss by its name, or the loss that fits.
 
     ``auto``: labels of the batch, where it has some; next tokens of causal and encoder-decoder language
     models; masked tokens of masked ones, where the mask token is known; else how far the output moves, as a

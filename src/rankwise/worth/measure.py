@@ -252,7 +252,7 @@ def _begin(
     cases = [chosen.case(batch, given, number) for number, (batch, given) in both]
     chosen.check(cases, output)
     del output
-    # what a block wrote is the state after it; where the last one is missing, blocks do not add to a stream
+    # what a block wrote is the state after it; where the last state is missing, blocks do not add to a stream
     standing = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
     runs = Runs(model, cases, chosen, capturing, say)
     runs.forward += 1

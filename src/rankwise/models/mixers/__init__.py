@@ -1,4 +1,4 @@
-"""Mixers, one file each; `MIXERS` is the one list of them.
+"""Mixers, one file each; `MIXERS` is the only list of them.
 
 A mixer is a `Mixer` (see `rankwise.models.mixers.base`): ``forward``, ``mixing_operator`` and ``values`` take
 the same arguments; ``state_size(tokens)``; ``from_config(config)``. To add one: a file here, a line below.

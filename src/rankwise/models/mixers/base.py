@@ -135,7 +135,7 @@ def real_tokens(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 def options_of(config: Any, name: str, **more: Any) -> dict[str, Any]:
-    """What a mixer is built with: what a config says of all mixers, then of this one.
+    """What a mixer is built with: what a config says of all mixers, then of this mixer.
 
     Args:
         config: a `rankwise.models.ToSTConfig`.

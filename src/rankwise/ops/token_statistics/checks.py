@@ -234,7 +234,7 @@ def check_call(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None
 
     Args:
         w: (B, T, H, K).
-        bounds: where each of the sequences packed in one row begins and the last one ends; None for rows.
+        bounds: where each of the sequences packed in one row begins and the last ends; None for rows.
         parts: the other tensors, named as in `AXES`.
 
     Raises:

@@ -60,7 +60,7 @@ def kernels(impl: str, causal: bool) -> ModuleType:
     """The module whose ``forward`` and ``backward`` run; its folder is imported when it first runs.
 
     ``forward(problem, keep)`` gives the output in the dtype of w and, in that of the sums, memberships,
-    scores and the sums over all tokens, if causal the last ones. Unless scores are to be kept, memberships
+    scores and the sums over all tokens, if causal the last sums. Unless scores are to be kept, memberships
     lie in their place. ``backward(problem, membership, score, sums, given, given_membership)``, causal
     ``backward(problem, membership, score, given, given_membership, given_end)``, takes the gradients of the
     output, of Π and of the last sums, and gives those of w and of the temperature, causal also of the
