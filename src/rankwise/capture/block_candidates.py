@@ -54,7 +54,8 @@ class BlockCandidate:
         """Whether the calls inside it are the blocks: a lone one only if it is all there is to it.
 
         Several are if each reads what the block before it gave, as in a stage of blocks; not if others of
-        their class hold no mixer, as where sublayers for attention and for the feed-forward part come in one list.
+        their class hold no mixer, as where sublayers for attention and for the feed-forward part come in one
+        list.
         """
         if len(self.open) == 1:
             return self.reads_as(self.open[0])

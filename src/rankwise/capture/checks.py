@@ -21,7 +21,8 @@ NO_STATES = (
     "shape it read; name the residual blocks in `blocks=` if there are any"
 )
 OTHER_THREAD = (
-    "the model was also called in a thread that did not enter `capture`; those calls were not looked at"
+    "the model was also called in another thread, which did not enter `capture`; those calls were not "
+    "looked at"
 )
 
 
