@@ -9,7 +9,7 @@ from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, 
 
 PAGE = Path(__file__).parent.parent / "docs" / "measures.md"
 START, END = "<!-- {}: written by `python -m recipes.measures` -->", "<!-- end of {} -->"
-PARTS = ("as_matrices", "check_delta", "summarize_spectrum")
+PARTS = ("as_matrices", "check_delta", "logit_moments", "summarize_spectrum")
 """Of which measures are made; not on the page."""
 
 

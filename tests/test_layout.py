@@ -79,6 +79,7 @@ ALLOWED = {
         "running",
         "operators",
         "capture",
+        "measures",
         "audit",
         "report",
     },

@@ -52,6 +52,9 @@ def test_a_usual_head_gives_none() -> None:
         ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
         ("ABOVE_NULL", {"numerical_rank": 26}, {"numerical_rank": 25}),
         ("BELOW_NULL", {"numerical_rank": 10}, {"numerical_rank": 11}),
+        ("OVER_WIDE", {"width": 10, "needed_width": 4}, {"width": 10, "needed_width": 5}),
+        ("OVER_WIDE", {"width": 8, "needed_width": 1}, {"width": 8, "needed_width": 0}),
+        ("OVER_WIDE", {"width": 15, "needed_width": 2}, {"width": 16, "needed_width": 2}),  # of 62 tokens
         ("NONFINITE", {"nonfinite": 1}, {"nonfinite": 0}),
     ],
 )
@@ -90,6 +93,13 @@ def test_heads_beyond_the_null_are_counted_by_layer() -> None:
     assert finding.code == "BELOW_NULL"
     assert finding.evidence["heads"] == 4
     assert finding.where.head == 0  # the most extreme
+
+
+def test_heads_that_are_over_wide_are_one_finding_a_layer_with_what_they_need() -> None:
+    heads = [head(head=at, width=12, needed_width=needed) for at, needed in enumerate((12, 4, 3, 5))]
+    [finding] = find(heads, (), ())
+    assert (finding.code, finding.where.head, finding.heads) == ("OVER_WIDE", 2, [1, 2])
+    assert finding.evidence == {"heads": 2, "of": 4, "width": 12, "needed_width": 3, "tolerance": 0.01}
 
 
 @pytest.mark.parametrize(

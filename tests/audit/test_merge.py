@@ -19,6 +19,8 @@ from rankwise.errors import InputError, RecordError
 
 OF_THE_FIRST = {"picture", "second_picture", "spectrum", "membership_map", "membership_grid"}
 """Fields that are of the first sequence."""
+OF_ALL = {"needed_width"}
+"""Fields that need all sequences at once."""
 TOLD = {"created", "command", "notes", "audits", "batches"}
 """What is said of how an audit was made, and differs with it."""
 
@@ -45,7 +47,7 @@ def differences(first: Any, other: Any, at: str = "", without: frozenset[str] = 
 
 
 def compared(first: rw.Audit, other: rw.Audit, without: set[str] = frozenset()) -> list[str]:
-    left_out = frozenset(OF_THE_FIRST | TOLD | without)
+    left_out = frozenset(OF_THE_FIRST | OF_ALL | TOLD | without)
     return differences(first.model_dump(), other.model_dump(), without=left_out)
 
 
@@ -117,6 +119,8 @@ def test_moments_of_parts_give_those_of_the_whole(numbers, data) -> None:
 
 def test_shards_merged_are_one_audit_over_all_sequences(model, sequences, shards) -> None:
     whole = rw.audit(model, sequences)
+    kept = [finding for finding in whole.findings if finding.code != "OVER_WIDE"]  # rests on `OF_ALL`
+    whole = whole.model_copy(update={"findings": kept})
     merged = rw.Audit.merge(shards)
     assert compared(whole, merged) == []
     assert merged.provenance.audits == merged.provenance.sequences == len(sequences)
@@ -194,6 +198,13 @@ def test_worth_is_a_mean_over_tokens_and_no_set_of_heads_is_named() -> None:
     assert merged.worth.removable is None
     assert "takes runs on all of the data" in " ".join(merged.worth.notes)
     assert rw.Audit.merge([apart[0], rw.audit(model, batches[1:])]).worth is None
+
+
+def test_the_width_needed_is_left_out_and_a_note_says_so_once(shards) -> None:
+    merged = rw.Audit.merge([rw.Audit.merge(shards[:2]), shards[3]])
+    assert all(math.isnan(head.needed_width) and head.width == 4 for head in merged.heads)
+    assert sum("width needed left out" in note for note in merged.provenance.notes) == 1
+    assert not math.isnan(shards[0].heads[0].needed_width)
 
 
 def test_a_baseline_is_left_out_and_a_note_says_so(model, sequences) -> None:

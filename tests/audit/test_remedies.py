@@ -178,6 +178,7 @@ LEADS = (
     "see what training did: ",
     "see what the model loses without it: ",
     ", then ",
+    ", with the part rotary in place of qk where positions are rotated in",
 )
 """Words around commands and calls, which say what these show."""
 
@@ -205,6 +206,17 @@ def redundant() -> nn.Module:
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].attention.output.dense.weight[:, :8] = 0
+    return model
+
+
+def over_wide() -> nn.Module:
+    """A BERT of which one head has queries in two of its eight channels."""
+    model = bert()
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight *= 40
+            layer.attention.self.key.weight *= 40
+        model.bert.encoder.layer[1].attention.self.query.weight[2:8] = 0
     return model
 
 
@@ -302,6 +314,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "TWINS": (designed, tokens),
     "ABOVE_NULL": (designed, tokens),
     "BELOW_NULL": (lambda: designed(causal=True), tokens),
+    "OVER_WIDE": (over_wide, ids),
     "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
     "UNSEEN": (Unseen, tokens),

@@ -15,6 +15,7 @@ import rankwise as rw
 from rankwise.audit import AuditError
 from rankwise.audit.batches import check_batches
 from rankwise.errors import CaptureError, InputError, RankwiseError
+from rankwise.measures import logit_moments, needed_width
 from rankwise.theory import null_rank
 
 
@@ -146,6 +147,34 @@ def test_twins_are_found() -> None:
     assert [(finding.where.layer, finding.where.head) for finding in twins] == [(1, 0)]
     assert head(audit, 1, 0).nearest_head == 1
     assert head(audit, 1, 0).nearest_distance < 1e-6
+
+
+def test_the_width_a_head_needs_is_of_all_sequences_and_a_narrow_head_is_found() -> None:
+    """Pooled moments: as `needed_width` of all sequences, however they are batched and padded."""
+    torch.manual_seed(0)
+    model = bert(num_attention_heads=2)
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            for weight in (layer.attention.self.query.weight, layer.attention.self.key.weight):
+                weight *= 40
+        model.encoder.layer[1].attention.self.key.weight[18:] = 0  # of head 1 all but two channels
+    batch = ids(6, 24)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, 17:] = 0
+    audit = rw.audit(model, [batch])
+    assert {head.width for head in audit.heads} == {16}
+    with rw.capture(model) as trace, torch.no_grad():
+        model(**batch)
+    for site in trace.mixers:
+        moments = logit_moments(site.operator, site.valid_tokens, site.valid_sources).whole()
+        wanted = needed_width(moments).tolist()
+        assert [head.needed_width for head in audit.heads if head.layer == site.layer] == wanted
+    [finding] = [finding for finding in audit.findings if finding.code == "OVER_WIDE"]
+    assert (finding.where.layer, finding.where.head, finding.heads) == (1, 1, [1])
+    assert finding.evidence["needed_width"] <= 2
+    alone = [{name: part[at : at + 1] for name, part in batch.items()} for at in range(6)]
+    again = rw.audit(model, alone)
+    assert [head.needed_width for head in again.heads] == [head.needed_width for head in audit.heads]
 
 
 def test_nan_weights_are_a_finding_and_the_rest_is_measured() -> None:

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 import rankwise as rw
 from rankwise.compression.divergence import Sample, divergence, head_divergence, width_curves
-from rankwise.compression.factors import joint_components, key_components, optimal
+from rankwise.compression.factors import joint_components, key_components
 from rankwise.compression.narrow import HeadFactors, narrowed
 from rankwise.compression.widths import hull, widths_for_tolerance, widths_under_budget
 from rankwise.errors import CompressionError
+from rankwise.measures.logits import logit_bases
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -26,7 +27,7 @@ def head(tokens: int = 40, width: int = 8, seed: int = 0) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_the_closed_form_is_the_best_of_its_rank(rank: int) -> None:
     q, k = head()
-    bases = optimal(q.mT @ q, k.mT @ k)
+    bases = logit_bases(q.mT @ q, k.mT @ k)
     logits = q @ k.mT
     error = (logits - (q @ bases.query[:, :rank]) @ (k @ bases.key[:, :rank]).mT).norm()
     best = torch.linalg.svdvals(logits)[rank:].norm()  # Eckart–Young
@@ -38,7 +39,7 @@ def test_the_closed_form_is_the_best_of_its_rank(rank: int) -> None:
 
 def test_full_width_changes_nothing() -> None:
     q, k = head()
-    for way in (optimal, key_components, joint_components):
+    for way in (logit_bases, key_components, joint_components):
         bases = way(q.mT @ q, k.mT @ k)
         assert torch.allclose((q @ bases.query) @ (k @ bases.key).mT, q @ k.mT, atol=1e-9)
 

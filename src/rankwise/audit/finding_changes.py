@@ -22,10 +22,11 @@ RESTS_ON = {
     "BELOW_NULL": ("heads", 1),
     "NONFINITE": ("heads", 1),
     "UNSEEN": ("modules", 1),
+    "OVER_WIDE": ("heads", 0),
     "REMOVABLE": ("heads", 0),
 }
 """The number that a finding stands or falls by, and the way in which it says more; 0 where neither way does:
-heads that can be spared are room for compression and no fault."""
+heads and widths that can be spared are room for compression and no fault."""
 MEASURED = {"relative_collapse_lowest": "relative_collapse"}
 """The measure that a piece of evidence is one of, where the names differ."""
 ERRORS = 2.0

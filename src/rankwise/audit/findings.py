@@ -7,6 +7,7 @@ from rankwise.audit.consequence import removable, with_consequences
 from rankwise.audit.head_findings import MIN_TOKENS, grouped, head_findings, place_of, site_of, twin_findings
 from rankwise.audit.null_findings import baseline_findings, null_findings
 from rankwise.audit.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord, Place, Unseen
+from rankwise.audit.width_findings import width_findings
 from rankwise.audit.worth_records import WorthRecord
 from rankwise.errors import InputError, did_you_mean
 
@@ -19,6 +20,7 @@ CODES = (
     "TWINS",
     "ABOVE_NULL",
     "BELOW_NULL",
+    "OVER_WIDE",
     "REMOVABLE",
     "NONFINITE",
     "UNSEEN",
@@ -63,6 +65,7 @@ def find(
         *twin_findings(heads),
         *baseline_findings(heads),
         *null_findings(heads),
+        *width_findings(heads),
         *_unseen(unseen),
     ]
     if worth is not None:

@@ -32,6 +32,7 @@ from rankwise.audit.pictures import PictureTaker, patch_grid
 from rankwise.audit.records import HeadRecord, RankAt
 from rankwise.audit.running_moments import RunningMoments, mean_of_known
 from rankwise.audit.token_names import TokenNames, commonest, name_counts
+from rankwise.audit.widths import RunningWidth, moments_of
 from rankwise.audit.worth_records import HeadWorth
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
@@ -93,6 +94,7 @@ class SiteHeads:
     moments: RunningMoments
     distances: RunningMoments
     nonfinite: Floats
+    logits: RunningWidth = field(default_factory=RunningWidth)
     patterns: list[Pattern] = field(default_factory=list)
     longest: int = 0
     spectra: list[list[float]] = field(default_factory=list)
@@ -185,7 +187,9 @@ class HeadTable:
         if self.pictures is not None:
             before = len(self._sites[key].pictures) if key in self._sites else 0
             kept = self.pictures.take(site, channels, batch, before)
+        moments = moments_of(site)
         self._pending.append(lambda: self._take(key, kind, channels, numbers, windows, peaks, kept))
+        self._pending.append(lambda: self._sites[key].logits.add(moments))
 
     def _take(
         self,
@@ -307,6 +311,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
         moment[:, WHOLE] = np.where(count[:, WHOLE] < count[:, [SIGMA]], np.nan, moment[:, WHOLE])
     distance = site.distances.mean.copy()
     np.fill_diagonal(distance, np.nan)
+    needed = site.logits.needed(len(mean))
     for head in range(mean.shape[0]):
         numbers = dict(zip(COLUMNS, map(float, mean[head]), strict=True))
         sequences = int(count[head, SIGMA])
@@ -332,6 +337,8 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
             membership_map=site.maps[head] if site.maps else [],
             membership_grid=_map_grid(site, head),
             nearest_head=other,
+            width=site.logits.width,
+            needed_width=float(needed[head]),
             nearest_distance=np.nan if nearest is None else float(distance[head, nearest]),
             spread={name: float(spread[head, at]) for at, name in enumerate(AVERAGED) if at > 2},
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},

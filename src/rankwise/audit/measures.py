@@ -248,6 +248,10 @@ def _to_full_rank(record: Any) -> tuple[float, float]:
     return 1.0, record.smaller
 
 
+def _to_width(head: Any) -> tuple[float, float]:
+    return 0.0, math.nan if head.width is None else float(head.width)
+
+
 def _entropy(head: Any) -> tuple[float, float]:
     return 0.0, math.log(head.sources) if head.sources > 1 else math.nan
 
@@ -353,6 +357,16 @@ class HeadMeasures(Record):
         meaning="The distance to the head of the same layer that mixes most alike: 0 where the two are the "
         "same matrix.",
         take=None,  # the nearest on average over the sequences
+    )] = math.nan
+    needed_width: Annotated[Number, HeadMeasure(
+        title="Width needed", formula="least r with ½ Σ_{i>r} σ_i² ≤ 0.01, σ_i the singular values of "
+        "P^½ S^½, P and S the second moments of scaled queries and centred keys over all sequences; NaN "
+        "where these are not known", range="[0, K]", low="rows weigh all evenly", high="all channels",
+        digits=1, cost="O((T + S) K²)", bounds=_to_width, kinds=("softmax",), known_only=True,
+        console="width\nneeded",
+        meaning="The least query/key width whose best logits keep the attention within 0.01 nats of KL, to "
+        "second order and rows weighed evenly. Of these sequences: other text can need more.",
+        take=None,  # by moments of all sequences
     )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range="[0, ∞)",

@@ -1,5 +1,6 @@
 """Audits of shards of the data, joined into the audit of all of it."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """What is told of each, and what stands between."""
 SUMS = ("batches", "sequences", "audits")
 NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
+NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
 ADVISED = "skip connections are to be looked at again: rw.advise(audit, model, batch)"
 NEVER_CALLED = "never called"
 
@@ -114,6 +116,8 @@ def _provenance(audits: Sequence[AuditRecord], heads: Sequence[HeadRecord]) -> P
     abouts = [audit.provenance for audit in audits]
     notes = [note for about in abouts for note in about.notes]
     notes += [NO_BASELINE] if any(audit.baseline for audit in audits) else []
+    widths = (head.needed_width for audit in audits for head in audit.heads)
+    notes += [NO_WIDTH] if not all(map(math.isnan, widths)) else []
     notes += [LEFT_OUT] if len({audit.worth is None for audit in audits}) > 1 else []
     notes += [ADVISED] if any(about.advised for about in abouts) else []
     libraries = _distinct(name for about in abouts for name in about.versions)

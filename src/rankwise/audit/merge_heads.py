@@ -117,6 +117,7 @@ def _head(pairs: Sequence[tuple[HeadRecord, WorthRecord | None]]) -> HeadRecord:
         "spectrum": _first(records, lambda record: record.spectrum).spectrum,
         "worth": worth,
         "removal_cost": math.nan if worth is None else worth.cost,
+        "needed_width": math.nan,
         "baseline": None,
         "fresh_numerical_rank": math.nan,
         "fresh_effective_rank": math.nan,

@@ -70,6 +70,8 @@ class HeadOrigin(Record):
     """Columns S without padding, mean over sequences."""
     full_rank: Size = math.nan
     """min(T, S), mean over sequences: it may be less than that of the means."""
+    width: Count | None = None
+    """K of its queries and keys; None where the mixer has none, or the model formed the matrix itself."""
 
     @property
     def smaller(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 
 from rankwise.audit.records import AuditRecord, Finding
 
-OF_A_SITE = ("ABOVE_NULL", "BELOW_NULL", "NONFINITE")
+OF_A_SITE = ("ABOVE_NULL", "BELOW_NULL", "OVER_WIDE", "NONFINITE")
 """Codes that speak of all heads of a site and are placed at one of them, an example."""
 OF_A_STACK = ("COLLAPSE",)
 """Codes that speak of a stack from a layer on."""

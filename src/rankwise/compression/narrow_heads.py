@@ -9,11 +9,11 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 
 from rankwise.compression.divergence import head_divergence, width_curves
-from rankwise.compression.factors import Bases, optimal
 from rankwise.compression.key_cache import add_key_cache
 from rankwise.compression.layers import AttentionLayer, Found, Step
 from rankwise.compression.narrow import HeadFactors, Runs, narrowed, put, runs_of
 from rankwise.compression.widths import curve_widths, widths_for_tolerance, widths_under_budget
+from rankwise.measures.logits import Bases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Sequences on which the curve of each head is measured, at most."""
@@ -30,7 +30,7 @@ class Factors:
     """Channels that are left, of each key head, ascending."""
 
 
-def closed_form(layer: AttentionLayer, widths: list[int], way: Callable[..., Bases] = optimal) -> Factors:
+def closed_form(layer: AttentionLayer, widths: list[int], way: Callable[..., Bases] = logit_bases) -> Factors:
     """The first columns of the bases of each key head.
 
     Columns of A and B are scaled so that queries and keys come out equally large, whatever the precision.
@@ -67,7 +67,7 @@ def head_curves(layer: AttentionLayer, on_step: Step) -> list[tuple[list[int], l
         if count < CURVE_SEQUENCES:
             samples.append(sample)
         count += sample.query.shape[0]
-    bases = [optimal(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
+    bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
     each = [bases[head // groups] for head in range(layer.found.heads)]
     curves = width_curves(samples, [layer.query for layer in each], [layer.key for layer in each], widths)
     by_key = curves.unflatten(0, (-1, groups)).mean(1)

@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from rankwise.compression.divergence import width_curves
 from rankwise.compression.factors import (
-    Bases,
     joint_components,
     key_components,
-    optimal,
     random_directions,
 )
 from rankwise.compression.layers import AttentionLayer, Found
@@ -19,6 +17,7 @@ from rankwise.compression.parts import Job
 from rankwise.compression.projections import linear_parts
 from rankwise.compression.records import BudgetCurve, BudgetPoint
 from rankwise.compression.widths import widths_under_budget
+from rankwise.measures.logits import Bases, logit_bases
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Of the head's width, at which curves are measured."""
@@ -43,10 +42,10 @@ def null_curves(
         head_curves: attention KL against width of each key head.
     """
     ways: dict[str, Way] = {
-        "closed form, one width": lambda layer, head: optimal(*_moments(layer, head)),
+        "closed form, one width": lambda layer, head: logit_bases(*_moments(layer, head)),
         "joint PCA": lambda layer, head: joint_components(*_moments(layer, head)),
         "key PCA": lambda layer, head: key_components(*_moments(layer, head)),
-        "weights alone (SVD)": lambda layer, head: optimal(*weight_moments(job.model, layer.found, head)),
+        "weights alone (SVD)": lambda layer, head: logit_bases(*weight_moments(job.model, layer.found, head)),
         "random directions": lambda layer, head: random_directions(
             *_moments(layer, head), seed=1000 * layer.found.layer + head + 10**6 * job.seed
         ),
@@ -74,7 +73,7 @@ def null_curves(
 def weight_moments(model: nn.Module, found: Found, head: int) -> tuple[Tensor, Tensor]:
     """Second moments of queries and keys of a key head if tokens were white noise: W_q W_qᵀ and W_k W_kᵀ.
 
-    With them, `optimal` is the SVD of W_qᵀ W_k, which looks at weights alone (CLOVER, arXiv 2411.17426).
+    With them, `logit_bases` is the SVD of W_qᵀ W_k, which looks at weights alone (CLOVER, arXiv 2411.17426).
 
     Args:
         model: before it is narrowed.

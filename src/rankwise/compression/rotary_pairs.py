@@ -7,9 +7,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rankwise.compression.divergence import Sample, divergence
-from rankwise.compression.factors import optimal
 from rankwise.compression.layers import AttentionLayer
 from rankwise.compression.narrow_heads import Factors
+from rankwise.measures.logits import logit_bases
 
 SEQUENCES, ROWS = 16, 48
 """Sequences, and rows of each, on which pairs are compared, at most."""
@@ -59,7 +59,7 @@ def whole_factors(layer: AttentionLayer) -> Factors:
     query = key.clone()
     for head in range(found.key_heads if len(free) else 0):
         block = (head, free[:, None], free[None])
-        bases = optimal(layer.query_moments[block], layer.key_moments[block])
+        bases = logit_bases(layer.query_moments[block], layer.key_moments[block])
         query[block], key[block] = bases.query, bases.key
     every = list(range(found.width))
     return Factors(query.repeat_interleave(found.groups, 0), key, [every] * found.key_heads)

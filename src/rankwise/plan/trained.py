@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankwise.capture import MixerSite, capture
 from rankwise.measures import effective_rank
+from rankwise.measures.logits import logit_bases
 from rankwise.operators import SoftmaxMixing
 from rankwise.plan.records import HeadDimPlan, TrainedHead
 from rankwise.running import run_model
@@ -21,10 +21,9 @@ NAMED = 6
 def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 0.01) -> list[TrainedHead]:
     """Least query/key width that each softmax head needs on these tokens, and its effective rank.
 
-    Formula: over all tokens given, the best logits of width r are Q·A_r·Kᵀ, A_r = P⁻¹·[P·R]_r·R⁻¹ with
-    P = (Σ qqᵀ)^½, R = (Σ kkᵀ)^½ and [·]_r the first r singular directions. Needed is the least r for which
-    the mean KL(M‖M_r) over rows is at most the tolerance, found by bisection. Queries and keys are taken as
-    the attention gets them, after rotary positions.
+    Formula: over all tokens given, the best logits of width r (`rankwise.measures.logits.logit_bases`).
+    Needed is the least r for which the mean KL(M‖M_r) over rows is at most the tolerance, found by bisection.
+    Queries and keys are taken as the attention gets them, after rotary positions.
     Range: [1, K]. It is the need on the tokens it was fitted to: other text can need more.
     Cost: one run of the model, and about log₂ K + 1 dense softmaxes for each head and sequence.
 
@@ -101,13 +100,11 @@ def _head(stack: str, layer: int, head: int, sites: list[MixerSite], tolerance: 
     query = torch.cat([part.query[0, rows].double() for part, rows in parts])
     key = torch.cat([part.key[0, rows].double() for part, rows in parts])
     width = query.shape[-1]
-    root_q, inverse_q = _roots(query)
-    root_k, inverse_k = _roots(key)
-    u, s, vh = torch.linalg.svd(root_q @ root_k)
+    bases = logit_bases(query.mT @ query, key.mT @ key)
     whole = [part.dense()[0].double()[rows] for part, rows in parts]
 
     def loss(rank: int) -> float:
-        change = inverse_q @ (u[:, :rank] * s[:rank]) @ vh[:rank] @ inverse_k
+        change = bases.query[:, :rank] @ bases.key[:, :rank].mT
         total = 0.0
         for (part, rows), before in zip(parts, whole, strict=True):
             narrow = SoftmaxMixing(
@@ -141,13 +138,3 @@ def _sequences(site: MixerSite, head: int) -> list[tuple[SoftmaxMixing, Tensor]]
     return [
         (part, site.valid_tokens[b]) for b, part in enumerate(matrices) if bool(site.valid_tokens[b].any())
     ]
-
-
-def _roots(rows: Float[Tensor, "N K"]) -> tuple[Tensor, Tensor]:
-    """C^½ and its pseudo-inverse, C = Σ rrᵀ; directions that the rows do not reach stay 0."""
-    values, vectors = torch.linalg.eigh(rows.mT @ rows)
-    values = values.clamp(min=0)
-    real = values > values.amax() * len(values) * torch.finfo(values.dtype).eps
-    roots = values.sqrt() * real
-    inverse = torch.where(real, 1 / roots.clamp(min=1e-300), 0.0)
-    return (vectors * roots) @ vectors.mT, (vectors * inverse) @ vectors.mT

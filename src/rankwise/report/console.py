@@ -30,6 +30,8 @@ _MOST_NAMES = 5
 
 _HEAD_COLUMNS = [measure for measure in HEAD_MEASURES if measure.console]
 _LAYER_COLUMNS = [measure for measure in LAYER_MEASURES if measure.console]
+_IF_ROOM = ("needed_width",)
+"""Left out where worth or a baseline add columns: a line of 80 characters has no room for all."""
 _NULLS = {"random": random_share, "uniform": uniform_share}
 """Beside the barrier, shown where they are known."""
 
@@ -122,13 +124,16 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     ]
     tokens = ["tokens"] if len(lengths) > 1 else []
     nulls = [name for name, of in _NULLS.items() if any(math.isfinite(of(head)) for head in mine)]
+    crowded = any(head.baseline or head.worth for head in mine)
     if any(head.baseline for head in mine):
         nulls = []  # a line has room for what the model itself is at fresh weights, or for these
     shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
     measures = [
         measure
         for measure in _HEAD_COLUMNS
-        if (not measure.kinds or kinds & set(measure.kinds)) and measure.known_in(mine)
+        if (not measure.kinds or kinds & set(measure.kinds))
+        and measure.known_in(mine)
+        and not (crowded and measure.name in _IF_ROOM)
     ]
     numbers = [*tokens, *shares, *(measure.console for measure in measures)]
     table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])

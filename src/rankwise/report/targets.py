@@ -25,6 +25,7 @@ _BY_CODE = {
     "TWINS": "nearest_distance",
     "ABOVE_NULL": "numerical_rank",
     "BELOW_NULL": "numerical_rank",
+    "OVER_WIDE": "needed_width",
     "REMOVABLE": "removal_cost",
 }
 

@@ -1,0 +1,199 @@
+r"""What the logits of a head need of their width, from second moments of its queries and keys.
+
+With P = Σ qqᵀ and S = Σ kkᵀ the squared error of logits Q A Kᵀ, over all pairs of a query and a key, is that
+of P^½ A S^½ against P^½ S^½: its least value at rank r comes from the first r singular directions (KQ-SVD,
+arXiv 2512.05916). Compression takes its projections from there, audits and plans the width that a head needs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from rankwise.errors import InputError
+from rankwise.operators import SoftmaxMixing
+
+__all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "needed_width"]
+
+RIDGE = 1e-9
+"""Added to second moments, relative to their mean eigenvalue: directions never seen stay finite."""
+WIDTH_TOLERANCE = 0.01
+"""Nats. By Pinsker's inequality at most √(0.01/2) = 7 % of the weight of a row lies on other tokens then."""
+STEP = 4096
+"""Tokens that are taken to float64 at once."""
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Two bases of the head's K dimensions, best directions first."""
+
+    query: Float64[Tensor, "K K"]
+    key: Float64[Tensor, "K K"]
+
+
+def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> Bases:
+    """The closed form: least squared error of the logits over all pairs of the tokens seen.
+
+    Formula: A = S^½ V_r, B = S^−½ V_r, V the eigenvectors of S^½ P S^½, largest first; narrow logits are
+    (Q A)(K B)ᵀ. Where several query heads read one key head, P is the sum of theirs, and A is the same for
+    all.
+    Cost: two eigendecompositions, O(K³).
+
+    Args:
+        query: P, second moments of queries.
+        key: S, second moments of keys.
+    """
+    root, inverse = _roots(key)
+    vectors = torch.linalg.eigh(root @ query @ root).eigenvectors.flip(-1)
+    return Bases(root @ vectors, inverse @ vectors)
+
+
+def logit_energy(
+    query: Float64[Tensor, "*batch K K"], key: Float64[Tensor, "*batch K K"]
+) -> Float64[Tensor, "*batch K"]:
+    """σ_i² of P^½ S^½, descending: what the best logits of rank r miss is the sum of those from r on.
+
+    Args:
+        query: P, second moments of queries.
+        key: S, second moments of keys.
+    """
+    root, _ = _roots(key)
+    return torch.linalg.eigvalsh(root @ query @ root).flip(-1).clamp(min=0)
+
+
+def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
+    """S^½ and S^−½ of S with a ridge."""
+    width = moments.shape[-1]
+    trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    ridge = RIDGE * trace.clamp(min=1e-300) / width
+    values, vectors = torch.linalg.eigh(moments + torch.diag_embed(ridge.expand_as(moments[..., 0])))
+    roots = torch.maximum(values, ridge).sqrt()[..., None, :]
+    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
+
+
+@dataclass(frozen=True)
+class LogitMoments:
+    """Second moments behind the logits of heads; those of several sequences are added."""
+
+    query: Float64[Tensor, "*batch K K"]
+    """Σ s² qqᵀ, s the scale of the logits."""
+    key: Float64[Tensor, "*batch K K"]
+    """Σ (k − k̄)(k − k̄)ᵀ, k̄ the mean key of its sequence."""
+    rows: Float64[Tensor, "*batch"]
+    """Queries behind them."""
+    columns: Float64[Tensor, "*batch"]
+    """Keys behind them."""
+
+    def __add__(self, other: "LogitMoments") -> "LogitMoments":
+        """Moments of both."""
+        return LogitMoments(
+            self.query + other.query,
+            self.key + other.key,
+            self.rows + other.rows,
+            self.columns + other.columns,
+        )
+
+    def whole(self) -> "LogitMoments":
+        """Moments of all sequences (B, H, …) together, (H, …), without what is not finite."""
+        finite = self.query.isfinite().all(-1).all(-1) & self.key.isfinite().all(-1).all(-1)
+        square = finite[..., None, None]
+        return LogitMoments(
+            self.query.where(square, 0.0).sum(0),
+            self.key.where(square, 0.0).sum(0),
+            self.rows.where(finite, 0.0).sum(0),
+            self.columns.where(finite, 0.0).sum(0),
+        )
+
+
+def logit_moments(
+    op: SoftmaxMixing,
+    rows: Bool[Tensor, "B T"] | None = None,
+    columns: Bool[Tensor, "B S"] | None = None,
+) -> LogitMoments:
+    """Second moments of the queries and centred keys of each head and sequence.
+
+    Cost: O((T + S) K²) time, O(K²) memory a head beside 4,096 tokens in float64.
+
+    Args:
+        op: softmax attention, (..., H, T, S).
+        rows: which queries are real; all, by default. Of an operator (B, H, T, S).
+        columns: which keys are.
+
+    Examples:
+        >>> import torch
+        >>> moments = logit_moments(SoftmaxMixing(torch.randn(2, 4, 9, 3), torch.randn(2, 2, 9, 3)))
+        >>> moments.query.shape, moments.key.shape
+        (torch.Size([2, 4, 3, 3]), torch.Size([2, 4, 3, 3]))
+    """
+    query = op.scale**2 * sum(part.mT @ part for part in _parts(op.query, rows))
+    counted = _counted(op.key, columns)
+    mean = sum(part.sum(-2, keepdim=True) for part in _parts(op.key, columns))
+    mean = mean / counted.clamp(min=1)[..., None, None]
+    key = sum(part.mT @ part for part in _parts(op.key, columns, mean))
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    if op.groups > 1:
+        key, counted = key.repeat_interleave(op.groups, -3), counted.repeat_interleave(op.groups, -1)
+    return LogitMoments(query, key, _counted(op.query, rows), counted)
+
+
+def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
+    """So many tokens at a time in float64, less the mean, zeros where they are not real."""
+    for start in range(0, vectors.shape[-2], STEP):
+        part = vectors[..., start : start + STEP, :].double() - mean
+        if real is not None:
+            part = part.masked_fill(~real[:, None, start : start + STEP, None].to(part.device), 0.0)
+        yield part
+
+
+def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
+    """How many real tokens each head has, (..., H)."""
+    if real is None:
+        return vectors.new_full(vectors.shape[:-2], vectors.shape[-2], dtype=torch.float64)
+    return real.sum(-1).double().to(vectors.device)[:, None].expand(vectors.shape[:-2])
+
+
+def needed_width(
+    moments: LogitMoments | SoftmaxMixing, tolerance: float | int = WIDTH_TOLERANCE
+) -> Float64[Tensor, "*batch"]:
+    """Least query/key width whose best logits keep a head's attention, to second order.
+
+    Formula: the least r with ½ Σ_{i>r} σ_i² ≤ tolerance, σ_i the singular values of P^½ S^½,
+    P = mean s² qqᵀ and S = mean (k − k̄)(k − k̄)ᵀ. That is half of the mean over rows of the variance of what
+    the best logits of rank r miss, and the attention KL to second order where rows weigh their tokens alike.
+    A row's softmax knows no shift of all its logits, so keys are centred. Masks are not looked at: all pairs
+    of a query and a key count.
+    Range: [0, K]; 0 = scores so small that rows weigh their tokens evenly. It does not change with a rotation
+    of queries and keys, with c·q and k/c, or with a vector that is added to every key. NaN where there are no
+    tokens, or moments are not finite. From N tokens it is at most N: take several for each channel.
+    Against the KL itself: peaked rows weigh few of the logits that are counted here, so of them it tends to
+    say more than they need (docs/how-to/findings.md).
+    Cost: O(K³) beyond `logit_moments`.
+    Source: KQ-SVD, arXiv 2512.05916, for the best logits of a rank; the tolerance in nats is this project's.
+
+    Args:
+        moments: of the tokens, or an operator to take them from.
+        tolerance: nats of attention KL.
+
+    Raises:
+        InputError: if the tolerance is not above 0.
+
+    Examples:
+        >>> import torch
+        >>> q, k = torch.randn(2, 64, 2), torch.randn(2, 64, 2)
+        >>> wide = torch.nn.functional.pad(torch.stack([q[0], k[0]]), (0, 6))  # of 8 channels 6 are zeros
+        >>> bool(needed_width(SoftmaxMixing(wide[:1], wide[1:])).item() <= 2)
+        True
+    """
+    if not 0 < tolerance < float("inf"):
+        raise InputError("`tolerance`", wanted="nats above 0", got=repr(tolerance), fix="0.01 is usual.")
+    seen = logit_moments(moments) if isinstance(moments, SoftmaxMixing) else moments
+    pairs = seen.rows * seen.columns
+    known = seen.query.isfinite().all(-1).all(-1) & seen.key.isfinite().all(-1).all(-1) & (pairs > 0)
+    square, pairs = known[..., None, None], pairs.where(known, 1.0)[..., None]
+    energy = logit_energy(seen.query.where(square, 0.0), seen.key.where(square, 0.0)) / pairs
+    missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # at width r = 0, 1, …
+    width = (missed > tolerance).sum(-1).double()
+    return width.masked_fill(~known, float("nan"))
