@@ -289,10 +289,11 @@ def test_caches_of_latents_give_what_no_cache_gives(family: str, tmp_path: Path)
 def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
     model, batch = llama(), ids()
     before = logits(model, batch)
-    from rankwise.compression.keys_values import compress_keys_values
+    from rankwise.compression.keys_values import prepare_keys_values
     from rankwise.compression.parts import Job
 
-    result = compress_keys_values(Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4, nulls=False))
+    job = Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4, nulls=False)
+    result = prepare_keys_values(job).finish(job)
     changed = logits(model, batch)
     result.undo()
     assert torch.equal(logits(model, batch), before)

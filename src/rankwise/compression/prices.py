@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from rankwise.capture import StateSite, capture
+from rankwise.capture import MixerSite, StateSite, capture
+from rankwise.compression.end_to_end import attention_moves, softmax_sites
 from rankwise.compression.latency import measure_latency
-from rankwise.compression.outputs import cache_bytes, is_decoder, main_output, relative_error
+from rankwise.compression.outputs import cache_bytes, main_output, relative_error
 from rankwise.compression.parts import PartResult
+from rankwise.compression.task import Task, measure_task
 from rankwise.running import device_of, moved, run_model
 
 
@@ -22,7 +23,25 @@ class Prices:
 
     fields: dict[str, Any]
     layer_errors: dict[str, float] = field(default_factory=dict)
+    layer_moves: dict[str, float] = field(default_factory=dict)
+    """Attention KL of each layer, end to end."""
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Seen:
+    """A model as it is."""
+
+    states: dict[int, Tensor]
+    """Of tokens of the first batch, by layer."""
+    output: Tensor
+    """Of the first batch."""
+    task: Task
+    """Over all batches."""
+    attention: dict[str, list[MixerSite]]
+    parameters: int
+    cache: int
+    """Bytes of keys and values for each token."""
 
 
 def measure_prices(
@@ -52,44 +71,41 @@ def measure_prices(
 
     on_step("comparing outputs")
     moved_batches = [moved(batch, device_of(model)) for batch in batches]
-    now = _size(model, moved_batches[0])
-    states, outputs, loss = _look(model, moved_batches)
+    new = _look(model, moved_batches)
     before()
     try:
-        then = _size(model, moved_batches[0])
-        old_states, old_outputs, old_loss = _look(model, moved_batches)
+        old = _look(model, moved_batches)
     finally:
         after()
     sites = {head.layer: head.site for result in done for head in result.heads}
     sites |= {latent.layer: latent.site for result in done for latent in result.latents}
     errors = {
-        sites[layer]: relative_error(states[layer + 1], old)
-        for layer, old in ((at - 1, state) for at, state in old_states.items())
-        if layer in sites and layer + 1 in states
+        sites[layer]: relative_error(new.states[layer + 1], state)
+        for layer, state in ((at - 1, state) for at, state in old.states.items())
+        if layer in sites and layer + 1 in new.states
     }
+    moves = attention_moves(old.attention, new.attention, [head for result in done for head in result.heads])
     fields: dict[str, Any] = {
-        "output_error": relative_error(outputs, old_outputs),
-        "loss_before": old_loss,
-        "loss_after": loss,
-        "parameters_before": then[0],
-        "parameters_after": now[0],
-        "cache_bytes_before": then[1],
-        "cache_bytes_after": now[1],
+        "kl_end_to_end": sum(moves.values()) / len(moves) if moves else math.nan,
+        "output_error": relative_error(new.output, old.output),
+        "loss_before": old.task.loss,
+        "loss_after": new.task.loss,
+        "metric": new.task.metric,
+        "metric_before": old.task.accuracy,
+        "metric_after": new.task.accuracy,
+        "parameters_before": old.parameters,
+        "parameters_after": new.parameters,
+        "cache_bytes_before": old.cache,
+        "cache_bytes_after": new.cache,
     }
     if time:
         on_step("measuring latency")
         fields["latency"], notes = measure_latency(model, moved_batches[0], before, after)
-        return Prices(fields, errors, notes)
-    return Prices(fields, errors)
+        return Prices(fields, errors, moves, notes)
+    return Prices(fields, errors, moves)
 
 
-def _size(model: nn.Module, batch: Any) -> tuple[int, int]:
-    """Parameters, and bytes of keys and values in the cache for each token."""
-    return sum(parameter.numel() for parameter in model.parameters()), cache_bytes(model, batch)
-
-
-def _look(model: nn.Module, batches: list[Any]) -> tuple[dict[int, Tensor], Tensor, float]:
-    """Token states of the first batch by layer, outputs of it, and the mean loss over all batches."""
+def _look(model: nn.Module, batches: list[Any]) -> _Seen:
     states: dict[int, Tensor] = {}
 
     def keep(site: StateSite) -> None:
@@ -98,37 +114,16 @@ def _look(model: nn.Module, batches: list[Any]) -> tuple[dict[int, Tensor], Tens
 
     with torch.no_grad(), capture(model, on_state=keep, on_mixer=lambda site: None):
         run_model(model, batches[0])
-    losses, tokens = 0.0, 0
-    for batch in batches:
-        loss, count = _loss(model, batch)
-        losses, tokens = losses + loss * count, tokens + count
     mask = batches[0].get("attention_mask") if isinstance(batches[0], dict) else None
     output = main_output(model, batches[0])
     if mask is not None and mask.shape == output.shape[:2]:
         output = output[mask.bool()]
-    return states, output.float().cpu(), losses / tokens if tokens else math.nan
-
-
-def _loss(model: nn.Module, batch: Any) -> tuple[float, int]:
-    """Mean loss of a batch and over how many targets: its own labels, or the next token of a decoder."""
-    if not isinstance(batch, dict) or "input_ids" not in batch:
-        return 0.0, 0
-    if "labels" in batch:
-        labels = batch["labels"]
-        if is_decoder(model) and labels.dim() == 2:
-            labels = labels[:, 1:]  # the loss of a decoder is of the next token: nothing predicts the first
-        count = int((labels != -100).sum())
-        with torch.no_grad():
-            loss = getattr(run_model(model, batch), "loss", None)
-        return (0.0, 0) if loss is None or not count else (float(loss), count)
-    if not is_decoder(model):
-        return 0.0, 0
-    with torch.no_grad():
-        logits = getattr(run_model(model, batch), "logits", None)
-    if logits is None:
-        return 0.0, 0
-    ids = batch["input_ids"]
-    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    pairs = real[:, 1:] & real[:, :-1]
-    losses = F.cross_entropy(logits[:, :-1][pairs].float(), ids[:, 1:][pairs], reduction="sum")
-    return float(losses) / max(int(pairs.sum()), 1), int(pairs.sum())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _Seen(
+        states,
+        output.float().cpu(),
+        measure_task(model, batches),
+        softmax_sites(model, batches[0]),
+        parameters,
+        cache_bytes(model, batches[0]),
+    )

@@ -82,7 +82,10 @@ class LayerPrice(Record):
     site: str
     layer: int
     kl: Number
-    """Nats: attention KL, each layer given what the original gave it."""
+    """Nats: attention KL, each layer given what the original gave it; NaN where its part measures none."""
+    kl_end_to_end: Number = float("nan")
+    """Nats: attention KL in the compressed model, all layers before compressed too, over heads that are left;
+    up to 2 sequences."""
     output_error: Number = float("nan")
     """‖y' − y‖/‖y‖ of the layer's block in the compressed model, all layers before compressed too."""
 
@@ -160,11 +163,18 @@ class Compression(Record):
     kl: Number
     """Nats: mean KL(M‖M') over rows, heads and layers, each layer given what the original gave it; NaN where
     no part that was done measures it."""
+    kl_end_to_end: Number = float("nan")
+    """Nats: the same in the compressed model, all layers before compressed too, over the heads that are left;
+    measured for every part, on up to 2 sequences."""
     output_error: Number = float("nan")
     """‖y' − y‖/‖y‖ of what the model gives, end to end."""
     loss_before: Number = float("nan")
     """Mean loss on held-out batches with labels, or of the next token; NaN where the model has none."""
     loss_after: Number = float("nan")
+    metric: str = ""
+    """Where labels of classes are given: ``accuracy`` of sequences or pictures, or ``token accuracy``."""
+    metric_before: Number = float("nan")
+    metric_after: Number = float("nan")
     parameters_before: int = 0
     parameters_after: int = 0
     cache_bytes_before: int = 0

@@ -226,14 +226,19 @@ def _record(
 ) -> Compression:
     heads = [head for result in done for head in result.heads]
     numbers = {head.site: head.layer for head in heads}
-    kl: dict[str, float] = {}  # of removed heads there is no attention to compare
-    for result in done:
-        kl |= {site: value for site, value in result.kl.items() if site not in kl or not math.isnan(value)}
+    kl = {latent.site: math.nan for result in done for latent in result.latents}
+    numbers |= {latent.site: latent.layer for result in done for latent in result.latents}
+    for result in done:  # of removed heads there is no attention to compare
+        kl |= {site: own for site, own in result.kl.items() if site not in kl or not math.isnan(own)}
     layers = [
         LayerPrice(
-            site=site, layer=numbers[site], kl=value, output_error=prices.layer_errors.get(site, float("nan"))
+            site=site,
+            layer=numbers[site],
+            kl=own,
+            kl_end_to_end=prices.layer_moves.get(site, math.nan),
+            output_error=prices.layer_errors.get(site, math.nan),
         )
-        for site, value in kl.items()
+        for site, own in kl.items()
     ]
     known = [layer.kl for layer in layers if not math.isnan(layer.kl)]
     notes = [note for result in done for note in result.notes]

@@ -70,22 +70,29 @@ def compression_tables(record: Compression) -> Iterator[CompressionTable]:
 
 
 def _price(record: Compression) -> CompressionTable:
-    measured = [["attention KL, nats", "0", shown(record.kl, 4)]] if math.isfinite(record.kl) else []
     rows = [
-        *measured,
-        ["error of the output, ‖y′ − y‖/‖y‖", "0", shown(record.output_error, 4)],
+        [name, "0", shown(value, 4)]
+        for name, value in (
+            ("attention KL, nats", record.kl),
+            ("attention KL end to end, nats", record.kl_end_to_end),
+            ("error of the output, ‖y′ − y‖/‖y‖", record.output_error),
+        )
+        if math.isfinite(value)
     ]
     if math.isfinite(record.loss_before):
         rows.append(["loss", f"{record.loss_before:.4f}", f"{record.loss_after:.4f}"])
         rows.append(
             ["perplexity", f"{math.exp(record.loss_before):.3f}", f"{math.exp(record.loss_after):.3f}"]
         )
+    if record.metric:
+        rows.append([record.metric, f"{record.metric_before:.4f}", f"{record.metric_after:.4f}"])
     return CompressionTable(
         "Price",
         ["", "before", "after"],
         rows,
         f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean over rows, heads "
-        "and layers, each layer given what the original gave it; the error of the output is end to end.",
+        "and layers, each layer given what the original gave it; end to end, what layers before it give in "
+        "the compressed model, on up to 2 sequences and over the heads that are left.",
     )
 
 
@@ -154,23 +161,29 @@ def _curves(record: Compression) -> CompressionTable:
 
 
 def _layers(record: Compression) -> CompressionTable:
+    ranks = {latent.site: latent for latent in record.latents}
     rows = []
     for layer in record.layers:
         heads = [head for head in record.heads if head.site == layer.site]
         heads = [head for head in heads if head.part != "heads"] or heads
         widths = [head.width for head in heads]
+        latent = ranks.get(layer.site)
+        words = [" ".join(map(str, widths))] if widths else []
+        words += [f"latent of {latent.rank}"] if latent is not None else []
         rows.append(
             [
-                f"{heads[0].stack} {layer.layer}".strip(),
-                " ".join(map(str, widths)),
-                f"{sum(widths) / len(widths):.1f}",
+                f"{heads[0].stack if heads else ''} {layer.layer}".strip(),
+                ", ".join(words),
+                f"{sum(widths) / len(widths):.1f}" if widths else "",
                 shown(layer.kl, 4),
+                shown(layer.kl_end_to_end, 4),
                 shown(layer.output_error, 4),
             ]
         )
     return CompressionTable(
         "Layers",
-        ["layer", "widths of its heads", "mean", "attention KL", "error of states"],
+        ["layer", "widths of its heads", "mean", "attention KL", "end to end", "error of states"],
         rows,
-        "Error of states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
+        "End to end: attention KL in the compressed model, over the heads that are left. Error of states: "
+        "‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
     )
