@@ -19,7 +19,8 @@ ATTENTION_LIKE = re.compile(
 )
 """Classes of modules that may mix tokens, by name: wider than what capture goes by."""
 NO_MIXER = re.compile(
-    r"(Output|Norm|Mask|Embeddings?|Bias|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model|Encoder|Decoder|Head)$"
+    r"(Output|Norm|Mask|Embeddings?|Bias|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model|Encoder|Decoder|Head"
+    r"|Patchify|Scaler)$"
 )
 CLOSE = 1e-4
 """Softmaxes of float32 scores of size ≤ 40 by two kernels: some hundred roundings of 6e-8, tenfold."""

@@ -202,6 +202,13 @@ def _loading_fix(error: Exception) -> str:
         return "Its code is not part of transformers: read it, then pass --trust-remote-code."
     if "token" in text.lower() and ("gated" in text.lower() or "401" in text):
         return "Log in with `hf auth login` after its owners have granted access."
+    from huggingface_hub import constants
+
+    if "couldn't connect" in text and constants.is_offline_mode():
+        return (
+            "HF_HUB_OFFLINE is set and nothing of this name was downloaded before: unset it to download, or "
+            "give the path of a folder."
+        )
     return (
         "Check the name; offline, give the path of a downloaded model; for a model of your own, "
         "module.py:factory."

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rankwise as rw
+from rankwise.audit import AuditError
 from rankwise.errors import InputError
 from rankwise.running import run_model
 
@@ -241,3 +242,39 @@ def test_whole_batches_before_a_wrong_one_are_kept(bert: nn.Module, tokenizer: A
         rw.audit(bert, [encoded(tokenizer), TEXTS])
     assert caught.value.audit is not None
     assert caught.value.audit.provenance.sequences == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "said"),
+    [
+        (
+            "BertForSequenceClassification",
+            [0, 9],
+            r"from 0 to 2, as BertForSequenceClassification has 3 classes",
+        ),
+        ("BertForTokenClassification", [[0, 1, 9, -100]] * 2, r"has 3 classes.*got 9\. .*`num_labels`"),
+        (
+            "BertForMaskedLM",
+            [[0, 1, 999, -100]] * 2,
+            r"from 0 to 299, .*has 300 tokens of its vocabulary.*got 999",
+        ),
+        ("BertForSequenceClassification", [0, -1], r"got -1"),
+    ],
+)
+def test_labels_out_of_range_are_named_with_their_range(kind: str, labels: list[Any], said: str) -> None:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        num_labels=3,
+    )  # fmt: skip
+    model = getattr(transformers, kind)(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8]] * 2)
+    good = {"input_ids": ids, "labels": torch.zeros_like(torch.tensor(labels))}
+    bad = {"input_ids": ids, "labels": torch.tensor(labels)}
+    with pytest.raises(AuditError, match=said) as refused:
+        rw.audit(model, [bad])
+    assert str(refused.value).startswith("labels of batch 1: wanted whole numbers")
+    with pytest.raises(AuditError, match="labels of batch 2") as later:
+        rw.audit(model, [good, bad])
+    assert later.value.audit.provenance.batches == 1

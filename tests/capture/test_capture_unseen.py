@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
+from rankwise.errors import CaptureError
 
 
 class Convolution(nn.Module):
@@ -233,3 +234,15 @@ def test_names_that_say_it(name) -> None:
     with rw.capture(model) as trace:
         model(hidden())
     assert [module.type for module in trace.unseen] == [name, name]
+
+
+def test_mixers_without_a_matrix_are_named_with_what_they_do_and_helpers_are_not() -> None:
+    import transformers
+
+    sizes = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8, "num_layers": 1}
+    model = transformers.PatchTSMixerModel(transformers.PatchTSMixerConfig(**sizes)).eval()
+    said = r"PatchTSMixerEncoder\): an MLP across the patches"
+    with pytest.raises(CaptureError, match=said) as refused, rw.capture(model), torch.no_grad():
+        model(torch.randn(2, 16, 1))
+    assert "Patchify" not in str(refused.value)
+    assert "Scaler" not in str(refused.value)

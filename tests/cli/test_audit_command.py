@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from rankwise.audit import Audit
 from rankwise.cli import app, main
 from rankwise.errors import RankwiseError
+from rankwise.subjects import _loading_fix
 
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
 Run = Callable[..., Result]
@@ -508,3 +509,12 @@ def test_a_tokenizer_of_another_folder(run: Run, folder: Path, tmp_path: Path) -
     assert [head.numerical_rank for head in mine.heads] == [
         head.numerical_rank for head in audit_of(tmp_path).heads
     ]
+
+
+def test_a_name_that_was_not_downloaded_says_that_offline_mode_is_on(monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused = _loading_fix(OSError("We couldn't connect to 'https://huggingface.co' to load the files"))
+    assert refused.startswith("HF_HUB_OFFLINE is set")
+    assert "unset it" in refused
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert "HF_HUB_OFFLINE" not in _loading_fix(OSError("We couldn't connect"))

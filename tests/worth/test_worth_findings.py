@@ -122,7 +122,8 @@ def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
     ]
     (known,) = with_consequences([finding], heads, worth_record())
     assert "Without one of them the loss changes by +0.10% to +15%" in known.meaning
-    assert known.evidence["removal_cost"] == 0.3
+    assert "removal_cost" not in known.evidence  # of the head that the finding is placed at
+    assert known.evidence["most_removal_cost"] == 0.3
     assert ("exact" in known.remedy) == (how == "estimate")
     (alone,) = with_consequences([finding.model_copy(update={"heads": []})], heads, worth_record())
     assert "Without it the loss changes by +0.10%" in alone.meaning

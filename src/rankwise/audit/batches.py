@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from rankwise.errors import InputError, did_you_mean
 from rankwise.running import LABELS, second_taken_as, tensors_of
 
+LEFT_OUT = -100
+"""The label of what is not to be predicted, as PyTorch and transformers have it."""
+
 _TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 _SEE = "Run the model on this batch by itself to see the whole traceback."
 
@@ -110,6 +113,41 @@ def cure(model: nn.Module, batch: Any, error: Exception) -> str:
             f"`[(x,) for x, *labels in batches]`. {_SEE}"
         )
     return _SEE + _by_message(model, batch, str(error))
+
+
+def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> InputError | None:
+    """That labels of a batch are no classes of a model of transformers; None where they are, or may be.
+
+    Args:
+        model: the model.
+        batch: the batch that it failed on.
+        number: of the batch, from 1.
+        error: what the model raised.
+    """
+    config = getattr(model, "config", None)
+    of_target = any(word in str(error).lower() for word in ("target", "device-side assert"))
+    choices = type(model).__name__.endswith("MultipleChoice")  # its labels are places of its inputs
+    if not isinstance(batch, Mapping) or config is None or choices or not of_target:
+        return None
+    ask = getattr(model, "get_output_embeddings", None)
+    words = getattr(ask() if callable(ask) else None, "weight", None)
+    classes = getattr(config, "num_labels", 0) if words is None else words.shape[0]
+    what = "classes" if words is None else "tokens of its vocabulary"
+    fix = "set `num_labels` where the model is made" if words is None else "use the model's own tokenizer"
+    for name in LABELS:
+        labels = batch.get(name)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(classes, int):
+            continue
+        wrong = labels[((labels < 0) & (labels != LEFT_OUT)) | (labels >= classes)]
+        if classes > 1 and wrong.numel():
+            return InputError(
+                f"{name} of batch {number}",
+                wanted=f"whole numbers from 0 to {classes - 1}, as {type(model).__name__} has {classes} "
+                f"{what}, or {LEFT_OUT} for what is left out",
+                got=f"{int(wrong[0])}",
+                fix=f"Correct them, or {fix}; an audit without worth needs no labels.",
+            )
+    return None
 
 
 def _by_message(model: nn.Module, batch: Any, message: str) -> str:

@@ -11,7 +11,7 @@ OF_ONE_HEAD = ("SINK", "CONSTANT", "IDENTITY")
 """Findings that say a head does little: what it is worth says whether that matters."""
 OF_RANKS = ("ABOVE_NULL", "BELOW_NULL")
 """Findings that compare the ranks of a site's heads: how these mix, and nothing about what they are worth."""
-EXACTLY = 'rw.audit(model, batches, worth="exact") removes it and compares the loss'
+EXACTLY = 'rw.audit(model, batches, worth="exact") removes heads one by one and compares the loss'
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
 """Of the reference: what counts as within tolerance where no set of heads was looked for."""
@@ -110,7 +110,11 @@ def _of_many(finding: Finding, known: Sequence[HeadWorth | None], worth: WorthRe
     return finding.model_copy(
         update={
             "meaning": f"{finding.meaning} Without {said} ({how}).",
-            "evidence": {**finding.evidence, "removal_cost": max(costs)},
+            "evidence": {
+                **finding.evidence,
+                "least_removal_cost": min(costs),
+                "most_removal_cost": max(costs),
+            },
             "remedy": "nothing: the rank is no fault, and its price is known" if how == "exact" else EXACTLY,
         }
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankwise.audit.baseline_numbers import head_baselines, layer_baselines
 from rankwise.audit.baseline_records import BaselineRecord
-from rankwise.audit.batches import cure, readable
+from rankwise.audit.batches import cure, label_error, readable
 from rankwise.audit.findings import find
 from rankwise.audit.fresh_copies import FreshCopies
 from rankwise.audit.heads import HeadTable, SiteKey
@@ -206,6 +206,9 @@ class Run:
             return AuditError(self.result(), error.subject, **said) if kept else error
         subject, got = f"batch {self.batches + 1}", f"{type(error).__name__}: {error}"
         partial = self.result() if kept else None
+        wrong = label_error(self.model, self._current, self.batches + 1, error)
+        if wrong is not None:
+            return AuditError(partial, wrong.subject, wanted=wrong.wanted, got=wrong.got, fix=wrong.fix)
         if self._current is None:
             fix = "Iterate over the batches by themselves to see the whole traceback."
             return AuditError(partial, subject, wanted="a batch", got=got, fix=fix)

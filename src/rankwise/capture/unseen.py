@@ -30,6 +30,15 @@ WITHOUT_OPERATOR = (
         "additive attention: one weighted sum over all tokens, which multiplies each token's own vector",
     ),
     (
+        re.compile("VisionShortConv"),
+        "a gated convolution in two dimensions over the patches of a frame: a matrix for each channel, which "
+        "no adapter reads",
+    ),
+    (
+        re.compile("PatchTSMixer"),
+        "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
+    ),
+    (
         re.compile("LSTM|GRU|RNN"),
         "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
     ),
@@ -37,7 +46,7 @@ WITHOUT_OPERATOR = (
 """Classes of layers that no adapter reads, with the reason."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
-    r"|Structure)$"
+    r"|Structure|Patchify|Scaler)$"
     r"|Channel_?Mix|C[Mm]ix"
 )
 EMBEDS = re.compile(r"Embed(ding|der)?s?$")
