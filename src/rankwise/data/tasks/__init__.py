@@ -6,8 +6,10 @@ are. Nothing of transformers or datasets is imported before it is needed.
 
 from rankwise.data.tasks.augment import crop, crop_and_flip
 from rankwise.data.tasks.examples import Examples, Windows, collate
+from rankwise.data.tasks.haystack import needle
 from rankwise.data.tasks.language import byte_language_model
 from rankwise.data.tasks.list_operations import listops
+from rankwise.data.tasks.packing import token_language_model
 from rankwise.data.tasks.pathfinding import pathfinder
 from rankwise.data.tasks.pictures import cifar10, cifar10_sequence, cifar100, svhn
 from rankwise.data.tasks.recall import mqar
@@ -30,6 +32,8 @@ __all__ = [
     "imdb_bytes",
     "listops",
     "mqar",
+    "needle",
     "pathfinder",
     "svhn",
+    "token_language_model",
 ]

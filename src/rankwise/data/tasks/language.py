@@ -34,7 +34,7 @@ def byte_language_model(
     path: str | Path,
     *,
     length: int = 256,
-    validation_share: float = 0.1,
+    validation_share: float | int = 0.1,
     windows: int | None = None,
     seed: int = 0,
 ) -> Task:
