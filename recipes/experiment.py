@@ -103,6 +103,16 @@ def below(better: str, worse: str, metric: str = "loss", by: float = 0.0) -> Exp
     return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), judge)
 
 
+def alike(one: str, other: str, margin: float, metric: str = "accuracy") -> Expectation:
+    """The means of two rows differ by ``margin`` at most."""
+
+    def judge(table: Table) -> Verdict:
+        gap = table[one].mean(metric) - table[other].mean(metric)
+        return abs(gap) <= margin, f"{table[one].mean(metric):.3f} against {table[other].mean(metric):.3f}"
+
+    return Expectation(f"{metric} of {one} is within {margin:g} of that of {other}", (one, other), judge)
+
+
 def within(near: str, of: str, margin: float, metric: str = "loss") -> Expectation:
     """The mean of one row lies at most ``margin`` above that of another."""
 

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 TASKS: dict[str, Callable[..., "Task"]] = {
     "bytes": tasks.byte_language_model,
     "mqar": tasks.mqar,
+    "listops": tasks.listops,
+    "imdb-bytes": tasks.imdb_bytes,
+    "cifar10": tasks.cifar10,
+    "cifar10-sequence": tasks.cifar10_sequence,
+    "cifar100": tasks.cifar100,
+    "svhn": tasks.svhn,
 }
 """By name. The first argument of those that read files is called ``path`` or ``source``: ``task.path``."""
 LENGTH = ("length", "max_length")

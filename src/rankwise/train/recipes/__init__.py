@@ -5,10 +5,22 @@ from typing import Any
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.train.overrides import build
+from rankwise.train.recipes.depth import depth
 from rankwise.train.recipes.language import language
+from rankwise.train.recipes.long_range import long_range
+from rankwise.train.recipes.saturation import saturation
+from rankwise.train.recipes.skips import skips
+from rankwise.train.recipes.vision import vision
 from rankwise.train.settings import Recipe
 
-RECIPES: dict[str, Callable[..., Recipe]] = {"language": language}
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "depth": depth,
+    "language": language,
+    "long-range": long_range,
+    "saturation": saturation,
+    "skips": skips,
+    "vision": vision,
+}
 """By name. An argument of a recipe is an axis of its experiment; all else is a field of what it returns."""
 
 

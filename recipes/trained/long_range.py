@@ -1,0 +1,24 @@
+"""Long Range Arena by mixer, at equal parameters and with one set of hyper-parameters."""
+
+from recipes.experiment import Experiment, alike, below
+
+MODELS = ("softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform")
+TASKS = {"listops": "ListOps", "text": "Text", "image": "Image"}
+
+
+def experiment(task: str, name: str) -> Experiment:
+    return Experiment(
+        name=f"long-range-{task}",
+        title=f"Long Range Arena, {name}",
+        source="Wu et al., “Token Statistics Transformer”, ICLR 2025; reviewers asked for baselines of equal "
+        "size, uniform memberships, time and memory",
+        recipe="long-range",
+        rows={model: {"task": task, "model": model} for model in MODELS},
+        metric="accuracy",
+        expectations=(alike("tost", "softmax", 0.03), below("tost-uniform", "tost", "accuracy", by=0.01)),
+        notes="120,000 weights each, by the feed-forward width; shorter sequences than published, except "
+        "Image (1,024 pixels). One set of hyper-parameters, none tuned. s4d and mamba2 read left to right.",
+    )
+
+
+LONG_RANGE = [experiment(task, name) for task, name in TASKS.items()]

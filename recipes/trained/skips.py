@@ -1,0 +1,42 @@
+"""λ by mixer on LRA Image and on associative recall."""
+
+from itertools import product
+from typing import Any
+
+from recipes.experiment import Experiment, below
+from recipes.trained.reading import collapse, joined, learned
+
+MIXERS = ("softmax", "linear", "s4d", "mamba", "mamba2")
+SKIPS = (-2, -1, 0, 1, 2, "learned", "channel")
+PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
+
+
+def label(mixer: str, skip: Any) -> str:
+    return f"{mixer} λ={skip}"
+
+
+def experiment(task: str, title: str, paper: dict[str, str]) -> Experiment:
+    return Experiment(
+        name=f"skips-{task}",
+        title=title,
+        source="“Lambda-Skip Connections”, ICLR 2025: table of λ, a transformer of 8 layers on LRA Image; "
+        "reviewers asked for learned λ by depth, μ during training, and gates",
+        recipe="skips",
+        rows={
+            label(mixer, skip): {"task": task, "mixer": mixer, "skip": skip}
+            for mixer, skip in product(MIXERS, SKIPS)
+        },
+        metric="accuracy",
+        paper=paper,
+        expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", by=0.02) for mixer in MIXERS]
+        + [below(label(mixer, 1), label(mixer, "learned"), "accuracy") for mixer in MIXERS],
+        notes="λ is around the mixer alone; the feed-forward part keeps its own skip. learned: one λ for "
+        "each layer, from −1; channel: one for each channel of each layer. No gates (`gate=true` has them).",
+        more=joined(learned, collapse),
+    )
+
+
+SKIPS_IMAGE = experiment(
+    "image", "λ by mixer, LRA Image", {label("softmax", skip): told for skip, told in PAPER.items()}
+)
+SKIPS_RECALL = experiment("recall", "λ by mixer, associative recall", {})
