@@ -65,7 +65,7 @@ def load_subject(
     Raises:
         InputError: if there is no such model, or it cannot be loaded as asked.
     """
-    target = _device(device)
+    target = checked_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(
             f"--dtype {dtype}",
@@ -93,7 +93,15 @@ def load_subject(
     return subject
 
 
-def _device(name: str) -> torch.device:
+def checked_device(name: str) -> torch.device:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        name: such as ``cpu`` or ``cuda:0``.
+
+    Raises:
+        InputError: with the reason.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

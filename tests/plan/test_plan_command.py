@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -65,6 +66,35 @@ def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> Non
     assert "words of text.txt" in plan.inputs
 
 
+def test_pictures_without_a_model_go_through_a_random_patch_embedding(run: Run) -> None:
+    """Eight different patches, each in eight places: no head has more winners than that."""
+    tiles = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 4, 3), dtype=np.uint8)
+    rows = np.concatenate([tiles] * 8, 1).reshape(3, 8, 8, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5)
+    np.savez("tiles.npz", rows.reshape(3, 32, 32, 3))
+    few = ("--trials", 3, "--width", 24, "--no-law", "--no-time")
+    done = run("--images", "tiles.npz", "--tokens", 100, *few)
+    assert done.exit_code == 0, done.output
+    plan = HeadDimPlan.load("rankwise-plan")
+    assert (plan.tokens, plan.width) == (64, 24)
+    assert 4 / 64 <= max(mean for _, mean, _ in plan.curve) <= 8 / 64
+    assert plan.inputs == "patches of tiles.npz through a random embedding (3 pictures)"
+    assert any("64 patches of 4 × 4 of 32 × 32 pixels" in note for note in plan.notes)
+
+
+def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> None:
+    from PIL import Image
+
+    for side in (20, 30):
+        pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(f"{side}.png")
+    few = ("--trials", 2, "--width", 24, "--no-law", "--no-time")
+    done = run("--images", ".", "--tokens", 49, *few)
+    assert done.exit_code == 0, done.output
+    plan = HeadDimPlan.load("rankwise-plan")
+    assert plan.tokens == 49
+    assert any("brought to 224 × 224" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -75,7 +105,12 @@ def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> Non
         (("--text", "text.txt", "--tokens", 5000), "longer text"),
         (("--text", "none.txt"), "none.txt"),
         (("--model", "tiny"), "--text FILE"),
-        (("--images", "."), "--model"),
+        (("--images", "."), "a picture"),
+        (("--images", "odd.npz", "--tokens", 9), "3 × 7 pixels"),
+        (("--images", "odd.npz", "--text", "text.txt"), "one of them"),
+        (("--images", "odd.npz", "--inputs", "gaussian"), "--inputs"),
+        (("--tokens", 10**8), "131,072"),
+        (("--width", 64, "--device", "cuda:99"), "--device cuda:99"),
         (("--text", "text.txt", "--inputs", "orthonormal"), "--inputs"),
         (("--width", 64, "--heads", 128), "128 heads at D = 64"),
         (("--width", 64, "--value-dim", 0), "value_dim"),
@@ -87,6 +122,7 @@ def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> Non
 def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
     Path("linear.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
     Path("short.txt").write_text("short")
+    np.savez("odd.npz", np.zeros((2, 3, 7), np.uint8))
     done = run(*arguments, "--trials", 2)
     assert done.exit_code != 0
     assert said in str(done.exception)

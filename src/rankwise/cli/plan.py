@@ -24,6 +24,8 @@ is measured beside it. Writes plan.json and index.html; Ctrl-C keeps what is don
 
   rankwise plan --tokens 256 --text book.txt --width 256 --layers 4
 
+  rankwise plan --tokens 256 --images photos/ --width 384
+
   rankwise plan --tokens 256 --model gpt2 --text book.txt --out gpt2-plan
 """
 
@@ -39,7 +41,7 @@ def command(
     text: Annotated[
         Path | None, typer.Option(help="Text; without a model through a random embedding.")
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="Pictures, with a model that reads them.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Pictures; without a model their patches.")] = None,
     inputs: Annotated[str | None, typer.Option(help="orthonormal or gaussian, without data.")] = None,
     positions: Annotated[
         str | None, typer.Option(help="none, rope or learned; the model's own with --model.")
@@ -67,12 +69,14 @@ def command(
     """Plan a head width; see `HELP`."""
     from rankwise.cli.output import prepare_folder, quiet_libraries, show_trials
     from rankwise.plan import fit_log_law, plan_head_dim, with_prices
+    from rankwise.plan.pictures import picture_states
     from rankwise.plan.shape import present_shape
     from rankwise.plan.sources import attention_of, model_states, text_states
     from rankwise.plan.trained import with_trained
-    from rankwise.subjects import load_subject
+    from rankwise.subjects import checked_device, load_subject
 
     _check(out, overwrite, width, tokens, model, text, images, inputs)
+    checked_device(device)
     prepare_folder(out)
     quiet_libraries()
     subject = None
@@ -85,6 +89,8 @@ def command(
         batches, states, said = model_states(subject, text, images, tokens, sequences)
     elif text is not None:
         states, said = text_states(text, width or 768, tokens, sequences, seed)
+    elif images is not None:
+        states, said = picture_states(images, width or 768, tokens, sequences, seed)
     else:
         states, said = tokens, []
     mask = mask or own.get("mask", "full")
@@ -166,16 +172,16 @@ def _check(
         raise InputError(
             "--model", wanted="data beside it", got="none", fix="Give --text FILE or --images DIR."
         )
-    if inputs is not None and (model is not None or text is not None):
+    if model is None and text is not None and images is not None:
+        raise InputError(
+            "--text and --images", wanted="one of them", got="both", fix="Plan for one after the other."
+        )
+    if inputs is not None and (model, text, images) != (None, None, None):
         raise InputError(
             f"--inputs {inputs}",
             wanted="no data beside it: it says how token states are drawn where none are given",
-            got="--model" if model is not None else "--text",
+            got="--model" if model is not None else "--text" if text is not None else "--images",
             fix="Leave --inputs out, or the data.",
-        )
-    if images is not None and model is None:
-        raise InputError(
-            "--images", wanted="a model that reads pictures", got="none", fix="Give --model, such as a ViT."
         )
 
 

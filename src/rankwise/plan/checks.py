@@ -40,6 +40,10 @@ def check_drawn(inputs: str | None, given: Tensor | None) -> None:
         )
 
 
+MAX_TOKENS = 131_072
+"""A trial of T² K_max products takes about half an hour on one core there."""
+
+
 def check_fit(setting: Setting, widths: tuple[int, ...], width: int | None) -> None:
     """Refuse sizes that do not fit together."""
     if width is not None and setting.given is not None and width != setting.dim:
@@ -114,6 +118,13 @@ def check_numbers(
             wanted="two tokens or more",
             got=repr(tokens),
             fix="A single token mixes with itself alone: its rank is 1 at every width.",
+        )
+    if tokens > MAX_TOKENS:
+        raise ShapeError(
+            "`tokens`",
+            wanted=f"at most {MAX_TOKENS:,}: time grows as T²",
+            got=f"{tokens:,}",
+            fix="Plan for fewer tokens; the law in ln T says how K* goes on.",
         )
     wanted = {
         "tolerance": (tolerance, 0 < tolerance < 1, "a number in (0, 1)", "0.01 is the paper's."),
