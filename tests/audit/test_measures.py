@@ -174,7 +174,6 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
     way = re.findall(r"^ +\d+  (\S+\.py) ", page, re.MULTILINE)
     assert re.findall(r"^\| `(\S+\.py)`", page, re.MULTILINE) == way
     links = {
-        ("audit/api.py", "audit/run.py"): "Run",
         ("audit/run.py", "audit/heads.py"): "HeadTable",
         ("audit/heads.py", "audit/numbers.py"): "measured",
         ("audit/numbers.py", "audit/measures.py"): "HEAD_MEASURES",

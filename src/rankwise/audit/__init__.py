@@ -1,7 +1,7 @@
 """Audits: capture, measures and theory over batches, streaming."""
 
-from rankwise.audit.api import audit
 from rankwise.audit.comparison import Comparison
+from rankwise.audit.failures import AuditError
 from rankwise.audit.findings import CODES, check_codes
 from rankwise.audit.fresh_copies import BaselineSettings
 from rankwise.audit.fresh_weights import FreshWeightsError, fresh_weights
@@ -11,7 +11,7 @@ from rankwise.audit.numbers import check_method
 from rankwise.audit.pictures import chosen_heads
 from rankwise.audit.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.audit.result import Audit
-from rankwise.audit.run import AuditError
+from rankwise.audit.run import audit
 from rankwise.audit.steps import in_order
 from rankwise.audit.worth_records import BlockWorth, HeadWorth, Removable, WorthRecord
 

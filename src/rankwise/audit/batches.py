@@ -1,13 +1,13 @@
 """Batches as people hold them: what a model cannot take is left out where that is certain, else named."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from rankwise.errors import InputError, did_you_mean
-from rankwise.running import LABELS, second_taken_as, tensors_of
+from rankwise.running import LABELS, Batch, second_taken_as, tensors_of
 
 LEFT_OUT = -100
 """The label of what is not to be predicted, as PyTorch and transformers have it."""
@@ -68,6 +68,35 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
             (batch[:1], "labels left out of the batches: the second of two items") if taken else (batch, "")
         )
     return batch, ""
+
+
+def from_texts(
+    model: nn.Module,
+    batches: object,
+    texts: str | Sequence[str],
+    tokenizer: Callable[..., Any] | None,
+    **sizes: int,
+) -> tuple[Iterable[Batch], list[str]]:
+    """Batches of texts, and notes on how they were made.
+
+    Args:
+        model: the model that is to read them.
+        batches: None, or the user has given both.
+        texts: one sequence each.
+        tokenizer: of the texts.
+        sizes: ``tokens`` of a sequence at most, and ``batch_size``.
+
+    Raises:
+        InputError: if there are batches too, or no texts, or no tokenizer.
+    """
+    from rankwise.data import check_texts, model_batches
+
+    if batches is not None:
+        raise InputError(
+            "`batches` and `texts`", wanted="one of them", got="both", fix="Audit them one after the other."
+        )
+    several, made = check_texts(texts, tokenizer)
+    return model_batches(model, several, made, sequences=len(several), **sizes)
 
 
 def cure(model: nn.Module, batch: Any, error: Exception) -> str:

@@ -16,7 +16,7 @@ from rankwise.audit.token_names import TokenNames, sides
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError
 from rankwise.operators import MixingOperator, PartMixing
-from rankwise.running import Batch
+from rankwise.running import Batch, tensors_of
 
 PICTURES_BYTES = 2**28
 """Of all pictures of a running audit, packed: 43 KiB each at most. Heads after that have none."""
@@ -138,6 +138,18 @@ def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device)
     member = torch.zeros(size, blocks, dtype=dtype, device=device)
     member[torch.arange(size, device=device), block] = 1
     return member / member.sum(0)
+
+
+def picture_size(batch: Batch | None) -> tuple[int, int] | None:
+    """Height and width of the pictures in a batch, (B, C, H, W), if it has any.
+
+    Args:
+        batch: what the model was given.
+    """
+    for tensor in tensors_of(batch).values() if batch is not None else ():
+        if tensor.dim() == 4 and tensor.is_floating_point():
+            return tensor.shape[2], tensor.shape[3]
+    return None
 
 
 def patch_grid(tokens: int, picture: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -1,11 +1,7 @@
-"""An audit under way: batches, then copies at fresh weights, then worth; and the record of what is known."""
+"""An audit: batches run through the model, every mixer is measured as it runs, and a record is made of it."""
 
-import platform
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,72 +9,161 @@ from torch import nn
 
 from rankwise.audit.baseline_numbers import head_baselines, layer_baselines
 from rankwise.audit.baseline_records import BaselineRecord
-from rankwise.audit.batches import cure, label_error, readable
+from rankwise.audit.batches import check_batches, from_texts, readable
+from rankwise.audit.failures import batch_failed, measuring, step_failed
 from rankwise.audit.findings import find
-from rankwise.audit.fresh_copies import FreshCopies
+from rankwise.audit.fresh_copies import BaselineWanted, FreshCopies, check_baseline
 from rankwise.audit.heads import HeadTable, SiteKey
 from rankwise.audit.layers import LayerTable
-from rankwise.audit.numbers import method_of
+from rankwise.audit.numbers import Method, check_method, method_of
+from rankwise.audit.pictures import Matrices, PictureTaker, chosen_heads, picture_size
+from rankwise.audit.provenance import check_provenance, provenance_of
 from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
-from rankwise.audit.worth_numbers import head_worths, worth_record
+from rankwise.audit.token_names import TokenNames
+from rankwise.audit.worth_numbers import WorthWanted, check_worth, head_worths, worth_record
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
-from rankwise.errors import CaptureError, InputError, RankwiseError
+from rankwise.errors import CaptureError, InputError
+from rankwise.measures import DELTA, check_delta
 from rankwise.parallel import one_thread
-from rankwise.running import Batch, batch_size, device_of, moved, run_model, tensors_of
+from rankwise.running import Batch, batch_size, device_of, moved, run_model
 from rankwise.worth import Worth, WorthSettings, measure_worth
 
 Progress = Callable[[int, str], None]
 """Called with the number of finished batches and the site measured last."""
 
 
-LIBRARIES = ("torch", "transformers")
-"""Their versions go into the record, where they are loaded."""
+def audit(
+    model: nn.Module,
+    batches: Iterable[Batch] | None = None,
+    delta: float = DELTA,
+    *,
+    texts: str | Sequence[str] | None = None,
+    tokenizer: Callable[..., Any] | None = None,
+    tokens: int = 256,
+    batch_size: int = 4,
+    method: Method = "auto",
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    matrices: Matrices | None = None,
+    worth: WorthWanted = False,
+    baseline: BaselineWanted = False,
+    provenance: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Audit:
+    """Measure the rank of every head and the collapse of tokens through depth, as the model runs.
 
+    Each batch runs once, without gradients, on the model's device; nothing of the model is written to, and
+    `rankwise.advise` is what runs it again. With ``worth`` batches are kept in a list and run again: the
+    first once, then each once with gradients and nine times backward, and some five to thirty times without
+    sets of heads (log2 of the heads, and at most 16 more); with ``worth="exact"`` as often as there are heads
+    and blocks besides. Every operator is measured as soon as its block has run and then let go: memory does
+    not grow with batches or layers. The model stays in the mode it is in (call ``model.eval()`` first), its
+    attention backend is not switched.
 
-class AuditError(RankwiseError):
-    """The model or its batches failed while it was audited.
+    Cost: one forward pass; for each head and sequence the eigenvalues of a Gram matrix (T S min(T, S) time,
+    8 T S bytes), or where ranks are estimated 67 walks over the rows (O(T S K) time, O(T + S) memory).
 
-    ``audit`` holds the whole batches before; where the first failed, the layers it got through, or None.
+    Args:
+        model: any `torch.nn.Module`.
+        batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
+            a DataLoader. Labels that the model has no place for are left out, and a note says so.
+        delta: singular values below it count as zero in the numerical rank.
+        texts: instead of batches, strings: one sequence each, in batches padded on the right.
+        tokenizer: of ``texts``; one of transformers, or anything alike. With batches too it names tokens in
+            findings and pictures, if it has a method ``decode``; without one they are ids.
+        tokens: of ``texts``, the most tokens of a sequence; fewer where the model takes no more.
+        batch_size: of ``texts``, sequences in a batch.
+        method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval where δ cannot
+            be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
+        sites: operators named by hand, as in `capture`.
+        blocks: names of the residual blocks, as in `capture`.
+        matrices: heads that keep a picture of their matrix on the first two sequences (`MatrixPicture`, at
+            most 128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
+            "3:7,5:0" (layer:head), or pairs. A product with 128 columns each; 256 MiB at most in all.
+        worth: whether to measure what the model loses without each head and block, and which heads can go
+            together: True estimates it from gradients, "exact" removes heads one by one as well;
+            `rankwise.worth.WorthSettings` say more, such as the loss.
+        baseline: whether the same architecture is audited at fresh weights too, on the same batches, one
+            copy after another: True for three seeds, their number, or a function of a seed that builds the
+            model where it cannot be built anew (`fresh_weights`). Each costs an audit and, while it runs, the
+            memory of a copy; batches are kept in a list.
+        provenance: what to write into the record besides what is known here: model, revision, data, command.
+        on_progress: called after each measured site.
+
+    Returns:
+        The audit. Interrupted from the keyboard while batches run, it holds the whole ones until then (of a
+        first one, its finished layers), and ``complete`` is False.
+
+    Raises:
+        AuditError: if the model or the batches raise, or worth or the baseline cannot be measured; its
+            ``audit`` holds what was measured before.
+        CaptureError: if no mixing operator is found.
+        InputError: if there are no batches, or both batches and texts, no tokenizer for texts, or no such
+            method.
+        FreshWeightsError: before anything is measured, if a baseline is wanted and the model cannot be built
+            at fresh weights.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> result = rw.audit(layer, [torch.randn(1, 5, 8)])
+        >>> [(head.layer, head.head) for head in result.heads]
+        [(0, 0), (0, 1)]
     """
-
-    def __init__(self, audit: Audit | None, subject: str, *, wanted: str, got: str, fix: str) -> None:
-        super().__init__(subject, wanted=wanted, got=got, fix=fix)
-        self.audit = audit
+    check_provenance(provenance or {})
+    check_delta(delta)
+    notes: list[str] = []
+    if texts is not None and isinstance(model, nn.Module):
+        batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
+    check_batches(batches if texts is None else ())
+    settings = check_worth(worth, tokenizer)
+    copies = None if (fresh := check_baseline(baseline)) is None else FreshCopies(model, fresh)
+    given = batches or ()
+    given = given if settings is None and copies is None else list(given)
+    names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
+    pictures = None if chosen is None else PictureTaker(chosen, names)
+    heads = HeadTable(delta, check_method(method), names, pictures, each_sequence=copies is not None)
+    run = Run(model, heads, dict(provenance or {}), on_progress, sites=sites, blocks=blocks)
+    run.notes += notes
+    run.over(given, settings, copies)
+    return run.result()
 
 
 class Run:
-    """One audit under way."""
+    """One audit under way.
+
+    Args:
+        model: the model.
+        heads: measures its mixers.
+        given: what the user says of the model and its data.
+        on_progress: called after each measured site.
+        where: what `capture` is told of the model: ``sites`` and ``blocks``.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        delta: float,
         heads: HeadTable,
         given: dict[str, Any],
         on_progress: Progress | None,
+        **where: Any,
     ) -> None:
-        self.model, self.delta, self.given = model, delta, given
-        self.given_notes = tuple(self.given.pop("notes", ()))
-        self.heads, self.layers = heads, LayerTable()
-        self.trace = Trace()
+        self.model, self.heads, self.layers = model, heads, LayerTable()
+        self.given, self.where, self.trace = given, where, Trace()
         self.notes: list[str] = []
-        self.batches = 0
-        self.sequences = 0
+        self.batches = self.sequences = 0
         self.complete = True
         self.worth: Worth | None = None
         self.fresh: dict[int, tuple[HeadTable, LayerTable]] = {}
         """What was measured at fresh weights, by the seed."""
         self.built = ""
-        self._name = type(model).__name__
         self._current: Any = None
         self._on_progress = on_progress or (lambda batches, site: None)
 
     def over(
         self,
         batches: Iterable[Batch],
-        sites: Mapping[str, SiteAdapter] | None,
-        blocks: str | None,
         worth: WorthSettings | None = None,
         copies: FreshCopies | None = None,
     ) -> None:
@@ -87,9 +172,7 @@ class Run:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.notes.append("the compiled model was run uncompiled, with the same weights")
-            watch = capture(
-                self.model, on_mixer=self._mixer, on_state=self._state, sites=sites, blocks=blocks
-            )
+            watch = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
             try:
                 with watch as self.trace, torch.no_grad():
                     self._run_all(iter(batches), device_of(self.model))
@@ -100,75 +183,12 @@ class Run:
             except CaptureError:
                 raise
             except Exception as error:
-                raise self._failed(error) from error
+                kept = self.result() if self._keep_what_is_done() else None
+                raise batch_failed(error, self.model, self.batches + 1, self._current, kept) from error
             if copies is not None and self.complete:
-                self._measure_baseline(batches, sites, blocks, copies)
+                self._measure_baseline(batches, copies)
             if worth is not None and self.complete:
-                self._measure_worth(batches, sites, blocks, worth)
-
-    def _measure_baseline(
-        self,
-        batches: Iterable[Batch],
-        sites: Mapping[str, SiteAdapter] | None,
-        blocks: str | None,
-        copies: FreshCopies,
-    ) -> None:
-        self.built = copies.built
-        try:
-            with copies.random_state_kept():
-                for seed, model in copies:
-                    torch.manual_seed(seed)  # of dropout, where the model is in training mode
-                    run = self._of_copy(model, f"seed {seed} of {len(copies)} at fresh weights")
-                    run.over(batches, sites, blocks)
-                    if not run.complete:
-                        raise KeyboardInterrupt
-                    self.fresh[seed] = run.heads, run.layers
-                    del run, model  # one copy at a time
-        except KeyboardInterrupt:
-            self.notes.append(f"baseline of {len(self.fresh)} seeds only: interrupted from the keyboard")
-        except Exception as error:
-            raise self._after_all("baseline", "an audit at fresh weights", error) from error
-
-    def _of_copy(self, model: nn.Module, name: str) -> "Run":
-        heads = HeadTable(self.delta, self.heads.method, each_sequence=True)
-        return Run(
-            model, self.delta, heads, {}, lambda done, site: self._on_progress(done, f"{name}: {site}")
-        )
-
-    def _measure_worth(
-        self,
-        batches: Iterable[Batch],
-        sites: Mapping[str, SiteAdapter] | None,
-        blocks: str | None,
-        settings: WorthSettings,
-    ) -> None:
-        try:
-            self.worth = measure_worth(
-                self.model,
-                batches,
-                settings,
-                readable=lambda batch: readable(self.model, batch)[0],
-                sites=sites,
-                blocks=blocks,
-                channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
-                on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
-            )
-        except KeyboardInterrupt:
-            self.notes.append("worth not measured: interrupted from the keyboard")
-        except Exception as error:
-            raise self._after_all("worth", "what the model loses without its heads", error) from error
-
-    def _after_all(self, subject: str, wanted: str, error: Exception) -> AuditError:
-        """Of a step after the batches: the audit itself is whole."""
-        if not isinstance(error, RankwiseError):
-            error = RankwiseError(
-                subject,
-                wanted=wanted,
-                got=f"{type(error).__name__}: {error}",
-                fix=f"Audit without {subject}, or with smaller batches if memory ran out.",
-            )
-        said = {"wanted": error.wanted, "got": error.got, "fix": error.fix}
-        return AuditError(self.result(), error.subject, **said)
+                self._measure_worth(batches, worth)
 
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for given in batches:
@@ -189,6 +209,16 @@ class Run:
                 fix="Pass a list of batches; an exhausted iterator gives none.",
             )
 
+    def _mixer(self, site: MixerSite) -> None:
+        with measuring(site.name), one_thread():  # what is large goes to several, a matrix each
+            self.heads.add(site, picture_size(self._current), self._current)
+        self._on_progress(self.batches, site.name)
+
+    def _state(self, state: StateSite) -> None:
+        with measuring(state.name), one_thread():
+            self.layers.add(state)
+        self._on_progress(self.batches, state.name)
+
     def _keep_what_is_done(self) -> bool:
         """Whole batches are kept; of a first batch that was not finished, the layers that were."""
         self.complete = False
@@ -199,26 +229,45 @@ class Run:
                 table.commit()
         return bool(self.heads.records())
 
-    def _failed(self, error: Exception) -> Exception:
-        kept = self._keep_what_is_done()
-        if isinstance(error, RankwiseError):
-            said = {"wanted": error.wanted, "got": error.got, "fix": error.fix}
-            return AuditError(self.result(), error.subject, **said) if kept else error
-        subject, got = f"batch {self.batches + 1}", f"{type(error).__name__}: {error}"
-        partial = self.result() if kept else None
-        wrong = label_error(self.model, self._current, self.batches + 1, error)
-        if wrong is not None:
-            return AuditError(partial, wrong.subject, wanted=wrong.wanted, got=wrong.got, fix=wrong.fix)
-        if self._current is None:
-            fix = "Iterate over the batches by themselves to see the whole traceback."
-            return AuditError(partial, subject, wanted="a batch", got=got, fix=fix)
-        return AuditError(
-            partial,
-            subject,
-            wanted=f"a forward pass of {self._name} over {_described(self._current)}",
-            got=got,
-            fix=cure(self.model, self._current, error),
+    def _measure_baseline(self, batches: Iterable[Batch], copies: FreshCopies) -> None:
+        self.built = copies.built
+        try:
+            with copies.random_state_kept():
+                for seed, model in copies:
+                    torch.manual_seed(seed)  # of dropout, where the model is in training mode
+                    run = self._of_copy(model, f"seed {seed} of {len(copies)} at fresh weights")
+                    run.over(batches)
+                    if not run.complete:
+                        raise KeyboardInterrupt
+                    self.fresh[seed] = run.heads, run.layers
+                    del run, model  # one copy at a time
+        except KeyboardInterrupt:
+            self.notes.append(f"baseline of {len(self.fresh)} seeds only: interrupted from the keyboard")
+        except Exception as error:
+            raise step_failed(error, "baseline", "an audit at fresh weights", self.result()) from error
+
+    def _of_copy(self, model: nn.Module, name: str) -> "Run":
+        heads = HeadTable(self.heads.delta, self.heads.method, each_sequence=True)
+        return Run(
+            model, heads, {}, lambda done, site: self._on_progress(done, f"{name}: {site}"), **self.where
         )
+
+    def _measure_worth(self, batches: Iterable[Batch], settings: WorthSettings) -> None:
+        try:
+            self.worth = measure_worth(
+                self.model,
+                batches,
+                settings,
+                readable=lambda batch: readable(self.model, batch)[0],
+                channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
+                on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
+                **self.where,
+            )
+        except KeyboardInterrupt:
+            self.notes.append("worth not measured: interrupted from the keyboard")
+        except Exception as error:
+            wanted = "what the model loses without its heads"
+            raise step_failed(error, "worth", wanted, self.result()) from error
 
     def result(self) -> Audit:
         """What is known so far."""
@@ -254,72 +303,14 @@ class Run:
             baseline=BaselineRecord(seeds=list(self.fresh), built=self.built) if fresh else None,
         )
 
-    def _mixer(self, site: MixerSite) -> None:
-        self._measure(site.name, lambda: self.heads.add(site, _picture(self._current), self._current))
-
-    def _state(self, state: StateSite) -> None:
-        self._measure(state.name, lambda: self.layers.add(state))
-
-    def _measure(self, name: str, measure: Callable[[], None]) -> None:
-        try:
-            with one_thread():  # what is large goes to several, a matrix each
-                measure()
-        except RankwiseError:
-            raise
-        except Exception as error:  # not the model's fault: say whose it is
-            raise RankwiseError(
-                f"measures of {name!r}",
-                wanted="numbers",
-                got=f"{type(error).__name__}: {error}",
-                fix="If memory ran out, use fewer tokens or a smaller batch.",
-            ) from error
-        self._on_progress(self.batches, name)
-
     def _provenance(self, heads: list[HeadRecord]) -> Provenance:
-        model = self.model
-        parameters = list(model.parameters())
-        found: dict[str, Any] = {
-            "model": str(getattr(model, "name_or_path", "") or type(model).__name__),
-            "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "delta": self.delta,
+        found = {
+            "delta": self.heads.delta,
             "method": method_of(heads),
             "method_asked": self.heads.method,
-            "model_dtype": ", ".join(
-                sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
-            ),
-            "device": ", ".join(sorted({str(parameter.device) for parameter in parameters})),
             "batches": self.batches,
             "sequences": self.sequences,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": _versions(),
         }
         parts = [f"measured: {part}, spread evenly" for part in self.heads.notes]
-        notes = [_printable(note) for note in (*self.notes, *parts, *self.trace.notes, *self.given_notes)]
-        said = {**found, **self.given}
-        return Provenance(**{name: _printable(value) for name, value in said.items()}, notes=notes)
-
-
-def _printable(value: Any) -> Any:
-    """Paths may hold bytes that are no text; JSON and HTML may not."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _versions() -> dict[str, str]:
-    loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
-    return {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded}
-
-
-def _picture(batch: Batch | None) -> tuple[int, int] | None:
-    """Height and width of the pictures in a batch, (B, C, H, W), if it has any."""
-    for tensor in tensors_of(batch).values() if batch is not None else ():
-        if tensor.dim() == 4 and tensor.is_floating_point():
-            return tensor.shape[2], tensor.shape[3]
-    return None
-
-
-def _described(batch: Batch) -> str:
-    tensors = tensors_of(batch)
-    return (
-        ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items()) or type(batch).__name__
-    )
+        given = self.given | {"notes": (*self.notes, *parts, *self.trace.notes, *self.given.get("notes", ()))}
+        return provenance_of(self.model, found, given)
