@@ -1,6 +1,9 @@
 """`rankwise compress` as its user meets it."""
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,12 +74,22 @@ def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: 
     model.resize_token_embeddings(400)
     model.save_pretrained("model")
     ByT5Tokenizer().save_pretrained("model")
+    Path("model/modules.json").write_text(
+        json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "../own"}])
+    )
+    Path("model/1_Pooling").mkdir()
+    Path("model/1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
     done = run(
         "model", "--text", "text.txt", "--width", 3, "--tokens", 32, "--sequences", 8, "--batch-size", 4,
         "--no-time", "--no-nulls", "--out", "narrow",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "every other batch was held out" in words(done)
+    assert "sentence-transformers were copied along (1_Pooling)" in words(done)
+    assert Path("narrow/1_Pooling/config.json").read_text() == Path("model/1_Pooling/config.json").read_text()
+    assert Path("narrow/modules.json").exists()
+    assert not Path("own").exists()
+    assert any("1_Pooling" in note for note in Compression.load("narrow").notes)
     assert rw.load_compressed("narrow").config.use_cache
     audited = CliRunner().invoke(
         app, ["audit", "narrow", "--text", "text.txt", "--tokens", "32", "--out", "seen"]
@@ -119,3 +132,43 @@ def test_where_nothing_can_go_the_tables_are_shown_and_nothing_is_written(run: R
     assert "0 of 8 heads removed" in words(done)
     assert "Raise --tolerance" in str(done.exception)
     assert not Path("less/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_where_nothing_comes_of_it_no_folder_is_left(
+    run: Run, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_args: object, **_more: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rankwise.compression.layers.run_model", stopped)
+    Path("there").mkdir()
+    for folder, left in (("new", False), ("there", True)):
+        done = run("own.py:build", "--no-time", "--out", folder)
+        assert done.exit_code != 0
+        assert Path(folder).exists() == left
+
+
+def test_names_and_numbers_stay_whole_on_a_narrow_console(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run(
+        "own.py:build", "--no-time", "--no-nulls", "--parts", "qk,heads", "--keep", 0.7, "--out", "less"
+    )
+    assert done.exit_code == 0, done.output
+    record = Compression.load("less")
+    for layer in record.layers:
+        assert f"transformer.h {layer.layer} " in done.output or f"{layer.layer}  " in done.output
+        assert f"{layer.kl_end_to_end:.4f}" in done.output
+    assert record.budget is not None
+    assert f"{record.budget.bytes_before:,} bytes" in words(done)
+    assert "One budget" in Path("less/index.html").read_text()
+
+
+def test_the_import_alone_lets_transformers_load_what_was_compressed() -> None:
+    """In a process of its own: here, other tests have imported more."""
+    code = (
+        "import rankwise.compression; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; "
+        "print('rankwise' in AUTO_QUANTIZER_MAPPING)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr[-2000:]

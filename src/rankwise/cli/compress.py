@@ -12,6 +12,10 @@ import typer
 if TYPE_CHECKING:
     from rankwise.compression import Compression
 
+SENTENCE_MODULES = (
+    "Modules of sentence-transformers were copied along ({names}): after `import rankwise.compression`, "
+    "SentenceTransformer loads the folder."
+)
 HELP = """Narrow what a trained model's attention does not need, with its price and its gain measured.
 
 The folder gets the compressed model, compression.json and index.html; the original is left alone. Every
@@ -81,69 +85,75 @@ def command(
     ] = False,
 ) -> None:
     """Compress a model; see `HELP`."""
-    from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress
+    from rankwise.cli.output import new_folder, quiet_libraries, show_progress
     from rankwise.compression import compress, compress_qk, save_compressed
+    from rankwise.compression.companions import copy_companions
+    from rankwise.compression.store import RECORD
     from rankwise.compression.structure import structure_of
     from rankwise.errors import CompressionError
     from rankwise.subjects import load_subject
 
     names = tuple(name.strip() for name in parts.split(",") if name.strip())
     _check(out, keep, tolerance, width, names)
-    prepare_folder(out)
-    quiet_libraries()
-    subject = load_subject(
-        model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
-    common: dict[str, Any] = {
-        "calibrate": calibrate,
-        "held_out": held_out or None,
-        "nulls": nulls,
-        "time": time,
-        "seed": seed,
-    }
-    with show_progress() as on_step, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*became slower")  # the record's notes say so, too
-        if width is not None:
-            record = compress_qk(subject.model, batches, width=width, on_step=on_step, **common)
-        else:
-            record = compress(
-                subject.model,
-                batches,
-                keep=keep,
-                tolerance=tolerance,
-                parts=names,
-                on_step=on_step,
-                cache_tokens=cache_tokens,
-                **common,
-            )
-    about = {
-        **record.about,
-        "command": shlex.join(["rankwise", *sys.argv[1:]]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "source": subject.name,
-        "folder": str(out),
-    }
-    record = record.model_copy(
-        update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
-    )
-    config: Any = getattr(subject.model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = True  # it was off while whole texts ran
-    if not structure_of(subject.model).changes:
-        _show(record, [])
-        raise CompressionError(
-            f"model {subject.name}",
-            wanted="something that can go",
-            got="nothing, at what was asked for",
-            fix="Raise --tolerance, lower --keep, or choose other --parts. Nothing was written.",
+    with new_folder(out):
+        quiet_libraries()
+        subject = load_subject(
+            model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
-    save_compressed(subject.model, out, record)
-    _copy_tokenizer(subject, out)
-    page = record.to_html(out / "index.html")
-    _show(record, [out, page])
-    if not record.complete:
-        raise typer.Exit(130)
+        batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
+        common: dict[str, Any] = {
+            "calibrate": calibrate,
+            "held_out": held_out or None,
+            "nulls": nulls,
+            "time": time,
+            "seed": seed,
+        }
+        with show_progress() as on_step, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*became slower")  # the record's notes say so, too
+            if width is not None:
+                record = compress_qk(subject.model, batches, width=width, on_step=on_step, **common)
+            else:
+                record = compress(
+                    subject.model,
+                    batches,
+                    keep=keep,
+                    tolerance=tolerance,
+                    parts=names,
+                    on_step=on_step,
+                    cache_tokens=cache_tokens,
+                    **common,
+                )
+        about = {
+            **record.about,
+            "command": shlex.join(["rankwise", *sys.argv[1:]]),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "source": subject.name,
+            "folder": str(out),
+        }
+        record = record.model_copy(
+            update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
+        )
+        config: Any = getattr(subject.model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = True  # it was off while whole texts ran
+        if not structure_of(subject.model).changes:
+            _show(record, [])
+            raise CompressionError(
+                f"model {subject.name}",
+                wanted="something that can go",
+                got="nothing, at what was asked for",
+                fix="Raise --tolerance, lower --keep, or choose other --parts. Nothing was written.",
+            )
+        save_compressed(subject.model, out, record)
+        if subject.source:
+            behind = copy_companions(subject.source, subject.revision or "main", out)
+            said = [SENTENCE_MODULES.format(names=", ".join(behind))] if behind else []
+            record = record.model_copy(update={"notes": [*record.notes, *said]})
+            record.save(out / RECORD)
+        page = record.to_html(out / "index.html")
+        _show(record, [out, page])
+        if not record.complete:
+            raise typer.Exit(130)
 
 
 def _check(
@@ -211,7 +221,7 @@ def _show(record: "Compression", written: list[Path]) -> None:
 
     from rankwise.compression.page import next_steps
     from rankwise.compression.tables import compression_tables, headline, setting_words
-    from rankwise.report.terminal import line, new_table, spelled_out
+    from rankwise.report.terminal import line, spelled_out, table_of_words
 
     with suppress(BrokenPipeError), spelled_out(Console()) as console:
         console.print(line(("Rankwise compress", "bold"), setting_words(record), separator="  "))
@@ -220,11 +230,8 @@ def _show(record: "Compression", written: list[Path]) -> None:
         console.print(line((headline(record), "bold")))
         console.print()
         for words in compression_tables(record):
-            table = new_table([(column, at > 0) for at, column in enumerate(words.columns)])
-            for row in words.rows:
-                table.add_row(*row)
             console.print(line((words.title, "bold")))
-            console.print(table)
+            console.print(table_of_words(words.columns, words.rows))
             if words.note:
                 console.print(line((words.note, "dim")))
             console.print()

@@ -43,6 +43,24 @@ def prepare_folder(folder: Path) -> None:
         ) from error
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """`prepare_folder`; where nothing comes of it, by an error or Ctrl-C, no empty folder is left behind.
+
+    Args:
+        folder: the folder.
+    """
+    existed = folder.exists()
+    prepare_folder(folder)
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):  # something was written into it
+                folder.rmdir()
+        raise
+
+
 def quiet_libraries() -> None:
     """Keep other libraries' advice and bars out of our output; their errors reach the user through ours."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

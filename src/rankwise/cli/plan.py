@@ -206,7 +206,7 @@ def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
     from rich.console import Console
 
     from rankwise.plan.tables import headline, plan_tables, setting_words
-    from rankwise.report.terminal import line, new_table, spelled_out
+    from rankwise.report.terminal import line, spelled_out, table_of_words
 
     with suppress(BrokenPipeError), spelled_out(Console()) as console:
         console.print(line(("Rankwise plan", "bold"), setting_words(plan), separator="  "))
@@ -214,11 +214,8 @@ def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
                       else line((headline(plan), "bold")))  # fmt: skip
         console.print()
         for words in plan_tables(plan):
-            table = new_table([(column, at > 0) for at, column in enumerate(words.columns)])
-            for row in words.rows:
-                table.add_row(*row)
             console.print(line((words.title, "bold")))
-            console.print(table)
+            console.print(table_of_words(words.columns, words.rows))
             console.print(line((words.note, "dim")))
             console.print()
         if plan.recommended:

@@ -21,6 +21,9 @@ _MOST_OF_A_KIND = 3
 
 _INDENT = 9
 
+LONGEST_NUMBER = 24
+"""Characters of a cell, above which its column is wrapped."""
+
 _SPELLED = str.maketrans(
     {
         "–": "-",
@@ -131,4 +134,26 @@ def new_table(columns: Sequence[tuple[str, bool]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column, number in columns:
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def table_of_words(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose names and numbers stay whole on narrow consoles: only columns of sentences are wrapped.
+
+    Args:
+        columns: their titles; the first is of names.
+        rows: cells.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for at, column in enumerate(columns):
+        longest = max((len(row[at]) for row in rows), default=0)
+        sentence = at > 0 and longest > LONGEST_NUMBER
+        number = at > 0 and not sentence
+        width = None if sentence else max(longest, *map(len, column.split())) if column else longest
+        table.add_column(
+            column, justify="right" if number else "left", overflow="fold", min_width=width,
+            no_wrap=False,
+        )  # fmt: skip
+    for row in rows:
+        table.add_row(*row)
     return table
