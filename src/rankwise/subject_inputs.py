@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rankwise.data.evenly import WHOLE, Shard
 from rankwise.errors import InputError
 from rankwise.subjects import Subject, first_line
 
@@ -29,6 +31,7 @@ def inputs_for(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
+    shard: Shard = WHOLE,
 ) -> Inputs:
     """Make batches of what the user points at, in the form the subject reads.
 
@@ -40,6 +43,7 @@ def inputs_for(
         tokens: tokens of a sequence, cut to what the model can take.
         sequences: how many sequences at most.
         batch_size: sequences in a batch.
+        shard: which of the sequences to take, where several processes share them.
 
     Raises:
         InputError: if nothing or too much is given, it cannot be read, or it is not what the model reads.
@@ -47,7 +51,9 @@ def inputs_for(
     given = {"--text": text, "--images": images, "--dataset": dataset}
     chosen = [name for name, value in given.items() if value is not None]
     if not chosen and subject.batches is not None:
-        return Inputs(subject.batches, f"batches of {subject.name}")
+        mine = islice(subject.batches, shard.rank, None, shard.world)
+        made = subject.batches if shard == WHOLE else mine
+        return Inputs(made, f"batches of {subject.name}")
     if len(chosen) != 1:
         raise InputError(
             "data",
@@ -58,11 +64,11 @@ def inputs_for(
             else "Give --text FILE.",
         )
     if images is not None:
-        return _pictures(subject, images, sequences, batch_size)
-    return _texts(subject, text, dataset, tokens, sequences, batch_size)
+        return _pictures(subject, images, sequences, batch_size, shard)
+    return _texts(subject, text, dataset, tokens, sequences, batch_size, shard)
 
 
-def _pictures(subject: Subject, images: Path, sequences: int, batch_size: int) -> Inputs:
+def _pictures(subject: Subject, images: Path, sequences: int, batch_size: int, shard: Shard) -> Inputs:
     from rankwise.data import load_image_processor, read_images
     from rankwise.data.processors import plain_processor
 
@@ -85,7 +91,7 @@ def _pictures(subject: Subject, images: Path, sequences: int, batch_size: int) -
         processor = plain_processor({"size": 224}, note="pictures resized to 224×224, mean and std 0.5")
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
     batches: Iterable[Any] = read_images(
-        images, processor, sequences=sequences, batch_size=batch_size, mode=mode
+        images, processor, sequences=sequences, batch_size=batch_size, mode=mode, shard=shard
     )
     if not subject.source:
         batches = (batch["pixel_values"] for batch in batches)
@@ -94,7 +100,13 @@ def _pictures(subject: Subject, images: Path, sequences: int, batch_size: int) -
 
 
 def _texts(
-    subject: Subject, path: Path | None, dataset: str | None, tokens: int, sequences: int, batch_size: int
+    subject: Subject,
+    path: Path | None,
+    dataset: str | None,
+    tokens: int,
+    sequences: int,
+    batch_size: int,
+    shard: Shard,
 ) -> Inputs:
     from rankwise.data import dataset_texts, load_text, longest_sequence, model_batches
 
@@ -118,7 +130,7 @@ def _texts(
     limit = longest_sequence(model)
     shown = tokens if limit is None else min(tokens, limit)
     made, said = model_batches(
-        model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size
+        model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size, shard=shard
     )
     data = f"{path if path is not None else dataset}, up to {shown} tokens"
     return Inputs(made, data, (*notes, *said), tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise.device_maps import checked_device, placement
 from rankwise.errors import InputError, did_you_mean
 
 DTYPES = {
@@ -47,7 +48,9 @@ def load_subject(
     *,
     revision: str | None = None,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str | None = None,
+    device_map: str | None = None,
+    offload_folder: Path | None = None,
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
 ) -> Subject:
@@ -58,14 +61,18 @@ def load_subject(
             returns a module, or a module and its batches.
         revision: branch, tag or commit on the Hub.
         dtype: ``auto`` keeps the checkpoint's; else one of `DTYPES`.
-        device: where to put it, such as ``cpu`` or ``cuda:0``.
+        device: where to put it, such as ``cpu`` (where nothing is said) or ``cuda:0``.
+        device_map: how transformers and accelerate spread it over devices: ``auto``, ``balanced``,
+            ``sequential``, a device, or JSON ``{"module": "device", …}``.
+        offload_folder: where weights go that the device map puts on the disk.
         trust_remote_code: let code that comes with the model run.
         tokenizer: folder or Hugging Face name of the tokenizer, where the model has none beside it.
 
     Raises:
         InputError: if there is no such model, or it cannot be loaded as asked.
     """
-    target = checked_device(device)
+    target = checked_device(device or "cpu")
+    placed = placement(spec, device, device_map, offload_folder)
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(
             f"--dtype {dtype}",
@@ -79,8 +86,11 @@ def load_subject(
         if dtype != "auto":
             subject.model.to(DTYPES[dtype])
     else:
-        subject = _from_transformers(spec, revision, dtype, trust_remote_code)
+        subject = _from_transformers(spec, revision, dtype, trust_remote_code, placed)
     subject.tokenizer = tokenizer or ""
+    if placed:
+        subject.model.eval()
+        return subject
     try:
         subject.model.eval().to(target)
     except (RuntimeError, AssertionError) as error:
@@ -91,28 +101,6 @@ def load_subject(
             fix="Use --device cpu, or --dtype bfloat16 to halve its size.",
         ) from error
     return subject
-
-
-def checked_device(name: str) -> torch.device:
-    """Refuse a device that this machine does not have.
-
-    Args:
-        name: such as ``cpu`` or ``cuda:0``.
-
-    Raises:
-        InputError: with the reason.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(
-            f"--device {name}",
-            wanted="a device of this machine",
-            got=first_line(error),
-            fix="Use cpu, or cuda where PyTorch was installed with it.",
-        ) from error
-    return device
 
 
 def _from_factory(path: Path, name: str) -> Subject:
@@ -164,7 +152,9 @@ def _from_factory(path: Path, name: str) -> Subject:
     return Subject(model, f"{path}:{name}", batches=batches)
 
 
-def _from_transformers(spec: str, revision: str | None, dtype: str, trust_remote_code: bool) -> Subject:
+def _from_transformers(
+    spec: str, revision: str | None, dtype: str, trust_remote_code: bool, placed: dict[str, Any]
+) -> Subject:
     import transformers
 
     from rankwise import models  # known to transformers from here on
@@ -182,6 +172,7 @@ def _from_transformers(spec: str, revision: str | None, dtype: str, trust_remote
         auto = next((kind for kind in named if kind is not None), transformers.AutoModel)
         if auto is not transformers.AutoModel:
             options.pop("trust_remote_code")
+        options |= placed
         model, loading = auto.from_pretrained(
             spec, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True, **options
         )
@@ -208,6 +199,8 @@ def _loading_fix(error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
         return "Its code is not part of transformers: read it, then pass --trust-remote-code."
+    if "offload_folder" in text:
+        return "Not all of it fits into memory: pass --offload-folder DIR for the rest."
     if "token" in text.lower() and ("gated" in text.lower() or "401" in text):
         return "Log in with `hf auth login` after its owners have granted access."
     from huggingface_hub import constants

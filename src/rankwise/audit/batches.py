@@ -75,7 +75,9 @@ def from_texts(
     batches: object,
     texts: str | Sequence[str],
     tokenizer: Callable[..., Any] | None,
-    **sizes: int,
+    *,
+    tokens: int,
+    batch_size: int,
 ) -> tuple[Iterable[Batch], list[str]]:
     """Batches of texts, and notes on how they were made.
 
@@ -84,7 +86,8 @@ def from_texts(
         batches: None, or the user has given both.
         texts: one sequence each.
         tokenizer: of the texts.
-        sizes: ``tokens`` of a sequence at most, and ``batch_size``.
+        tokens: of a sequence at most.
+        batch_size: sequences in a batch.
 
     Raises:
         InputError: if there are batches too, or no texts, or no tokenizer.
@@ -96,7 +99,7 @@ def from_texts(
             "`batches` and `texts`", wanted="one of them", got="both", fix="Audit them one after the other."
         )
     several, made = check_texts(texts, tokenizer)
-    return model_batches(model, several, made, sequences=len(several), **sizes)
+    return model_batches(model, several, made, tokens=tokens, sequences=len(several), batch_size=batch_size)
 
 
 def cure(model: nn.Module, batch: Any, error: Exception) -> str:

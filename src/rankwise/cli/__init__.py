@@ -38,8 +38,10 @@ def _main(
 def main() -> None:
     """Run a command; errors meant for users are shown without a traceback, on standard error."""
     from rankwise.errors import RankwiseError
+    from rankwise.processes import first_speaks
 
-    try:
-        app()
-    except RankwiseError as error:
-        sys.exit(f"rankwise: {error}")
+    with first_speaks():
+        try:
+            app()
+        except RankwiseError as error:
+            sys.exit(f"rankwise: {error}")

@@ -2,21 +2,18 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rankwise.cli.optional_value import BARE
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rankwise.audit import Audit
-    from rankwise.audit.numbers import Method
-    from rankwise.surgery import Skips
+    from rankwise.processes import Processes
     from rankwise.worth import WorthSettings
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
@@ -26,6 +23,7 @@ Where tokens collapse, or λ-skips or LayerScale are there, the first batch runs
 Without a model it audits the bundled demo. Writes audit.json, index.html (one file, works offline) and the
 tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are audited one after the
 other on the same data, each into a folder of its own, with a page of curves over the steps beside them.
+Started by torchrun, several processes share the sequences, each with a copy of the model.
 
 [bold]Examples[/bold]
 
@@ -42,6 +40,12 @@ other on the same data, each into a folder of its own, with a page of curves ove
   rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
 
   rankwise audit run/checkpoint-* --text book.txt --out run-audits
+
+  rankwise audit meta-llama/Llama-3.1-70B --text book.txt --device-map auto --offload-folder offload/
+
+  torchrun --nproc-per-node gpu -m rankwise audit gpt2 --text book.txt --sequences 4096 --device cuda
+
+  rankwise audit --merge first/audit.json second/audit.json --out both
 """
 FOUND = 3
 """Exit status where a code of --fail-on was found."""
@@ -53,7 +57,7 @@ def command(
         typer.Argument(
             metavar="[MODEL]...",
             help="Hugging Face name, folder, or module.py:factory; several give a history. The bundled demo "
-            "by default.",
+            "by default. With --merge, audits.",
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl(.gz) with one text a line.")] = None,
@@ -109,7 +113,21 @@ def command(
     baseline_seeds: Annotated[
         int | None, typer.Option(min=1, help="Copies at fresh weights, 3 by default; implies --baseline.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu (by default), cuda, cuda:1, mps, …; under torchrun cuda is the GPU of each process."
+        ),
+    ] = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the model over devices and memory: auto, balanced, sequential, a device, or JSON."
+        ),
+    ] = None,
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="Where weights go that the device map puts on the disk.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     tokenizer: Annotated[
@@ -123,22 +141,32 @@ def command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Join audits of one model on other data each into one.")
+    ] = False,
 ) -> None:
     """Audit a model, or several one after the other; see `HELP`."""
     from rankwise.audit import check_codes, check_method, chosen_heads
     from rankwise.cli.audit_history import audit_each
+    from rankwise.cli.audit_one import audit_one
     from rankwise.cli.output import prepare_folder, quiet_libraries
     from rankwise.measures import check_delta
+    from rankwise.processes import from_environment
+    from rankwise.tasks import AuditTask
 
+    processes = from_environment()
+    _check_processes(processes, models or [], baseline or baseline_seeds is not None, device_map)
     codes = check_codes(fail_on or [])
     check_delta(delta)
     how = check_method(method)
     chosen_heads(matrices)
-    worthwhile = _worth(worth, models[0] if models else None, worth_tolerance, worth_removal, worth_loss)
-    prepare_folder(out)
-    quiet_libraries()
-    audit_model = partial(
-        _audit_one,
+    if merge:
+        _fail_on([merge_files(models or [], out)], codes)
+        return
+    is_demo = not models
+    source, text = _demo(text, images, dataset) if is_demo else ("", text)
+    task = AuditTask(
+        model=source,
         text=text,
         images=images,
         dataset=dataset,
@@ -146,115 +174,68 @@ def command(
         sequences=sequences,
         batch_size=batch_size,
         delta=delta,
-        how=how,
-        matrices=matrices,
-        worth=worthwhile,
-        baseline=baseline if baseline_seeds is None else baseline_seeds,
+        method=how,
+        matrices="all" if is_demo and matrices is None else matrices,
+        worth=_worth(worth, is_demo, worth_tolerance, worth_removal, worth_loss),
+        baseline=baseline_seeds or baseline or (is_demo and not processes.several),
         device=device,
+        device_map=device_map,
+        offload_folder=offload_folder,
         dtype=dtype,
         revision=revision,
         tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,
     )
-    if models and len(models) > 1:
-        _fail_on(audit_each(models, out, audit_model), codes)
-    else:
-        _fail_on([audit_model(models[0] if models else None, out)], codes)
+    if processes.first:
+        prepare_folder(out)
+    quiet_libraries()
+    facts = {"command": shlex.join(["rankwise", *sys.argv[1:]])}
+
+    def audit_model(model: str, folder: Path, brief: bool = False) -> "Audit":
+        return audit_one(replace(task, model=model), folder, processes, facts=facts, brief=brief)
+
+    with processes.joined():
+        if models and len(models) > 1:
+            _fail_on(audit_each(models, out, audit_model), codes)
+        else:
+            _fail_on([audit_model(models[0] if models else source, out)], codes)
 
 
-def _audit_one(
-    model: str | None,
-    out: Path,
-    *,
-    text: Path | None,
-    images: Path | None,
-    dataset: str | None,
-    tokens: int,
-    sequences: int,
-    batch_size: int,
-    delta: float,
-    how: "Method",
-    matrices: str | None,
-    worth: "WorthSettings | Literal[False]",
-    baseline: bool | int,
-    device: str,
-    dtype: str,
-    revision: str | None,
-    tokenizer: str | None,
-    trust_remote_code: bool,
-    brief: bool = False,
-) -> "Audit":
-    """Audit one model and write what was found; Ctrl-C and failures leave the command when that is done."""
-    from rankwise.assets import demo_text
-    from rankwise.audit import AuditError, audit
-    from rankwise.cli.output import show_progress, write_report
-    from rankwise.subject_inputs import inputs_for
-    from rankwise.subjects import load_subject
-    from rankwise.surgery import apply_saved_skips
+def _check_processes(
+    processes: "Processes", models: Sequence[str], baseline: bool, device_map: str | None
+) -> None:
+    """Refuse what several processes cannot share."""
+    from rankwise.errors import InputError
 
-    pictured = "all" if model is None and matrices is None else matrices
-    source, text = _demo(model, text, images, dataset)
-    subject = load_subject(
-        source,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        tokenizer=tokenizer,
-    )
-    skipped = apply_saved_skips(subject.model, Path(subject.source)) if subject.source else None
-    inputs = inputs_for(
-        subject,
-        text=text,
-        images=images,
-        dataset=dataset,
-        tokens=tokens,
-        sequences=sequences,
-        batch_size=batch_size,
-    )
-    facts = {
-        "model": "the bundled demo" if model is None else subject.name,
-        "revision": subject.revision,
-        "data": inputs.data.replace(str(demo_text()), "the bundled text"),
-        "command": shlex.join(["rankwise", *sys.argv[1:]]),
-        "notes": [*subject.notes, *_skip_notes(skipped), *inputs.notes],
+    several = f"{processes.world} processes"
+    wrong = {
+        "several models": (len(models) > 1, "Audit them one after the other, or by `rankwise sweep`."),
+        "--baseline": (baseline, "Audit the baseline in one process."),
+        "--device-map": (device_map is not None, "One process spreads the model over all devices."),
     }
-    first: list[Any] = []
-    failure, stopped = None, False
-    try:
-        with show_progress() as say:
-            result = audit(
-                subject.model,
-                _keeping_first(inputs.batches, first),
-                delta,
-                method=how,
-                matrices=pictured,
-                baseline=baseline or model is None,
-                tokenizer=inputs.tokenizer,
-                worth=worth,
-                provenance=facts,
-                on_progress=lambda done, site: say(_doing(done, sequences, site)),
-            )
-            if result.complete:
-                result, stopped = _advised(result, subject.model, first[0], say)
-    except AuditError as error:
-        if error.audit is None:
-            raise
-        result, failure = error.audit, error
-    write_report(result, out, brief=brief)
-    if failure is not None:
-        raise failure
-    if stopped or not result.complete:
-        raise typer.Exit(130)
-    return result
+    for what, (asked, fix) in wrong.items():
+        if processes.several and asked:
+            raise InputError(several, wanted=f"an audit without {what}", got=what, fix=fix)
 
 
-def _doing(done: int, sequences: int, what: str) -> str:
-    return what if what.startswith("worth") else f"batch {done + 1} (of {sequences} sequences): {what}"
+def merge_files(paths: Sequence[str], out: Path) -> "Audit":
+    """Join audits that were saved, and write the report of all of them.
+
+    Args:
+        paths: of the files, or the folders they lie in.
+        out: the folder of the report.
+    """
+    from rankwise.audit import Audit
+    from rankwise.cli.output import prepare_folder, write_report
+
+    prepare_folder(out)
+    merged = Audit.merge([Audit.load(path) for path in paths])
+    write_report(merged, out)
+    return merged
 
 
 def _worth(
-    how: str | None, model: str | None, tolerance: float, removal: str, loss: str
+    how: str | None, is_demo: bool, tolerance: float, removal: str, loss: str
 ) -> "WorthSettings | Literal[False]":
     """What was asked for; of the demo, which is small, everything."""
     from rankwise.errors import InputError, did_you_mean
@@ -265,50 +246,18 @@ def _worth(
     if how is not None and how not in values:
         raise InputError("--worth", wanted=" or ".join(values), got=how, fix=did_you_mean(how, values))
     settings = WorthSettings(
-        exact=how == "exact" or (how is None and model is None),
+        exact=how == "exact" or (how is None and is_demo),
         tolerance=tolerance,
         removal=check_removal(removal),
         loss=check_loss(loss),
     )
-    return False if how == "none" or (how is None and model is not None) else settings
+    return False if how == "none" or (how is None and not is_demo) else settings
 
 
-def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
-    """The batches; the first is kept for what looks at the model once more."""
-    for batch in batches:
-        first[:] = first or [batch]
-        yield batch
-
-
-def _advised(
-    result: "Audit", model: "nn.Module", batch: Any, say: Callable[[str], None]
-) -> "tuple[Audit, bool]":
-    """The audit with advice on its skip connections; the audit alone, and True, where Ctrl-C came first.
-
-    What of it fails does not cost the audit: the notes of the report say it.
-    """
-    from rankwise.surgery import advise
-
-    try:
-        return advise(result, model, batch, lambda what: say(f"on the first batch: {what}"), say), False
-    except KeyboardInterrupt:
-        notes = [*result.provenance.notes, "skip connections not looked at: interrupted from the keyboard"]
-        about = result.provenance.model_copy(update={"notes": notes})
-        return result.model_copy(update={"provenance": about}), True
-
-
-def _skip_notes(skips: "Skips | None") -> list[str]:
-    return [] if skips is None else [f"with the {len(skips)} λ-skips saved beside the model"]
-
-
-def _demo(
-    model: str | None, text: Path | None, images: Path | None, dataset: str | None
-) -> tuple[str, Path | None]:
+def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[str, Path | None]:
     from rankwise.assets import demo_model, demo_text
     from rankwise.errors import InputError
 
-    if model is not None:
-        return model, text
     if images is not None:
         raise InputError(
             "--images", wanted="a model that reads pictures", got="the text demo", fix="Name the model first."

@@ -5,6 +5,7 @@ Nothing of transformers, datasets or Pillow is imported before it is needed.
 
 from rankwise.data.batches import text_batches
 from rankwise.data.dataset import DatasetSpec, dataset_texts, parse_dataset
+from rankwise.data.evenly import Shard
 from rankwise.data.hub import hub_reachable
 from rankwise.data.images import find_images, read_images
 from rankwise.data.model_inputs import check_texts, longest_sequence, model_batches, takes_mask
@@ -14,6 +15,7 @@ from rankwise.data.text import load_text, read_rows, read_text
 __all__ = [
     "DatasetSpec",
     "PlainImageProcessor",
+    "Shard",
     "check_texts",
     "dataset_texts",
     "find_images",

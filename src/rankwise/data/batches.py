@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.data.evenly import check_positive, evenly
+from rankwise.data.evenly import WHOLE, Shard, check_positive, evenly
 from rankwise.errors import InputError
 
 Tokenizer = Callable[..., Any]
@@ -36,6 +36,7 @@ def text_batches(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
+    shard: Shard = WHOLE,
 ) -> Iterator[dict[str, Tensor]]:
     """Turn one long text, or many texts, into batches for a model.
 
@@ -62,6 +63,7 @@ def text_batches(
         tokens: length of a window, or the most of a sequence.
         sequences: how many to take at most.
         batch_size: sequences in a batch; the last batch may hold fewer.
+        shard: which of the sequences to take, where several processes share them.
 
     Returns:
         An iterator over ``{"input_ids": Int[Tensor, "B T"], "attention_mask": Int[Tensor, "B T"]}``.
@@ -82,8 +84,8 @@ def text_batches(
         if isinstance(text, str)
         else separate(text, tokenizer, tokens=tokens, sequences=sequences)
     )
-    pad = _pad_id(tokenizer)
-    return (_batch(rows[i : i + batch_size], pad) for i in range(0, len(rows), batch_size))
+    mine, pad = shard.of(rows), _pad_id(tokenizer)
+    return (_batch(mine[i : i + batch_size], pad) for i in range(0, len(mine), batch_size))
 
 
 def windows(text: str, tokenizer: Tokenizer, *, tokens: int, sequences: int) -> list[list[int]]:
@@ -174,7 +176,7 @@ def _special_tokens(text: str, tokenizer: Tokenizer, tokens: int) -> SpecialToke
     return SpecialTokens(full[:before], full[before + len(bare) :])
 
 
-def _batch(rows: list[list[int]], pad: int) -> dict[str, Tensor]:
+def _batch(rows: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
     longest = max(map(len, rows))
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])

@@ -1,6 +1,38 @@
 """Which of many to take when only a few are wanted."""
 
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
 from rankwise.errors import InputError
+
+T = TypeVar("T")
+
+
+class Shard(NamedTuple):
+    """The share of one process among several: neighbouring items, the first ones in the first share.
+
+    Shares differ by one item at most; where there are fewer items than shares, some are empty.
+
+    Examples:
+        >>> [Shard(rank, 3).of("abcd") for rank in range(3)]
+        ['ab', 'c', 'd']
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """The items of this share.
+
+        Args:
+            items: of all.
+        """
+        start, stop = (-(-len(items) * rank // self.world) for rank in (self.rank, self.rank + 1))
+        return items[start:stop]
+
+
+WHOLE = Shard()
+"""All of them."""
 
 
 def evenly(count: int, wanted: int) -> list[int]:

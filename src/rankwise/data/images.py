@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from rankwise.data.arrays import is_array_file, open_array
-from rankwise.data.evenly import check_positive, evenly
+from rankwise.data.evenly import WHOLE, Shard, check_positive, evenly
 from rankwise.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -25,6 +25,7 @@ def read_images(
     sequences: int = 8,
     batch_size: int = 4,
     mode: str = "RGB",
+    shard: Shard = WHOLE,
 ) -> Iterator[dict[str, Tensor]]:
     """Read pictures and make them what the model reads.
 
@@ -41,6 +42,7 @@ def read_images(
         sequences: how many pictures to take at most.
         batch_size: pictures in a batch; the last batch may hold fewer.
         mode: Pillow's name for the channels: ``"RGB"``, or ``"L"`` for models with one channel.
+        shard: which of the pictures to take, where several processes share them.
 
     Returns:
         An iterator over what the processor makes, its tensors only: ``{"pixel_values": Float[Tensor, "B C H
@@ -59,9 +61,9 @@ def read_images(
     check_positive(sequences=sequences, batch_size=batch_size)
     need_pillow()
     if is_array_file(folder):
-        return _from_array(folder, processor, sequences, batch_size, mode)
+        return _from_array(folder, processor, sequences, batch_size, mode, shard)
     paths = find_images(folder)
-    chosen = [paths[i] for i in evenly(len(paths), sequences)]
+    chosen = shard.of([paths[i] for i in evenly(len(paths), sequences)])
     return (
         _process([open_image(path, mode) for path in chosen[i : i + batch_size]], processor, str(chosen[i]))
         for i in range(0, len(chosen), batch_size)
@@ -69,12 +71,12 @@ def read_images(
 
 
 def _from_array(
-    path: str | Path, processor: ImageProcessor, sequences: int, batch_size: int, mode: str
+    path: str | Path, processor: ImageProcessor, sequences: int, batch_size: int, mode: str, shard: Shard
 ) -> Iterator[dict[str, Tensor]]:
     from PIL import Image
 
     pixels = open_array(path)
-    chosen = evenly(len(pixels), sequences)
+    chosen = shard.of(evenly(len(pixels), sequences))
 
     def picture(at: int) -> Any:
         image = pixels[at]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.data.batches import Tokenizer, text_batches
+from rankwise.data.evenly import WHOLE, Shard
 from rankwise.errors import InputError
 
 
@@ -19,6 +20,7 @@ def model_batches(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
+    shard: Shard = WHOLE,
 ) -> tuple[Iterator[Any], list[str]]:
     """Make batches of texts as `text_batches` does, in the form that a model reads.
 
@@ -33,6 +35,7 @@ def model_batches(
         tokens: length of a window, or the most of a sequence.
         sequences: how many to take at most.
         batch_size: sequences in a batch.
+        shard: which of the sequences to take, where several processes share them.
 
     Returns:
         The batches, and in words what was done to them.
@@ -54,7 +57,9 @@ def model_batches(
         tokens = limit
     alone = not takes_mask(model)
     size = 1 if alone else batch_size
-    made: Iterator[Any] = text_batches(texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=size)
+    made: Iterator[Any] = text_batches(
+        texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=size, shard=shard
+    )
     if alone:
         notes.append(
             "one sequence in a batch: the model takes no attention_mask, so padding could not be told"

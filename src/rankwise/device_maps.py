@@ -1,0 +1,134 @@
+"""Where the weights of a model go: one device, or spread over several, the memory and the disk."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankwise.errors import InputError, did_you_mean
+
+KINDS = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
+"""Of devices."""
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways that accelerate spreads a model over the devices it finds."""
+ON_DISK = "disk"
+
+
+def checked_device(name: str, option: str = "--device") -> torch.device:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        name: such as ``cpu`` or ``cuda:0``.
+        option: that names it.
+
+    Raises:
+        InputError: if there is no such device.
+
+    Examples:
+        >>> checked_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"{option} {name}",
+            wanted="a device of this machine",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            fix="Use cpu, or cuda where PyTorch was installed with it.",
+        ) from error
+    return device
+
+
+def placement(
+    model: str, device: str | None, device_map: str | None, offload_folder: Path | None
+) -> dict[str, Any]:
+    """What ``from_pretrained`` is told of devices; nothing where the model goes to one of them as a whole.
+
+    Args:
+        model: as the user named it.
+        device: for the whole of it.
+        device_map: one of `SPREAD`, a device, or JSON of the devices of its modules.
+        offload_folder: where weights go that are on the disk.
+
+    Raises:
+        InputError: if these do not go together, accelerate is not installed, there is no such device, or the
+            folder cannot be made.
+
+    Examples:
+        >>> placement("gpt2", "cpu", None, None)
+        {}
+    """
+    if device_map is None:
+        if offload_folder is not None:
+            raise InputError(
+                f"--offload-folder {offload_folder}",
+                wanted="--device-map beside it, which says what goes there",
+                got="none",
+                fix="Pass --device-map auto.",
+            )
+        return {}
+    option = f"--device-map {device_map}"
+    if device is not None:
+        raise InputError(
+            option, wanted="no --device beside it", got=f"--device {device}", fix="Leave one of them out."
+        )
+    if model.rpartition(":")[0].endswith(".py"):
+        raise InputError(
+            option,
+            wanted="a model that transformers loads",
+            got=f"the factory {model}",
+            fix="Put the model on its devices in the factory.",
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise InputError(
+            option,
+            wanted="the package accelerate",
+            got="an environment without it",
+            fix="pip install 'rankwise[train]'",
+        )
+    chosen = _parsed(device_map, option)
+    devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(SPREAD)
+    for name in devices - {ON_DISK}:
+        checked_device(f"cuda:{name}" if isinstance(name, int) else str(name), "--device-map")
+    if ON_DISK in devices and offload_folder is None:
+        raise InputError(
+            option, wanted="--offload-folder for what goes to the disk", got="none", fix="Name a folder."
+        )
+    if offload_folder is None:
+        return {"device_map": chosen}
+    try:
+        offload_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--offload-folder {offload_folder}",
+            wanted="a folder that can be written",
+            got=error.strerror or str(error),
+            fix="Choose a folder you may write to.",
+        ) from error
+    return {"device_map": chosen, "offload_folder": str(offload_folder)}
+
+
+def _parsed(device_map: str, option: str) -> str | dict[str, Any]:
+    if not device_map.lstrip().startswith("{"):
+        if device_map not in SPREAD and not device_map.startswith(KINDS):
+            raise InputError(
+                option,
+                wanted="a way to spread a model, a device, or JSON",
+                got=device_map,
+                fix=did_you_mean(device_map, SPREAD),
+            )
+        return device_map
+    try:
+        parsed: dict[str, Any] = json.loads(device_map)
+    except ValueError as error:
+        raise InputError(
+            option,
+            wanted='JSON such as {"model.embed_tokens": 0, "model.layers": "cpu"}',
+            got=str(error),
+            fix='Quote it for the shell: --device-map \'{"": "cpu"}\'.',
+        ) from error
+    return parsed

@@ -1,0 +1,170 @@
+"""An audit as it is asked for, of which model, on which data, how; and how it is run."""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rankwise.data.evenly import WHOLE, Shard
+from rankwise.subject_inputs import Inputs, inputs_for
+from rankwise.subjects import Subject, load_subject
+
+if TYPE_CHECKING:
+    from rankwise.audit import Audit
+    from rankwise.audit.numbers import Method
+    from rankwise.worth import WorthSettings
+
+FLAGS = (
+    *("revision", "text", "images", "dataset", "tokens", "sequences", "batch_size", "delta", "method"),
+    *("matrices", "device", "device_map", "offload_folder", "dtype", "tokenizer"),
+)
+"""Fields that `rankwise audit` has options of the same name for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditTask:
+    """Of which model, on which data, how; the fields are the options of `rankwise audit`."""
+
+    model: str
+    revision: str | None = None
+    text: Path | None = None
+    images: Path | None = None
+    dataset: str | None = None
+    tokens: int = 256
+    sequences: int = 8
+    batch_size: int = 4
+    delta: float = 1e-2
+    method: "Method" = "auto"
+    matrices: str | None = None
+    worth: "WorthSettings | Literal[False]" = False
+    baseline: bool | int = False
+    device: str | None = None
+    device_map: str | None = None
+    offload_folder: Path | None = None
+    dtype: str = "auto"
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command that runs it alone, without worth and baseline."""
+        words = ["rankwise", "audit", self.model]
+        usual = {field.name: field.default for field in fields(self)}
+        for name in FLAGS:
+            value = getattr(self, name)
+            words += [] if value == usual[name] else [f"--{name.replace('_', '-')}", str(value)]
+        words += ["--trust-remote-code"] if self.trust_remote_code else []
+        return shlex.join(words)
+
+
+class Ready(NamedTuple):
+    """A task whose model is loaded and whose data is read."""
+
+    task: AuditTask
+    subject: Subject
+    inputs: Inputs
+    notes: list[str]
+    first: list[Any]
+    """The first batch, once the audit has begun."""
+    is_empty: bool = False
+    """Whether this share of the sequences has none."""
+
+
+def prepare(task: AuditTask, shard: Shard = WHOLE) -> Ready:
+    """Load the model, with the λ-skips saved beside it, and read the data.
+
+    Args:
+        task: what is asked for.
+        shard: which of the sequences.
+
+    Raises:
+        InputError: if either cannot be had as asked.
+    """
+    from rankwise.surgery import apply_saved_skips
+
+    subject = load_subject(
+        task.model,
+        revision=task.revision,
+        dtype=task.dtype,
+        device=task.device,
+        device_map=task.device_map,
+        offload_folder=task.offload_folder,
+        trust_remote_code=task.trust_remote_code,
+        tokenizer=task.tokenizer,
+    )
+    skipped = apply_saved_skips(subject.model, Path(subject.source)) if subject.source else None
+    inputs = inputs_for(
+        subject,
+        text=task.text,
+        images=task.images,
+        dataset=task.dataset,
+        tokens=task.tokens,
+        sequences=task.sequences,
+        batch_size=task.batch_size,
+        shard=shard,
+    )
+    skips = [] if skipped is None else [f"with the {len(skipped)} λ-skips saved beside the model"]
+    notes = [*subject.notes, *skips, *inputs.notes]
+    if shard == WHOLE:
+        return Ready(task, subject, inputs, notes, [])
+    batches = iter(inputs.batches)
+    first = list(islice(batches, 1))
+    return Ready(task, subject, replace(inputs, batches=chain(first, batches)), notes, [], not first)
+
+
+def run(
+    ready: Ready,
+    provenance: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, str], None] | None = None,
+) -> "Audit":
+    """Audit the model of a task on its data.
+
+    Args:
+        ready: the task, prepared.
+        provenance: what to write down besides what the task says.
+        on_progress: as in `rankwise.audit`.
+
+    Raises:
+        AuditError: as `rankwise.audit`.
+    """
+    from rankwise.assets import demo_model, demo_text
+    from rankwise.audit import audit
+
+    task, subject = ready.task, ready.subject
+    said = {
+        "model": "the bundled demo" if subject.name == str(demo_model()) else subject.name,
+        "revision": subject.revision,
+        "data": ready.inputs.data.replace(str(demo_text()), "the bundled text"),
+        "command": task.command,
+        "notes": ready.notes,
+    }
+    return audit(
+        subject.model,
+        _keeping_first(ready.inputs.batches, ready.first),
+        task.delta,
+        method=task.method,
+        matrices=task.matrices,
+        baseline=task.baseline,
+        tokenizer=ready.inputs.tokenizer,
+        worth=task.worth,
+        provenance=said | dict(provenance or {}),
+        on_progress=on_progress,
+    )
+
+
+def audit_text(task: AuditTask) -> str:
+    """Audit in a worker process: what comes back is JSON.
+
+    Args:
+        task: what is asked for.
+    """
+    return run(prepare(task)).model_dump_json(indent=1) + "\n"
+
+
+def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
+    """The batches; the first is kept for what looks at the model once more."""
+    for batch in batches:
+        first[:] = first or [batch]
+        yield batch

@@ -1,0 +1,154 @@
+"""`rankwise audit` in two processes is that of one; what goes wrong in one of them ends both in a line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.audit.same_audits import OF_THE_FIRST, compared
+from typer.testing import CliRunner
+
+from rankwise.audit import Audit
+from rankwise.cli import app
+
+WORKER = Path(__file__).with_name("process_worker.py")
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
+DATA = ["--text", "text.txt", "--tokens", "16", "--batch-size", "2", "--matrices", "flagged"]
+ENDLESS = """
+import os, signal, time, torch
+from torch import nn
+
+def build():
+    def batches():
+        for number in range(400):
+            if number == 7 and os.environ["RANK"] == "1" and os.environ["DIES"]:
+                while not os.path.exists(os.environ["READY"]):
+                    time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 6 and os.environ["RANK"] == "0":
+                open(os.environ["READY"], "w").close()
+                os.write(1, b"here" + bytes([10]))
+            time.sleep(0.1 if number > 6 else 0)
+            yield torch.randn(1, 9, 8)
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), batches()
+"""
+WAYS = {
+    "shared": ["tiny", *DATA, "--sequences", "5"],
+    "single": ["tiny", *DATA, "--sequences", "1"],
+    "split": [f"{WORKER}:split", "--text", "text.txt"],
+    "replicated": [f"{WORKER}:replicated", "--text", "text.txt"],
+    "failing": [f"{WORKER}:failing"],
+    "baseline": ["tiny", *DATA, "--baseline"],
+    "several": ["tiny", "tiny", *DATA],
+    "spread": ["tiny", *DATA, "--device-map", "auto"],
+    "no_gpu": ["tiny", *DATA, "--device", "cuda"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny causal language model over bytes, and a text."""
+    from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("processes")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(path / "tiny")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(path / "tiny")
+    (path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (path / "endless.py").write_text(ENDLESS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[dict[str, dict]]:
+    """What each of two processes said to each command."""
+    commands = {name: ["audit", *words, "--out", name] for name, words in WAYS.items()}
+    (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*LAUNCH, str(WORKER), str(folder)],
+        capture_output=True, text=True, cwd=folder, env=environment, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+
+
+def alone(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Audit:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["audit", *WAYS[name], "--out", f"{name}-alone"])
+    assert done.exit_code == 0, done.output
+    return Audit.load(folder / f"{name}-alone")
+
+
+def test_two_processes_find_what_one_finds(told, folder, monkeypatch) -> None:
+    whole, shared = alone(folder, "shared", monkeypatch), Audit.load(folder / "shared")
+    assert compared(whole, shared) == []
+    assert (shared.provenance.audits, shared.provenance.sequences) == (2, 5)
+    assert any(head.picture for head in whole.heads), "a head is to be flagged"
+    for one, other in zip(whole.heads, shared.heads, strict=True):
+        assert [getattr(one, name) for name in OF_THE_FIRST] == [
+            getattr(other, name) for name in OF_THE_FIRST
+        ]
+    assert "sequences shared by 2 processes" in shared.provenance.notes
+    assert "audit: " in told[0]["shared"]["out"]
+    assert told[1]["shared"] == {"status": 0, "out": "", "errors": ""}
+
+
+def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> None:
+    assert told[0]["single"]["status"] == 0, told[0]["single"]
+    assert compared(alone(folder, "single", monkeypatch), Audit.load(folder / "single")) == []
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("split", "tensor or pipeline parallel plan: layers.0.self_attn.q_proj"),
+        ("replicated", "got a DistributedDataParallel, which waits for all of them"),
+        ("failing", "process 1 of 2: batch 2: wanted a batch, got OSError: no such shard"),
+        ("baseline", "2 processes: wanted an audit without --baseline, got --baseline"),
+        ("several", "2 processes: wanted an audit without several models"),
+        ("spread", "2 processes: wanted an audit without --device-map"),
+        ("no_gpu", "--device cuda: wanted a GPU for process 1 of this machine, got 0 GPUs"),
+    ],
+)
+def test_what_goes_wrong_is_said_once_and_ends_both(told, way, says) -> None:
+    assert says in str(told[0][way]["status"])
+    assert told[1][way] == {"status": told[1][way]["status"], "out": "", "errors": ""}
+    assert told[1][way]["status"] in (0, 1)
+
+
+def test_what_was_measured_before_a_process_failed_is_written(told, folder) -> None:
+    kept = Audit.load(folder / "failing")
+    assert not kept.complete
+    assert kept.heads[0].sequences == 3  # 2 of the first process, 1 of the second
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize("dies", ["", "1"])
+def test_a_process_that_is_killed_and_ctrl_c_lose_nothing(folder, dies, tmp_path) -> None:
+    running = subprocess.Popen(
+        [*LAUNCH, "-m", "rankwise", "audit", str(folder / "endless.py") + ":build", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DIES": dies, "READY": str(tmp_path / "ready")},
+    )  # fmt: skip
+    try:
+        while (line := running.stdout.readline()) != "here\n":
+            assert line, "the processes have ended"
+        if not dies:
+            running.send_signal(signal.SIGINT)
+        out, _ = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode != 0
+    path = tmp_path / ("process-0.json" if dies else "audit.json")
+    kept = Audit.load(path)
+    assert not kept.complete
+    assert kept.heads[0].sequences > 0
+    assert "process 0 of 2: wanted all of them to the end" in out if dies else "rankwise: interrupted" in out

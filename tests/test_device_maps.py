@@ -1,0 +1,75 @@
+"""A model spread over devices, memory and disk is audited as a whole; what does not fit is refused."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.audit.same_audits import compared
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from rankwise.errors import InputError
+from rankwise.tasks import AuditTask, prepare, run
+
+DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+DISK |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("spread")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).save_pretrained(
+        path / "tiny"
+    )
+    ByT5Tokenizer(extra_ids=0).save_pretrained(path / "tiny")
+    (path / "text.txt").write_text("All happy families are alike. " * 9, encoding="utf-8")
+    return path
+
+
+def task(folder: Path, **changes: object) -> AuditTask:
+    usual = {"model": str(folder / "tiny"), "text": folder / "text.txt", "tokens": 16, "sequences": 2}
+    return AuditTask(**(usual | changes))
+
+
+def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None:
+    whole = run(prepare(task(folder)))
+    assert compared(whole, run(prepare(task(folder, device_map="cpu")))) == []
+    spread = task(folder, device_map=json.dumps(DISK), offload_folder=tmp_path / "offload")
+    found = run(prepare(spread))
+    assert found.provenance.device == "cpu, meta", "no weight was on the disk"
+    assert compared(whole, found, {"device"}) == []
+    assert "--device-map '{" in found.provenance.command
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device_map": "auto", "device": "cpu"}, "--device-map auto: wanted no --device beside it"),
+        ({"offload_folder": Path("x")}, "--offload-folder x: wanted --device-map beside it"),
+        ({"device_map": "auto", "model": "net.py:build"}, "a model that transformers loads, got the factory"),
+        ({"device_map": "balance"}, "Did you mean balanced"),
+        ({"device_map": "cuda:99"}, "--device-map cuda:99: wanted a device of this machine"),
+        ({"device_map": "{"}, "wanted JSON such as"),
+        ({"device_map": json.dumps(DISK)}, "wanted --offload-folder for what goes to the disk, got none"),
+        (
+            {"device_map": "cpu", "offload_folder": Path("/dev/null/x")},
+            "a folder that can be written, got Not",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder, changes, says) -> None:
+    with pytest.raises(InputError) as told:
+        prepare(task(folder, **changes))
+    assert says in str(told.value)
+
+
+def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name)
+    )
+    with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[train\]'"):
+        prepare(task(folder, device_map="auto"))

@@ -1,0 +1,79 @@
+"""Who of several processes this is, and what is made of what all of them say."""
+
+import math
+
+import pytest
+import torch
+from tests.audit.same_audits import compared
+from torch import nn
+
+import rankwise as rw
+from rankwise.cli.audit_one import merged_shares
+from rankwise.data import Shard
+from rankwise.errors import InputError, RankwiseError
+from rankwise.processes import Processes, from_environment, raise_first
+
+
+@pytest.mark.parametrize("items", range(9))
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_shares_are_all_of_it_in_order_and_the_first_is_never_short(items, world) -> None:
+    shares = [Shard(rank, world).of(range(items)) for rank in range(world)]
+    assert [item for share in shares for item in share] == list(range(items))
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths[0] == math.ceil(items / world)
+
+
+def test_what_torchrun_sets_is_read(monkeypatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    found = from_environment()
+    assert (found.rank, found.local_rank, found.world, found.several, found.first) == (1, 0, 2, True, False)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(
+        InputError, match="RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them, got RANK='2'"
+    ):
+        from_environment()
+
+
+def test_each_process_has_the_gpu_of_its_number(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Processes(5, 1, 8).device("cuda") == "cuda:1"
+    assert Processes(5, 1, 8).device("cuda:0") == "cuda:0"
+    assert Processes().device("cuda") == "cuda"
+    with pytest.raises(InputError, match="a GPU for process 3 of this machine, got 2 GPUs"):
+        Processes(2, 2, 3).device("cuda")
+
+
+def test_an_error_that_all_have_names_no_process() -> None:
+    error = RankwiseError("x", wanted="y", got="z", fix="w")
+    said = [Processes(rank, rank, 2).said(error) for rank in (0, 1)]
+    with pytest.raises(RankwiseError, match=r"^x: wanted y, got z"):
+        raise_first(said)
+    with pytest.raises(RankwiseError, match=r"^process 1 of 2: x"):
+        raise_first([None, said[1]])
+    with pytest.raises(RankwiseError, match=r"^process 0 of 2: audit: wanted no error, got KeyError: 'k'"):
+        raise_first([Processes(0, 0, 2).said(KeyError("k")), None])
+    raise_first([None, None])
+
+
+def test_shares_of_processes_become_an_audit() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    batches = [torch.randn(1, 9, 8) for _ in range(2)]
+    texts = [rw.audit(layer, [batch], matrices="all").model_dump_json() for batch in batches]
+    shares = [(texts[0], None, False), ("", None, False), (texts[1], None, False)]
+    found = merged_shares(shares, "all")
+    assert found.failure is None
+    assert compared(found.audit, rw.audit(layer, batches)) == []
+    assert found.audit.heads[0].picture is not None
+    flagged = {finding.where.head for finding in found.audit.findings}
+    kept = merged_shares(shares, "flagged").audit.heads
+    assert all((head.picture is not None) == (head.head in flagged) for head in kept)
+    said = Processes(1, 1, 3).said(OSError("gone"))
+    failed = merged_shares([shares[0], ("", said, False), shares[2]], None)
+    assert "process 1 of 3: audit: wanted no error, got OSError: gone" in str(failed.failure)
+    assert not failed.audit.complete
+    stopped = merged_shares([shares[0], ("", None, True)], None)
+    assert (stopped.interrupted, stopped.audit.complete) == (True, False)
+    assert merged_shares([("", said, False)], None).audit is None
