@@ -23,16 +23,19 @@ ENDLESS = """
 import os, signal, time, torch
 from torch import nn
 
+rank, ready = int(os.environ["RANK"]), os.environ["READY"]
+
 def build():
     def batches():
         for number in range(400):
-            if number == 7 and os.environ["RANK"] == "1" and os.environ["DIES"]:
-                while not os.path.exists(os.environ["READY"]):
+            if number == 6 + rank:
+                open(ready + str(rank), "w").close()
+                while not os.path.exists(ready + str(1 - rank)):
                     time.sleep(0.05)
-                os.kill(os.getpid(), signal.SIGKILL)
-            if number == 6 and os.environ["RANK"] == "0":
-                open(os.environ["READY"], "w").close()
-                os.write(1, b"here" + bytes([10]))
+                if rank == 0:
+                    os.write(1, b"here" + bytes([10]))
+                elif os.environ["DIES"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.1 if number > 6 else 0)
             yield torch.randn(1, 9, 8)
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), batches()
