@@ -178,7 +178,6 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
         ("audit/heads.py", "audit/numbers.py"): "measured",
         ("audit/numbers.py", "audit/measures.py"): "HEAD_MEASURES",
         ("measures/rank.py", "measures/dense_spectrum.py"): "gram_or_svd",
-        ("audit/heads.py", "audit/running_moments.py"): "RunningMoments",
         ("audit/heads.py", "audit/records.py"): "HeadRecord",
         ("audit/records.py", "audit/measures.py"): "HeadMeasures",
         ("audit/run.py", "audit/result.py"): "Audit",

@@ -7,21 +7,23 @@ from typing import Any
 import numpy as np
 
 from rankwise.audit.baseline_records import Baseline, BaselineAt
-from rankwise.audit.heads import HeadPlace, HeadTable
+from rankwise.audit.heads import HeadTable
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.audit.numbers import AVERAGED, Floats
 from rankwise.audit.records import HeadRecord, LayerRecord
+from rankwise.audit.site_keys import HeadPlace
 from rankwise.measures.quadrature import t_quantile
 
 OF_HEADS = [*(measure.name for measure in HEAD_MEASURES if measure.name in AVERAGED), "nearest_distance"]
 """The measures that a baseline has: those that come from the matrix."""
 OF_LAYERS = [measure.name for measure in LAYER_MEASURES]
+NUMERICAL_RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
 FEWEST_PAIRS = 3
 """Of a sequence and a seed: below, no spread is known."""
 
 
-def head_baselines(own: HeadTable, fresh: Sequence[HeadTable]) -> dict[HeadPlace, Baseline]:
-    """The baseline of every head that the copies have too.
+def head_baselines(own: HeadTable, fresh: Sequence[HeadTable]) -> dict[HeadPlace, dict[str, Any]]:
+    """The baseline of every head that the copies have too, and its ranks, as fields of the record.
 
     Args:
         own: of the model, with the ranks of each sequence.
@@ -32,7 +34,13 @@ def head_baselines(own: HeadTable, fresh: Sequence[HeadTable]) -> dict[HeadPlace
     for place, record, ranks in own.known():
         there = [copy[place] for copy in copies if place in copy and copy[place][0].sequences]
         if there:
-            out[place] = _of_head(record, ranks, [head for head, _ in there], [ranks for _, ranks in there])
+            fresh_ranks = [ranks for _, ranks in there]
+            baseline = _of_head(record, ranks, [head for head, _ in there], fresh_ranks)
+            out[place] = {
+                "baseline": baseline,
+                "fresh_numerical_rank": baseline.mean[NUMERICAL_RANK.shown_field(record)],
+                "fresh_effective_rank": baseline.mean["effective_rank"],
+            }
     return out
 
 

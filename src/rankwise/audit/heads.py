@@ -1,19 +1,14 @@
 """Running numbers of every head, from captured mixers to records."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from rankwise.audit.baseline_records import Baseline
-from rankwise.audit.masks import Pattern
-from rankwise.audit.matrix_picture import MatrixPicture
-from rankwise.audit.measures import HEAD_MEASURES
-from rankwise.audit.merge_records import Merging, most_common
+from rankwise.audit.merge_records import Merging
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
     AVERAGED,
@@ -28,12 +23,12 @@ from rankwise.audit.numbers import (
     column_at,
     measured,
 )
-from rankwise.audit.pictures import PictureTaker, patch_grid
+from rankwise.audit.pictures import PictureTaker
 from rankwise.audit.records import HeadRecord, RankAt
-from rankwise.audit.running_moments import RunningMoments, mean_of_known
-from rankwise.audit.token_names import TokenNames, commonest, name_counts
+from rankwise.audit.single_sequences import SingleSequences
+from rankwise.audit.site_keys import HeadPlace, SiteKey, SiteKeys
+from rankwise.audit.token_names import TokenNames
 from rankwise.audit.widths import RunningWidth, moments_of
-from rankwise.audit.worth_records import HeadWorth
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
 from rankwise.operators import sampled_channels
@@ -53,36 +48,43 @@ ENDS = [
 """Where the least and the most rank stand at each threshold."""
 
 
-class SiteKey(NamedTuple):
-    """What tells one mixer of a forward pass from another."""
+@dataclass
+class RunningMoments:
+    """Mean and standard deviation of a stream of arrays of one shape, entry by entry, NaN left out.
 
-    stack: str
-    layer: int
-    site: str
-    cross: bool
-    occurrence: int
-    """From 0, where the same mixer runs more than once in a block."""
-
-
-NUMERICAL_RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
-HeadPlace = tuple[Any, ...]
-"""A `SiteKey`, and the number of the head."""
-
-
-def with_baseline(record: HeadRecord, baseline: Baseline | None) -> HeadRecord:
-    """The record with what the same head is at fresh weights; itself where that is not known.
+    Welford's update: one pass, no cancellation.
 
     Args:
-        record: of the head.
-        baseline: of it.
+        shape: shape of each array.
     """
-    if baseline is None:
-        return record
-    said = {
-        "fresh_numerical_rank": baseline.mean[NUMERICAL_RANK.shown_field(record)],
-        "fresh_effective_rank": baseline.mean["effective_rank"],
-    }
-    return record.model_copy(update={"baseline": baseline, **said})
+
+    shape: tuple[int, ...]
+    count: Floats = field(init=False)
+    _mean: Floats = field(init=False)
+    _squares: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = np.zeros(self.shape)
+        self._mean = np.zeros(self.shape)
+        self._squares = np.zeros(self.shape)
+
+    def add(self, values: Floats) -> None:
+        """Take one more array into account."""
+        known = ~np.isnan(values)
+        self.count += known
+        step = np.where(known, values - self._mean, 0.0)
+        self._mean += step / np.maximum(self.count, 1)
+        self._squares += step * np.where(known, values - self._mean, 0.0)
+
+    @property
+    def mean(self) -> Floats:
+        """Mean of what was not NaN; NaN where nothing was."""
+        return np.where(self.count > 0, self._mean, np.nan)
+
+    @property
+    def spread(self) -> Floats:
+        """Standard deviation (over n − 1); NaN below two values."""
+        return np.where(self.count > 1, np.sqrt(self._squares / np.maximum(self.count - 1, 1)), np.nan)
 
 
 @dataclass
@@ -95,18 +97,9 @@ class SiteHeads:
     distances: RunningMoments
     nonfinite: Floats
     logits: RunningWidth = field(default_factory=RunningWidth)
-    patterns: list[Pattern] = field(default_factory=list)
-    longest: int = 0
-    spectra: list[list[float]] = field(default_factory=list)
-    maps: list[list[float]] = field(default_factory=list)
-    picture: tuple[int, int] | None = None
-    """Height and width of what the model was given, where that is pictures."""
+    shown: SingleSequences = field(default_factory=SingleSequences)
     channels: list[int] = field(default_factory=list)
     """The numbers of the heads: not all of them where there are thousands."""
-    peaks: list[list[list[str]]] = field(default_factory=list)
-    """What the token at the peak of each head is called, sequence by sequence."""
-    pictures: list[dict[int, MatrixPicture]] = field(default_factory=list)
-    """Of the first sequences, each by the place of the head."""
     ranks: list[Floats] | None = None
     """Of each sequence the least and the most rank at each threshold, (H, 5, 2), for a baseline."""
 
@@ -156,11 +149,10 @@ class HeadTable:
         self.delta, self.method, self.pictures = delta, method, pictures
         self.each_sequence = each_sequence
         self.names = names or TokenNames()
-        self._picture: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
         """What was measured in part, once each."""
         self._sites: dict[SiteKey, SiteHeads] = {}
-        self._calls: dict[tuple[int, str, int, str, bool], int] = {}
+        self._keys = SiteKeys()
         self._pending: list[Callable[[], None]] = []
 
     def add(
@@ -173,22 +165,21 @@ class HeadTable:
             picture: height and width of what the model was given, where that is pictures.
             batch: what the model was given, to name its tokens.
         """
-        key = SiteKey(site.stack, site.layer, site.name, site.cross, self._occurrence(site))
+        key = self._keys.of(site)
         windows = max(1, site.operator.shape[0] // max(site.sequences, 1))
         channels = list(range(site.operator.shape[-3]))
         if site.kind not in (*AVERAGING, "diagonal") and len(channels) > MANY_HEADS:
             sampled = sampled_channels(site.operator, MAX_CHANNELS)
             self.notes[f"{MAX_CHANNELS} of the {len(channels)} channels of {site.kind} mixers"] = None
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
-        self._picture = picture
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))
-        peaks = self.names.peaks(site, batch, [window.peaks for window in numbers])
-        kept: list[dict[int, MatrixPicture]] = []
+        found = SingleSequences(picture=picture)
+        found.peaks = self.names.peaks(site, batch, [window.peaks for window in numbers])
         if self.pictures is not None:
-            before = len(self._sites[key].pictures) if key in self._sites else 0
-            kept = self.pictures.take(site, channels, batch, before)
+            before = len(self._sites[key].shown.pictures) if key in self._sites else 0
+            found.pictures = self.pictures.take(site, channels, batch, before)
         moments = moments_of(site)
-        self._pending.append(lambda: self._take(key, kind, channels, numbers, windows, peaks, kept))
+        self._pending.append(lambda: self._take(key, kind, channels, numbers, windows, found))
         self._pending.append(lambda: self._sites[key].logits.add(moments))
 
     def _take(
@@ -198,8 +189,7 @@ class HeadTable:
         channels: list[int],
         numbers: list[Measured],
         windows: int,
-        peaks: list[list[list[str]]],
-        pictures: list[dict[int, MatrixPicture]],
+        found: SingleSequences,
     ) -> None:
         known, heads = self._sites.get(key), len(channels)
         if known is None:
@@ -208,14 +198,7 @@ class HeadTable:
             known.ranks = [] if self.each_sequence else None
             self._sites[key] = known
         known.check_heads(heads)
-        for window in numbers:
-            if window.values[0, 0] > known.longest:
-                known.longest, known.patterns = int(window.values[0, 0]), window.patterns
-            known.spectra = known.spectra or window.spectra
-            known.maps = known.maps or window.maps
-        known.picture = self._picture
-        known.peaks += peaks
-        known.pictures += pictures
+        known.shown.add(numbers, found)
         for start in range(0, len(numbers), windows):
             known.add(numbers[start : start + windows])
 
@@ -245,58 +228,37 @@ class HeadTable:
             for at, record in enumerate(_records(site, self.delta)):
                 yield (*site.key, record.head), record, ranks[:, at]
 
-    def records(
-        self,
-        worths: Mapping[HeadPlace, HeadWorth] | None = None,
-        baselines: Mapping[HeadPlace, Baseline] | None = None,
-    ) -> list[HeadRecord]:
+    def records(self, known: Mapping[HeadPlace, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
         """One record a head, in the order of the model.
 
         Args:
-            worths: what heads are worth, by the key of their mixer and their number.
-            baselines: what they are at fresh weights, likewise.
+            known: fields that are known from elsewhere, by the key of their mixer and their number.
         """
-        alone = Counter(_pattern_of(site) for site in self._sites.values() if len(site.nonfinite) == 1)
+        alone = Counter(site.key.pattern() for site in self._sites.values() if len(site.nonfinite) == 1)
         met: Counter[SiteKey] = Counter()
         out: list[HeadRecord] = []
         for site in self._sites.values():
             records = [
-                with_baseline(
-                    _with_worth(head, site.key, worths or {}), (baselines or {}).get((*site.key, head.head))
-                )
+                head.model_copy(update=(known or {}).get((*site.key, head.head), {}))
                 for head in _records(site, self.delta)
             ]
-            together = _pattern_of(site)
+            together = site.key.pattern()
             if len(records) == 1 and alone[together] > 1:  # a list of modules with one head each
                 records = [records[0].model_copy(update={"site": together.site, "head": met[together]})]
                 met[together] += 1
             out.extend(records)
         return out
 
-    def _occurrence(self, site: MixerSite) -> int:
-        """Which call of the same mixer in the same layer of one forward pass this is."""
-        key = (site.run, site.stack, site.layer, site.name, site.cross)
-        self._calls = {call: count for call, count in self._calls.items() if call[0] == site.run}
-        self._calls[key] = self._calls.get(key, -1) + 1
-        return self._calls[key]
 
+def mean_of_known(group: Floats) -> Floats:
+    """Mean over the first axis, NaN left out; NaN where all are.
 
-def _with_worth(record: HeadRecord, key: SiteKey, worths: Mapping[HeadPlace, HeadWorth]) -> HeadRecord:
-    worth = worths.get((*key, record.head))
-    if worth is None:
-        return record
-    return record.model_copy(update={"worth": worth, "removal_cost": worth.cost})
-
-
-def _pattern_of(site: SiteHeads) -> SiteKey:
-    """The key with ``*`` for the last number of its name: what heads kept as a list have in common."""
-    return site.key._replace(site=re.sub(r"\d+(?=\D*$)", "*", site.key.site))
-
-
-def _map_grid(site: SiteHeads, head: int) -> tuple[int, int] | None:
-    """Of a whole map: the first tokens of a longer sequence are no picture."""
-    tokens = len(site.maps[head]) if site.maps else 0
-    return patch_grid(tokens, site.picture) if 0 < tokens == site.longest else None
+    Args:
+        group: the numbers.
+    """
+    known = ~np.isnan(group)
+    total = np.where(known, group, 0.0).sum(0)
+    return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)
 
 
 def _rank_at(threshold: float, step: int, numbers: dict[str, float]) -> RankAt:
@@ -317,36 +279,29 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
         sequences = int(count[head, SIGMA])
         estimated, fallbacks = (round(numbers[way] * sequences) if sequences else 0 for way in WAYS)
         nearest = None if np.isnan(distance[head]).all() else int(np.nanargmin(distance[head]))
+        averages: dict[str, Any] = {name: numbers[name] for name in AVERAGED}
         other = None if nearest is None else site.channels[nearest]
-        named = [names[head] for names in site.peaks if names[head]]
-        peak, agreeing = commonest(name_counts(named), len(named))
-        pictures = [taken.get(head) for taken in site.pictures] + [None, None]
         yield HeadRecord(
             stack=site.key.stack,
             site=site.key.site,
             layer=site.key.layer,
             head=site.channels[head],
             kind=site.kind,
-            mask=site.patterns[head].name if site.patterns else "full",
             cross=site.key.cross,
             sequences=sequences,
             nonfinite=int(site.nonfinite[head]),
             estimated=estimated,
             fallbacks=fallbacks,
             band=[_rank_at(threshold, step, numbers) for step, threshold in enumerate(thresholds(delta))],
-            membership_map=site.maps[head] if site.maps else [],
-            membership_grid=_map_grid(site, head),
             nearest_head=other,
             width=site.logits.width,
             needed_width=float(needed[head]),
             nearest_distance=np.nan if nearest is None else float(distance[head, nearest]),
             spread={name: float(spread[head, at]) for at, name in enumerate(AVERAGED) if at > 2},
             stderr={name: numbers[f"stderr of {name}"] for name in ERRORS} if estimated else {},
-            spectrum=site.spectra[head] if site.spectra else [],
             worth=None,
             baseline=None,
             merging=Merging(
-                longest=site.longest,
                 known={
                     name: int(count[head, at])
                     for at, name in enumerate(COLUMNS)
@@ -354,12 +309,7 @@ def _records(site: SiteHeads, delta: float) -> Iterator[HeadRecord]:
                 },
                 distances=distance[head].tolist(),
                 pairs=site.distances.count[head].astype(int).tolist(),
-                named=len(named),
-                names=most_common(name_counts(named)),
+                **site.shown.merging(head),
             ),
-            peak_token=peak,
-            peak_token_sequences=agreeing,
-            picture=pictures[0],
-            second_picture=pictures[1],
-            **{name: numbers[name] for name in AVERAGED},
+            **averages | site.shown.shown(head),
         )

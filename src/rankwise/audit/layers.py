@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rankwise import measures
+from rankwise.audit.heads import RunningMoments
 from rankwise.audit.measures import LAYER_MEASURES
 from rankwise.audit.records import LayerRecord
-from rankwise.audit.running_moments import RunningMoments
 from rankwise.capture import StateSite
 
 COLUMNS = ("tokens", *(measure.name for measure in LAYER_MEASURES))

@@ -13,13 +13,14 @@ from rankwise.audit.batches import check_batches, from_texts, readable
 from rankwise.audit.failures import batch_failed, measuring, step_failed
 from rankwise.audit.findings import find
 from rankwise.audit.fresh_copies import BaselineWanted, FreshCopies, check_baseline
-from rankwise.audit.heads import HeadTable, SiteKey
+from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
 from rankwise.audit.numbers import Method, check_method, method_of
 from rankwise.audit.pictures import Matrices, PictureTaker, chosen_heads, picture_size
 from rankwise.audit.provenance import check_provenance, provenance_of
 from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
+from rankwise.audit.site_keys import SiteKey
 from rankwise.audit.token_names import TokenNames
 from rankwise.audit.worth_numbers import WorthWanted, check_worth, head_worths, worth_record
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
@@ -273,10 +274,10 @@ class Run:
         """What is known so far."""
         worth = None if self.worth is None else worth_record(self.worth)
         fresh = list(self.fresh.values())
-        heads = self.heads.records(
-            {} if self.worth is None else head_worths(self.worth),
-            head_baselines(self.heads, [heads for heads, _ in fresh]) if fresh else {},
-        )
+        worths = {} if self.worth is None else head_worths(self.worth)
+        baselines = head_baselines(self.heads, [heads for heads, _ in fresh]) if fresh else {}
+        known = {place: worths.get(place, {}) | baselines.get(place, {}) for place in {**worths, **baselines}}
+        heads = self.heads.records(known)
         layers = self.layers.records()
         at_layers = layer_baselines(layers, [layers.records() for _, layers in fresh])
         layers = [

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal
 
+from rankwise.audit.site_keys import HeadPlace
 from rankwise.audit.worth_records import BlockWorth, HeadWorth, Removable, RemovableHead, WorthRecord
 from rankwise.errors import InputError
 from rankwise.worth import Joint, Worth, WorthSettings
@@ -35,13 +36,13 @@ def check_worth(wanted: WorthWanted, tokenizer: Any = None) -> WorthSettings | N
     )  # fmt: skip
 
 
-def head_worths(worth: Worth) -> dict[tuple[Any, ...], HeadWorth]:
-    """The record of every head.
+def head_worths(worth: Worth) -> dict[HeadPlace, dict[str, Any]]:
+    """The worth of every head, and the cost of its removal, as fields of the record.
 
     Args:
         worth: as measured.
     """
-    return {
+    found = {
         site.place(head): HeadWorth(
             **_estimates(site.estimates, head),
             exact=float(site.exact[head]),
@@ -51,6 +52,7 @@ def head_worths(worth: Worth) -> dict[tuple[Any, ...], HeadWorth]:
         for site in worth.sites
         for head in range(site.estimates.heads)
     }
+    return {place: {"worth": head, "removal_cost": head.cost} for place, head in found.items()}
 
 
 def worth_record(worth: Worth) -> WorthRecord:
