@@ -16,11 +16,10 @@ from rankwise.audit.matrix_picture import MatrixPicture
 from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.audit.pictures import block_averages
 from rankwise.operators import DenseMixing
-from rankwise.report.columns import head_columns
 from rankwise.report.curves import draw_depth
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.one_head import NONE, coarser, opening_head, pack_pictures, pack_spectra
-from rankwise.report.page import page_context
+from rankwise.report.page import head_columns, page_context
 from rankwise.report.panels import make_panels
 from rankwise.report.text import rank_share
 

@@ -13,8 +13,9 @@ from tests.report import samples
 from rankwise.audit.records import RankAt
 from rankwise.errors import InputError
 from rankwise.report import write_html
-from rankwise.report.page import render_html, summary
+from rankwise.report.page import render_html
 from rankwise.report.pages import without_nan
+from rankwise.report.summary import summary
 
 BAND = RankAt(
     delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, null_rank=9, random_rank=9, uniform_rank=9

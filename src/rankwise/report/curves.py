@@ -1,11 +1,11 @@
-"""Curves: token states through depth."""
+"""Token states through depth: curves, and the table of their numbers."""
 
 import html
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, LayerMeasure, shown
+from rankwise.audit.measures import DRAWN, LAYER_MEASURES, LayerMeasure, shown
 from rankwise.audit.records import LayerRecord
 
 _MOST_TICKS = 8
@@ -90,3 +90,26 @@ def _depth_layout(measure: LayerMeasure, deepest: int) -> dict[str, Any]:
         "xaxis": depth,
         "yaxis": scale | ({"range": [0, 1.03]} if measure.name == "relative_collapse" else {}),
     }
+
+
+def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
+    """The token states as columns of a table, each with its numbers and how they are shown.
+
+    Args:
+        layers: the layer records of an audit.
+    """
+    columns: list[dict[str, Any]] = [
+        {"name": "stack", "head": "Stack", "texts": [layer.stack for layer in layers]},
+        {"name": "layer", "head": "Blocks passed", "digits": 0, "values": [y.layer for y in layers]},
+        {"name": "tokens", "head": "Tokens", "digits": 0, "values": [y.tokens for y in layers]},
+    ]
+    for measure in LAYER_MEASURES:
+        numbers = [measure.value(layer) for layer in layers]
+        columns.append(
+            {"name": measure.name, "head": measure.head, "digits": measure.digits, "values": numbers}
+        )
+    for name, head in (("sequences", "Sequences"), ("nonfinite", "Not finite")):
+        columns.append(
+            {"name": name, "head": head, "digits": 0, "values": [getattr(y, name) for y in layers]}
+        )
+    return columns

@@ -1,30 +1,29 @@
-"""The report as one HTML file that needs nothing else: what the page says, in its order and words."""
+"""The report as one HTML file that needs nothing else: the numbers of heads, each once, as the page has them.
+
+Map, head beside it, table and CSV read the columns of `head_columns`; what adds numbers of its own (worth,
+a baseline) adds columns to them.
+"""
 
 import math
 from collections.abc import Sequence
-from importlib import resources
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, share, shown
-from rankwise.audit.records import AuditRecord, Finding, HeadRecord, LayerRecord
+from rankwise.audit.measures import DRAWN, HEAD_MEASURES, NULLS, HeadMeasure, share
+from rankwise.audit.records import AuditRecord, HeadRecord
 from rankwise.files import write_whole
-from rankwise.report.columns import head_columns
-from rankwise.report.curves import draw_depth
+from rankwise.report.curves import draw_depth, state_table
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.memberships import membership_maps
 from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
-from rankwise.report.pages import chart_script, script_hash, without_nan
-from rankwise.report.panels import Panel, make_panels
+from rankwise.report.pages import chart_script, script_hash, short, template_text, without_nan
+from rankwise.report.panels import Panel, make_panels, panel_words
+from rankwise.report.references import Reference, references_of
 from rankwise.report.scatter import scatter, worth_words
+from rankwise.report.summary import origin, summary
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
-from rankwise.report.text import (
-    SEVERITIES,
-    count,
-    mean,
-    model_name,
-    rank_share,
-)
+from rankwise.report.text import SEVERITIES, model_name
 
 _SCRIPTS = (
     *("theme.js", "numbers.js", "save.js", "depth.js", "spectrum.js", "matrix.js", "one_head.js"),
@@ -81,10 +80,10 @@ def render_html(audit: AuditRecord) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plotly, script = chart_script(), "\n".join(_template_text(name) for name in _SCRIPTS)
+    plotly, script = chart_script(), "\n".join(template_text(name) for name in _SCRIPTS)
     return environment.get_template("report.html").render(
         page_context(audit),
-        style=Markup(_template_text("report.css")),
+        style=Markup(template_text("report.css")),
         plotly=Markup(plotly),
         script=Markup(script),
         hashes=[script_hash(plotly), script_hash(script)],
@@ -124,7 +123,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "opening": opening_head(audit.heads, list(marks)),
         "targets": [target.data() for target in targets],
         "memberships": memberships,
-        "scatter": scatter(audit, columns),
+        "scatter": scatter(audit, {column.name: column.values for column in columns if column.meaning}),
         "states": state_table(audit.layers),
     }
     return {
@@ -137,69 +136,13 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "groups": finding_groups(audit.findings, targets, panels),
         "measures": [column for column in columns if column.meaning],
         "states": DRAWN,
-        "panels": [_panel_words(panel, audit.heads) for panel in panels],
+        "panels": [panel_words(panel, audit.heads) for panel in panels],
         "stacks": stacks,
         "memberships": memberships,
         "worth": worth_words(audit),
         "scatter": data["scatter"],
-        "provenance": _provenance(audit),
+        "provenance": origin(audit),
         "data": without_nan(data),
-    }
-
-
-def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
-    """Name the few numbers to know first: what, how much, and what to hold against it."""
-    heads, layers = audit.heads, audit.layers
-    facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
-    mixing = [head for head in heads if head.kind not in HEAD_MEASURES[0].silent]
-    if mixing:
-        nulls = {words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()}
-        fresh = mean(share(head.fresh_numerical_rank, head) for head in mixing)
-        named = {"fresh weights": fresh, **nulls}
-        known = [f"{words} {value:.2g}" for words, value in named.items() if math.isfinite(value)]
-        facts.append(("Mean rank share", shown(mean(map(rank_share, mixing)), 2), ", ".join(known)))
-    above, below = (_heads_of(audit.findings, code) for code in ("ABOVE_NULL", "BELOW_NULL"))
-    if any(head.baseline is not None and head.baseline.judged for head in mixing):
-        against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
-        facts.append(("Heads unlike fresh weights", str(above + below), against))
-    elif any(head.band for head in mixing):
-        against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
-        facts.append(("Heads unlike every reference", str(above + below), against))
-    last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
-    nearest = min(last.values(), key=lambda y: _nan_last(y.relative_collapse), default=None)
-    if nearest is not None:
-        against = f"0: all tokens alike; mean cosine {shown(nearest.mean_cosine, 2)}"
-        facts.append(("μ/‖Y‖ at the end", shown(nearest.relative_collapse, 3), against))
-    return facts
-
-
-def _heads_of(findings: Sequence[Finding], code: str) -> int:
-    """How many heads findings of a code speak of, as the map marks them; files before that named one each."""
-    counts = [
-        len(finding.heads) or finding.evidence.get("heads", 1.0)
-        for finding in findings
-        if finding.code == code
-    ]
-    return int(sum(number for number in counts if math.isfinite(number)))
-
-
-def _nan_last(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
-
-
-def _panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
-    mine = [heads[index] for index in panel.indices]
-    kinds = dict.fromkeys(head.kind for head in mine)
-    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if head.kind != "diagonal")
-    tokens = f"{shown(mean(head.tokens for head in mine), 0)} tokens"
-    if panel.cross:
-        tokens += f" reading {shown(mean(head.sources for head in mine), 0)}"
-    return {
-        "title": panel.title,
-        "pattern": panel.pattern,
-        "facts": [*kinds, *masks, tokens],
-        "diagonal": "diagonal" in kinds,
-        "columns": len(panel.columns),
     }
 
 
@@ -228,50 +171,121 @@ def _coded(texts: Sequence[str]) -> dict[str, Any]:
     return {"words": words, "of": [places[text] for text in texts]}
 
 
-def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
-    """The token states as columns of a table, each with its numbers and how they are shown.
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A number of each head."""
+
+    name: str
+    """Of the measure, which findings name."""
+    share: bool = False
+    """Whether it is a share of min(T, S): its name in a CSV file says so."""
+    title: str
+    head: str
+    """A title for a narrow column."""
+    digits: int | None
+    """Decimals that are shown."""
+    values: Sequence[float]
+    """One for each head; NaN where it is not known."""
+    spread: Sequence[float] = ()
+    """Standard deviations over sequences, if known."""
+    words: dict[int, str] = field(default_factory=dict)
+    """What is shown of a head in place of its number, such as a range."""
+    meaning: str = ""
+    """Said beside its heat map; a column without has none."""
+    low: str = ""
+    high: str = ""
+    """What the ends of its scale mean."""
+    limits: tuple[float, float] = (0.0, 1.0)
+    """The ends of its scale."""
+    silent: frozenset[int] = frozenset()
+    """Heads of which it says nothing."""
+    references: Sequence[Reference] = ()
+
+    def data(self) -> dict[str, Any]:
+        """As the page's scripts read it."""
+        low, high = self.limits
+        beyond = [value for value in self.values if math.isfinite(value) and value > high]
+        said: dict[str, Any] = {
+            "name": self.name,
+            "file_name": f"{self.name}_share" if self.share else self.name,
+            "title": self.title,
+            "head": self.head,
+            "digits": self.digits,
+            "values": [short(value) for value in self.values],
+        }
+        if any(math.isfinite(number) for number in self.spread):
+            said["spread"] = [short(number) for number in self.spread]
+        if self.words:
+            said["words"] = self.words
+        if self.meaning:
+            said |= {
+                "meaning": self.meaning,
+                "ends": [[short(low), self.low], [short(high), self.high]],
+                "beyond": [len(beyond), short(max(beyond, default=math.nan))],
+                "silent": sorted(self.silent),
+                "references": [reference.data() for reference in self.references],
+            }
+        return said
+
+
+def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
+    """The columns of an audit's heads, in the order in which they are shown.
 
     Args:
-        layers: the layer records of an audit.
+        heads: its heads.
     """
-    columns: list[dict[str, Any]] = [
-        {"name": "stack", "head": "Stack", "texts": [layer.stack for layer in layers]},
-        {"name": "layer", "head": "Blocks passed", "digits": 0, "values": [y.layer for y in layers]},
-        {"name": "tokens", "head": "Tokens", "digits": 0, "values": [y.tokens for y in layers]},
-    ]
-    for measure in LAYER_MEASURES:
-        numbers = [measure.value(layer) for layer in layers]
-        columns.append(
-            {"name": measure.name, "head": measure.head, "digits": measure.digits, "values": numbers}
-        )
-    for name, head in (("sequences", "Sequences"), ("nonfinite", "Not finite")):
-        columns.append(
-            {"name": name, "head": head, "digits": 0, "values": [getattr(y, name) for y in layers]}
-        )
+    columns: list[Column] = []
+    for measure in HEAD_MEASURES:
+        if not measure.known_in(heads):
+            continue
+        column = measure_column(measure, heads)
+        if measure.kinds and not any(map(math.isfinite, column.values)):
+            continue
+        columns.append(column)
+        nulls = [
+            Column(
+                name=name,
+                share=True,
+                title=f"{words.capitalize()}, share",
+                head=words.capitalize(),
+                digits=measure.digits,
+                values=[share(getattr(head, name), head) for head in heads],
+            )
+            for name, words in NULLS.items()
+            if name in measure.nulls
+        ]
+        columns += [null for null in nulls if any(map(math.isfinite, null.values))]
     return columns
 
 
-def _provenance(audit: AuditRecord) -> list[tuple[str, str]]:
-    about = audit.provenance
-    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
-    facts = {
-        "Model": about.model,
-        "Class": about.model_class,
-        "Revision": about.revision,
-        "Parameters": f"{about.parameters:,}" if about.parameters else "",
-        "Data": about.data,
-        "Sequences": f"{about.sequences} in {count(about.batches, 'batch', 'batches')}",
-        "Threshold δ": str(about.delta),
-        "Method": about.method,
-        "Model's dtype": about.model_dtype,
-        "Measured in": about.measure_dtype,
-        "Device": about.device,
-        "Made": about.created,
-        "Complete": "yes" if audit.complete else "no",
-        "Versions": versions,
-    }
-    return [(name, value) for name, value in facts.items() if value]
+def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
+    """A measure of the table of measures as a column.
+
+    Args:
+        measure: its row.
+        heads: all heads.
+    """
+    values = [measure.value(head) for head in heads]
+    said = [(at, measure.said(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
+    spoken = [head for head in heads if head.kind not in measure.silent]
+    return Column(
+        name=measure.name,
+        share=measure.share,
+        title=measure.title,
+        head=measure.head,
+        digits=measure.digits,
+        values=values,
+        spread=[_spread(measure, head) for head in heads],
+        words=dict(said),
+        meaning=measure.meaning,
+        low=measure.low,
+        high=measure.high,
+        limits=measure.limits(spoken),
+        silent=frozenset(at for at, head in enumerate(heads) if head.kind in measure.silent),
+        references=references_of(measure, spoken),
+    )
 
 
-def _template_text(name: str) -> str:
-    return (resources.files("rankwise.report") / "templates" / name).read_text(encoding="utf-8")
+def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
+    """Of a share it is not known: the deviation of a rank holds that of the lengths of sequences."""
+    return math.nan if measure.share else head.spread.get(measure.name, math.nan)

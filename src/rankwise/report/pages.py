@@ -13,6 +13,9 @@ CHART_VERSION = "4.1.1"
 CHART_SHA256 = "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
 """Of the file as npm's package ``plotly.js-cartesian-dist-min`` of that version holds it."""
 
+_DIGITS = 6
+"""Significant digits that the page holds of a number; audit.json has all of them."""
+
 
 @cache
 def chart_script() -> str:
@@ -89,3 +92,16 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
     return value
+
+
+def short(value: float) -> float | None:
+    """The number as a page holds it, None for what is not finite.
+
+    Args:
+        value: the number.
+
+    Examples:
+        >>> short(1 / 3), short(math.inf)
+        (0.333333, None)
+    """
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

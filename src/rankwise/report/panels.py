@@ -3,9 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rankwise.audit.measures import shown
 from rankwise.audit.records import HeadRecord, Place
 from rankwise.errors import RecordError
+from rankwise.report.text import mean
 
 MOST_CELLS = 2**20
 """Of all panels; a model of 128 layers of 128 heads has 2¹⁴."""
@@ -80,6 +83,28 @@ def _check_cells(panels: Sequence[Panel]) -> None:
             got=f"{cells:,} cells, nearly all of them empty",
             fix="The file is damaged; run `rankwise audit` again. `Audit.to_frame` lists its heads.",
         )
+
+
+def panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
+    """What the page says of a panel: its title, and facts that its heads have in common.
+
+    Args:
+        panel: the panel.
+        heads: all heads of the audit.
+    """
+    mine = [heads[index] for index in panel.indices]
+    kinds = dict.fromkeys(head.kind for head in mine)
+    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if head.kind != "diagonal")
+    tokens = f"{shown(mean(head.tokens for head in mine), 0)} tokens"
+    if panel.cross:
+        tokens += f" reading {shown(mean(head.sources for head in mine), 0)}"
+    return {
+        "title": panel.title,
+        "pattern": panel.pattern,
+        "facts": [*kinds, *masks, tokens],
+        "diagonal": "diagonal" in kinds,
+        "columns": len(panel.columns),
+    }
 
 
 class HeadsByLayer:

@@ -1,7 +1,7 @@
 """What heads are worth against what they measure: the numbers of the scatter plot."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.audit.consequence import share_words, whole_words
@@ -9,29 +9,27 @@ from rankwise.audit.measures import shown
 from rankwise.audit.records import AuditRecord
 from rankwise.audit.worth_records import WorthRecord
 from rankwise.rank_correlation import spearman
-from rankwise.report.columns import Column
 
 COST = "removal_cost"
 
 
-def scatter(audit: AuditRecord, columns: Sequence[Column]) -> dict[str, Any] | None:
+def scatter(audit: AuditRecord, columns: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Name the columns that can stand against the cost of removal, with their rank correlations.
 
     Args:
         audit: the audit.
-        columns: of its heads.
+        columns: the numbers of its heads, by the measures that have a scale.
 
     Returns:
         What the page's script draws; None where no head has a cost.
     """
-    costs = next((column.values for column in columns if column.name == COST), None)
+    costs = columns.get(COST)
     if audit.worth is None or costs is None:
         return None
-    others = [column for column in columns if column.meaning and column.name != COST]
     return {
         "cost": COST,
         "axis": f"cost of removal, {audit.worth.unit}",
-        "correlations": {column.name: spearman(column.values, costs) for column in others},
+        "correlations": {name: spearman(values, costs) for name, values in columns.items() if name != COST},
     }
 
 

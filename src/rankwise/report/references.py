@@ -1,0 +1,67 @@
+"""What heads are held against on the scale of a measure: the same heads before training, and chance."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankwise.audit.measures import NULL_NOTES, NULLS, HeadMeasure, share
+from rankwise.audit.records import HeadRecord
+from rankwise.report.pages import short
+from rankwise.report.text import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What heads are held against on the scale of a measure."""
+
+    name: str
+    note: str
+    values: Sequence[float]
+    """One for each head; NaN where it is not known."""
+
+    def data(self) -> dict[str, Any]:
+        """As the page's scripts read it: its mean, and from where to where on the scale."""
+        known = [value for value in self.values if math.isfinite(value)]
+        ends = (min(known), max(known))
+        words = [f"{end:.2g}" for end in ends]
+        return {
+            "name": self.name,
+            "note": self.note,
+            "at": short(sum(known) / len(known)),
+            "said": words[0] if words[0] == words[1] else "–".join(words),
+        }
+
+
+def references_of(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Reference]:
+    """The references of a measure that are known.
+
+    Args:
+        measure: its row.
+        heads: those it says something of.
+    """
+    nulls = [
+        Reference(
+            name=words,
+            note=NULL_NOTES[name],
+            values=[share(getattr(head, name), head) for head in heads],
+        )
+        for name, words in NULLS.items()
+        if name in measure.nulls
+    ]
+    found = (_fresh(measure, heads), *nulls)
+    return [reference for reference in found if any(map(math.isfinite, reference.values))]
+
+
+def _fresh(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Reference:
+    """The same heads before training, where they were audited."""
+    known = [None if head.baseline is None else head.baseline.mean.get(measure.name) for head in heads]
+    values = [math.nan if value is None else value for value in known]
+    shares = [share(value, head) for value, head in zip(values, heads, strict=True)]
+    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
+    return Reference(
+        name="fresh weights",
+        note="The same heads of the same architecture before training, on the same data, mean over "
+        f"{count(seeds, 'seed')}: what the model starts from, not what it should be.",
+        values=shares if measure.share else values,
+    )
