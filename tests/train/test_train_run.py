@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.train.tiny import pairs, tiny
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
 from rankwise.cli import app
@@ -28,7 +28,9 @@ def test_a_run_leaves_its_best_model_its_card_and_its_numbers(tmp_path: Path) ->
     results = train(recipe, out)
     assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
     model = AutoModelForCausalLM.from_pretrained(out / "model").eval()
+    ids = AutoTokenizer.from_pretrained(out / "model")("ab", add_special_tokens=False).input_ids
     task = make_task(recipe)
+    assert ids == [100, 101]
     batch = task.collate([task.test[at] for at in range(6)])
     with torch.no_grad():
         loss = model(**batch).loss.item()

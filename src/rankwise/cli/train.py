@@ -1,6 +1,7 @@
 """`rankwise train`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,7 +63,8 @@ def command(
     except KeyboardInterrupt:
         print(_interrupted(folder), file=sys.stderr)
         raise
-    _tell(results, folder)
+    if os.environ.get("RANK", "0") == "0":
+        _tell(results, folder)
 
 
 def _list() -> None:

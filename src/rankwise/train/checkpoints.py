@@ -12,7 +12,16 @@ from rankwise.train.settings import Recipe
 
 MARK = "recipe.json"
 """Written into a checkpoint last: where it is missing, the process ended before the checkpoint was whole."""
-MAY_DIFFER = {"task.path", "device", "claim", "monitor", "monitor_every", "early", "when_early_fails"}
+MAY_DIFFER = {
+    "task.path",
+    "device",
+    "claim",
+    "monitor",
+    "monitor_every",
+    "monitor_tokens",
+    "early",
+    "when_early_fails",
+}
 """Fields that a run may be resumed with other values of: none changes a weight."""
 
 

@@ -11,9 +11,15 @@ from rankwise.errors import InputError, did_you_mean
 from rankwise.train.settings import Recipe, Settings
 
 RecipeFunction = Callable[..., Recipe]
-KEEPS_EARLY = {"seed", "device", "monitor", "monitor_every", "when_early_fails", "task.path"} | {
-    f"evaluation.{name}" for name in ("every", "examples", "metric")
-}
+KEEPS_EARLY = {
+    "seed",
+    "device",
+    "monitor",
+    "monitor_every",
+    "monitor_tokens",
+    "when_early_fails",
+    "task.path",
+} | {f"evaluation.{name}" for name in ("every", "examples", "metric")}
 """Fields that may change without another loss in the first steps."""
 
 

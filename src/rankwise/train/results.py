@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import ByT5Tokenizer, PreTrainedModel, Trainer
 
 from rankwise.data.tasks import Task
+from rankwise.data.tasks.language import BYTE_VOCABULARY
 from rankwise.files import write_whole
 from rankwise.models import LambdaSkip
 from rankwise.monitor import RankMonitor, scalars
@@ -90,7 +91,7 @@ def ranks(monitor: RankMonitor | None) -> dict[str, dict[str, float]]:
 
 
 def write(out: Path, model: PreTrainedModel, results: dict[str, Any]) -> None:
-    """Write the model, then the results: where these are, all is there, and checkpoints are not needed.
+    """Write the model, with its tokenizer where it reads bytes, then the results: they say that all is there.
 
     Args:
         out: folder of the run.
@@ -98,6 +99,8 @@ def write(out: Path, model: PreTrainedModel, results: dict[str, Any]) -> None:
         results: what `gather` gave, and warnings.
     """
     model.save_pretrained(out / "model")
+    if model.config.to_dict().get("vocab_size") == BYTE_VOCABULARY:
+        ByT5Tokenizer(extra_ids=0).save_pretrained(out / "model")
     write_whole(out / "model" / "README.md", card(results), "model card")
     write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
     for one in checkpoints(out):

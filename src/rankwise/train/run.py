@@ -126,7 +126,8 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
             fix="Go on from it with --resume, or choose another --out.",
         )
     start = last_whole(out, content)
-    remove_broken(out)
+    if os.environ.get("RANK", "0") == "0":
+        remove_broken(out)
     return start
 
 
@@ -167,6 +168,7 @@ def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> Tra
         restore_callback_states_from_checkpoint=True,
         logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,  # a loss that is no number is to be seen
+        ddp_find_unused_parameters=False,
         report_to=["tensorboard"] if find_spec("tensorboard") else [],
         disable_tqdm=not progress,
         dataloader_pin_memory=torch.cuda.is_available() and recipe.device != "cpu",
@@ -185,7 +187,10 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMon
     data = _validation(recipe, task)
     probe = dict(task.collate([data[at] for at in range(min(PROBE, len(data)))]))
     device = trainer.args.device
-    moved = {name: tensor.to(device) for name, tensor in probe.items()}
+    moved = {
+        name: (tensor[:, : recipe.monitor_tokens] if tensor.ndim == 2 else tensor).to(device)
+        for name, tensor in probe.items()
+    }
     monitor = RankMonitor(moved, every=recipe.monitor_every, folder=out / "rank")
     monitor.attach(trainer)
     return monitor

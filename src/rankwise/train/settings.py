@@ -109,6 +109,8 @@ class Recipe(Settings):
     monitor: bool = False
     """Whether a `rankwise.RankMonitor` audits a probe while the model trains."""
     monitor_every: int = Field(default=200, ge=1)
+    monitor_tokens: int = Field(default=128, ge=2)
+    """Tokens that the sequences of the probe are cut to: exact ranks cost O(T³)."""
     early: tuple[EarlyLoss, ...] = ()
     """Numbers of a healthy run; they hold for the recipe as it is, and are left out where it is changed."""
     when_early_fails: Literal["warn", "stop"] = "warn"
