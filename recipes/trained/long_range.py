@@ -3,7 +3,7 @@
 from recipes.experiment import Experiment, alike, below
 
 MODELS = ("softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform")
-TASKS = {"listops": "ListOps", "text": "Text", "image": "Image"}
+TASKS = {"listops": "ListOps", "text": "Text", "image": "Image", "pathfinder": "Pathfinder"}
 
 
 def experiment(task: str, name: str) -> Experiment:
@@ -17,7 +17,8 @@ def experiment(task: str, name: str) -> Experiment:
         metric="accuracy",
         expectations=(alike("tost", "softmax", 0.03), below("tost-uniform", "tost", "accuracy", by=0.01)),
         notes="120,000 weights each, by the feed-forward width; shorter sequences than published, except "
-        "Image (1,024 pixels). One set of hyper-parameters, none tuned. s4d and mamba2 read left to right.",
+        "Image and Pathfinder (1,024 pixels; contours of "
+        "6 dashes). One set of hyper-parameters, none tuned. s4d and mamba2 read left to right.",
     )
 
 

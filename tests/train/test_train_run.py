@@ -113,6 +113,10 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     assert "size, model, seed" in listed.output
     shown = run.invoke(app, ["train", "language", "model=tost", "seed=4", "--show"])
     assert json.loads(shown.output)["seed"] == 4
+    missing = run.invoke(app, ["train", "language", "--out", "nowhere"])
+    assert "`task.path`: wanted a text file for the task bytes, got none" in str(missing.exception)
+    given = run.invoke(app, ["train", "skips", "task=recall", "task.path=a.txt"])
+    assert "wanted none: this task is generated" in str(given.exception)
     wrong = run.invoke(app, ["train", "language", "task.path=nothing.txt"])
     assert "nothing.txt" in str(wrong.exception)
     done = run.invoke(app, ["train", "language", *pairs(tmp_path, model="tost")])

@@ -20,8 +20,15 @@ TASKS: dict[str, Callable[..., "Task"]] = {
     "cifar10-sequence": tasks.cifar10_sequence,
     "cifar100": tasks.cifar100,
     "svhn": tasks.svhn,
+    "pathfinder": tasks.pathfinder,
+    "needle": tasks.needle,
 }
 """By name. The first argument of those that read files is called ``path`` or ``source``: ``task.path``."""
+SHAKESPEARE = (
+    "Any UTF-8 text will do. Tiny Shakespeare (1.1 MB): curl -o shakespeare.txt "
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; then "
+    "task.path=shakespeare.txt"
+)
 LENGTH = ("length", "max_length")
 
 
@@ -49,8 +56,12 @@ def make_task(recipe: Recipe) -> "Task":
                 fix=did_you_mean(option, parameters) or "It takes none.",
             )
         given[option] = value
+    place = next((one for one in ("path", "source") if one in parameters), None)
+    if recipe.task.path is None and place and parameters[place].default is inspect.Parameter.empty:
+        raise InputError(
+            "`task.path`", wanted=f"a text file for the task {name}", got="none", fix=SHAKESPEARE
+        )
     if recipe.task.path is not None:
-        place = next((one for one in ("path", "source") if one in parameters), None)
         if place is None:
             raise InputError(
                 "`task.path`",

@@ -70,7 +70,7 @@ def _task(task: Place, small: bool) -> TaskSettings:
         ),
         "text": ("imdb-bytes", 512, {"test_examples": 500}),
         "image": ("cifar10-sequence", 1024, {"test_examples": 500}),
-        "pathfinder": ("pathfinder", 1024, {"train": 5_000, "test": 500, "contour_length": 6}),
+        "pathfinder": ("pathfinder", 1024, {"train": 2_000, "test": 500, "contour_length": 6}),
     }
     name, tokens, more = options[task]
     return TaskSettings(name=name, tokens=tokens, options=more)
