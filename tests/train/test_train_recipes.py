@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rankwise.train import RECIPES, recipe, train
-from rankwise.train.models import build_model
+from rankwise.train.models import build_model, count_parameters
+from rankwise.train.recipes.language import PARAMETERS
 from rankwise.train.tasks import make_task
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -36,6 +37,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(made: Any, folder: Path) -> dict[str, str]:
     files = {"bytes": folder / "text.txt", "cifar10": folder, "cifar10-sequence": folder}
     return {"task.path": str(files[made.task.name])} if made.task.name in files else {}
+
+
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_language_models_have_the_weights_of_their_transformer(size: str, data: Path) -> None:
+    made = recipe("language", size=size, **{"task.path": str(data / "text.txt"), "task.options.windows": 2})
+    task = make_task(made)
+    assert count_parameters(made.model, task, task.length) == PARAMETERS[size]
+    assert bool(recipe("language").early)
+    assert not recipe("language", size="paper").early
 
 
 def test_every_recipe_is_here() -> None:

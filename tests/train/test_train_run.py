@@ -58,13 +58,19 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["warn", "stop"])
 def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) -> None:
-    far = {"early": (EarlyLoss(step=2, loss=1.0, tolerance=0.1),), "when_early_fails": when}
+    far = {
+        "early_data": None,
+        "early": (EarlyLoss(step=2, loss=1.0, tolerance=0.1),),
+        "when_early_fails": when,
+    }
     recipe = tiny(tmp_path).model_copy(update=far)
     if when == "stop":
         with pytest.raises(TrainingError, match=r"loss at step 2: wanted 1 ± 0\.1.*got 5\."):
             train(recipe, tmp_path / "out")
         return
     assert "step 2: expected 1 ± 0.1" in train(recipe, tmp_path / "out")["warnings"][0]
+    others = recipe.model_copy(update={"early_data": "of another text"})
+    assert train(others, tmp_path / "others")["warnings"] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 HELP = """Train a recipe: a complete configuration, made to test one claim. Without a recipe, list them.
 
-KEY=VALUE changes an argument of the recipe or a field of its configuration. Writes the best checkpoint with
-its card (model/) and results.json; a run that was killed goes on with --resume, as if nothing had happened.
+KEY=VALUE changes an argument of the recipe or a field of its configuration. Writes the best checkpoint
+with its card (model/) and results.json; a run that was killed goes on with --resume, as if it had not been.
 
 [bold]Examples[/bold]
 
@@ -32,7 +32,7 @@ its card (model/) and results.json; a run that was killed goes on with --resume,
 
 def command(
     recipe: Annotated[str | None, typer.Argument(help="Name of a recipe.")] = None,
-    pairs: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="What to change.")] = None,
+    pairs: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write to; default runs/RECIPE-VARIANT-seedN.")
     ] = None,

@@ -19,10 +19,12 @@ class EarlyCheck(TrainerCallback):
 
     Args:
         recipe: whose ``early`` numbers hold.
+        data: SHA-256 of the data; early numbers of other data are left out.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.early = {one.step: one for one in recipe.early}
+    def __init__(self, recipe: Recipe, data: str) -> None:
+        known = recipe.early_data in (None, data)
+        self.early = {one.step: one for one in recipe.early if known}
         self.stops = recipe.when_early_fails == "stop"
         self.warnings: list[str] = []
         self.error: TrainingError | None = None

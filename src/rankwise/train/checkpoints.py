@@ -20,6 +20,7 @@ MAY_DIFFER = {
     "monitor_every",
     "monitor_tokens",
     "early",
+    "early_data",
     "when_early_fails",
 }
 """Fields that a run may be resumed with other values of: none changes a weight."""

@@ -73,7 +73,7 @@ def train(
         preprocess_logits_for_metrics=right_and_asked,
         optimizers=(make_optimiser(model, recipe.optimiser), None),
     )
-    check = EarlyCheck(recipe)
+    check = EarlyCheck(recipe, task.provenance.sha256)
     _set_callbacks(trainer, [check, Marks(content), Clock()], progress)
     monitor = _monitor(recipe, trainer, task, out) if recipe.monitor else None
     with _saving(out):

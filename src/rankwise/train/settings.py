@@ -113,4 +113,6 @@ class Recipe(Settings):
     """Tokens that the sequences of the probe are cut to: exact ranks cost O(T³)."""
     early: tuple[EarlyLoss, ...] = ()
     """Numbers of a healthy run; they hold for the recipe as it is, and are left out where it is changed."""
+    early_data: str | None = None
+    """SHA-256 of the data that ``early`` was measured on; other data have other losses. None: any."""
     when_early_fails: Literal["warn", "stop"] = "warn"

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from rankwise.train.settings import (
+    EarlyLoss,
     EvaluationSettings,
     ModelSettings,
     OptimiserSettings,
@@ -14,6 +15,16 @@ from rankwise.train.settings import (
 Model = Literal[
     "transformer", "softmax", "tost", "tost-decayed", "tost-uniform", "tost-hybrid", "linear", "mamba2"
 ]
+
+
+PARAMETERS = {"small": 820_224, "paper": 37_888_000}
+"""Weights of the transformer, and so of all."""
+EARLY: dict[str, tuple[tuple[int, float, float], ...]] = {
+    "transformer": ((20, 4.78, 0.2), (100, 2.35, 0.3)),
+}
+"""Step, loss and tolerance of the small size: means of three seeds; five times their spread, at least 0.2."""
+SHAKESPEARE = "09a94ac2b8977f4a8b419fae9f7e1d9aa07858803226097a1a38b37d2b95b8c7"
+"""SHA-256 of the small size's task on tiny Shakespeare."""
 
 
 def language(size: Size = "small", model: Model = "transformer", seed: int = 0) -> Recipe:
@@ -35,7 +46,7 @@ def language(size: Size = "small", model: Model = "transformer", seed: int = 0) 
             width=128 if small else 512,
             layers=4 if small else 12,
             heads=4 if small else 8,
-            parameters=None if model == "transformer" else (PARAMETERS[size]),
+            parameters=None if model == "transformer" else PARAMETERS[size],
         ),
         task=TaskSettings(name="bytes", tokens=256 if small else 1024, options={"windows": 100_000}),
         optimiser=OptimiserSettings(learning_rate=3e-3 if small else 1e-3, warmup=50 if small else 500),
@@ -43,7 +54,9 @@ def language(size: Size = "small", model: Model = "transformer", seed: int = 0) 
         steps=600 if small else 10_000,
         batch=8 if small else 64,
         seed=seed,
+        early=tuple(
+            EarlyLoss(step=step, loss=loss, tolerance=tolerance)
+            for step, loss, tolerance in EARLY.get(model if small else "", ())
+        ),
+        early_data=SHAKESPEARE,
     )
-
-
-PARAMETERS = {"small": 820_224, "paper": 1}
