@@ -49,7 +49,7 @@ def audit_each(models: Sequence[str], out: Path, audit_one: "Callable[..., Audit
     if not done and failures:
         raise failures[0]
     if done:
-        _write(done, out)
+        write_history_page(done, out)
     if status:
         raise typer.Exit(status)
     return [audit for _, _, audit in done]
@@ -66,7 +66,13 @@ def _folders(models: Sequence[str]) -> list[str]:
     return [f"{number:03d}-{folder}" for number, folder in enumerate(folders)]
 
 
-def _write(done: "Sequence[tuple[str, str, Audit]]", out: Path) -> None:
+def write_history_page(done: "Sequence[tuple[str, str, Audit]]", out: Path) -> None:
+    """Show how audits differ from one to the next, and write the page and the table of that.
+
+    Args:
+        done: name, folder and audit of each, in their order.
+        out: the folder of the page.
+    """
     from rich.console import Console
 
     from rankwise.audit import History

@@ -1,0 +1,291 @@
+"""Many audits, of models × revisions × data: a job each, run here or as tasks of Ray; none is lost."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rankwise.audit import Audit
+from rankwise.audit.history import folder_name
+from rankwise.errors import InputError, RankwiseError, RecordError
+from rankwise.files import write_whole
+from rankwise.tasks import AuditTask, prepare, run
+
+RETRIES = 3
+LOCAL = "local"
+"""In place of an address: a cluster of this machine alone, for as long as the sweep runs."""
+
+
+class WorkerDiedError(RankwiseError):
+    """The process or machine that ran a job ended in the middle; the job can be run again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One audit of a sweep."""
+
+    task: AuditTask
+    folder: str
+    """Of its model and revision, in the folder of the sweep."""
+    part: str
+    """What its data is called."""
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        return f"{self.folder}/{self.part}"
+
+    def path(self, out: Path) -> Path:
+        """Of its audit.
+
+        Args:
+            out: the folder of the sweep.
+        """
+        return out / self.folder / "parts" / f"{self.part}.json"
+
+
+Result = str | RankwiseError
+"""The JSON of an audit, or why there is none."""
+Runner = Callable[[Sequence[Job]], Iterator[tuple[Job, Result]]]
+"""Runs jobs and gives each with its result, in the order in which they end."""
+
+
+@dataclass
+class Outcome:
+    """What became of the jobs of a sweep."""
+
+    done: list[Job] = field(default_factory=list)
+    kept: list[Job] = field(default_factory=list)
+    """Those that were finished before."""
+    failed: dict[Job, RankwiseError] = field(default_factory=dict)
+
+
+def jobs_of(
+    task: AuditTask,
+    models: Sequence[str],
+    revisions: Sequence[str] = (),
+    data: Sequence[Mapping[str, Any]] = ({},),
+) -> list[Job]:
+    """A job for each model, revision and data set.
+
+    Args:
+        task: what they have in common.
+        models: names or folders.
+        revisions: of each model; none for what is newest.
+        data: of each job ``text``, ``images`` or ``dataset``.
+
+    Examples:
+        >>> jobs = jobs_of(AuditTask(model=""), ["org/a", "b"], data=[{"dataset": "x"}, {"dataset": "y"}])
+        >>> [job.name for job in jobs]
+        ['a/x', 'a/y', 'b/x', 'b/y']
+    """
+    kinds = list(product(dict.fromkeys(models), dict.fromkeys(revisions) or [None]))
+    folders = _names([f"{model}@{revision}" if revision else model for model, revision in kinds])
+    parts = _names([str(next(iter(given.values()), "data")) for given in data])
+    return [
+        Job(replace(task, model=model, revision=revision, **given), folder, part)
+        for (model, revision), folder in zip(kinds, folders, strict=True)
+        for given, part in zip(data, parts, strict=True)
+    ]
+
+
+def _names(names: Sequence[str]) -> list[str]:
+    """Names of files: the last part of each, whole where these are not all different, else numbered."""
+    for names_tried in ([name.rstrip("/").rpartition("/")[2] for name in names], names):
+        files = [folder_name(name) for name in names_tried]
+        if len({name.lower() for name in files}) == len(files):  # disks may not tell case
+            return files
+    return [f"{number:03d}-{name}" for number, name in enumerate(files)]
+
+
+def sweep(
+    jobs: Sequence[Job],
+    out: Path,
+    runner: Runner,
+    *,
+    resume: bool = False,
+    retries: int = RETRIES,
+    on_result: Callable[[Job, Result], None] | None = None,
+) -> Outcome:
+    """Run jobs and write the audit of each as soon as it is there.
+
+    Args:
+        jobs: what to run.
+        out: the folder of the sweep.
+        runner: what runs them.
+        resume: whether audits that are there are kept: complete ones, of the same task.
+        retries: how often a job is run again whose worker died.
+        on_result: called with each result.
+
+    Raises:
+        InputError: if an audit cannot be written; those before it are.
+    """
+    tell = on_result or (lambda job, result: None)
+    outcome = Outcome(kept=[job for job in jobs if resume and is_finished(job, out)])
+    pending = [job for job in jobs if job not in outcome.kept]
+    for left in range(retries, -1, -1):
+        died: list[Job] = []
+        for job, result in runner(pending) if pending else ():
+            if isinstance(result, WorkerDiedError) and left:
+                died.append(job)
+            elif isinstance(result, RankwiseError):
+                outcome.failed[job] = result
+                tell(job, result)
+            else:
+                write_whole(job.path(out), result, "audit")
+                outcome.done.append(job)
+                tell(job, result)
+        pending = died
+    return outcome
+
+
+def is_finished(job: Job, out: Path) -> bool:
+    """Whether the audit of a job is there, whole, and of the same task.
+
+    Args:
+        job: the job.
+        out: the folder of the sweep.
+    """
+    try:
+        found = Audit.load(job.path(out))
+    except (InputError, RecordError):
+        return False
+    return found.complete and found.provenance.command == job.task.command
+
+
+def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit]:
+    """The audit of each model and revision over all its data, by its folder; of those that have all parts.
+
+    Args:
+        jobs: of the sweep.
+        out: its folder.
+
+    Raises:
+        RecordError: if parts cannot be merged.
+    """
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.folder, []).append(job)
+    return {
+        folder: Audit.merge([Audit.load(job.path(out)) for job in group])
+        for folder, group in groups.items()
+        if all(is_finished(job, out) for job in group)
+    }
+
+
+def in_worker(task: AuditTask) -> tuple[str, dict[str, str]]:
+    """Run a task; its audit as JSON, or what went wrong, in words that any process can read.
+
+    Args:
+        task: what is asked for.
+    """
+    try:
+        return run(prepare(task)).model_dump_json(indent=1) + "\n", {}
+    except RankwiseError as error:
+        return "", {"subject": error.subject, "wanted": error.wanted, "got": error.got, "fix": error.fix}
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        return "", {"subject": task.model, "wanted": "an audit", "got": got, "fix": f"Try `{task.command}`."}
+
+
+def _result(text: str, said: dict[str, str]) -> Result:
+    if not said:
+        return text
+    return RankwiseError(said["subject"], wanted=said["wanted"], got=said["got"], fix=said["fix"])
+
+
+def run_here(jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
+    """Run jobs in this process, one after the other.
+
+    Args:
+        jobs: what to run.
+    """
+    for job in jobs:
+        yield job, _result(*in_worker(job.task))
+
+
+@contextmanager
+def ray_tasks(address: str, cpus: int | float = 1, gpus: int | float = 0) -> Iterator[Runner]:
+    """Run each job as a task of Ray, as many at once as its cluster has room for.
+
+    Args:
+        address: of the cluster, such as ``auto`` or ``ray://head:10001``; ``local`` starts one here.
+        cpus: that each job takes.
+        gpus: that each job takes.
+
+    Raises:
+        InputError: if Ray is not installed, or there is no cluster.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise InputError(
+            f"--ray {address}",
+            wanted="the package ray",
+            got="an environment without it",
+            fix="pip install 'rankwise[sweep]'",
+        ) from None
+    started = {"include_dashboard": False} if address == LOCAL else {}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # they are sent over the network
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"--ray {address}",
+            wanted="a Ray cluster that answers",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            fix="Start one with `ray start --head`, or use --ray local.",
+        ) from error
+    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(in_worker)
+
+    def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
+        if address == LOCAL:  # a cluster may grow
+            check_room(ray, cpus, gpus)
+        waiting = {task.remote(job.task): job for job in jobs}
+        while waiting:
+            ended, _ = ray.wait(list(waiting))
+            for reference in ended:
+                job = waiting.pop(reference)
+                try:
+                    yield job, _result(*ray.get(reference))
+                except ray.exceptions.RayError as error:
+                    yield job, _died(job, error)
+
+    try:
+        yield run_jobs
+    finally:
+        ray.shutdown()
+
+
+def check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
+    """Refuse jobs that ask for more than there is: Ray would wait for ever.
+
+    Args:
+        ray: the module, its cluster started.
+        cpus: of each job.
+        gpus: of each job.
+
+    Raises:
+        InputError: saying what there is.
+    """
+    there = ray.cluster_resources()
+    found = {"CPU": there.get("CPU", 0), "GPU": there.get("GPU", 0)}
+    if found["CPU"] < cpus or found["GPU"] < gpus:
+        raise InputError(
+            f"--cpus {cpus:g} --gpus {gpus:g}",
+            wanted="no more for a job than this machine has",
+            got=f"{found['CPU']:g} CPUs and {found['GPU']:g} GPUs",
+            fix="Ask for less, or give the address of a cluster.",
+        )
+
+
+def _died(job: Job, error: Exception) -> WorkerDiedError:
+    return WorkerDiedError(
+        job.name,
+        wanted="a worker that lives until the audit is done",
+        got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+        fix="Where memory ran out, take a smaller --batch-size; `--resume` runs what is missing.",
+    )

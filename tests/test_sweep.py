@@ -1,0 +1,203 @@
+"""Sweeps: the list of jobs, what is kept, what is run again, and a worker of Ray that is killed."""
+
+import errno
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.audit.same_audits import compared
+from torch import nn
+from typer.testing import CliRunner
+
+import rankwise as rw
+from rankwise.audit import Audit, History
+from rankwise.cli import app
+from rankwise.errors import InputError, RankwiseError
+from rankwise.sweep import (
+    Job,
+    Result,
+    WorkerDiedError,
+    check_room,
+    is_finished,
+    jobs_of,
+    merged,
+    ray_tasks,
+    run_here,
+    sweep,
+)
+from rankwise.tasks import AuditTask
+
+FACTORY = """
+import os, signal, torch
+from pathlib import Path
+from torch import nn
+
+HERE = Path(__file__).parent
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    torch.manual_seed(seed + 1)
+    return layer, [torch.randn(2, 9, 8)]
+
+def build():
+    (HERE / "built").open("a").write("x")
+    return model()
+
+def fails():
+    raise OSError("no weights")
+
+def killed():
+    if not (HERE / "killed").exists():
+        (HERE / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return model(3)
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(FACTORY, encoding="utf-8")
+    return str(path)
+
+
+def audits() -> Iterator[str]:
+    """Audits of other data each, as JSON."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    while True:
+        yield rw.audit(layer, [torch.randn(1, 9, 8)], provenance={"command": "?"}).model_dump_json()
+
+
+class Workers:
+    """Runs jobs without a model; those named in ``die`` so often first, those in ``fail`` always.
+
+    Args:
+        die: how often the worker of a job dies.
+        fail: jobs that fail.
+    """
+
+    def __init__(self, die: dict[str, int] | None = None, fail: Sequence[str] = ()) -> None:
+        self.die, self.fail, self.ran = dict(die or {}), fail, []
+        self._audits = audits()
+
+    def __call__(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
+        for job in reversed(jobs):  # the order in which they end is no order to rely on
+            self.ran.append(job.name)
+            said = {"wanted": "x", "got": "y", "fix": "z"}
+            if self.die.get(job.name, 0):
+                self.die[job.name] -= 1
+                yield job, WorkerDiedError(job.name, **said)
+            elif job.name in self.fail:
+                yield job, RankwiseError(job.name, **said)
+            else:
+                text = next(self._audits).replace('"command":"?"', f'"command":"{job.task.command}"')
+                yield job, text
+
+
+def four() -> list[Job]:
+    return jobs_of(AuditTask(model=""), ["org/a", "b"], data=[{"dataset": "x"}, {"dataset": "y"}])
+
+
+def test_jobs_are_models_times_revisions_times_data() -> None:
+    task = AuditTask(model="", tokens=16)
+    jobs = jobs_of(
+        task, ["m", "m", "n"], ["r1", "r2"], [{"text": Path("s/x.txt")}, {"text": Path("t/x.txt")}]
+    )
+    assert len(jobs) == len({job.name for job in jobs}) == 8
+    assert [job.folder for job in jobs[::2]] == ["m-r1", "m-r2", "n-r1", "n-r2"]
+    assert jobs[0].part != jobs[1].part
+    assert jobs[1].task.command == "rankwise audit m --revision r1 --text t/x.txt --tokens 16"
+    assert [job.name for job in jobs_of(task, ["a/m", "b/m"])] == ["a-m/data", "b-m/data"]
+    assert [job.folder for job in jobs_of(task, ["a/M", "A/m"])] == ["000-a-M", "001-A-m"]
+
+
+def test_all_is_written_and_the_parts_of_a_model_are_merged(tmp_path) -> None:
+    outcome = sweep(four(), tmp_path, Workers())
+    assert [len(outcome.done), len(outcome.kept), len(outcome.failed)] == [4, 0, 0]
+    found = merged(four(), tmp_path)
+    assert [(name, audit.provenance.audits) for name, audit in found.items()] == [("a", 2), ("b", 2)]
+
+
+def test_a_job_whose_worker_dies_is_run_again_and_no_other(tmp_path) -> None:
+    workers = Workers(die={"a/x": 2})
+    outcome = sweep(four(), tmp_path, workers, retries=2)
+    assert (len(outcome.done), outcome.failed) == (4, {})
+    assert sorted(workers.ran) == ["a/x", "a/x", "a/x", "a/y", "b/x", "b/y"]
+    outcome = sweep(four(), tmp_path / "again", Workers(die={"a/x": 2}), retries=1)
+    assert [job.name for job in outcome.failed] == ["a/x"]
+    assert list(merged(four(), tmp_path / "again")) == ["b"]
+
+
+def test_what_is_finished_is_kept_and_what_is_not_is_run(tmp_path) -> None:
+    assert [job.name for job in sweep(four(), tmp_path, Workers(fail=["b/y"])).failed] == ["b/y"]
+    jobs = four()
+    jobs[1].path(tmp_path).write_text("{", encoding="utf-8")  # damaged
+    whole = Audit.load(jobs[0].path(tmp_path))
+    whole.model_copy(update={"complete": False}).save(jobs[0].path(tmp_path))
+    workers = Workers()
+    outcome = sweep(jobs, tmp_path, workers, resume=True)
+    assert [job.name for job in outcome.kept] == ["b/x"]
+    assert sorted(workers.ran) == ["a/x", "a/y", "b/y"]
+    others = jobs_of(AuditTask(model="", tokens=3), ["org/a"], data=[{"dataset": "x"}])
+    assert not is_finished(others[0], tmp_path), "an audit of other settings is another"
+
+
+def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch) -> None:
+    whole, written = Path.write_text, []
+
+    def until_full(self: Path, *given: object, **named: object) -> int:
+        written.append(self)
+        if len(written) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, *given, **named)
+
+    monkeypatch.setattr(Path, "write_text", until_full)
+    with pytest.raises(InputError, match="No space left on device"):
+        sweep(four(), tmp_path, Workers())
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob("*.part"))
+    workers = Workers()
+    outcome = sweep(four(), tmp_path, workers, resume=True)
+    assert (len(outcome.kept), len(workers.ran)) == (2, 2)
+
+
+def test_the_command_resumes_and_leaves_with_status_1_where_a_job_fails(factory, tmp_path) -> None:
+    asked = ["sweep", f"{factory}:build", f"{factory}:fails", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1
+    assert "1 audits done, 0 kept, 1 failed" in done.output
+    assert "OSError: no weights" in done.output
+    assert Audit.load(tmp_path / "out" / "net.py-build").provenance.audits == 1
+    text = Path(factory).read_text(encoding="utf-8").replace('raise OSError("no weights")', "return model(1)")
+    Path(factory).write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(app, [*asked, "--resume"])
+    assert (done.exit_code, "1 audits done, 1 kept, 0 failed" in done.output) == (0, True), done.output
+    assert (tmp_path / "built").read_text() == "x"
+    assert len(History.load(tmp_path / "out")) == 2
+    assert (tmp_path / "out" / "index.html").exists()
+
+
+def test_without_ray_the_install_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"pip install 'rankwise\[sweep\]'"), ray_tasks("local"):
+        pass
+
+
+def test_a_worker_of_ray_that_is_killed_loses_nothing(factory, tmp_path) -> None:
+    ray = pytest.importorskip("ray")
+    jobs = jobs_of(AuditTask(model=""), [f"{factory}:build", f"{factory}:killed"])
+    with ray_tasks("local", cpus=1) as runner:
+        outcome = sweep(jobs, tmp_path / "ray", runner)
+        with pytest.raises(InputError, match="--gpus 99: wanted no more for a job than this machine has"):
+            check_room(ray, 1, 99)
+    assert (tmp_path / "killed").exists(), "no worker was killed"
+    assert (len(outcome.done), outcome.failed) == (2, {})
+    here = sweep(jobs, tmp_path / "here", run_here)
+    assert (len(here.done), here.failed) == (2, {})
+    for job in jobs:
+        found, alone = Audit.load(job.path(tmp_path / "ray")), Audit.load(job.path(tmp_path / "here"))
+        assert compared(alone, found, {"versions"}) == []  # a worker has not loaded transformers
