@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rankwise.plan.records import HeadDimPlan, LayerCurve, LogLaw
 
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 520.0, 300.0, 48.0, 14.0, 40.0
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520.0, 300.0, 48.0, 22.0, 14.0, 40.0
 COLOURS = ("#1d5ba6", "#c2500f", "#0b7a5c", "#9a3b8c", "#7a6200", "#4a5563")
 
 Scale = Callable[[float], float]
@@ -16,7 +16,7 @@ def curve_figure(plan: HeadDimPlan) -> str:
     widths = [point[0] for point in plan.curve]
     highest = max(mean + std for layer in plan.layers for _, mean, std in layer.points)
     top = max(plan.barrier / plan.tokens, highest) * 1.08
-    x = _scale(math.log2(widths[0]), math.log2(widths[-1]), LEFT, WIDTH - 12)
+    x = _scale(math.log2(widths[0]), math.log2(widths[-1]), LEFT, WIDTH - RIGHT)
     y = _scale(0.0, top, HEIGHT - BOTTOM, TOP)
     parts = [_axis(y(0)), _text(WIDTH / 2, HEIGHT - 6, "query/key width K of a head", "middle")]
     for power in range(10):
@@ -26,7 +26,7 @@ def curve_figure(plan: HeadDimPlan) -> str:
     for mark in range(int(top / step) + 1):
         parts.append(_text(LEFT - 6, y(mark * step) + 4, f"{mark * step:.1f}", "end"))
     barrier = y(plan.barrier / plan.tokens)
-    parts.append(_line([(LEFT, barrier), (WIDTH - 12, barrier)], "currentColor", dash="5 4"))
+    parts.append(_line([(LEFT, barrier), (WIDTH - RIGHT, barrier)], "currentColor", dash="5 4"))
     parts.append(_text(LEFT + 4, barrier - 5, "barrier: hardmax, winners at random", "start"))
     for layer in plan.layers:
         parts += _layer(layer, COLOURS[(layer.layer - 1) % len(COLOURS)], x, y)
@@ -44,14 +44,14 @@ def _layer(layer: LayerCurve, colour: str, x: Scale, y: Scale) -> list[str]:
     return [
         f'<polygon points="{area}" fill="{colour}" opacity="0.18"/>',
         _line([(at, y(mean)) for at, mean, _ in places], colour),
-        _text(places[-1][0], y(places[-1][1]) + 14, f"layer {layer.layer}", "end", colour),
+        _text(places[-1][0], y(places[-1][1]) + 20, f"layer {layer.layer}", "end", colour),
     ]
 
 
 def law_figure(law: LogLaw) -> str:
     """K* against ln T with its intervals, and the line fitted."""
     lengths = [point[0] for point in law.points]
-    x = _scale(math.log2(lengths[0]), math.log2(lengths[-1]), LEFT, WIDTH - 12)
+    x = _scale(math.log2(lengths[0]), math.log2(lengths[-1]), LEFT, WIDTH - RIGHT)
     y = _scale(0.0, max(point[3] for point in law.points) * 1.15, HEIGHT - BOTTOM, TOP)
     parts = [_axis(y(0)), _text(WIDTH / 2, HEIGHT - 6, "tokens T", "middle")]
     ends = [(lengths[0], 0.0), (lengths[-1], 0.0)]
@@ -70,7 +70,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _axis(y: float) -> str:
-    return _line([(LEFT, y), (WIDTH - 12, y)], "currentColor")
+    return _line([(LEFT, y), (WIDTH - RIGHT, y)], "currentColor")
 
 
 def _line(points: Sequence[tuple[float, float]], colour: str, dash: str = "") -> str:
