@@ -113,16 +113,16 @@ def test_a_code_found_in_any_of_them_fails_the_command(
 
 
 def test_ctrl_c_keeps_those_that_were_done(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise import subjects
+    from rankwise import tasks
 
-    load, calls = subjects.load_subject, iter(range(9))
+    load, calls = tasks.load_subject, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
             raise KeyboardInterrupt
         return load(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(subjects, "load_subject", interrupted)
+    monkeypatch.setattr(tasks, "load_subject", interrupted)
     result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
     assert result.exit_code == 130
     assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]
