@@ -3,6 +3,7 @@
 from recipes.experiment import Experiment
 from recipes.trained.depth import DEPTH
 from recipes.trained.language import LANGUAGE
+from recipes.trained.language_parts import LANGUAGE_PARTS
 from recipes.trained.long_range import LONG_RANGE
 from recipes.trained.saturation import SATURATION_IMAGES, SATURATION_TEXT
 from recipes.trained.skips import SKIPS_IMAGE, SKIPS_RECALL
@@ -12,6 +13,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     one.name: one
     for one in (
         LANGUAGE,
+        LANGUAGE_PARTS,
         DEPTH,
         SKIPS_IMAGE,
         SKIPS_RECALL,

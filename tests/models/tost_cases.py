@@ -18,6 +18,10 @@ VARIANTS = {
     "hybrid": {"layer_types": ["tssa", "softmax"]},
     "unbounded": {"layer_types": "tssa", "half_life": 4.0, "position_embeddings": "none"},
     "post-norm": {"norm_position": "post", "skip": "channel", "layer_scale": 0.5},
+    "scanned": {
+        "half_life": [2.0, None, 9.0],
+        "mixer_options": {"tssa": {"conv_tokens": 3, "features": 4}},
+    },
     "gated": {"gate": True, "norm": "rms", "skip": "learned", "skip_init": -1.0, "use_bias": False},
 }
 """Configurations that go through every option at least once."""
@@ -59,6 +63,11 @@ def mixers(causal: bool) -> dict[str, nn.Module]:
         lives = [1.5, 6.0, float("inf")]
         made["tssa-bias"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, max_positions=LIMIT)
         made["tssa-decayed"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, half_life=lives)
+        made["tssa-conv"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, conv_tokens=3)
+        made["tssa-scan"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, features=2)
+        made["tssa-both"] = TokenStatisticsAttention(
+            WIDTH, HEADS, causal=True, half_life=lives, conv_tokens=2, features=5
+        )
     return {name: stirred(mixer.double()) for name, mixer in made.items()}
 
 

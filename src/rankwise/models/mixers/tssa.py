@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -18,10 +18,29 @@ from rankwise.models.mixers.base import (
     options_of,
     token_mask,
 )
-from rankwise.operators import DiagonalMixing
+from rankwise.models.mixers.convolution import ShortConvolution
+from rankwise.models.mixers.membership_scan import MembershipScan
+from rankwise.models.mixers.scanned import in_front
+from rankwise.operators import DiagonalMixing, MixingOperator
 from rankwise.ops import TSSAOutput, TSSAState, tssa
 from rankwise.ops.token_statistics.checks import MEMBERSHIPS
 from rankwise.ops.token_statistics.dispatch import IMPLEMENTATIONS
+
+
+class Call(NamedTuple):
+    """What a call comes to.
+
+    Args:
+        statistics: what TSSA gave.
+        features: c and b of the scan, (B, T, H, F) each; None without a scan.
+        past: its state before this call.
+        inputs: the last inputs of the convolution; None without one.
+    """
+
+    statistics: TSSAOutput
+    features: tuple[Tensor, Tensor] | None = None
+    past: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 class TokenStatisticsAttention(Mixer):
@@ -29,8 +48,10 @@ class TokenStatisticsAttention(Mixer):
 
     Formula: ``w = in_proj(x)`` in H heads of K channels; Π and m from `rankwise.ops.tssa`;
     ``output = out_proj(-Π w / (1 + m))``. As a mixing operator, M = diag(Π_h) and V = -w / (1 + m): tokens
-    meet in the sums Π and m alone, so there is no map of token pairs to show.
-    Cost: O(T D) beyond the two projections; the decoding state has 2 K + 1 numbers a head, whatever T.
+    meet in the sums Π and m alone, so there is no map of token pairs to show. Two options that the release
+    does not have move content: a short convolution of w, and a scan beside diag(Π_h), see `MembershipScan`.
+    Cost: O(T D) beyond the two projections; the decoding state has 2 K + 1 numbers a head, whatever T, and
+    F K more with a scan, and ``conv_tokens - 1`` for each of H (K + 2 F) channels with a convolution.
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction";
     the causal variant is the released language model's.
 
@@ -44,6 +65,9 @@ class TokenStatisticsAttention(Mixer):
         membership: ``softmax`` over the heads, or ``uniform``: 1 / H, and no temperature.
         half_life: causal: tokens after which a token counts half, for each head; None: no decay, None or
             `math.inf` in the place of one head: that head forgets nothing.
+        conv_tokens: causal: reach of a convolution of w, of c and of b, each channel by itself, and SiLU; 0:
+            none, as released.
+        features: causal: F of a scan with memberships as steps, see `MembershipScan`; 0: none, as released.
         dropout: rate on the output.
         impl: implementation of the operation, as for `rankwise.ops.tssa`.
 
@@ -72,6 +96,8 @@ class TokenStatisticsAttention(Mixer):
         max_positions: int = 0,
         membership: str = "softmax",
         half_life: Sequence[int | float | None] | None = None,
+        conv_tokens: int = 0,
+        features: int = 0,
         dropout: float = 0.0,
         impl: str = "auto",
     ) -> None:
@@ -82,6 +108,8 @@ class TokenStatisticsAttention(Mixer):
         self.head_dim = head_width("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
         self.half_life = None if half_life is None else _half_lives(half_life, num_heads, causal)
         _check_positions(max_positions, causal, membership)
+        _check_causal("conv_tokens", conv_tokens, causal)
+        _check_causal("features", features, causal)
         self.in_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.dropout = make_dropout("TokenStatisticsAttention", dropout)
@@ -89,6 +117,12 @@ class TokenStatisticsAttention(Mixer):
         self.temperature = None if shared else nn.Parameter(torch.empty(num_heads))
         positions = torch.empty(num_heads, max_positions) if max_positions else None
         self.position_bias = None if positions is None else nn.Parameter(positions)
+        self.features_proj = (
+            nn.Linear(hidden_size, 2 * num_heads * features, bias=False) if features else None
+        )
+        self.scan = MembershipScan(num_heads, features, half_life) if features else None
+        self.channels = num_heads * (self.head_dim + 2 * features)
+        self.convolution = ShortConvolution(self.channels, conv_tokens) if conv_tokens else None
         self.reset_parameters()
 
     @classmethod
@@ -120,12 +154,18 @@ class TokenStatisticsAttention(Mixer):
         return_state: bool = False,
     ) -> MixerOutput:
         """Attend; see `Mixer.forward`."""
-        mixed = self._mix(hidden_states, attention_mask, state)
-        output = self.dropout(self.out_proj(mixed.output.flatten(2)))
-        return MixerOutput(output, tuple(mixed.state) if return_state and mixed.state is not None else None)
+        call = self._call(hidden_states, attention_mask, state)
+        mixed, left = call.statistics.output, list(call.statistics.state or ())
+        if call.inputs is not None:
+            left.append(call.inputs)
+        if self.scan is not None and call.features is not None:
+            mixed, scanned = self.scan(mixed, *call.features, call.statistics.membership, call.past)
+            left.append(scanned)
+        output = self.dropout(self.out_proj(mixed.flatten(2)))
+        return MixerOutput(output, tuple(left) if return_state and left else None)
 
     def projected(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
-        """The tokens w in the subspaces of the heads."""
+        """The tokens w in the subspaces of the heads, before a convolution."""
         return self.in_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
 
     def membership_of(
@@ -135,7 +175,7 @@ class TokenStatisticsAttention(Mixer):
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
         """Π: how far each token belongs to each head; a token's memberships sum to 1, a masked one's to 0."""
-        return self._mix(hidden_states, attention_mask, state).membership
+        return self._call(hidden_states, attention_mask, state).statistics.membership
 
     def mixing_operator(
         self,
@@ -144,9 +184,13 @@ class TokenStatisticsAttention(Mixer):
         state: MixerState | None = None,
         *,
         return_state: bool = False,
-    ) -> DiagonalMixing:
-        """diag(Π_h), one for each head."""
-        return DiagonalMixing(self.membership_of(hidden_states, attention_mask, state).transpose(1, 2))
+    ) -> MixingOperator:
+        """diag(Π_h), one for each head; with a scan the sum of the two."""
+        call = self._call(hidden_states, attention_mask, state)
+        membership = call.statistics.membership
+        if self.scan is None or call.features is None:
+            return DiagonalMixing(membership.transpose(1, 2))
+        return self.scan.operator(*call.features, membership, call.past)
 
     def values(
         self,
@@ -156,21 +200,36 @@ class TokenStatisticsAttention(Mixer):
         *,
         return_state: bool = False,
     ) -> Float[Tensor, "B H S V"]:
-        """-w / (1 + m); 0 where Π is."""
-        mixed = self._mix(hidden_states, attention_mask, state)
-        share = mixed.membership[..., None]
-        return torch.where(share > 0, mixed.output / share, 0.0).transpose(1, 2)
+        """-w / (1 + m); 0 where Π is; the scan's state, if there is one, goes in front."""
+        call = self._call(hidden_states, attention_mask, state)
+        share = call.statistics.membership[..., None]
+        values = torch.where(share > 0, call.statistics.output / share, 0.0).transpose(1, 2)
+        return values if call.past is None else in_front(call.past, values)
 
     def state_size(self, tokens: int) -> int:
-        """Two numbers a channel, one a head, and the count of tokens: the same for any ``tokens``."""
-        return self.num_heads * (2 * self.head_dim + 1) + 1
+        """Sums of TSSA, the count of tokens, then of the options: the same for any ``tokens``."""
+        statistics = self.num_heads * (2 * self.head_dim + 1) + 1
+        reach = 0 if self.convolution is None else self.convolution.reach
+        features = 0 if self.scan is None else self.scan.features
+        return statistics + self.channels * reach + self.num_heads * features * self.head_dim
 
-    def _mix(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, state: MixerState | None
-    ) -> TSSAOutput:
+    def _call(self, hidden_states: Tensor, attention_mask: Tensor | None, state: MixerState | None) -> Call:
         mask = token_mask(attention_mask, hidden_states)
-        past = None if state is None else TSSAState(*state)
-        w = self.projected(hidden_states)
+        sums, rest = (None, []) if state is None else (TSSAState(*state[:4]), list(state[4:]))
+        read, inputs = self.in_proj(hidden_states), None
+        if self.features_proj is not None:
+            read = torch.cat([read, self.features_proj(hidden_states)], -1)
+        if self.convolution is not None:
+            read, inputs = self.convolution(read, mask, rest.pop(0) if rest else None)
+        width = self.num_heads * self.head_dim
+        w, features = read[..., :width].unflatten(-1, (self.num_heads, -1)), None
+        if self.scan is not None:
+            c, b = read[..., width:].chunk(2, -1)
+            features = (c.unflatten(-1, (self.num_heads, -1)), b.unflatten(-1, (self.num_heads, -1)))
+        statistics = self._statistics(w, mask, sums)
+        return Call(statistics, features, rest[0] if rest else None, inputs)
+
+    def _statistics(self, w: Tensor, mask: Tensor | None, past: TSSAState | None) -> TSSAOutput:
         temperature = w.new_ones(self.num_heads) if self.temperature is None else self.temperature
         decay = None
         if self.half_life is not None:
@@ -211,4 +270,14 @@ def _check_positions(max_positions: int, causal: bool, membership: str) -> None:
             wanted="0, or more with causal=True and softmax memberships",
             got=f"{max_positions}, causal={causal}, membership={membership!r}",
             fix="Leave max_positions out: there is no bias by position here.",
+        )
+
+
+def _check_causal(option: str, value: int, causal: bool) -> None:
+    if value < 0 or (value and not causal):
+        raise InputError(
+            f"TokenStatisticsAttention `{option}`",
+            wanted="0, or more with causal=True",
+            got=f"{value}, causal={causal}",
+            fix=f"Leave {option} out: it reads tokens in their order.",
         )
