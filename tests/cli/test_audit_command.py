@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 from rankwise.audit import Audit
 from rankwise.cli import app, main
 from rankwise.errors import RankwiseError
-from rankwise.subjects import _loading_fix
 
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
 Run = Callable[..., Result]
@@ -354,7 +353,7 @@ def test_errors_are_one_line_with_status_1(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_demo_in_a_fresh_process(tmp_path: Path) -> None:
-    done = process("audit", "--sequences", "1", cwd=tmp_path)
+    done = process("audit", "--sequences", "1", "--tokens", "64", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     audit = Audit.load(tmp_path / "rankwise-audit")
@@ -511,10 +510,19 @@ def test_a_tokenizer_of_another_folder(run: Run, folder: Path, tmp_path: Path) -
     ]
 
 
-def test_a_name_that_was_not_downloaded_says_that_offline_mode_is_on(monkeypatch) -> None:
+def test_a_name_that_was_not_downloaded_says_that_offline_mode_is_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused = _loading_fix(OSError("We couldn't connect to 'https://huggingface.co' to load the files"))
-    assert refused.startswith("HF_HUB_OFFLINE is set")
+    refused = str(run("audit", "nobody/nothing").exception)
+    assert "HF_HUB_OFFLINE is set" in refused
     assert "unset it" in refused
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert "HF_HUB_OFFLINE" not in _loading_fix(OSError("We couldn't connect"))
+    monkeypatch.setattr("rankwise.data.hub.need_hub", lambda *_, **__: None)  # the hub answers
+    refused = str(run("audit", "nobody/nothing").exception)
+    assert "couldn't connect" in refused
+    assert "HF_HUB_OFFLINE" not in refused

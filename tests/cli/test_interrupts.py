@@ -113,13 +113,11 @@ def test_a_command_that_is_told_to_ignore_it_goes_on(tmp_path: Path) -> None:
     process = started(tmp_path, "--version", mark="rankwise.cli", ignored=True)
     status, out, errors = pressed(process, [0.0])
     assert (status, errors) == (0, "")
-    assert out.strip()
+    assert out == "0.1.0.dev0\n"
 
 
 def test_python_m_rankwise_is_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rankwise"]
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == "0.1.0.dev0\n"
     done = subprocess.run([*command, "audit", "nowhere.py:f"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("rankwise: model nowhere.py:f: wanted a Python file")

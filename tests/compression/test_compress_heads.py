@@ -89,13 +89,14 @@ def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int
 @pytest.mark.parametrize("plan", [[{1}, set()], [{0}, {1}], [set(), {0, 1, 2, 3}]], ids=["one", "two", "all"])
 def test_removed_heads_are_heads_at_zero(family: str, plan: list[set[int]]) -> None:
     model, batch = ALL[family](), ids(2, 12)
-    units = removable_sites(model, batch)[0][0].units
+    sites = removable_sites(model, batch)[0]
+    units = sites[0].units
     plan = [{unit for unit in own if unit < units} for own in plan]
     before = sum(one.numel() for one in model.parameters())
     expected = removed(model, batch, plan)
     got = output(model, batch)
     assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
-    if any(plan[: len(removable_sites(ALL[family](), batch)[0])]):
+    if any(plan[: len(sites)]):
         assert sum(one.numel() for one in model.parameters()) < before
 
 

@@ -14,7 +14,6 @@ import rankwise as rw
 from rankwise.compression import compress, save_compressed
 from rankwise.compression.layers import see
 from rankwise.compression.narrow_heads import layer_divergence, narrow_layers
-from rankwise.compression.rotary import _usable
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_pairs import along, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
@@ -50,7 +49,7 @@ def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_at_full_width_nothing_changes(family: str) -> None:
     model, batch = FAMILIES[family](), ids(2, 12)
     before = output(model, batch)
-    found, _ = _usable(model, batch)
+    found, _ = find_rotary_layers(model, batch)
     assert len(found) == 2
     layers = see(model, found, [batch], lambda what: None)
     swap = narrow_layers(model, [(layer.found, whole_factors(layer)) for layer in layers])

@@ -1,6 +1,7 @@
 """Every refusal says what was wanted, what came, and what to do."""
 
 import operator
+import os
 import re
 import subprocess
 import sys
@@ -202,19 +203,31 @@ assert not [name for name in sys.modules if name.startswith("rankwise.ops") and 
 """
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_without_numba_auto_is_the_reference_and_cpu_says_what_to_install(broken, tmp_path):
-    """Also where numba is installed, but cannot load its library."""
-    begin = "sys.modules['numba'] = None"
-    if broken:
-        (tmp_path / "numba.py").write_text("raise OSError('no libllvmlite.so')", encoding="utf-8")
-        begin = f"sys.path.insert(0, {str(tmp_path)!r})"
-    program = f"import sys\n{begin}\n{WITHOUT_NUMBA}"
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="torch is loaded once, and forked for either way")
+def test_without_numba_auto_is_the_reference_and_cpu_says_what_to_install(tmp_path):
+    """Where it is not installed, and where it is installed, but cannot load its library."""
+    (tmp_path / "numba.py").write_text("raise OSError('no libllvmlite.so')", encoding="utf-8")
+    missing, broken = "sys.modules['numba'] = None", f"sys.path.insert(0, {str(tmp_path)!r})"
+    program = f"""
+import os, sys, torch
+assert not [name for name in sys.modules if name.startswith(("numba", "rankwise"))]
+for begin in ({missing!r}, {broken!r}):
+    child = os.fork()
+    if child == 0:
+        exec(begin)
+        exec({WITHOUT_NUMBA!r})
+        sys.stdout.flush()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, begin
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert ("OSError: no libllvmlite.so" if broken else "ModuleNotFoundError") in done.stdout
-    assert done.stdout.startswith('impl="cpu": wanted an installed numba, got no numba that can be imported')
-    assert "pip install 'rankwise[cpu]'" in done.stdout
+    said = done.stdout.splitlines()
+    assert len(said) == 2
+    for line, why in zip(said, ("ModuleNotFoundError", "OSError: no libllvmlite.so"), strict=True):
+        assert line.startswith('impl="cpu": wanted an installed numba, got no numba that can be imported')
+        assert why in line
+        assert "pip install 'rankwise[cpu]'" in line
 
 
 @pytest.mark.parametrize("name", ["temperature", "mask", "bias", "state"])

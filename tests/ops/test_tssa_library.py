@@ -32,7 +32,7 @@ impls = pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_gradcheck(impl, masked, kind):
     in_order = kind != "bidirectional"
     case = Case(
-        (2, 4, 2, 3),
+        (2, 3, 2, 2),
         causal=in_order,
         masked=masked,
         decayed=kind == "decayed",
@@ -197,7 +197,7 @@ def layer(w, temperature, mask, bias, causal, decayed, state):
     found = tssa(w.sin(), temperature, causal, mask=mask, **own)
     return (found.output, *(found.state or ()))
 
-for causal, decayed, masked, stated in [(0, 0, 0, 0), (0, 0, 1, 0), (1, 0, 0, 0), (1, 1, 1, 0), (1, 1, 1, 1)]:
+for causal, decayed, masked, stated in [(0, 0, 1, 0), (1, 0, 0, 0), (1, 1, 1, 1)]:
     torch.compiler.reset()
     fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
     w, temperature = torch.randn(2, 6, 3, 4, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -242,7 +242,7 @@ def test_it_compiles_into_one_graph_which_refuses_boundaries_outside_its_tokens(
     command = [sys.executable, "-c", COMPILED + COMPILED_WRONG]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * 5 + ["refused"] * 8
+    assert done.stdout.split() == ["equal"] * 3 + ["refused"] * 8
 
 
 def direct_calls():

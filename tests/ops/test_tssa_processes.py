@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = 8
+ROUNDS = 5
 LOOP = """
 import sys
 import numba, numpy as np
@@ -80,12 +80,12 @@ for life in sys.argv[1:]:
     pid = os.fork()
     if pid == 0:
         from numba.core import caching
-        factor, end = life.split(",")
+        factor, end, cache = life.split(",")
         sys.dont_write_bytecode = True
         with open("loop.py", "w") as file:
             file.write(f"FACTOR = {factor}\\n" + CODE)
         from loop import *
-        numba.config.CACHE_DIR = "cache"
+        numba.config.CACHE_DIR = cache
         if end != "none":
             setattr(caching.IndexDataCacheFile, end, lambda *given: os._exit(7))
         os._exit(0 if right(fresh(), np.float32) else 1)
@@ -95,12 +95,16 @@ LIVES = LIVES.replace("CODE", repr(LOOP))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="lives are forks of one process")
-@pytest.mark.parametrize("end", ["_save_index", "_save_data"])
-def test_after_a_process_that_died_while_it_saved_the_next_is_right(folder, end, monkeypatch):
+def test_after_a_process_that_died_while_it_saved_the_next_is_right(folder, monkeypatch):
     """Also where the source changed in between: then the code is that of the old one, the index new."""
     monkeypatch.chdir(folder)
-    lives = start(folder, LIVES, f"2,{end}", "2,none", f"3,{end}", "3,none").communicate(timeout=300)[0]
-    assert lives.split() == ["7", "0", "7", "0"]
+    ends = ("_save_index", "_save_data")
+    lives = [
+        f"{factor},{died},{end}"
+        for end in ends
+        for factor, died in ((2, end), (2, "none"), (3, end), (3, "none"))
+    ]
+    assert start(folder, LIVES, *lives).communicate(timeout=300)[0].split() == ["7", "0", "7", "0"] * 2
 
 
 FORKED = """
@@ -117,48 +121,44 @@ torch.set_num_threads(2)
 ws = [torch.randn(1, 9000, 4, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
 bias = torch.zeros(4, 9000)
 wanted = [results(w, bias) for w in ws]
-if sys.argv[1] == "loader":
-    class Calls(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-        def __getitem__(self, i):
-            return [torch.equal(*pair) for pair in zip(results(ws[i % 2], bias), wanted[i % 2])]
-    torch.set_num_threads(1)  # as workers have: sums of other pieces are rounded otherwise
-    wanted = [results(w, bias) for w in ws]
-    torch.set_num_threads(2)
-    loader = torch.utils.data.DataLoader(
-        Calls(), None, num_workers=2, multiprocessing_context="fork", timeout=100
-    )
-    print(list(loader))
-else:
-    child = os.fork()
-    if child == 0:
-        signal.alarm(100)
-        for w in ws:
-            try:
-                results(w, bias)
-            except InputError as error:
-                print(error, flush=True)
-        torch.set_num_threads(1)
-        for w, own in zip(ws, wanted):
-            torch.testing.assert_close(results(w, bias), own)
-        os._exit(7)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+child = os.fork()
+if child == 0:
+    signal.alarm(100)
+    for w in ws:
+        try:
+            results(w, bias)
+        except InputError as error:
+            print(error, flush=True)
+    torch.set_num_threads(1)
+    for w, own in zip(ws, wanted):
+        torch.testing.assert_close(results(w, bias), own)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+class Calls(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return [torch.equal(*pair) for pair in zip(results(ws[i % 2], bias), wanted[i % 2])]
+torch.set_num_threads(1)  # as workers have: sums of other pieces are rounded otherwise
+wanted = [results(w, bias) for w in ws]
+torch.set_num_threads(2)
+results(ws[0], bias)  # so that there are threads again that a fork does not have
+options = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 100}
+print(list(torch.utils.data.DataLoader(Calls(), None, **options)))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has another OpenMP")
-@pytest.mark.parametrize(
-    ("how", "printed"), [("loader", f"{[[True, True]] * 4}\n"), ("fork", None)], ids=["DataLoader", "os.fork"]
-)
-def test_a_process_forked_after_a_gradient_is_right_or_refuses(folder, how, printed, monkeypatch):
-    """Threads of torch's OpenMP are not in the fork, and what needs them would wait for ever."""
+def test_a_process_forked_after_a_gradient_is_right_or_refuses(folder, monkeypatch):
+    """Threads of torch's OpenMP are not in the fork, and what needs them would wait for ever.
+
+    First a fork by hand, then the workers of a DataLoader, which have one thread each.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    done = start(folder, FORKED, how).communicate(timeout=300)[0]
-    if printed is None:
-        *refused, status = done.splitlines()
-        assert status == "7"
-        assert len(refused) == 2
-        assert all("forked process" in line and "torch.set_num_threads(1)" in line for line in refused)
-    else:
-        assert done == printed
+    done = start(folder, FORKED).communicate(timeout=300)[0]
+    *refused, status, loaded = done.splitlines()
+    assert loaded == f"{[[True, True]] * 4}"
+    assert status == "7"
+    assert len(refused) == 2
+    assert all("forked process" in line and "torch.set_num_threads(1)" in line for line in refused)

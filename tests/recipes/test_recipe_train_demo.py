@@ -51,25 +51,38 @@ def same(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_the_seed_decides_everything() -> None:
-    first, _, scores = train(tiny(), PLAY)
+@pytest.fixture(scope="module")
+def once() -> tuple[PreTrainedModel, dict]:
+    """The tiny recipe, trained, and its scores."""
+    model, _, scores = train(tiny(), PLAY)
+    return model, {name: score for name, score in scores.items() if name != "minutes"}
+
+
+@pytest.fixture(scope="module")
+def one_step() -> tuple[PreTrainedModel, dict]:
+    """Warm-up begins at 0, so the first step changes nothing."""
+    model, _, scores = train(tiny(steps=1), PLAY)
+    return model, scores
+
+
+def test_the_seed_decides_everything(once) -> None:
+    first, scores = once
     torch.rand(3)  # whatever was drawn before
     again, _, scores_again = train(tiny(), PLAY)
     other, _, _ = train(tiny(seed=1), PLAY)
     assert same(first, again)
     assert not same(first, other)
-    scores.pop("minutes"), scores_again.pop("minutes")
+    scores_again.pop("minutes")
     assert scores == scores_again
     assert set(scores) == {"train_loss", "validation_loss", "bundled_text_loss"}
 
 
-def test_the_seed_decides_where_training_starts() -> None:
-    first, other = (train(tiny(steps=1, seed=seed), PLAY)[0] for seed in (0, 1))  # warm-up begins at 0
-    assert not same(first, other)
+def test_the_seed_decides_where_training_starts(one_step) -> None:
+    assert not same(one_step[0], train(tiny(steps=1, seed=1), PLAY)[0])
 
 
-def test_training_lowers_the_loss() -> None:
-    _, _, start = train(tiny(steps=1), PLAY)  # warm-up begins at 0, so the first step changes nothing
+def test_training_lowers_the_loss(one_step) -> None:
+    _, start = one_step
     _, _, end = train(tiny(steps=60), PLAY)
     assert end["validation_loss"] < start["validation_loss"] - 0.5
 
@@ -132,12 +145,12 @@ def run_main(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -
 
 
 def test_the_command_writes_a_model_its_card_and_the_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once
 ) -> None:
     report = run_main(tmp_path, monkeypatch)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert same(model, train(tiny(), PLAY)[0])
+    assert same(model, once[0])
     assert tokenizer("ab").input_ids == [100, 101, EOS]
     assert model.config.use_cache
     assert report["scores"]["validation_loss"] > 0

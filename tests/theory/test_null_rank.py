@@ -233,22 +233,33 @@ def test_one_trial_has_no_spread():
 # --- between simulated lengths ------------------------------------------------------------------
 
 
-@given(size=st.integers(1, 5000), window=st.none() | st.integers(1, 6000))
-def test_nodes_lie_on_either_side_and_are_few(size, window):
-    nodes = null_module._nodes(size, window)
-    assert sum(weight for _, weight in nodes) == pytest.approx(1)
-    assert all(0 < weight <= 1 for _, weight in nodes)
-    assert nodes[0][0] <= size <= nodes[-1][0]
-    assert nodes[-1][0] <= 1.5 * nodes[0][0]
-    if len(nodes) == 1:
-        assert nodes == [(size, 1.0)]
+def lengths_simulated(size: int, window: int | None) -> tuple[list[int], float]:
+    """The lengths that are simulated, and what comes of them where the null is the length itself."""
+    lengths: list[int] = []
+
+    def null_of(rows: int, *_: object) -> NullRank:
+        lengths.append(rows)
+        return NullRank(float(rows), 0.0, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(null_module, "null_rank", null_of)
+        return lengths, interpolated_null_rank(size, 4, window=window, trials=1).mean
+
+
+@given(size=st.integers(1, 4096), window=st.none() | st.integers(1, 6000))
+def test_simulated_lengths_lie_on_either_side_and_are_few(size, window):
+    """A null that grows with the length, or with a power of it, is met in between."""
+    lengths, between = lengths_simulated(size, window)
+    assert len(lengths) <= 2
+    assert min(lengths) <= size <= max(lengths) <= 1.5 * min(lengths)
+    assert between == pytest.approx(size, rel=1e-12)
 
 
 def test_all_lengths_of_a_data_set_take_few_simulations():
     for window in (None, 100):
-        nodes = {at for size in range(1, 4097) for at, _ in null_module._nodes(size, window)}
-        assert len(nodes) <= 32 + 14 + 4
-        assert max(nodes) == 4096
+        lengths = {at for size in range(1, 4097, 3) for at in lengths_simulated(size, window)[0]}
+        assert len(lengths) <= 32 + 14 + 4
+        assert max(lengths) == 4096
 
 
 @pytest.mark.parametrize(

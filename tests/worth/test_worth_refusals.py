@@ -80,7 +80,7 @@ def test_outputs_without_tokens_are_compared():
 )
 def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(vocab_size=24, decoder_start_token_id=0, **sizes)
     model, mask = getattr(transformers, kind)(config).eval(), torch.ones(3, 10, dtype=torch.long)
     mask[:, 3:] = 0
