@@ -84,7 +84,7 @@ ALLOWED = {
         "report",
     },
     "data": {"errors", "shapes", "files"},
-    "train": {"errors", "files", "data", "models", "monitor", "ops"},
+    "train": {"audit", "errors", "files", "data", "models", "monitor", "ops"},
     "assets": {"errors"},
     "device_maps": {"errors"},
     "processes": {"errors"},

@@ -17,6 +17,7 @@ from rankwise.train.checkpoints import whole_checkpoints
 
 pytest.importorskip("accelerate")
 LONG = {"steps": 60, "evaluation.every": 10, "model": "tost", "evaluation.metric": "accuracy"}
+LONG |= {"monitor": True, "monitor_every": 10}
 LONG |= {"model.options.dropout": 0.1}  # what is dropped depends on the random state that goes on
 
 
@@ -40,6 +41,8 @@ def test_killed_in_the_middle_and_resumed_is_the_same_to_the_bit(tmp_path: Path)
     straight = train(recipe, tmp_path / "straight")
     assert resumed["evaluations"] == straight["evaluations"]
     assert [row for row in resumed["curve"] if row[0] > step] == [r for r in straight["curve"] if r[0] > step]
+    assert resumed["rank"] == straight["rank"], "audits before the kill as well"
+    assert len(resumed["rank"]) == 7
     weights, others = (
         load_file(folder / "model" / "model.safetensors") for folder in (out, tmp_path / "straight")
     )

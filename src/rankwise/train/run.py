@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import Trainer, TrainingArguments, set_seed
 
+from rankwise.audit import Audit
 from rankwise.data.tasks import Task
 from rankwise.errors import TrainingError
 from rankwise.monitor import RankMonitor
@@ -75,7 +76,7 @@ def train(
     )
     check = EarlyCheck(recipe, task.provenance.sha256)
     _set_callbacks(trainer, [check, Marks(content), Clock()], progress)
-    monitor = _monitor(recipe, trainer, task, out) if recipe.monitor else None
+    monitor = _monitor(recipe, trainer, task, out, start) if recipe.monitor else None
     with _saving(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
@@ -183,7 +184,7 @@ def _set_callbacks(trainer: Trainer, callbacks: list[Any], progress: bool) -> No
         trainer.add_callback(callback)
 
 
-def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMonitor:
+def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path, start: Path | None) -> RankMonitor:
     data = _validation(recipe, task)
     probe = dict(task.collate([data[at] for at in range(min(PROBE, len(data)))]))
     device = trainer.args.device
@@ -192,6 +193,10 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMon
         for name, tensor in probe.items()
     }
     monitor = RankMonitor(moved, every=recipe.monitor_every, folder=out / "rank")
+    until = -1 if start is None else int(start.name.partition("-")[2])
+    before = {int(one.parent.name.partition("-")[2]): one for one in (out / "rank").glob("step-*/audit.json")}
+    for step in sorted(step for step in before if step <= until):
+        monitor.history.add(step, Audit.load(before[step]))
     monitor.attach(trainer)
     return monitor
 
