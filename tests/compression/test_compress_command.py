@@ -147,6 +147,31 @@ def test_where_nothing_comes_of_it_no_folder_is_left(
         done = run("own.py:build", "--no-time", "--out", folder)
         assert done.exit_code != 0
         assert Path(folder).exists() == left
+        if error is MemoryError:
+            assert "GPT2LMHeadModel: wanted memory for a batch" in str(done.exception)
+
+
+def test_a_head_of_nan_is_named_and_a_layer_without_memory_keeps_what_is_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object, **_more: object) -> None:
+        raise MemoryError
+
+    broken = "\n    model.transformer.h[1].attn.c_attn.weight.data[:, 8:16] = float('nan')\n"
+    Path("broken.py").write_text(
+        FACTORY.replace("return gpt2(), ", "model = gpt2()" + broken + "    return model, ")
+    )
+    done = run("broken.py:build", "--keep", 0.5, "--no-time", "--out", "new")
+    assert "layer 'transformer.h.1.attn.c_attn': wanted finite weights" in str(done.exception)
+    assert not Path("new").exists()
+    monkeypatch.setattr("rankwise.compression.narrowing.calibrate", full)
+    done = run("own.py:build", "--keep", 0.5, "--calibrate", 5, "--no-time", "--no-nulls", "--out", "new")
+    assert done.exit_code == 130
+    assert "INCOMPLETE" in done.output
+    assert "for want of memory at transformer.h.0.attn" in words(done)
+    assert sum(one.numel() for one in rw.load_compressed("new").parameters()) == (
+        Compression.load("new").parameters_after
+    )
 
 
 def test_names_and_numbers_stay_whole_on_a_narrow_console(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

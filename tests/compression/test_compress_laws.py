@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compression.compression_cases import bigcode, ids
 
 import rankwise as rw
 from rankwise.compression.divergence import Sample, divergence, head_divergence, width_curves
@@ -139,3 +140,16 @@ def test_a_narrow_projection_is_the_factored_one_with_zeros(bias: bool) -> None:
         assert not bool(got[..., own[width:]].any())
     assert narrow.narrow.out_features == 8
     assert torch.allclose(narrow.widened()(x), got, atol=64 * EPS * 6)
+
+
+def test_keys_that_a_mask_makes_copies_of_are_those_of_one_head() -> None:
+    """Multi-query attention repeats its keys for each query head as soon as the batch has a mask."""
+    plain = ids(6, 30)
+    masked = {**plain, "attention_mask": torch.ones(6, 30, dtype=torch.long)}
+    one, other = (
+        rw.compress_qk(bigcode(), [batch], width=4, time=False, nulls=False) for batch in (plain, masked)
+    )
+    assert not other.left_out
+    assert [head.width for head in one.heads] == [head.width for head in other.heads]
+    assert [head.kl for head in other.heads] == pytest.approx([head.kl for head in one.heads], rel=1e-3)
+    assert other.kl == pytest.approx(one.kl, rel=1e-3)

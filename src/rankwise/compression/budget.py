@@ -164,8 +164,10 @@ class SharedBudget:
         while offer.keeps[0] <= keep < 1 or (step < 0 and keep == 1):
             change = prepared.change(keep)
             change.put_in()
-            fits = self.memory() <= most if step < 0 else self.price.now() <= (self.job.tolerance or 0)
-            change.take_out()
+            try:
+                fits = self.memory() <= most if step < 0 else self.price.now() <= (self.job.tolerance or 0)
+            finally:
+                change.take_out()
             if fits:
                 break
             keep += step
@@ -216,25 +218,3 @@ class SharedBudget:
             got=f"{self.job.keep:g}",
             fix="Keep more, or name more parts.",
         )
-
-
-def check_together(names: list[str]) -> None:
-    """Refuse parts that take the same numbers.
-
-    Args:
-        names: of parts.
-
-    Raises:
-        CompressionError: with the reason.
-    """
-    if "kv" not in names or not {"qk", "rotary"} & set(names):
-        return
-    other = "qk" if "qk" in names else "rotary"
-    raise CompressionError(
-        f"`parts` {','.join(names)}",
-        wanted=f"`kv` or `{other}`",
-        got="both",
-        fix="Choose one of them: both write the projection of keys anew. `kv` reads keys out of a latent "
-        f"that leaves out what outputs do not need of them, so that `{other}` has nothing left to take from "
-        "the cache; `heads` goes with either.",
-    )

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.compression.latent import LatentLayer, LatentProjection
-from rankwise.compression.narrow import runs_of
+from rankwise.compression.latent import LatentLayer, LatentProjection, ordered_runs
+from rankwise.compression.narrow import NarrowProjection, runs_of
 from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
 from rankwise.compression.rotation import ROTATIONS, Rotation, channels_turned, rotate_back
 from rankwise.errors import CompressionError
@@ -129,14 +129,17 @@ def _inside(name: str, outer: str) -> bool:
 def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> LatentLayer | str:
     from transformers.cache_utils import DynamicLayer
 
+    from rankwise.compression.narrow_keys import NarrowKeys
+
     kept = cache.layers[at] if at < len(cache.layers) else None
     below = [module for module in seen.outputs if _inside(module, name)]
     if any(isinstance(model.get_submodule(module), LatentProjection) for module in below):
         return "it has a latent already"
-    if type(kept) is not DynamicLayer:
+    if type(kept) not in (DynamicLayer, NarrowKeys):
         what = "a window of fixed length" if getattr(kept, "is_sliding", False) else type(kept).__name__
         return f"its cache is {what}, not all keys and values"
     keys, values = kept.keys, kept.values  # type: ignore[union-attr]
+    keys = kept.whole() if isinstance(kept, NarrowKeys) else keys
     if keys is None or values is None:
         return "it keeps nothing in the cache"
     if not bool(keys.isfinite().all() and values.isfinite().all()):
@@ -144,13 +147,11 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> Lat
     if keys.shape[1] != values.shape[1]:
         return "it has not as many heads of keys as of values"
     linear = {
-        module: seen.outputs[module]
-        for module in names_below(below, name)
-        if linear_parts(model.get_submodule(module)) is not None
+        module: seen.outputs[module] for module in names_below(below, name) if _is_linear(model, module)
     }
     value = find_projection(values, linear)
     if value is None:
-        return "its values are the output of no linear layer, or of one that is narrowed already"
+        return "its values are the output of no linear layer"
     unrotated = _unrotated(model, name, keys, seen)
     if isinstance(unrotated, str):
         return unrotated
@@ -170,23 +171,51 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> Lat
         seen.inputs[key.module], seen.inputs[value.module]
     ):
         return "its keys and its values are made from different tokens"
+    key_side, value_side = _computed(model, key), _computed(model, value)
     short = len(name) + 1 if name else 0
+    whole = len(key_side.places) == keys.shape[1] * keys.shape[3]
     return LatentLayer(
         module=name,
-        key=key.module[short:],
-        value=value.module[short:],
+        key=key_side.module[short:],
+        value=value_side.module[short:],
         heads=keys.shape[1],
-        key_channels=_in_runs(key),
-        value_channels=_in_runs(value),
-        rank=min(seen.inputs[key.module].shape[-1], keys.shape[1] * (keys.shape[3] + values.shape[3])),
+        key_channels=ordered_runs(key_side.channels),
+        value_channels=ordered_runs(value_side.channels),
+        rank=min(seen.inputs[key.module].shape[-1], len(key_side.channels) + len(value_side.channels)),
+        key_width=0 if whole else keys.shape[3],
+        key_places=[] if whole else runs_of(key_side.places),
         key_factor=key.factor,
         value_factor=value.factor,
         **fields,
     )
 
 
-def _in_runs(projection: Projection) -> list[tuple[int, int]]:
-    return [run for head in projection.channels.tolist() for run in runs_of(head)]
+def _is_linear(model: nn.Module, name: str) -> bool:
+    """Whether a module is linear; of a narrowed one the whole, which gives zeros, too."""
+    inside = isinstance(model.get_submodule(name.rpartition(".")[0]), NarrowProjection)
+    module = model.get_submodule(name)
+    return not inside and (isinstance(module, NarrowProjection) or linear_parts(module) is not None)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """The linear layer that computes keys or values."""
+
+    module: str
+    channels: list[int]
+    """Its channels, head by head."""
+    places: list[int]
+    """Where they go, counted over heads."""
+
+
+def _computed(model: nn.Module, projection: Projection) -> _Computed:
+    channels = projection.channels.flatten().tolist()
+    module = model.get_submodule(projection.module)
+    if not isinstance(module, NarrowProjection):
+        return _Computed(projection.module, channels, list(range(len(channels))))
+    at = {channel: own for own, channel in enumerate(module.channels.tolist())}
+    places = [place for place, channel in enumerate(channels) if channel in at]
+    return _Computed(f"{projection.module}.narrow", [at[channels[place]] for place in places], places)
 
 
 def _unrotated(

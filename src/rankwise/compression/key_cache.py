@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rankwise.compression.narrow import Runs
@@ -81,11 +82,27 @@ def key_cache_of(module: nn.Module) -> NarrowKeysHook | None:
     return next((hook for hook in forward_pre_hooks(module) if isinstance(hook, NarrowKeysHook)), None)
 
 
-def kept_channels(runs: Runs, device: torch.device) -> Tensor:
+def whole_keys(
+    narrow: Float[Tensor, "B S n"], channels: Int[Tensor, "n"], size: int
+) -> Float[Tensor, "B S N"]:
+    """Keys of all heads side by side, with zeros for the channels that are not computed.
+
+    Args:
+        narrow: the channels that are.
+        channels: where they go.
+        size: N, channels of all heads.
+    """
+    return narrow.new_zeros(*narrow.shape[:2], size).index_copy_(-1, channels, narrow)
+
+
+def kept_channels(runs: Runs, device: torch.device) -> Int[Tensor, "n"]:
     """Numbers of the channels in runs.
 
     Args:
         runs: the runs.
         device: where to.
     """
-    return torch.cat([torch.arange(first, first + count, device=device) for first, count in runs])
+    return torch.cat(
+        [torch.arange(first, first + count, device=device) for first, count in runs]
+        or [torch.arange(0, device=device)]
+    )

@@ -14,6 +14,7 @@ from rankwise.compression.latent_curves import latent_curves
 from rankwise.compression.latent_hook import add_latent
 from rankwise.compression.latent_moments import Moments, Spectrum, layer_moments, layer_weight, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
+from rankwise.compression.memory import naming_layer
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import check_some, keep_sound
 from rankwise.compression.parts import Change, Job, PartResult, Prepared
@@ -42,7 +43,10 @@ def prepare_keys_values(job: Job) -> Prepared:
         notes.append(
             "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
         )
-    found = [spectrum(moment.weight, moment.tokens, moment.gradients) for moment in moments]
+    found = []
+    for layer, moment in zip(layers, moments, strict=True):
+        with naming_layer(layer.module):
+            found.append(spectrum(moment.weight, moment.tokens, moment.gradients))
     nats = [directions.nats for directions in found]
     size = next(job.model.parameters()).element_size()
 

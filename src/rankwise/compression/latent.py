@@ -28,10 +28,14 @@ class LatentLayer(BaseModel, extra="forbid"):
     heads: int
     """Key heads."""
     key_channels: Runs
-    """Of the linear layer, head by head, as (first, how many)."""
+    """Of the linear layer, head by head, as (first, how many); of narrowed keys, those that are left."""
     value_channels: Runs
     rank: int = Field(ge=1)
     """Width of the latent."""
+    key_width: int = 0
+    """Channels of a key head, with those that narrowing made zero; 0 where keys were not narrowed."""
+    key_places: Runs = Field(default_factory=list)
+    """Where the channels of narrowed keys go, counted over heads."""
     key_factor: float = 1.0
     value_factor: float = 1.0
     norm: str = ""
@@ -196,14 +200,22 @@ def _projection(
             if bias is not None:
                 rest.bias.copy_(bias[left])
     place = {channel: at for at, channel in enumerate(left + channels)}
-    runs = _in_order([place[channel] for channel in range(weight.shape[0])])
+    runs = ordered_runs([place[channel] for channel in range(weight.shape[0])])
     made = LatentProjection(latent, down, up, rest, runs)
     made.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
     return made.train(before.training)
 
 
-def _in_order(numbers: list[int]) -> Runs:
-    """Numbers in any order as runs."""
+def ordered_runs(numbers: Sequence[int]) -> Runs:
+    """Numbers in any order as runs, as (first, how many).
+
+    Args:
+        numbers: the numbers.
+
+    Examples:
+        >>> ordered_runs([4, 5, 0, 1])
+        [(4, 2), (0, 2)]
+    """
     runs: Runs = []
     for number in numbers:
         if runs and sum(runs[-1]) == number:

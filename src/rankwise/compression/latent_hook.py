@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rankwise.compression.key_cache import keep_in_cache
+from rankwise.compression.key_cache import keep_in_cache, kept_channels, whole_keys
 from rankwise.compression.latent import Latent, LatentLayer, LatentProjection, latent_modules
 from rankwise.compression.narrow import put
 from rankwise.compression.rotation import rotate
@@ -34,6 +34,7 @@ class LatentReader:
         rotary: nn.Module | None,
     ) -> None:
         self.layer, self.key, self.value, self.norm, self.rotary = layer, key, value, norm, rotary
+        self.places = kept_channels(layer.key_places, torch.device("cpu"))
 
     def read(
         self, latent: Float[Tensor, "B S r"], positions: Int[Tensor, "B S"] | None
@@ -51,6 +52,8 @@ class LatentReader:
             flat, values = flat[..., :count], flat[..., count:]
         else:
             values = self.value.up(latent)
+        if layer.key_width:
+            flat = whole_keys(flat, self.places.to(flat.device), layer.heads * layer.key_width)
         if self.norm is not None and layer.norm_axes == "flat":
             flat = self.norm(flat)
         keys = flat.unflatten(-1, (layer.heads, -1))
@@ -108,6 +111,8 @@ class CloseLatent:
 def add_latent(model: nn.Module, layer: LatentLayer, modules: dict[str, nn.Module]) -> Callable[[], None]:
     """Put projections through a latent, and hooks for caches, into a model.
 
+    The hook runs before any other: one that keeps narrow keys then finds its place in the cache taken.
+
     Args:
         model: the model.
         layer: what they were built for.
@@ -124,7 +129,7 @@ def add_latent(model: nn.Module, layer: LatentLayer, modules: dict[str, nn.Modul
     attention = model.get_submodule(layer.module)
     reader = LatentReader(layer, key, value, norm, rotary)
     handles = [
-        attention.register_forward_pre_hook(LatentHook(reader, key.latent), with_kwargs=True),
+        attention.register_forward_pre_hook(LatentHook(reader, key.latent), prepend=True, with_kwargs=True),
         attention.register_forward_hook(CloseLatent(key.latent)),
     ]
 

@@ -9,7 +9,7 @@ from rankwise.errors import CompressionError
 
 
 def ranks_for_keep(
-    layers: list[LatentLayer], nats: list[Float64[Tensor, "m"]], keep: float | int, size: int
+    layers: list[LatentLayer], nats: list[Float64[Tensor, "_"]], keep: float | int, size: int
 ) -> list[int]:
     """Ranks whose cache takes a share of the bytes, positions counted.
 
@@ -36,7 +36,7 @@ def ranks_for_keep(
     return _best(nats, count)
 
 
-def ranks_for_tolerance(nats: list[Float64[Tensor, "m"]], tolerance: float | int) -> list[int]:
+def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
     """Least ranks, in the order of `ranks_for_keep`, whose left-out directions are worth no more than that.
 
     Args:
@@ -49,7 +49,7 @@ def ranks_for_tolerance(nats: list[Float64[Tensor, "m"]], tolerance: float | int
     return _best(nats, max(count, len(nats)))
 
 
-def _best(nats: list[Float64[Tensor, "m"]], count: int) -> list[int]:
+def _best(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
     first = [1] * len(nats)
     rest = [(float(value), layer) for layer, gains in enumerate(nats) for value in gains[1:]]
     rest.sort(key=lambda gain: (-gain[0], gain[1]))

@@ -14,6 +14,7 @@ from rankwise.compression.divergence import Sample
 from rankwise.compression.pair_rotation import fitted
 from rankwise.compression.projections import (
     Projection,
+    each_once,
     find_projection,
     linear_parts,
     names_below,
@@ -172,15 +173,19 @@ def _sample(found: Found, site: MixerSite, outputs: dict[str, list[Tensor]], cal
     operator = site.operator
     if found.written is None and not len(found.pairs):
         assert isinstance(operator, SoftmaxMixing)
-        return Sample(operator, operator.query, operator.key, site.valid_tokens, operator.scale)
+        return Sample(operator, operator.query, _keys(found, operator), site.valid_tokens, operator.scale)
     query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
     if found.written is not None:
         return Sample(operator, query, key, site.valid_tokens, found.written)
     assert isinstance(operator, SoftmaxMixing)
-    copies = operator.key.shape[1] // found.key_heads  # some code repeats keys, one for each query head
-    after = [operator.query, operator.key[:, ::copies]]
+    after = [operator.query, _keys(found, operator)]
     rotation, _ = fitted(found.pairs.to(query.device), [query, key], after)
     return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
+
+
+def _keys(found: Found, operator: SoftmaxMixing) -> Tensor:
+    """Keys, each once: some code repeats them, one for each query head."""
+    return operator.key[:, :: operator.key.shape[1] // found.key_heads]
 
 
 def _add(layer: AttentionLayer, site: MixerSite, sample: Sample) -> None:
@@ -216,6 +221,8 @@ def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -
     sides = []
     for what, heads in (("queries", operator.query), ("keys", operator.key)):
         side = find_projection(heads, given)
+        if side is None and what == "keys":
+            side = find_projection(each_once(heads), given)
         if side is None:
             return (
                 f"its {what} are the output of no linear layer: positions are rotated in, a norm follows, or "

@@ -9,6 +9,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from rankwise.compression.projections import linear_parts
+from rankwise.errors import CompressionError
 
 Runs = list[tuple[int, int]]
 """Channels as (first, how many), ascending."""
@@ -22,7 +23,7 @@ class NarrowProjection(nn.Module):
     slow where queries and keys are narrower than values; with zeros filled in they are as wide.
 
     Args:
-        narrow: the layer that computes.
+        narrow: the layer that computes: linear, or keys and values out of a latent.
         runs: where its channels go.
         out_features: how many there are with the zeros.
     """
@@ -52,15 +53,26 @@ class NarrowProjection(nn.Module):
 
     def place_channels(self) -> None:
         """Set ``channels`` again, on the device of the weights: a model built without memory has none."""
-        self.channels = _channels(self.runs).to(self.narrow.weight.device)
+        self.channels = _channels(self.runs).to(next(self.narrow.parameters()).device)
 
     def extra_repr(self) -> str:
         """Sizes, as `nn.Linear` shows them."""
         return f"{self.narrow.out_features} of {self.out_features} channels"
 
     def widened(self) -> nn.Linear:
-        """A plain linear layer of the whole width that gives the same."""
+        """A plain linear layer of the whole width that gives the same.
+
+        Raises:
+            CompressionError: if keys and values come out of a latent.
+        """
         narrow = self.narrow
+        if not isinstance(narrow, nn.Linear):
+            raise CompressionError(
+                "`widened`",
+                wanted="a narrowed layer that is linear",
+                got="one whose keys are read out of a latent",
+                fix="Load the original.",
+            )
         options: Any = {"device": narrow.weight.device, "dtype": narrow.weight.dtype}
         plain = nn.Linear(self.in_features, self.out_features, narrow.bias is not None, **options)
         with torch.no_grad():

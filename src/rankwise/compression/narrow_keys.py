@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from rankwise.compression.key_cache import kept_channels
+from rankwise.compression.key_cache import kept_channels, whole_keys
 from rankwise.compression.narrow import Runs
 
 
@@ -27,6 +28,7 @@ class NarrowKeys(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty tensors of the right dtype, device and batch."""
         super().lazy_initialization(key_states, value_states)
+        self.heads, self.width = key_states.shape[1], key_states.shape[3]
         self.channels = kept_channels(self.runs, key_states.device)
 
     def update(
@@ -35,10 +37,12 @@ class NarrowKeys(DynamicLayer):
         """Keep new keys and values, and give all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        heads, width = key_states.shape[1], key_states.shape[3]
         flat = key_states.transpose(1, 2).flatten(2).index_select(-1, self.channels)[:, None]
         self.keys = torch.cat([self.keys, flat], dim=-2)
         self.values = torch.cat([self.values, value_states], dim=-2)
-        whole = self.keys.new_zeros(self.keys.shape[0], self.keys.shape[2], heads * width)
-        whole.index_copy_(-1, self.channels, self.keys[:, 0])
-        return whole.unflatten(-1, (heads, width)).transpose(1, 2), self.values
+        return self.whole(), self.values
+
+    def whole(self) -> Float[Tensor, "B G S K"]:
+        """Keys in full."""
+        flat = whole_keys(self.keys[:, 0], self.channels, self.heads * self.width)
+        return flat.unflatten(-1, (self.heads, self.width)).transpose(1, 2)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from rankwise.compression.calibrate import calibrate
 from rankwise.compression.layers import AttentionLayer, see
+from rankwise.compression.memory import out_of_memory
 from rankwise.compression.narrow_heads import Factors, layer_divergence, narrow_layers
-from rankwise.compression.part_checks import naming_layer
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import BudgetCurve, HeadWidth
 
@@ -27,12 +27,11 @@ def narrowed_heads(
     """
     plan: list[Factors] = []
     heads: list[HeadWidth] = []
-    complete = True
+    stopped = ""
     for layer, factors in zip(layers, starts, strict=True):
         before = after = _by_key(layer, factors)
-        if job.calibrate and complete:
-            with naming_layer(layer.found.name):
-                factors, after, complete = _calibrated(layer, factors, before, job)
+        if job.calibrate and not stopped:
+            factors, after, stopped = _calibrated(layer, factors, before, job)
         plan.append(factors)
         heads += [
             HeadWidth(
@@ -57,16 +56,28 @@ def narrowed_heads(
     }
     curves = nulls(figures) if job.nulls else []
     swap.put_in()
-    notes = [] if complete else [
-        "Calibration was stopped by Ctrl-C: what was done is kept, later layers are as they were chosen."
-    ]  # fmt: skip
-    return PartResult(heads, kl, curves, layers[0].tokens, {}, notes, complete, swap.take_out, swap.put_in)
+    notes = [
+        f"Calibration was stopped {stopped}: what was done is kept, later layers are as they were chosen."
+    ]
+    return PartResult(
+        heads,
+        kl,
+        curves,
+        layers[0].tokens,
+        notes=notes if stopped else [],
+        complete=not stopped,
+        undo=swap.take_out,
+        redo=swap.put_in,
+    )
 
 
 def _calibrated(
     layer: AttentionLayer, start: Factors, before: list[float], job: Job
-) -> tuple[Factors, list[float], bool]:
-    """Factors after steps of Adam, or as they were where these are no better on the calibration data."""
+) -> tuple[Factors, list[float], str]:
+    """Factors after steps of Adam, or as they were where these are no better on the calibration data.
+
+    With them what stopped it, if something did.
+    """
     done = 0
 
     def count(steps: int) -> None:
@@ -74,9 +85,15 @@ def _calibrated(
         done = steps
         job.on_step(f"calibrating {layer.found.name}: {steps} of {job.calibrate}")
 
-    factors = calibrate(layer, start, job.calibrate, job.seed, count)
-    after, complete = _by_key(layer, factors), done == job.calibrate
-    return (factors, after, complete) if sum(after) < sum(before) else (start, before, complete)
+    try:
+        factors = calibrate(layer, start, job.calibrate, job.seed, count)
+        after = _by_key(layer, factors)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return start, before, f"for want of memory at {layer.found.name}"
+    stopped = "" if done == job.calibrate else "by Ctrl-C"
+    return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
 
 
 def _by_key(layer: AttentionLayer, factors: Factors) -> list[float]:

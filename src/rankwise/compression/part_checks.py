@@ -1,7 +1,6 @@
 """What every part checks of the layers it found, before and while it does them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -115,23 +114,3 @@ def check_tokens(tokens: int, width: int) -> None:
             got=f"{tokens}",
             fix="Give more text.",
         )
-
-
-@contextmanager
-def naming_layer(name: str) -> Iterator[None]:
-    """Where memory is short, say at which layer. The model is still as it was.
-
-    Args:
-        name: of the layer.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        raise CompressionError(
-            f"attention layer {name!r}",
-            wanted="memory for its attention matrices",
-            got=str(error).splitlines()[0],
-            fix="Give fewer or shorter sequences, or smaller batches; the model is unchanged.",
-        ) from error

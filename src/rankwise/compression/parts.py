@@ -48,7 +48,7 @@ class PartResult:
     """Layers that could not be done, with the reason."""
     notes: list[str] = field(default_factory=list)
     complete: bool = True
-    """False where Ctrl-C stopped calibration."""
+    """False where Ctrl-C or want of memory stopped calibration."""
     undo: Callable[[], None] = lambda: None
     """Take the change out of the model, for a while or for good."""
     redo: Callable[[], None] = lambda: None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rankwise.compression.layers import AttentionLayer, Found, find_layers, linear_names, see
+from rankwise.compression.memory import naming_layer
 from rankwise.compression.narrow_heads import (
     Factors,
     chosen_widths,
@@ -24,7 +25,6 @@ from rankwise.compression.part_checks import (
     check_tokens,
     check_width,
     keep_sound,
-    naming_layer,
     no_finite_layer,
 )
 from rankwise.compression.parts import Change, Job, PartResult, Prepared

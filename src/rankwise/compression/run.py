@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.compression.budget import SharedBudget, check_together
+from rankwise.compression.budget import SharedBudget
+from rankwise.compression.memory import no_memory, out_of_memory
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
@@ -118,7 +119,7 @@ def compress(
     Parts are done one after another, each on the model that the ones before left: ``heads``, heads removed
     with their weights; ``qk``, narrower queries and keys (`compress_qk`); ``rotary``, the same where
     positions are rotated in, by pairs; ``kv``, a decoder's keys and values out of one latent, which is what
-    its cache keeps, before rotation. Either ``kv`` or one of ``qk`` and ``rotary``.
+    its cache keeps, before rotation. After ``qk`` or ``rotary``, ``kv`` reads the narrow keys out of it.
 
     Several parts share one budget of bytes: of the weights of all linear layers that they make smaller, and
     of the cache of ``cache_tokens`` tokens. Each part is tried alone at some shares; what it saves and what
@@ -190,12 +191,18 @@ def _compress(
     cache_tokens: int | None = None,
 ) -> Compression:
     chosen = chosen_parts(names)
-    check_together(chosen)
     check_untouched(model)
     check_budget(keep, tolerance, width, calibrate)
     data = listed_batches(batches, "batches")
     figures = listed_batches(held_out, "held_out") if held_out is not None else []
-    said = on_step or (lambda what: None)
+    under_way = ""
+
+    def said(what: str) -> None:
+        nonlocal under_way
+        under_way = what
+        if on_step is not None:
+            on_step(what)
+
     job = Job(model, data, figures or data, keep, tolerance, width, calibrate, nulls, seed, said)
     done: list[PartResult] = []
     budget: Budget | None = None
@@ -209,9 +216,11 @@ def _compress(
                 done += shared.do(chosen)
                 budget = shared.record().model_copy(update={"price_held_out": held_out_price.now()})
             prices = measure_prices(model, job.figures, done, time, said)
-        except BaseException:
+        except BaseException as error:
             for result in reversed(done):
                 result.undo()
+            if out_of_memory(error):
+                raise no_memory(model, error, under_way) from error
             raise
     record = _record(model, job, chosen, done, prices, bool(figures)).model_copy(update={"budget": budget})
     _note_structure(model)
