@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from tests.unchecked import unchecked
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
@@ -80,6 +82,10 @@ def test_prices_count_what_torch_counts() -> None:
     assert now.parameters == sum(weight.numel() for weight in layer.weights) + layer.out.numel()
     assert now.cache_bytes == 2 * sum(part[0, :, 0].numel() for part in layer.cache)
     assert all(one.prefill_ms > 0 and one.decode_ms > 0 for one in plan.options)
+    long = _Layer(Shape("now", 4, 2, 24, 24), 96, plan.tokens, False, False, "cpu")
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        long.prefill()
+    assert now.flops == counted.get_total_flops()
     shape = Shape("narrow", 4, 2, 8, 24)
     ways = [_Layer(shape, 96, 16, True, padded, "cpu").prefill() for padded in (False, True)]
     torch.testing.assert_close(*ways)  # zeros that fill up change nothing

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel
 
 import rankwise as rw
 from rankwise.plan import HeadDimPlan, plan_head_dim, with_prices
+from rankwise.plan.advice import _than
 from rankwise.plan.records import LayerCurve, LogLaw
 from rankwise.plan.saturation import falls
 from rankwise.plan.tables import plan_tables
@@ -78,6 +80,36 @@ def test_values_of_their_own_width_keep_their_channels() -> None:
     assert more.heads * more.value_dim == 64
     assert now.parameters == 128 * 2 * 2 * (64 + 32)
     assert plan.recommended["v_head_dim"] == more.value_dim
+    assert "Most classes do not read it" in plan.notes[-1]
+
+
+def test_classes_that_do_not_make_the_shapes_are_named() -> None:
+    shapes = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    plan = with_prices(saturating(), 128, **shapes, measure=False)
+    wanted = tuple(
+        plan.recommended[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    assert wanted == (16, 8, 16)
+    small = {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 12}
+    found = {}
+    for kind in ("llama", "bert"):
+        model = AutoModel.from_config(AutoConfig.for_model(kind, **plan.recommended, **small)).eval()
+        with torch.no_grad(), rw.capture(model) as trace:
+            model(torch.arange(12)[None])
+        op = trace.mixers[0].operator
+        found[kind] = (op.query.shape[1], op.key.shape[1], op.query.shape[-1])
+    assert found == {"llama": wanted, "bert": (16, 16, 8)}
+    assert "H·K = 256 is not D = 128" in plan.notes[-2]
+    assert "BERT, GPT-2 and OPT make heads of D/H." in plan.notes[-2]
+    assert "num_key_value_heads" in plan.notes[-1]
+    assert with_prices(saturating(), 128, heads=2, measure=False).notes == []
+    [odd, _] = with_prices(saturating(), 128, heads=3, measure=False).notes[::-1]
+    assert "refuse 7 heads, which do not divide 128" in odd
+
+
+def test_no_difference_is_called_one() -> None:
+    assert _than(0.424, 0.421) == "as much (0.42)"
+    assert _than(0.45, 0.42) == "more (0.45 against 0.42)"
 
 
 def test_drawn_inputs_beside_given_states_are_refused() -> None:

@@ -12,6 +12,16 @@ from rankwise.assets import demo_model, demo_text
 from rankwise.cli import app
 from rankwise.plan import HeadDimPlan
 
+LATENT = """
+from transformers import DeepseekV3Config, DeepseekV3Model
+def build():
+    return DeepseekV3Model(DeepseekV3Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2,
+        v_head_dim=4,
+    ))
+"""
+
 Run = Callable[..., Result]
 
 
@@ -108,6 +118,10 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
         (("--images", "."), "a picture"),
         (("--images", "odd.npz", "--tokens", 9), "3 × 7 pixels"),
         (("--images", "odd.npz", "--text", "text.txt"), "one of them"),
+        (("--text", "."), "a folder. Name one file in it."),
+        (("--model", demo_model(), "--text", "text.txt", "--images", "odd.npz"), "one of them"),
+        (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: wanted 128"),
+        (("--model", "latent.py:build", "--text", "text.txt"), "one latent"),
         (("--images", "odd.npz", "--inputs", "gaussian"), "--inputs"),
         (("--tokens", 10**8), "131,072"),
         (("--width", 64, "--device", "cuda:99"), "--device cuda:99"),
@@ -121,6 +135,7 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
 )
 def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
     Path("linear.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    Path("latent.py").write_text(LATENT)
     Path("short.txt").write_text("short")
     np.savez("odd.npz", np.zeros((2, 3, 7), np.uint8))
     done = run(*arguments, "--trials", 2)

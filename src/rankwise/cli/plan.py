@@ -85,7 +85,7 @@ def command(
     states: Any
     if model is not None:
         subject = load_subject(model, device=device, trust_remote_code=trust_remote_code)
-        own = attention_of(subject)
+        own = attention_of(subject, width)
         batches, states, said = model_states(subject, text, images, tokens, sequences)
     elif text is not None:
         states, said = text_states(text, width or 768, tokens, sequences, seed)
@@ -95,10 +95,11 @@ def command(
         states, said = tokens, []
     mask = mask or own.get("mask", "full")
     positions = positions or own.get("positions", "none")
+    sizes = own if heads is None else {}  # other heads than the model's have other groups and widths
     shape = {
-        "heads": own.get("heads") if heads is None else heads,
-        "kv_heads": own.get("kv_heads") if kv_heads is None else kv_heads,
-        "head_dim": own.get("head_dim"),
+        "heads": sizes.get("heads", heads),
+        "kv_heads": sizes.get("kv_heads") if kv_heads is None else kv_heads,
+        "head_dim": sizes.get("head_dim"),
         "value_dim": value_dim,
     }
     dim = width or own.get("width") or (None if isinstance(states, int) else states.shape[-1])
@@ -172,7 +173,7 @@ def _check(
         raise InputError(
             "--model", wanted="data beside it", got="none", fix="Give --text FILE or --images DIR."
         )
-    if model is None and text is not None and images is not None:
+    if text is not None and images is not None:
         raise InputError(
             "--text and --images", wanted="one of them", got="both", fix="Plan for one after the other."
         )

@@ -150,8 +150,7 @@ def _read_bytes(path: str | Path) -> bytes:
     except FileNotFoundError as error:
         raise InputError(str(path), wanted=wanted, got="no such file", fix="Check the path.") from error
     except IsADirectoryError as error:
-        fix = "Name one file in it; for a folder of pictures use --images, for a data set --dataset."
-        raise InputError(str(path), wanted=wanted, got="a folder", fix=fix) from error
+        raise InputError(str(path), wanted=wanted, got="a folder", fix="Name one file in it.") from error
     except PermissionError as error:
         if path.is_dir():  # what Windows says of a folder
             raise InputError(str(path), wanted=wanted, got="a folder", fix="Name one file in it.") from error

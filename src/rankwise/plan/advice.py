@@ -56,10 +56,9 @@ def _change(now: Option, best: Option) -> str:
         f"{best.parameters / now.parameters:.2f} times the parameters"
     )
     if math.isfinite(now.rank_share) and math.isfinite(best.rank_share):
-        less = "less" if best.rank_share < now.rank_share else "more"
         words += (
             f", and {best.rank_sum:.1f} T in place of {now.rank_sum:.1f} T of rank in all heads together; "
-            f"each single head has {less} ({best.rank_share:.2f} against {now.rank_share:.2f})"
+            f"each single head has {_than(best.rank_share, now.rank_share)}"
         )
     else:
         words += (
@@ -71,6 +70,44 @@ def _change(now: Option, best: Option) -> str:
         f"{words}. Values are {best.value_dim} wide a head in place of {now.value_dim}: {same} in all heads "
         "together."
     )
+
+
+def _than(after: float, before: float) -> str:
+    """More or less, where the digits shown say so."""
+    if f"{after:.2f}" == f"{before:.2f}":
+        return f"as much ({after:.2f})"
+    return f"{'less' if after < before else 'more'} ({after:.2f} against {before:.2f})"
+
+
+def shape_notes(width: int, best: Option) -> list[str]:
+    """Which classes of transformers do not make the recommended shapes, for they do not read all values.
+
+    Args:
+        width: D.
+        best: the recommended setting.
+    """
+    notes = []
+    if best.heads * best.head_dim != width:
+        refuse = (
+            ""
+            if width % best.heads == 0
+            else f"; many refuse {best.heads} heads, which do not divide {width}"
+        )
+        notes.append(
+            f"H·K = {best.heads * best.head_dim} is not D = {width}: classes that read head_dim (Llama, "
+            f"Qwen3, Mistral) make these heads, BERT, GPT-2 and OPT make heads of D/H{refuse}."
+        )
+    if best.kv_heads != best.heads:
+        notes.append(
+            "Classes that read num_key_value_heads (Llama, Qwen3, Mistral) share keys among heads; BERT, "
+            "GPT-2 and ViT make a key head for each."
+        )
+    if best.value_dim != best.head_dim:
+        notes.append(
+            "v_head_dim is DeepSeek-V3's name for the width of values. Most classes do not read it: their "
+            "values are as wide as queries and keys."
+        )
+    return notes
 
 
 def _latency(now: Option, best: Option, tokens: int) -> str:

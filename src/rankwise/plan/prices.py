@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise.plan.advice import reason, recommended
+from rankwise.plan.advice import reason, recommended, shape_notes
 from rankwise.plan.records import HeadDimPlan, Option
 from rankwise.plan.shape import Shape, other_shapes, present_shape
 
@@ -86,6 +86,7 @@ def with_prices(
                 "head_dim": best.head_dim,
                 **({"v_head_dim": best.value_dim} if best.value_dim != best.head_dim else {}),
             },
+            "notes": [*plan.notes, *shape_notes(width, best)],
             "reason": reason(plan, planned, options, tokens if measure else 0),
         }
     )

@@ -16,14 +16,16 @@ from rankwise.subject_inputs import inputs_for
 from rankwise.subjects import Subject
 
 
-def attention_of(subject: Subject) -> dict[str, Any]:
+def attention_of(subject: Subject, asked: int | None = None) -> dict[str, Any]:
     """What the configuration says of attention: sizes, positions and mask.
 
     Args:
         subject: the model.
+        asked: width that was asked for beside it, if any.
 
     Raises:
-        InputError: if its configuration has no attention heads.
+        InputError: if its configuration has no attention heads, its keys and values are one latent, or it
+            has another width than was asked for.
     """
     config: Any = getattr(subject.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -35,6 +37,20 @@ def attention_of(subject: Subject) -> dict[str, Any]:
             wanted="a model whose configuration has attention heads",
             got=f"{type(config).__name__} without num_attention_heads and hidden_size",
             fix="Leave --model out and give --width.",
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise InputError(
+            f"model {subject.name}",
+            wanted="projections of keys and of values of their own: their parameters and cache are priced",
+            got=f"{type(config).__name__}, whose keys and values are one latent",
+            fix="Leave --model out and give --width.",
+        )
+    if asked is not None and asked != width:
+        raise InputError(
+            f"--width {asked}",
+            wanted=f"{width}, as the token states and heads of model {subject.name} have it",
+            got=str(asked),
+            fix="Leave --width out, or --model.",
         )
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
     causal = type(subject.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
