@@ -19,6 +19,7 @@ from rankwise.audit.null_findings import beyond_null
 from rankwise.audit.tables import flat_rows
 from rankwise.errors import InputError, RankwiseError
 from rankwise.measures.quadrature import t_quantile
+from rankwise.report.page import page_context
 
 DELTA = 0.05
 
@@ -42,6 +43,22 @@ def trained() -> nn.Module:
     with torch.no_grad():
         model.self_attn.in_proj_weight[:16] *= 5
     return model
+
+
+def test_the_page_has_each_measure_at_fresh_weights_with_its_spread_over_seeds() -> None:
+    audit = rw.audit(layer(), batches(), DELTA, baseline=3)
+    columns = {column["name"]: column for column in page_context(audit)["data"]["columns"]}
+    fresh = [head.baseline for head in audit.heads]
+    assert columns["fresh_stable_rank"]["values"] == pytest.approx(
+        [of.mean["stable_rank"] for of in fresh], 1e-5
+    )
+    assert columns["fresh_stable_rank"]["spread"] == pytest.approx(
+        [of.std["stable_rank"] for of in fresh], 1e-5
+    )
+    assert columns["fresh_stable_rank"]["over_seeds"]
+    shares = [of.std["numerical_rank"] / head.smaller for of, head in zip(fresh, audit.heads, strict=True)]
+    assert columns["fresh_numerical_rank"]["spread"] == pytest.approx(shares, 1e-5)
+    assert not columns["stable_rank"]["over_seeds"]
 
 
 def by_hand(model: nn.Module, seeds: int) -> list[rw.Audit]:

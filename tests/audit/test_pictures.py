@@ -128,6 +128,14 @@ def test_chosen_heads_have_pictures_and_no_others() -> None:
     audit = rw.audit(model, [batch], matrices="1:2, 0:0,9:9")
     assert {(h.layer, h.head) for h in audit.heads if h.picture} == {(0, 0), (1, 2)}
     assert "no such head to keep the matrix of: 9:9" in audit.provenance.notes
+    runs = []
+    with (
+        model.register_forward_hook(lambda *_: runs.append(1)),
+        pytest.raises(InputError, match=r"layers 0–\d, numbers 0–3, got 9:9") as refused,
+    ):
+        rw.audit(model, [batch, batch], matrices="9:9")
+    assert len(runs) == 1
+    assert not hasattr(refused.value, "audit")
     assert all(h.picture is None for h in rw.audit(model, [batch]).heads)
     flagged = {f.where.head for f in rw.audit(model, [batch]).findings if f.where.head is not None}
     kept = rw.audit(model, [batch], matrices="flagged")

@@ -17,9 +17,10 @@ from rankwise.audit.measures import HEAD_MEASURES
 from rankwise.audit.pictures import block_averages
 from rankwise.operators import DenseMixing
 from rankwise.report.curves import draw_depth
+from rankwise.report.head_columns import head_columns
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.one_head import NONE, coarser, opening_head, pack_pictures, pack_spectra
-from rankwise.report.page import head_columns, page_context
+from rankwise.report.page import page_context
 from rankwise.report.panels import make_panels
 from rankwise.report.text import rank_share
 
@@ -201,10 +202,10 @@ def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.Monk
     packed, left_out = pack_pictures(audit)
     assert (len(packed), left_out) == (72, 0)
     assert packed[0][0]["steps"] < 254
-    monkeypatch.setattr("rankwise.report.one_head.MOST_PICTURES_BYTES", 30_000)
-    packed, left_out = pack_pictures(audit)
+    packed, left_out = pack_pictures(audit, flagged=[71, 70], room=20_000)
     assert len(packed) + left_out == 72
     assert left_out > 0
+    assert {70, 71} <= set(packed)
 
 
 @given(st.integers(65, 200), st.integers(3, 200))
@@ -217,9 +218,7 @@ def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: in
     np.testing.assert_allclose(coarse.matrix(), block_averages(DenseMixing(matrix), 64), atol=2 * 2**-11)
 
 
-def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first() -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
     picture = MatrixPicture.of(noise, tokens=64, sources=64)
     audit = samples.encoder()
@@ -228,10 +227,10 @@ def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first(
     packed, left_out = pack_pictures(audit)
     assert left_out == 0
     assert all([one["sequence"] for one in of_head] == [0, 1] for of_head in packed.values())
-    size = len(packed[0][0]["values"])
-    monkeypatch.setattr("rankwise.report.one_head.MOST_PICTURES_BYTES", 80 * size)
-    packed, left_out = pack_pictures(audit)
-    assert left_out == 72 - 8
+    coarsest = pack_pictures(audit, room=0)
+    assert coarsest == ({}, 144)
+    packed, left_out = pack_pictures(audit, room=60_000)
+    assert 0 < left_out < 144
     assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())
 
 

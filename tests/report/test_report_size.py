@@ -3,8 +3,10 @@
 import hashlib
 from importlib import resources
 
+import numpy as np
 from tests.report import samples
 
+from rankwise.audit import MatrixPicture
 from rankwise.report.page import render_html
 from rankwise.report.pages import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
 
@@ -30,6 +32,17 @@ def test_its_licence_lies_beside_it() -> None:
 def test_a_page_is_smaller_than_two_megabytes() -> None:
     assert len(render_html(samples.encoder()).encode()) < 2_000_000
     assert len(chart_script()) < 1_600_000
+
+
+def test_matrices_give_way_where_the_rest_of_the_page_is_large() -> None:
+    noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
+    picture = MatrixPicture.of(noise, tokens=64, sources=64)
+    both = {"picture": picture, "second_picture": picture}
+    heads = [head.model_copy(update=both) for head in samples.grid(16, 16)]
+    audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
+    page = render_html(audit)
+    assert len(page.encode()) < 2_000_000
+    assert "of 512 matrices are left out to keep the page small" in page
 
 
 def test_ten_thousand_heads_would_take_a_few_megabytes_beside_the_library() -> None:

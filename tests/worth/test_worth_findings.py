@@ -9,11 +9,13 @@ from typer.testing import CliRunner
 from worth_cases import ids, language_model
 
 import rankwise as rw
+from rankwise.audit.agreement import AN_ORDER, OF_BLOCKS, agreement, estimate_words
 from rankwise.audit.consequence import with_consequences
 from rankwise.audit.findings import find
 from rankwise.audit.records import Finding, Place
 from rankwise.audit.worth_records import HeadWorth, WorthRecord
 from rankwise.cli import app
+from rankwise.cli.audit import _worth
 from rankwise.cli.optional_value import filled_in
 from rankwise.report import render_console
 from rankwise.worth import HeadPlace, WorthSettings, cost_of_removal
@@ -64,7 +66,8 @@ def test_the_console_has_a_column_and_a_line(audit):
     said = printed(audit)
     assert "cost of" in said
     assert "Worth · next tokens, causal" in said
-    assert "Spearman of estimated and exact costs over heads" in said
+    assert "Estimated against exact, heads: Spearman" in said
+    assert "estimate over exact" in said
     assert "costs" in said
 
 
@@ -99,14 +102,15 @@ def test_a_sink_that_is_worth_nothing_is_said_to_be():
 
 def test_a_sink_that_is_needed_stays():
     known, _ = found("SINK", [0.3], exact=True)
-    assert "+15%" in known.meaning
+    assert "+15.0%" in known.meaning
     assert known.remedy.startswith("leave it in")
 
 
 def test_an_estimate_is_called_one():
     known, _ = found("SINK", [0.3], exact=False)
-    assert "estimated" in known.meaning
-    assert "exact" in known.remedy
+    assert "The estimated cost of removal is +15.0%; such estimates sort heads" in known.meaning
+    assert "changes by" not in known.meaning
+    assert "--worth exact" in known.remedy
 
 
 @pytest.mark.parametrize("code", ["ABOVE_NULL", "BELOW_NULL"])
@@ -121,12 +125,13 @@ def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
         for one, cost in ((first, 0.002), (second, 0.3))
     ]
     (known,) = with_consequences([finding], heads, worth_record())
-    assert "Without one of them the loss changes by +0.10% to +15%" in known.meaning
+    estimated = "The estimated cost of removal is" if how == "estimate" else ""
+    assert f"{estimated or 'Without one of them the loss changes by'} +0.1% to +15.0%" in known.meaning
     assert "removal_cost" not in known.evidence  # of the head that the finding is placed at
     assert known.evidence["most_removal_cost"] == 0.3
     assert ("exact" in known.remedy) == (how == "estimate")
     (alone,) = with_consequences([finding.model_copy(update={"heads": []})], heads, worth_record())
-    assert "Without it the loss changes by +0.10%" in alone.meaning
+    assert f"{estimated or 'Without it the loss changes by'} +0.10%" in alone.meaning
     half = with_consequences([finding], heads[:1], worth_record())
     assert half == [finding]  # of one of them nothing is known
 
@@ -143,14 +148,34 @@ def test_twins_can_lose_either_where_both_are_cheap():
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (["--worth"], ["--worth", "estimate"]),
+        (["--worth"], ["--worth", "auto"]),
         (["--worth", "exact", "gpt2"], ["--worth", "exact", "gpt2"]),
-        (["--worth", "--text", "a"], ["--worth", "estimate", "--text", "a"]),
+        (["--worth", "--text", "a"], ["--worth", "auto", "--text", "a"]),
         (["--worth=exact"], ["--worth=exact"]),
     ],
 )
 def test_the_value_of_the_option_may_be_left_out(given, wanted):
     assert filled_in(given) == wanted
+
+
+def test_estimates_are_held_against_exact_costs_in_order_and_size():
+    both = [HeadWorth(estimate=one, exact=other) for one, other in ((1.0, 1.0), (2.0, 4.0), (3.0, 12.0))]
+    found = agreement(both)
+    assert (found.spearman, found.median, found.costliest) == (1.0, 0.5, 0.25)
+    assert agreement(both[:2]) is None
+    ((name, caution),) = estimate_words([HeadWorth(estimate=1.0)], [])
+    assert (name, caution) == ("Estimated costs of heads", AN_ORDER)
+    assert dict(estimate_words([], [HeadWorth(estimate=1.0)])) == {"Estimated costs of blocks": OF_BLOCKS}
+    assert estimate_words([HeadWorth(exact=1.0)], []) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "demo", "exact"),
+    [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
+)
+def test_of_the_demo_the_bare_option_is_exact(how, demo, exact):
+    settings = _worth(how, demo, 0.01, "zero", "auto")
+    assert settings.exact is exact
 
 
 def test_the_command_measures_worth(tmp_path):

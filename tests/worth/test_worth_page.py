@@ -44,7 +44,23 @@ def test_the_words_say_loss_cost_and_set(audit):
     assert words["Costs of heads"] == "exact; zero in a head's place"
     assert "by a run without" in words["Heads that can go together"]
     assert len(page_context(audit)["worth"]["blocks"]) == 2
+    assert all("%" not in estimate for _, _, estimate, _ in page_context(audit)["worth"]["blocks"])
     assert 'id="worth"' in render_html(audit)
+
+
+def test_the_open_head_has_both_costs_in_their_unit_and_as_shares(audit):
+    costs = page_context(audit)["data"]["costs"]
+    assert costs["unit"] == "nats per token"
+    assert costs["exact"] == pytest.approx([head.worth.exact for head in audit.heads], rel=1e-5)
+    assert costs["estimate"] == pytest.approx([head.worth.estimate for head in audit.heads], rel=1e-5)
+    assert costs["reference"] == pytest.approx(audit.worth.value)
+
+
+def test_findings_on_several_heads_say_so_where_a_single_head_is_open(audit):
+    context = page_context(audit)
+    number = [finding.code for finding in audit.findings].index("REMOVABLE")
+    count = len(audit.worth.removable.heads)
+    assert context["data"]["targets"][number]["about"] == (f"the set of {count} heads" if count > 1 else "")
 
 
 def test_without_worth_the_page_has_no_such_section():

@@ -11,7 +11,12 @@ OF_ONE_HEAD = ("SINK", "CONSTANT", "IDENTITY")
 """Findings that say a head does little: what it is worth says whether that matters."""
 OF_RANKS = ("ABOVE_NULL", "BELOW_NULL")
 """Findings that compare the ranks of a site's heads: how these mix, and nothing about what they are worth."""
-EXACTLY = 'rw.audit(model, batches, worth="exact") removes heads one by one and compares the loss'
+EXACTLY = (
+    "remove heads one by one, `rankwise audit MODEL --text TEXT --worth exact --out DIR`, in Python "
+    '`worth="exact"`'
+)
+ESTIMATED = "The estimated cost of removal is"
+CAUTION = "such estimates sort heads and fall short of large costs"
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
 """Of the reference: what counts as within tolerance where no set of heads was looked for."""
@@ -63,10 +68,13 @@ def removable(worth: WorthRecord) -> Iterator[Finding]:
         return
     count, (first, *_) = len(found.heads), found.heads
     heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
+    where = Place()
+    if count == 1:
+        where = Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
     yield Finding(
         code="REMOVABLE",
         severity="info",
-        where=Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head),
+        where=where,
         evidence={"heads": count, "cost": found.cost, "relative": found.relative, "loss": found.loss},
         meaning=f"Removing {heads} {share_words(worth, found.cost)}, by a run without {them} on this "
         "audit's batches.",
@@ -85,10 +93,13 @@ def _of_one(finding: Finding, known: HeadWorth | None, worth: WorthRecord) -> Fi
         remedy = "take it out" if can_go else "leave it in: the model needs it"
     else:
         remedy = EXACTLY
+    shares = _per_cents(worth, known.cost)
+    said = f"Without it the loss changes by {shares} ({_change(worth, known.cost)}, exact)"
+    if known.how != "exact":
+        said = f"{ESTIMATED} {shares}; {CAUTION}"
     return finding.model_copy(
         update={
-            "meaning": f"{finding.meaning} Without it the loss changes by {_per_cent(worth, known.cost)} "
-            f"({_change(worth, known.cost)}, {known.how}).",
+            "meaning": f"{finding.meaning} {said}.",
             "evidence": {**finding.evidence, "removal_cost": known.cost},
             "remedy": remedy,
         }
@@ -100,22 +111,22 @@ def _of_many(finding: Finding, known: Sequence[HeadWorth | None], worth: WorthRe
     if not sure or len(sure) < len(known):
         return finding
     costs = [head.cost for head in sure]
-    how = " and ".join(sorted({head.how for head in sure}))
-    least, most = (_per_cent(worth, cost) for cost in (min(costs), max(costs)))
-    said = (
-        f"it the loss changes by {most}"
-        if len(costs) == 1
-        else (f"one of them the loss changes by {least} to {most}")
-    )
+    exact = all(head.how == "exact" for head in sure)
+    alone = len(costs) == 1
+    shares = _per_cents(worth, *([costs[0]] if alone else [min(costs), max(costs)]), joined=" to ")
+    if exact:
+        said = f"Without {'it' if alone else 'one of them'} the loss changes by {shares} (exact)"
+    else:
+        said = f"{ESTIMATED} {shares}{'' if alone else ' each'}; {CAUTION}"
     return finding.model_copy(
         update={
-            "meaning": f"{finding.meaning} Without {said} ({how}).",
+            "meaning": f"{finding.meaning} {said}.",
             "evidence": {
                 **finding.evidence,
                 "least_removal_cost": min(costs),
                 "most_removal_cost": max(costs),
             },
-            "remedy": "nothing: the rank is no fault, and its price is known" if how == "exact" else EXACTLY,
+            "remedy": "nothing: the rank is no fault, and its price is known" if exact else EXACTLY,
         }
     )
 
@@ -127,20 +138,19 @@ def _of_two(
         return finding
     shares = [worth.share(head_worth.cost) for head_worth in (first, second)]
     within = [share <= _tolerance(worth) for share in shares]
-    said = f"Without the one the loss changes by {_per_cent(worth, first.cost)}, without the other by "
-    said += f"{_per_cent(worth, second.cost)} ({_both(first, second)})"
-    if all(within):
-        said += ": the pair can lose either"
+    if first.how == second.how == "exact":
+        said = f"Without the one the loss changes by {_per_cents(worth, first.cost)}, without the other by "
+        said += f"{_per_cents(worth, second.cost)} (exact)"
+        said += ": the pair can lose either" if all(within) else ""
+    else:
+        both = _per_cents(worth, first.cost, second.cost, joined=" and ")
+        said = f"{ESTIMATED} {both}; {CAUTION}"
     return finding.model_copy(
         update={
             "meaning": f"{finding.meaning} {said}.",
             "evidence": {**finding.evidence, "removal_cost": first.cost, "other_cost": second.cost},
         }
     )
-
-
-def _both(first: HeadWorth, second: HeadWorth) -> str:
-    return first.how if first.how == second.how else f"{first.how} and {second.how}"
 
 
 def _worth_at(where: Place, head: int | None, heads: Worths) -> HeadWorth | None:
@@ -172,7 +182,9 @@ def whole_words(worth: WorthRecord) -> str:
     """
     if worth.value:
         return f"{shown(worth.value)} {worth.unit}"
-    return f"{worth.unit}, {shown(worth.reference)} in {worth.reference_name}" if _of(worth) else worth.unit
+    if _of(worth):
+        return f"{worth.unit}, {shown(worth.reference)} in {worth.reference_name}"
+    return "" if worth.unit.startswith("of ") else worth.unit  # a relative loss has said of what
 
 
 def _of(worth: WorthRecord) -> str:
@@ -180,11 +192,13 @@ def _of(worth: WorthRecord) -> str:
     return f" of {worth.reference_name}" if worth.reference_name == ENTROPY else ""
 
 
-def _per_cent(worth: WorthRecord, cost: float) -> str:
-    share = worth.share(cost)
-    if math.isnan(share):
-        return f"{cost:+.2g} {worth.unit}"
-    return (f"{share:+.2%}" if abs(share) < 0.1 else f"{share:+.0%}") + _of(worth)
+def _per_cents(worth: WorthRecord, *costs: float, joined: str = "") -> str:
+    """Costs as shares with as many decimals each; in the loss's unit where there is nothing to divide by."""
+    shares = [worth.share(cost) for cost in costs]
+    if any(map(math.isnan, shares)):
+        return joined.join(f"{cost:+.2g}" for cost in costs) + f" {worth.unit}"
+    digits = 2 if max(map(abs, shares)) < 0.1 else 1
+    return joined.join(f"{share:+.{digits}%}" for share in shares) + _of(worth)
 
 
 def _change(worth: WorthRecord, cost: float) -> str:

@@ -69,7 +69,7 @@ def find(
         *_unseen(unseen),
     ]
     if worth is not None:
-        found = [*with_consequences(found, heads, worth), *removable(worth)]
+        found = [*removable(worth), *with_consequences(found, heads, worth)]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 

@@ -28,6 +28,10 @@ Matrices = str | Iterable[tuple[int, int]]
 WANTED = '"flagged", "all", or heads by layer and number, such as "3:7,5:0"'
 
 
+class NoSuchHeadsError(InputError):
+    """Of the heads whose matrices are wanted the model has none."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The heads whose matrix is kept: those with a finding of their own, all, or some by name."""
@@ -101,6 +105,10 @@ def chosen_heads(matrices: Any) -> Chosen | None:
 def _unreadable(got: str) -> InputError:
     fix = 'Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.'
     return InputError("`matrices`", wanted=WANTED, got=got, fix=fix)
+
+
+def _names(heads: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{layer}:{head}" for layer, head in sorted(heads))
 
 
 def block_averages(operator: MixingOperator, side: int = MOST_SIDE) -> Float[Tensor, "*batch R C"]:
@@ -222,6 +230,26 @@ class PictureTaker:
             self._room -= len(kept[place].values)
         return kept
 
+    def check(self, heads: Iterable[tuple[int, int]]) -> None:
+        """Refuse a choice of which no head is there.
+
+        Args:
+            heads: layers and numbers of those that the first batch has shown.
+
+        Raises:
+            NoSuchHeadsError: where there are none of them.
+        """
+        there = set(heads)
+        if self.chosen.heads and not self.chosen.heads & there:
+            layers = [layer for layer, _ in there]
+            numbers = [head for _, head in there]
+            raise NoSuchHeadsError(
+                "`matrices`",
+                wanted=f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}",
+                got=_names(self.chosen.heads),
+                fix='Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" choose by themselves.',
+            )
+
     def missing(self, heads: Sequence[HeadRecord]) -> list[str]:
         """Notes on pictures that were asked for and are not there.
 
@@ -230,8 +258,7 @@ class PictureTaker:
         """
         there = {(head.layer, head.head) for head in heads}
         absent = sorted(self.chosen.heads - there)
-        names = ", ".join(f"{layer}:{head}" for layer, head in absent)
-        return [*self.notes, *([f"no such head to keep the matrix of: {names}"] if absent else [])]
+        return [*self.notes, *([f"no such head to keep the matrix of: {_names(absent)}"] if absent else [])]
 
     def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
         """The names of the inputs of rows and columns, once their tokens are noted."""

@@ -16,7 +16,7 @@ from rankwise.audit.fresh_copies import BaselineWanted, FreshCopies, check_basel
 from rankwise.audit.heads import HeadTable
 from rankwise.audit.layers import LayerTable
 from rankwise.audit.numbers import Method, check_method, method_of
-from rankwise.audit.pictures import Matrices, PictureTaker, chosen_heads, picture_size
+from rankwise.audit.pictures import Matrices, NoSuchHeadsError, PictureTaker, chosen_heads, picture_size
 from rankwise.audit.provenance import check_provenance, provenance_of
 from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
@@ -100,8 +100,8 @@ def audit(
         AuditError: if the model or the batches raise, or worth or the baseline cannot be measured; its
             ``audit`` holds what was measured before.
         CaptureError: if no mixing operator is found.
-        InputError: if there are no batches, or both batches and texts, no tokenizer for texts, or no such
-            method.
+        InputError: if there are no batches, or both batches and texts, no tokenizer for texts, no such
+            method, or if the model has none of the heads in ``matrices``: said after the first batch.
         FreshWeightsError: before anything is measured, if a baseline is wanted and the model cannot be built
             at fresh weights.
 
@@ -181,7 +181,7 @@ class Run:
                 if not self._keep_what_is_done():
                     raise
                 self.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
-            except CaptureError:
+            except (CaptureError, NoSuchHeadsError):
                 raise
             except Exception as error:
                 kept = self.result() if self._keep_what_is_done() else None
@@ -199,6 +199,8 @@ class Run:
             run_model(self.model, moved(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()
+            if self.heads.pictures is not None and not self.batches:
+                self.heads.pictures.check((head.layer, head.head) for head in self.heads.records())
             self.batches += 1
             self.sequences += batch_size(batch)
             self._current = None

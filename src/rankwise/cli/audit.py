@@ -85,9 +85,10 @@ def command(
     worth: Annotated[
         str | None,
         typer.Option(
-            metavar="[estimate|exact|none]",
-            help="What the model loses without each head: estimated from gradients, or also by removing "
-            "heads one by one (exact). Of the demo it is exact.",
+            metavar="[auto|estimate|exact|none]",
+            help="What the model loses without each head: estimated from gradients (an order; of large costs "
+            "too little), or also by removing heads one by one (exact). Of the demo it is exact, of other "
+            "models an estimate.",
         ),
     ] = None,
     worth_tolerance: Annotated[
@@ -246,7 +247,7 @@ def _worth(
     if how is not None and how not in values:
         raise InputError("--worth", wanted=" or ".join(values), got=how, fix=did_you_mean(how, values))
     settings = WorthSettings(
-        exact=how == "exact" or (how is None and is_demo),
+        exact=how == "exact" or (how in (None, "auto") and is_demo),
         tolerance=tolerance,
         removal=check_removal(removal),
         loss=check_loss(loss),

@@ -1,11 +1,11 @@
-"""Options whose value may be left out: `--worth` says the same as `--worth estimate`."""
+"""Options whose value may be left out: `--worth` says the same as `--worth auto`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
-BARE = {"--worth": ("estimate", "exact", "none")}
+BARE = {"--worth": ("auto", "estimate", "exact", "none")}
 """Options and the values they take; the first stands where none is given."""
 
 
@@ -25,7 +25,7 @@ def filled_in(args: Sequence[str]) -> list[str]:
 
     Examples:
         >>> filled_in(["--worth", "gpt2"]), filled_in(["gpt2", "--worth", "exact"])
-        (['--worth', 'estimate', 'gpt2'], ['gpt2', '--worth', 'exact'])
+        (['--worth', 'auto', 'gpt2'], ['gpt2', '--worth', 'exact'])
     """
     out: list[str] = []
     for at, arg in enumerate(args):

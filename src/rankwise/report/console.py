@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rankwise.audit.agreement import estimate_words
 from rankwise.audit.consequence import whole_words
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
 from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord
@@ -71,7 +72,7 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
             out.print("No heads: no mixing operator was captured.")
             out.print()
         if audit.worth is not None:
-            _print_worth(audit.worth, out)
+            _print_worth(audit, audit.worth, out)
         _print_unseen(audit, out)
         _print_provenance(audit, out)
 
@@ -191,13 +192,12 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 
 
-def _print_worth(worth: WorthRecord, console: Console) -> None:
+def _print_worth(audit: AuditRecord, worth: WorthRecord, console: Console) -> None:
     """What was lost, and how far the estimates of removal hold."""
-    whole = whole_words(worth)
-    how = f"{worth.removal} in a removed head's place"
-    console.print(line(("Worth", "bold"), worth.loss, whole, how), overflow="fold")
-    if math.isfinite(worth.spearman):
-        console.print(f"Spearman of estimated and exact costs over heads: {shown(worth.spearman, 2)}")
+    removed = f"a removed head is replaced by {'zero' if worth.removal == 'zero' else 'its mean over tokens'}"
+    console.print(line(("Worth", "bold"), worth.loss, whole_words(worth), removed), overflow="fold")
+    for name, words in estimate_words([head.worth for head in audit.heads], worth.blocks):
+        console.print(f"{name}: {words}", overflow="fold")
     found = worth.removable
     if found is not None and not found.heads:
         console.print(

@@ -1,6 +1,7 @@
 """What the page holds of a single head, to open it beside the map: its spectrum and its matrix."""
 
 import base64
+import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankwise.audit.records import AuditRecord, HeadRecord, MatrixPicture
+from rankwise.report.pages import short
 from rankwise.report.text import rank_share
 
 SMALLEST = 1e-12
@@ -19,24 +21,24 @@ NONE = 65535
 SPECTRA_BYTES = 200_000
 """Of all spectra of a page: of more heads, fewer points each, but 16."""
 PICTURES_BYTES = 400_000
-"""Of all matrices of a page: where they take more, they are coarser …"""
-MOST_PICTURES_BYTES = 4_000_000
-"""… and where the coarsest take more than this, the rest of them is left to audit.json."""
-COARSENESS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14))
+"""Of all matrices of a page: where they take more, they are coarser; where the coarsest do too, the rest
+is left to audit.json."""
+COARSENESS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14), (32, 30), (32, 14))
 """Rows and columns at most, and steps between the smallest and the largest magnitude of a matrix."""
 
 
-def pack_spectra(spectra: Sequence[Sequence[float]]) -> dict[str, Any]:
+def pack_spectra(spectra: Sequence[Sequence[float]], points: int = 64) -> dict[str, Any]:
     """Pack the singular values of heads, as shares of their largest, on a logarithmic scale.
 
     Args:
         spectra: those of each head, from the largest; empty where they are not known.
+        points: of each head at most, from the first to the last.
 
     Returns:
         ``values`` (base64 of little-endian uint16, one head after the other) and ``points`` (how many each
         head has; 0 where it has no spectrum).
     """
-    most = min(64, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
+    most = min(points, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
     packed = [_codes(spectrum, most) for spectrum in spectra]
     joined = np.concatenate([np.array(codes, dtype="<u2") for codes in [*packed, []]])
     return {"values": base64.b64encode(joined.tobytes()).decode(), "points": [len(codes) for codes in packed]}
@@ -57,7 +59,9 @@ def _code(share: float) -> int:
     return round(min(max(-math.log10(share), 0.0), 12.0) / 12 * (NONE - 1))
 
 
-def pack_pictures(audit: AuditRecord) -> tuple[dict[int, list[dict[str, Any]]], int]:
+def pack_pictures(
+    audit: AuditRecord, flagged: Sequence[int] = (), room: int | None = None
+) -> tuple[dict[int, list[dict[str, Any]]], int]:
     """Pack the matrices that heads have kept, by the index of the head, the first sequence first.
 
     Values are the square roots of the shares of the largest magnitude, with their signs, in as many steps as
@@ -65,32 +69,43 @@ def pack_pictures(audit: AuditRecord) -> tuple[dict[int, list[dict[str, Any]]], 
 
     Args:
         audit: the audit.
+        flagged: heads whose matrices are kept before those of others, the first one first.
+        room: characters that they may take in all; `PICTURES_BYTES` where none are named.
 
     Returns:
         The matrices, and how many there was no room for: those of the second sequence go first.
     """
+    room = PICTURES_BYTES if room is None else room
+    order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
     sequences = [
-        (0, {index: head.picture for index, head in enumerate(audit.heads) if head.picture is not None}),
-        (
-            1,
-            {i: head.second_picture for i, head in enumerate(audit.heads) if head.second_picture is not None},
-        ),
+        [audit.heads[index].picture for index in order],
+        [audit.heads[index].second_picture for index in order],
     ]
-    kept = [(at, index, picture) for at, pictures in sequences for index, picture in pictures.items()]
+    kept = [
+        (at, index, picture)
+        for at, pictures in enumerate(sequences)
+        for index, picture in zip(order, pictures, strict=True)
+        if picture is not None
+    ]
     packed: list[dict[str, Any]] = []
     for side, steps in COARSENESS:
         packed = [_packed(coarser(picture, side), steps) | {"sequence": at} for at, _, picture in kept]
-        if sum(len(picture["values"]) for picture in packed) <= PICTURES_BYTES:
+        if sum(map(_size, packed)) <= room:
             break
-    room, left_out = MOST_PICTURES_BYTES, 0
+    left_out = 0
     of_heads: dict[int, list[dict[str, Any]]] = {}
     for (_, index, _), picture in zip(kept, packed, strict=True):
-        room -= len(picture["values"])
+        room -= _size(picture)
         if room < 0:
             left_out += 1
         else:
             of_heads.setdefault(index, []).append(picture)
     return of_heads, left_out
+
+
+def _size(picture: dict[str, Any]) -> int:
+    """Characters in the page."""
+    return len(json.dumps(picture)) + 2
 
 
 def coarser(picture: MatrixPicture, side: int) -> MatrixPicture:
@@ -137,6 +152,7 @@ def _packed(picture: MatrixPicture, steps: int) -> dict[str, Any]:
         "signed": signed,
         "steps": steps,
         **picture.model_dump(exclude={"values"}),
+        "largest": short(picture.largest),
     }
 
 

@@ -1,30 +1,31 @@
-"""The report as one HTML file that needs nothing else: the numbers of heads, each once, as the page has them.
+"""The report as one HTML file that needs nothing else."""
 
-Map, head beside it, table and CSV read the columns of `head_columns`; what adds numbers of its own (worth,
-a baseline) adds columns to them.
-"""
-
-import math
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, HEAD_MEASURES, NULLS, HeadMeasure, share
+from rankwise.audit.measures import DRAWN
 from rankwise.audit.records import AuditRecord, HeadRecord
 from rankwise.files import write_whole
 from rankwise.report.curves import draw_depth, state_table
+from rankwise.report.head_columns import head_columns
 from rankwise.report.heatmap import draw_panel
 from rankwise.report.memberships import membership_maps
 from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
-from rankwise.report.pages import chart_script, script_hash, short, template_text, without_nan
+from rankwise.report.pages import chart_script, script_hash, template_text, without_nan
 from rankwise.report.panels import Panel, make_panels, panel_words
-from rankwise.report.references import Reference, references_of
-from rankwise.report.scatter import scatter, worth_words
+from rankwise.report.scatter import head_costs, scatter, worth_words
 from rankwise.report.summary import origin, summary
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
 from rankwise.report.text import SEVERITIES, model_name
 
+PAGE_BYTES = 1_990_000
+"""That a page with matrices is not to pass: where the rest of it is large, they are coarser or fewer …"""
+LEAST_PICTURES_BYTES = 30_000
+"""… but this much they may take in any case …"""
+FEW_POINTS = 32
+"""… and spectra have fewer points."""
 _SCRIPTS = (
     *("theme.js", "numbers.js", "save.js", "depth.js", "spectrum.js", "matrix.js", "one_head.js"),
     *("heatmap.js", "tables.js", "memberships.js", "worth.js", "page.js"),
@@ -80,14 +81,42 @@ def render_html(audit: AuditRecord) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    template = environment.get_template("report.html")
     plotly, script = chart_script(), "\n".join(template_text(name) for name in _SCRIPTS)
-    return environment.get_template("report.html").render(
-        page_context(audit),
-        style=Markup(template_text("report.css")),
-        plotly=Markup(plotly),
-        script=Markup(script),
-        hashes=[script_hash(plotly), script_hash(script)],
-    )
+    context = page_context(audit)
+
+    def page() -> str:
+        return template.render(
+            context,
+            style=Markup(template_text("report.css")),
+            plotly=Markup(plotly),
+            script=Markup(script),
+            hashes=[script_hash(plotly), script_hash(script)],
+        )
+
+    text = page()
+    beyond = len(text.encode()) - PAGE_BYTES
+    if beyond > 0 and context["data"]["pictures"]:
+        before = len(json.dumps(context["data"]))
+        taken = len(json.dumps(context["data"]["pictures"]))
+        context["data"] |= _spectra(audit, points=FEW_POINTS)
+        beyond -= before - len(json.dumps(context["data"]))
+        context["data"] |= _pictures(audit, context["flagged"], max(taken - beyond, LEAST_PICTURES_BYTES))
+        text = page()
+    return text
+
+
+def _spectra(audit: AuditRecord, points: int = 64) -> dict[str, Any]:
+    own = [head.spectrum for head in audit.heads]
+    fresh = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
+    packed = pack_spectra(fresh, points) if any(fresh) else None
+    return {"spectra": pack_spectra(own, points), "fresh_spectra": packed}
+
+
+def _pictures(audit: AuditRecord, flagged: Sequence[int], room: int | None = None) -> dict[str, Any]:
+    pictures, left_out = pack_pictures(audit, flagged, room)
+    here = sum(map(len, pictures.values()))
+    return {"pictures": without_nan(pictures), "pictures_here": here, "pictures_left_out": left_out}
 
 
 def page_context(audit: AuditRecord) -> dict[str, Any]:
@@ -105,8 +134,6 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
     columns = head_columns(audit.heads)
     stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
     memberships = membership_maps(panels, audit.heads)
-    pictures, left_out = pack_pictures(audit)
-    fresh = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
     data = {
         "model": model_name(audit.provenance.model),
         "delta": audit.provenance.delta,
@@ -115,14 +142,13 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "columns": [column.data() for column in columns],
         "depth": draw_depth(audit.layers),
         "stacks": stacks,
-        "spectra": pack_spectra([head.spectrum for head in audit.heads]),
-        "fresh_spectra": pack_spectra(fresh) if any(fresh) else None,
-        "pictures": pictures,
-        "pictures_left_out": left_out,
+        **_spectra(audit),
+        **_pictures(audit, list(marks)),
         "texts": audit.texts,
         "opening": opening_head(audit.heads, list(marks)),
         "targets": [target.data() for target in targets],
         "memberships": memberships,
+        "costs": head_costs(audit),
         "scatter": scatter(audit, {column.name: column.values for column in columns if column.meaning}),
         "states": state_table(audit.layers),
     }
@@ -142,6 +168,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "worth": worth_words(audit),
         "scatter": data["scatter"],
         "provenance": origin(audit),
+        "flagged": list(marks),
         "data": without_nan(data),
     }
 
@@ -169,123 +196,3 @@ def _coded(texts: Sequence[str]) -> dict[str, Any]:
     words = list(dict.fromkeys(texts))
     places = {word: at for at, word in enumerate(words)}
     return {"words": words, "of": [places[text] for text in texts]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """A number of each head."""
-
-    name: str
-    """Of the measure, which findings name."""
-    share: bool = False
-    """Whether it is a share of min(T, S): its name in a CSV file says so."""
-    title: str
-    head: str
-    """A title for a narrow column."""
-    digits: int | None
-    """Decimals that are shown."""
-    values: Sequence[float]
-    """One for each head; NaN where it is not known."""
-    spread: Sequence[float] = ()
-    """Standard deviations over sequences, if known."""
-    words: dict[int, str] = field(default_factory=dict)
-    """What is shown of a head in place of its number, such as a range."""
-    meaning: str = ""
-    """Said beside its heat map; a column without has none."""
-    low: str = ""
-    high: str = ""
-    """What the ends of its scale mean."""
-    limits: tuple[float, float] = (0.0, 1.0)
-    """The ends of its scale."""
-    silent: frozenset[int] = frozenset()
-    """Heads of which it says nothing."""
-    references: Sequence[Reference] = ()
-
-    def data(self) -> dict[str, Any]:
-        """As the page's scripts read it."""
-        low, high = self.limits
-        beyond = [value for value in self.values if math.isfinite(value) and value > high]
-        said: dict[str, Any] = {
-            "name": self.name,
-            "file_name": f"{self.name}_share" if self.share else self.name,
-            "title": self.title,
-            "head": self.head,
-            "digits": self.digits,
-            "values": [short(value) for value in self.values],
-        }
-        if any(math.isfinite(number) for number in self.spread):
-            said["spread"] = [short(number) for number in self.spread]
-        if self.words:
-            said["words"] = self.words
-        if self.meaning:
-            said |= {
-                "meaning": self.meaning,
-                "ends": [[short(low), self.low], [short(high), self.high]],
-                "beyond": [len(beyond), short(max(beyond, default=math.nan))],
-                "silent": sorted(self.silent),
-                "references": [reference.data() for reference in self.references],
-            }
-        return said
-
-
-def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
-    """The columns of an audit's heads, in the order in which they are shown.
-
-    Args:
-        heads: its heads.
-    """
-    columns: list[Column] = []
-    for measure in HEAD_MEASURES:
-        if not measure.known_in(heads):
-            continue
-        column = measure_column(measure, heads)
-        if measure.kinds and not any(map(math.isfinite, column.values)):
-            continue
-        columns.append(column)
-        nulls = [
-            Column(
-                name=name,
-                share=True,
-                title=f"{words.capitalize()}, share",
-                head=words.capitalize(),
-                digits=measure.digits,
-                values=[share(getattr(head, name), head) for head in heads],
-            )
-            for name, words in NULLS.items()
-            if name in measure.nulls
-        ]
-        columns += [null for null in nulls if any(map(math.isfinite, null.values))]
-    return columns
-
-
-def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
-    """A measure of the table of measures as a column.
-
-    Args:
-        measure: its row.
-        heads: all heads.
-    """
-    values = [measure.value(head) for head in heads]
-    said = [(at, measure.said(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
-    spoken = [head for head in heads if head.kind not in measure.silent]
-    return Column(
-        name=measure.name,
-        share=measure.share,
-        title=measure.title,
-        head=measure.head,
-        digits=measure.digits,
-        values=values,
-        spread=[_spread(measure, head) for head in heads],
-        words=dict(said),
-        meaning=measure.meaning,
-        low=measure.low,
-        high=measure.high,
-        limits=measure.limits(spoken),
-        silent=frozenset(at for at, head in enumerate(heads) if head.kind in measure.silent),
-        references=references_of(measure, spoken),
-    )
-
-
-def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
-    """Of a share it is not known: the deviation of a rank holds that of the lengths of sequences."""
-    return math.nan if measure.share else head.spread.get(measure.name, math.nan)

@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankwise.audit.agreement import estimate_words
 from rankwise.audit.consequence import share_words, whole_words
 from rankwise.audit.measures import shown
 from rankwise.audit.records import AuditRecord
-from rankwise.audit.worth_records import WorthRecord
+from rankwise.audit.worth_records import HeadWorth, WorthRecord
 from rankwise.rank_correlation import spearman
+from rankwise.report.pages import short
 
 COST = "removal_cost"
 
@@ -28,9 +30,35 @@ def scatter(audit: AuditRecord, columns: Mapping[str, Sequence[float]]) -> dict[
         return None
     return {
         "cost": COST,
-        "axis": f"cost of removal, {audit.worth.unit}",
+        "axis": f"cost of removal{'' if _is_exact(audit) else ', estimated'}, {audit.worth.unit}",
         "correlations": {name: spearman(values, costs) for name, values in columns.items() if name != COST},
     }
+
+
+def head_costs(audit: AuditRecord) -> dict[str, Any] | None:
+    """What removing each head costs, for the head that is open: both ways where both are known.
+
+    Args:
+        audit: the audit.
+
+    Returns:
+        Columns of ``exact`` and ``estimate``; None where worth was not asked for.
+    """
+    worth = audit.worth
+    if worth is None:
+        return None
+    known = [head.worth or HeadWorth() for head in audit.heads]
+    return {
+        "unit": worth.unit,
+        "reference": None if math.isnan(worth.share(1.0)) else 1 / worth.share(1.0),
+        "of": worth.reference_name,
+        "exact": [short(one.exact) for one in known],
+        "estimate": [short(one.estimate) for one in known],
+    }
+
+
+def _is_exact(audit: AuditRecord) -> bool:
+    return all(head.worth is None or head.worth.why_not or head.worth.how == "exact" for head in audit.heads)
 
 
 def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
@@ -49,17 +77,16 @@ def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
     known = [head.worth for head in audit.heads if head.worth is not None and not head.worth.why_not]
     costs = sorted({head.how for head in known})
     facts = [
-        ("Loss", f"{worth.loss}: {whole}"),
+        ("Loss", f"{worth.loss}: {whole}" if whole else worth.loss),
         (
             "Costs of heads",
             f"{' and '.join(costs) or 'not known'}; {worth.removal} in a head's place",
         ),
     ]
-    if math.isfinite(worth.spearman):
-        facts.append(("Estimated against exact", f"Spearman {shown(worth.spearman, 2)}"))
+    facts += estimate_words([head.worth for head in audit.heads], worth.blocks)
     facts += [("Heads that can go together", words) for words in _set(worth)]
     blocks = [
-        (block.stack, block.layer, *(_cost(worth, cost) for cost in (block.estimate, block.exact)))
+        (block.stack, block.layer, _estimate(block.estimate), _cost(worth, block.exact))
         for block in worth.blocks
     ]
     return {"facts": facts, "blocks": blocks, "notes": worth.notes}
@@ -80,6 +107,11 @@ def _set(worth: WorthRecord) -> list[str]:
     count = len(found.heads)
     heads, them = ("1 head", "it") if count == 1 else (f"{count} heads together", "them")
     return [f"removing {heads} {share_words(worth, found.cost)}, by a run without {them} ({where})"]
+
+
+def _estimate(cost: float) -> str:
+    """Without a share: what removing a block costs is far from second order."""
+    return "–" if math.isnan(cost) else shown(cost, 4)
 
 
 def _cost(worth: WorthRecord, cost: float) -> str:

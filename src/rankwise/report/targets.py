@@ -41,6 +41,8 @@ class Target:
     """The measure to show there; empty: leave the reader's choice."""
     stack: str = ""
     layer: int | None = None
+    about: str = ""
+    """What the finding speaks of, where that is more than a single head, or two of them."""
 
     def data(self) -> dict[str, Any]:
         """As the page's script reads it."""
@@ -50,6 +52,7 @@ class Target:
             "measure": self.measure,
             "stack": self.stack,
             "layer": self.layer,
+            "about": self.about,
         }
 
 
@@ -87,7 +90,17 @@ def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Targe
     if finding.code == "TWINS" and where.head is not None and first.nearest_head is not None:
         same = layers.at(where.model_copy(update={"head": first.nearest_head}))
         heads += [index for index in same if audit.heads[index].cross == first.cross and index not in heads]
-    return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer)
+    return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, _about(finding, heads))
+
+
+def _about(finding: Finding, heads: Sequence[int]) -> str:
+    """A finding on many heads can name one of them that is not the one whose page shows it."""
+    if finding.code == "TWINS" or len(heads) < 2:
+        return ""
+    if finding.code == "REMOVABLE":
+        return f"the set of {len(heads)} heads"
+    place = finding.where.model_copy(update={"head": None})
+    return f"{len(heads)} heads of {place}"
 
 
 def _removable(audit: AuditRecord) -> list[Place]:

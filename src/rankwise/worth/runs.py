@@ -327,7 +327,7 @@ def _not_differentiable(model: nn.Module, why: str) -> NotDifferentiableError:
         f"worth of {type(model).__name__}",
         wanted="a model through which gradients flow from its loss to its heads",
         got=(why.strip().splitlines() or ["none"])[0],
-        fix='Pass worth="exact", which removes heads one by one and needs no gradients; or load it '
-        "unquantized, without torch.inference_mode or torch.no_grad inside, and call outside of "
-        "torch.inference_mode.",
+        fix='Pass worth="exact" (on the command line --worth exact), which removes heads one by one and '
+        "needs no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, "
+        "and call outside of torch.inference_mode.",
     )

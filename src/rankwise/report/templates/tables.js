@@ -68,7 +68,7 @@ class Table {
     const cell = element(at ? "td" : "th", { className: column.texts ? "word" : "" });
     if (!at) cell.scope = "row";
     if (column.cell) cell.append(...column.cell(row));
-    else cell.textContent = column.texts ? column.texts[row] || "–" : said(column, row);
+    else cell.textContent = column.texts ? column.texts[row] || "–" : said(column, row) + (column.over_seeds ? around(column, row) : "");
     return cell;
   }
 
@@ -84,7 +84,7 @@ class Table {
   csvRows() {
     const columns = this.all.filter((column) => column.name)
       .map((column) => ({ ...column, name: column.file_name ?? column.name }))
-      .flatMap((column) => (column.spread ? [column, { name: `${column.name}_std`, values: column.spread }] : [column]));
+      .flatMap((column) => (column.spread ? [column, { name: `${column.name}${column.over_seeds ? "_seed" : ""}_std`, values: column.spread }] : [column]));
     return [columns.map((column) => column.name), ...this.order.map((row) => columns.map((column) => keyOf(column, row)))];
   }
 }
