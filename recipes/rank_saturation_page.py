@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.files import write_whole
-from rankwise.plan.figure import law_figure
-from rankwise.plan.records import LogLaw
+from rankwise.plan.figure import curve_figure, law_figure
+from rankwise.plan.records import HeadDimPlan, LayerCurve, LogLaw
 
 TEXT = Path(__file__).with_name("rank_saturation_page.md")
-FIGURE = "rank-saturation.svg"
+LAW, BARRIER = "rank-saturation.svg", "rank-barrier.svg"
 
 _HEAD_DIMS = (2, 3, 4, 8, 16)
 _MEANS = {
@@ -66,13 +66,14 @@ Report = dict[str, Any]
 
 
 def write_page(page: Path, report: Report) -> Path:
-    """Write the page, and its figure in images/ beside it."""
+    """Write the page, and its figures in images/ beside it."""
     rebuttal = report["rebuttal"]
     text = TEXT.read_text(encoding="utf-8").format(
         command=report["command"],
         seconds=report["seconds"],
         torch=report["versions"]["torch"],
         synthetic="\n\n".join(synthetic_tables(report)),
+        quick=max(2, report["settings"]["trials"] // 3),
         away=f"{max(synthetic_errors(report)):.3f}",
         laws="\n\n".join(law_table(mask, law) for mask, law in report["law"].items()),
         rebuttal="\n\n".join(rebuttal_tables(rebuttal)) if rebuttal else "Not run: no text was given.",
@@ -81,10 +82,34 @@ def write_page(page: Path, report: Report) -> Path:
         error=f"{cell_distance(rebuttal):.3f}" if rebuttal else "–",
         models="\n\n".join(model_tables(report["models"])) or "Not run: no data were given.",
     )
-    figure = law_figure(LogLaw(**report["law"]["full"]))
-    paper = figure.replace("<title>", '<rect width="100%" height="100%" fill="#ffffff"/>\n<title>', 1)
-    write_whole(page.parent / "images" / FIGURE, paper, "figure")
+    figures = {LAW: law_figure(LogLaw(**report["law"]["full"])), BARRIER: barrier_figure(report)}
+    for name, figure in figures.items():
+        paper = figure.replace("<title>", '<rect width="100%" height="100%" fill="#ffffff"/>\n<title>', 1)
+        write_whole(page.parent / "images" / name, paper, "figure")
     return write_whole(page, text, "page")
+
+
+def barrier_figure(report: Report) -> str:
+    """Rank/T against K at the longest length, full mask and orthonormal tokens, as a plan draws it."""
+    kept = [one for one in report["synthetic"] if (one["mask"], one["inputs"]) == ("full", "orthonormal")]
+    one = max(kept, key=lambda one: one["tokens"])
+    curve = LayerCurve(
+        layer=1,
+        points=one["points"],
+        head_dim=one["head_dim"],
+        interval=one["interval"],
+        saturated=one["head_dim"] < one["points"][-1][0],
+    )
+    plan = HeadDimPlan(
+        tokens=one["tokens"],
+        mask=one["mask"],
+        tolerance=0.01,
+        barrier=one["barrier"] * one["tokens"],
+        inputs=one["inputs"],
+        trials=report["settings"]["trials"],
+        layers=[curve],
+    )
+    return curve_figure(plan)
 
 
 def synthetic_tables(report: Report) -> Iterable[str]:

@@ -34,6 +34,9 @@ def test_saved_results_come_out_again() -> None:
 def test_the_page_is_made_of_the_results(tmp_path: Path) -> None:
     page.write_page(tmp_path / "page.md", json.loads(RESULTS.read_text()))
     assert (tmp_path / "page.md").read_text() == PAGE.read_text()
+    for name in (page.LAW, page.BARRIER):
+        assert f"images/{name}" in PAGE.read_text()
+        assert (tmp_path / "images" / name).read_text() == (PAGE.parent / "images" / name).read_text()
 
 
 def test_the_parts_on_data_run_small(tmp_path: Path) -> None:
