@@ -1,5 +1,6 @@
 """Saturation, prices, records and errors of plans."""
 
+import json
 import math
 from pathlib import Path
 
@@ -136,6 +137,14 @@ def test_save_load_and_page(tmp_path: Path) -> None:
     assert "<script>" not in page
     (tmp_path / "plan.json").write_text('{"format": "other"}')
     with pytest.raises(rw.RankwiseError, match="rankwise plan"):
+        HeadDimPlan.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [{"layers": []}, {"schema_version": 2}, {"tokens": "many"}])
+def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) -> None:
+    saved = json.loads(plan_head_dim(8, trials=2, head_dims=[1, 2]).save(tmp_path).read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(saved | damage))
+    with pytest.raises(rw.RankwiseError, match="schema version 1"):
         HeadDimPlan.load(tmp_path)
 
 

@@ -17,6 +17,8 @@ LONGEST = 1024
 """Tokens at which a layer is timed at most."""
 SECONDS = 2.0
 """After this long no further round is timed; three rounds are, one to warm up."""
+DECODES = 9
+"""Times that one more token is timed in a round: it is so short that a single time is mostly chance."""
 MULTIPLE = 8
 """Head widths that kernels like."""
 
@@ -159,12 +161,14 @@ def time_layers(shapes: list[Shape], width: int, tokens: int, mask: str, device:
         while rounds < 3 or (time.perf_counter() - started < SECONDS and rounds < 60):
             for name, layer in layers.items():
                 prefill[name].append(_timed(layer.prefill, device))
-                decode[name].append(_timed(layer.decode, device))
+                decode[name] += [_timed(layer.decode, device) for _ in range(DECODES)]
             rounds += 1
     found = {}
     for shape in shapes:
         ways = [name for name in layers if name[0] == shape.name]
-        took = {name: (median(prefill[name][1:]), median(decode[name][1:])) for name in ways}  # less warm-up
+        took = {
+            name: (median(prefill[name][1:]), median(decode[name][DECODES:])) for name in ways
+        }  # less warm-up
         best = min(ways, key=lambda name: took[name][0])
         found[shape.name] = Times(1e3 * took[best][0], 1e3 * took[best][1], best[1])
     return found

@@ -17,7 +17,7 @@ class LayerCurve(Record):
 
     layer: int
     """From 1: it reads the token states that came in, layer 2 what one random block made of them."""
-    points: list[tuple[int, Number, Number]]
+    points: list[tuple[int, Number, Number]] = Field(min_length=1)
     """(K, mean rank/T, standard deviation of rank/T over trials), K ascending."""
     head_dim: int
     """K*, from which on a unit of width adds less than the tolerance; the widest tried where none does."""
@@ -112,7 +112,7 @@ class HeadDimPlan(Record):
     """
 
     format: Literal["rankwise-plan"] = "rankwise-plan"
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     complete: bool = True
     """False where it was stopped before all trials or parts were done."""
     tokens: int
@@ -133,7 +133,7 @@ class HeadDimPlan(Record):
     delta: float = 1e-2
     trials: int
     seed: int = 0
-    layers: list[LayerCurve]
+    layers: list[LayerCurve] = Field(min_length=1)
     law: LogLaw | None = None
     options: list[Option] = Field(default_factory=list)
     fixed_width: list[Option] = Field(default_factory=list)

@@ -72,12 +72,13 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
         )  # fmt: skip
     if plan.law is not None and plan.law.points:
         law = plan.law
-        residuals = law.residuals or [float("nan")] * len(law.points)
+        none = [float("nan")] * len(law.points)  # too few points for a line
+        residuals, halves = law.residuals or none, law.half or none
         yield PlanTable(
             f"K* = {law.intercept:.2f} + {law.slope:.2f}·ln T (R² {law.explained:.2f})",
             ["T", "K*", "95 % interval", "residual", "half of the barrier at K"],
             [[f"{t:,}", str(k), f"{low} to {high}", f"{r:+.2f}", shown(half, 1)]
-             for (t, k, low, high), r, half in zip(law.points, residuals, law.half, strict=True)],
+             for (t, k, low, high), r, half in zip(law.points, residuals, halves, strict=True)],
             "Hardmax heads on orthonormal tokens."
             + (f" Not saturated: T = {law.unsaturated}." if law.unsaturated else "")
             + "".join(f" {note}" for note in law.notes),
