@@ -4,13 +4,17 @@ from typing import Any
 
 from recipes.experiment import Experiment, below
 
+PARAMETERS = 214_016
+"""Of the transformer of width 64."""
 SHORT: dict[str, Any] = {
+    "model.width": 64,
+    "model.parameters": PARAMETERS,
     "steps": 300,
     "task.tokens": 128,
     "evaluation.every": 300,
     "evaluation.examples": 200,
 }
-"""A quarter of the cost of the experiment ``language``."""
+"""A tenth of the cost of the experiment ``language``."""
 
 
 def parts(model: str = "tost-decayed", **tssa: int) -> dict[str, Any]:
@@ -53,6 +57,6 @@ LANGUAGE_PARTS = Experiment(
         below("tost", "tost-no-bias"),
         below("decayed-conv-scan16", "linear"),
     ),
-    notes="300 steps on 128 bytes, a quarter of the cost of the experiment above; of one seed, differences "
-    "under about 0.03 say nothing.",
+    notes="Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above; of one seed, "
+    "differences under about 0.03 say nothing.",
 )
