@@ -10,7 +10,8 @@ from tost_cases import BOTH_WAYS, CAUSAL, HEADS, LIMIT, WIDTH, mixers
 from rankwise.errors import InputError, ShapeError
 from rankwise.models import MIXERS, TokenStatisticsAttention
 from rankwise.models.mixers.base import Mixer
-from rankwise.operators import DiagonalMixing, SoftmaxMixing
+from rankwise.operators import DiagonalMixing, SoftmaxMixing, SumMixing
+from rankwise.ops import tssa
 
 # float64, values of order 1, sums over at most 24 tokens and 12 channels: rounding stays under 1e-12
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -49,6 +50,8 @@ def test_kinds_of_operators() -> None:
     assert isinstance(diagonal, DiagonalMixing)
     assert diagonal.shape == (2, HEADS, 5, 5)
     assert isinstance(softmax, SoftmaxMixing)
+    assert isinstance(made["tssa-conv"].mixing_operator(x), DiagonalMixing)
+    assert isinstance(made["tssa-scan"].mixing_operator(x), SumMixing)
     torch.testing.assert_close(softmax.dense().sum(-1), torch.ones(2, HEADS, 5, dtype=torch.float64), **CLOSE)
     torch.testing.assert_close(diagonal.diagonal.sum(1), torch.ones(2, 5, dtype=torch.float64), **CLOSE)
 
@@ -145,6 +148,38 @@ def test_no_row_of_softmax_is_empty(causal: bool) -> None:
     torch.testing.assert_close(matrix[1], torch.eye(5, dtype=torch.float64).expand(HEADS, -1, -1), **CLOSE)
 
 
+def gains(name: str, seed: int) -> torch.Tensor:
+    """What the last token of a text, always the same, is multiplied by in each channel before out_proj."""
+    mixer, x = mixers(True)[name], tokens(1, 7, seed)
+    x[:, -1] = tokens(1, 1, seed=9)[:, 0]
+    mixed = (mixer.mixing_operator(x) @ mixer.values(x)).transpose(1, 2)[0, -1]
+    return mixed / mixer.projected(x)[0, -1]
+
+
+@pytest.mark.parametrize("name", ["tssa", "tssa-bias", "tssa-decayed", "tssa-uniform"])
+def test_in_tssa_the_past_decides_how_much_of_a_token_is_kept_and_nothing_else(name: str) -> None:
+    """No content moves: each channel of w is multiplied by a number from -1 to 0, whatever came before."""
+    of_pasts = torch.stack([gains(name, seed) for seed in range(8)])
+    assert (of_pasts <= 0).all()
+    assert (of_pasts >= -1).all()
+    assert of_pasts.std(0).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tssa-scan", "tssa-both"])
+def test_a_scan_moves_content(name: str) -> None:
+    assert max(gains(name, seed).max() for seed in range(8)) > 0.05
+
+
+@pytest.mark.parametrize("side", [4, 16, 64])
+def test_without_decay_the_token_before_is_one_of_all(side: int) -> None:
+    """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, so it is 1 / t where memberships are uniform."""
+    mixer, x = mixers(True)["tssa-uniform"], tokens(1, side)
+    w = mixer.projected(x).detach().requires_grad_()
+    m = -(w.detach() / HEADS) / tssa(w, None, causal=True, membership="uniform").output - 1
+    slope = torch.autograd.grad(m[0, -1, 0, 0], w)[0][0, -2, 0, 0]
+    torch.testing.assert_close(slope, 2 * w[0, -2, 0, 0].detach() / side, rtol=1e-6, atol=1e-9)
+
+
 def test_membership_and_subspaces() -> None:
     mixer, x = mixers(True)["tssa"], tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -199,6 +234,9 @@ OPTIONS = {
     "half-lives": ({"half_life": [1.0, 2.0]}, "`half_life`.* one for each of 3 heads"),
     "half-life 0": ({"half_life": [1.0, 2.0, 0.0]}, "`half_life`.* numbers of tokens above 0"),
     "half-lives both ways": ({"half_life": [1.0] * 3, "causal": False}, "`half_life`: wanted causal=True"),
+    "convolution both ways": ({"conv_tokens": 4, "causal": False}, "`conv_tokens`: wanted 0, or more with"),
+    "scan both ways": ({"features": 4, "causal": False}, "`features`: wanted 0, or more with causal=True"),
+    "fewer than no features": ({"features": -1}, "`features`: wanted 0.* got -1"),
     "positions both ways": ({"max_positions": 5, "causal": False}, "`max_positions`: wanted 0, or more with"),
     "uniform positions": ({"max_positions": 5, "membership": "uniform"}, "`max_positions`: wanted 0"),
 }

@@ -35,8 +35,8 @@ class ToSTConfig(PreTrainedConfig):
     """Configuration of every model in `rankwise.models`: mixers by layer, and the block around them.
 
     The defaults are a language model of the released base size without LayerScale; `rankwise.models.preset`
-    gives the released ones. What a mixer other than TSSA takes beyond the width and the heads goes into
-    ``mixer_options``.
+    gives the released ones. What a mixer takes beyond the fields below goes into ``mixer_options``, such as
+    ``{"tssa": {"conv_tokens": 4, "features": 16}}``.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction",
     and the code released with it (frame and defaults); norm, skip and gate are options of our own.
@@ -50,7 +50,8 @@ class ToSTConfig(PreTrainedConfig):
         intermediate_size: width of the feed-forward part; 4 D where None, no such part where 0.
         hidden_act: its activation, by transformers' name.
         max_position_embeddings: tokens that learned positions are kept for.
-        layer_types: the mixer of each layer, names of `rankwise.models.MIXERS`; one name stands for all.
+        layer_types: the mixer of each layer, names of `rankwise.models.MIXERS`; one name stands for all;
+            ``tssa`` where None.
         mixer_options: for each name in ``layer_types``, further arguments of that mixer.
         causal: whether a token sees only itself and earlier ones.
         membership: TSSA's Π: ``softmax`` over the heads, or ``uniform`` (1 / H).
@@ -111,7 +112,7 @@ class ToSTConfig(PreTrainedConfig):
         intermediate_size: int | None = None,
         hidden_act: str = "gelu",
         max_position_embeddings: int = 1024,
-        layer_types: Sequence[str] | str = "tssa",
+        layer_types: Sequence[str] | str | None = None,
         mixer_options: dict[str, dict[str, Any]] | None = None,
         causal: bool = True,
         membership: str = "softmax",
@@ -141,7 +142,8 @@ class ToSTConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
-        layer_types = kwargs.pop("mixers", layer_types)
+        of_file = kwargs.pop("mixers", "tssa")
+        layer_types = of_file if layer_types is None else layer_types
         _check_keywords(kwargs)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size

@@ -176,6 +176,10 @@ def _every_fourth(settings: ModelSettings, _: int) -> list[str]:
     return ["softmax" if layer % 4 == 3 else "tssa" for layer in range(settings.layers)]
 
 
+CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
+"""Options of TSSA by which content moves: a short convolution, and a scan of 16 features a head."""
+
+
 def _ladder(settings: ModelSettings, tokens: int) -> list[float]:
     lives: list[float] = half_lives(settings.heads, SHORTEST_HALF_LIFE, tokens).tolist()
     return lives
@@ -187,6 +191,8 @@ MODELS: dict[str, MakeConfig] = {
     "tost-decayed": _mixers("tssa", half_life=_ladder),
     "tost-uniform": _mixers("tssa", membership="uniform"),
     "tost-hybrid": _mixers("tssa", half_life=_ladder, layer_types=_every_fourth),
+    "tost-scan": _mixers("tssa", half_life=_ladder, mixer_options=CONTENT),
+    "tost-scan-hybrid": _mixers("tssa", half_life=_ladder, mixer_options=CONTENT, layer_types=_every_fourth),
     "softmax": _mixers("softmax"),
     "linear": _mixers("linear"),
     "s4d": _mixers("s4d"),

@@ -13,7 +13,16 @@ from rankwise.train.settings import (
 )
 
 Model = Literal[
-    "transformer", "softmax", "tost", "tost-decayed", "tost-uniform", "tost-hybrid", "linear", "mamba2"
+    "transformer",
+    "softmax",
+    "tost",
+    "tost-decayed",
+    "tost-uniform",
+    "tost-hybrid",
+    "tost-scan",
+    "tost-scan-hybrid",
+    "linear",
+    "mamba2",
 ]
 
 
