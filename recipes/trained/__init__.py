@@ -3,7 +3,7 @@
 from recipes.experiment import Experiment
 from recipes.trained.depth import DEPTH
 from recipes.trained.language import LANGUAGE
-from recipes.trained.language_parts import LANGUAGE_PARTS
+from recipes.trained.language_parts import LANGUAGE_PARTS, RECALL_PARTS
 from recipes.trained.long_range import LONG_RANGE
 from recipes.trained.saturation import SATURATION_IMAGES, SATURATION_TEXT
 from recipes.trained.skips import SKIPS_IMAGE, SKIPS_RECALL
@@ -14,6 +14,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     for one in (
         LANGUAGE,
         LANGUAGE_PARTS,
+        RECALL_PARTS,
         DEPTH,
         SKIPS_IMAGE,
         SKIPS_RECALL,

@@ -2,7 +2,18 @@
 
 from recipes.experiment import Experiment, below, within
 
-MODELS = ("transformer", "softmax", "tost", "tost-decayed", "tost-uniform", "tost-hybrid", "linear", "mamba2")
+MODELS = (
+    "transformer",
+    "softmax",
+    "tost",
+    "tost-decayed",
+    "tost-uniform",
+    "tost-hybrid",
+    "tost-scan",
+    "tost-scan-hybrid",
+    "linear",
+    "mamba2",
+)
 
 LANGUAGE = Experiment(
     name="language",
@@ -20,10 +31,14 @@ LANGUAGE = Experiment(
         below("tost-decayed", "tost"),
         within("tost-decayed", "transformer", 0.10),
         within("tost-hybrid", "transformer", 0.03),
+        within("tost-scan", "transformer", 0.10),
+        within("tost-scan-hybrid", "transformer", 0.03),
         below("tost", "tost-uniform"),
     ),
     notes="Nats per byte of the last tenth of tiny Shakespeare; the paper's losses are per token of GPT-2's "
     "vocabulary, on another text and at a hundred times the size: only order and ratio can be compared. All "
     "models have the weights of the transformer within 0.3 %, by their feed-forward width, and the same "
-    "optimiser; none was tuned. tost-hybrid is the decayed one with softmax attention in every fourth layer.",
+    "optimiser; none was tuned. tost-hybrid is the decayed one with softmax attention in every fourth layer; "
+    "tost-scan has a short convolution and a scan of 16 features with memberships as steps "
+    "(`rankwise.models.TokenStatisticsAttention`), tost-scan-hybrid too.",
 )
