@@ -11,7 +11,9 @@ KINDS = {"tssa": "diagonal", "softmax": "softmax"}
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}  # float64, two layers
 
 
-@pytest.mark.parametrize("variant", ["tssa", "tssa-decayed", "softmax", "hybrid", "post-norm", "gated"])
+@pytest.mark.parametrize(
+    "variant", ["tssa", "tssa-decayed", "softmax", "hybrid", "post-norm", "gated", "scanned"]
+)
 def test_a_language_model_is_seen_whole(variant: str) -> None:
     lm, ids = stirred(ToSTForCausalLM(config(**VARIANTS[variant])).double()), texts(2, 7)
     ids[0, :3] = 0
@@ -24,7 +26,8 @@ def test_a_language_model_is_seen_whole(variant: str) -> None:
         after = lm(**batch).logits
     assert torch.equal(before, after)
     assert trace.unseen == []
-    assert [site.kind for site in trace.mixers] == [KINDS[name] for name in lm.config.layer_types]
+    kinds = KINDS | ({"tssa": "sum"} if variant == "scanned" else {})
+    assert [site.kind for site in trace.mixers] == [kinds[name] for name in lm.config.layer_types]
     assert [site.layer for site in trace.mixers] == [0, 1]
     assert [state.layer for state in trace.states] == [0, 1, 2]
     for site, layer, args in zip(trace.mixers, lm.model.layers, read, strict=False):
