@@ -1,5 +1,6 @@
 """One budget over several parts: what it is a share of, who gets it, and what it costs."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,9 @@ from tests.compression.compression_cases import bert, gpt2, ids, llama, opt
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression.budget import Offer
+from rankwise.compression.budget import Offer, SharedBudget
 from rankwise.compression.output_price import OutputPrice
-from rankwise.compression.parts import parts
+from rankwise.compression.parts import Job, parts
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False}
@@ -104,6 +105,53 @@ def test_shares_lie_between_what_was_tried() -> None:
     assert offer.keep_at(130) == pytest.approx(0.35)
     assert offer.keep_at(180) == pytest.approx(0.75)
     assert offer.keep_at(250) == 1
+
+
+def drawn_offer(whole: int, now: int, generator: torch.Generator) -> Offer:
+    """Nine shares of a part that is the dearer the more it takes."""
+    sizes, prices = torch.rand(2, 8, generator=generator, dtype=torch.float64)
+    left = (now - sizes.cumsum(0).flip(0) / 8.5 * whole).long().tolist()
+    rising = (prices * torch.arange(1, 9)).cumsum(0).flip(0).tolist()
+    return Offer([0.1 * at for at in range(1, 10)], [*left, now], [*rising, 0.0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_shares_are_cheaper_together(seed: int) -> None:
+    """What two parts leave of the same bytes is the product of their shares."""
+    generator = torch.Generator().manual_seed(seed)
+    budget = object.__new__(SharedBudget)
+    budget.job, budget.whole, budget.start = Job(nn.Identity(), [], [], keep=0.4), 10**6, 3 * 10**6
+    offers = {name: drawn_offer(budget.whole, budget.start, generator) for name in ("rotary", "kv")}
+
+    def log_share(left: int) -> float:
+        return math.log(1 - (budget.start - left) / budget.whole)
+
+    tried = [
+        [(log_share(left), price) for left, price in zip(offer.left, offer.prices, strict=True)]
+        for offer in offers.values()
+    ]
+    chosen = budget._bytes_left(budget.start, 0.0, offers)
+    logs = [log_share(chosen[name]) for name in offers]
+    assert sum(logs) <= math.log(0.4) + 1e-5  # bytes are whole numbers
+    paid = sum(_between(points, at) for points, at in zip(tried, logs, strict=True))
+    others = [(at / 200, math.log(0.4) - at / 200) for at in range(-200, 1)]
+    others = [
+        pair for pair in others if all(points[0][0] <= at for points, at in zip(tried, pair, strict=True))
+    ]
+    assert others
+    for pair in others:
+        assert paid <= sum(_between(points, at) for points, at in zip(tried, pair, strict=True)) + 1e-4
+
+
+def _between(points: list[tuple[float, float]], at: float) -> float:
+    """The price on the lower hull of what was tried."""
+    lines = [
+        low + (high - low) * (at - first) / (last - first)
+        for first, low in points
+        for last, high in points
+        if first < last and first - 1e-5 <= at <= last + 1e-5
+    ]
+    return min(lines)
 
 
 def test_what_cannot_be_shared_is_refused_and_nothing_is_changed() -> None:

@@ -23,6 +23,8 @@ SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.125, 0.06)
 """At which each part is tried."""
 STEP = 0.02
 """By which a share changes until its whole numbers fit."""
+UNITS = 10**9
+"""Of the logarithm of a share, so that it is a whole number."""
 LONGEST = 2048
 """Tokens of the cache that count, at most, where nobody says how many."""
 
@@ -183,23 +185,26 @@ class SharedBudget:
         return now - math.ceil((room - others) / (1 - others / whole))
 
     def _bytes_left(self, now: int, paid: float, offers: dict[str, Offer]) -> dict[str, int]:
-        """Bytes that each part, alone, is to leave, so that all together meet the budget."""
-        curves = [(offer.left, offer.prices) for offer in offers.values()]
+        """Bytes that each part, alone, is to leave, so that all together meet the budget.
+
+        Parts work on the same bytes: what one has taken another cannot save. Shares that are left multiply,
+        so that their logarithms add up, as widths of heads do.
+        """
+        whole = self.whole - (self.start - now)
+        logs = [[_log(1 - (now - left) / whole) for left in offer.left] for offer in offers.values()]
+        curves = [(own, offer.prices) for own, offer in zip(logs, offers.values(), strict=True)]
         if self.job.tolerance is not None:
             chosen = widths_for_tolerance(curves, max(self.job.tolerance - paid, 0.0) / len(curves))
-            return dict(zip(offers, chosen, strict=True))
-        assert self.job.keep is not None
-        room = round((1 - self.job.keep) * self.whole) - (self.start - now)  # still to be saved
-        most = sum(now - offer.left[0] for offer in offers.values())
-        low, high = min(max(room, 0), most), most  # of savings as they are alone
-        while high - low > 1:
-            middle = (low + high) // 2
-            chosen = widths_under_budget(curves, now * len(curves) - middle)
-            low, high = (middle, high) if self._together(now, chosen) < room else (low, middle)
-        chosen = widths_under_budget(curves, now * len(curves) - high)
-        if self._together(now, chosen) < room:
-            raise self._too_little(self.start - now + self._together(now, chosen))
-        return dict(zip(offers, chosen, strict=True))
+        else:
+            assert self.job.keep is not None
+            room = round((1 - self.job.keep) * self.whole) - (self.start - now)  # still to be saved
+            most = self._together(now, [offer.left[0] for offer in offers.values()])
+            if most < room:
+                raise self._too_little(self.start - now + most)
+            least = sum(own[0] for own in logs)
+            chosen = widths_under_budget(curves, max(_log(1 - room / whole), least))
+        left = [now - math.ceil(whole * (1 - math.exp(log / UNITS))) for log in chosen]
+        return dict(zip(offers, left, strict=True))
 
     def _together(self, now: int, left: list[int]) -> int:
         """What parts save one behind the other, given what each leaves alone: later ones find less."""
@@ -218,3 +223,8 @@ class SharedBudget:
             got=f"{self.job.keep:g}",
             fix="Keep more, or name more parts.",
         )
+
+
+def _log(share: float) -> int:
+    """The logarithm of a share of bytes that is left, as a whole number."""
+    return math.floor(UNITS * math.log(max(share, 1e-9)))
