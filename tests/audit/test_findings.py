@@ -63,6 +63,14 @@ def test_thresholds(code: str, just: dict[str, float], not_quite: dict[str, floa
     assert codes(head(**not_quite)) == []
 
 
+@pytest.mark.parametrize("fewer", ["tokens", "sources"])
+def test_width_needs_as_many_queries_as_keys(fewer: str) -> None:
+    """Of 15 channels, 4 tokens each: 2 sequences of 31 are enough, each less its mean; 2 of 30 are not."""
+    narrow = {"width": 15, "needed_width": 2}
+    assert codes(head(**narrow, **{fewer: 31})) == ["OVER_WIDE"]
+    assert codes(head(**narrow, **{fewer: 30})) == []
+
+
 def test_a_sink_is_not_also_called_constant() -> None:
     assert codes(head(peak_mass=0.95, stable_rank=1.01, row_distance=0.1)) == ["SINK"]
 
