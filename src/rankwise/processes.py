@@ -199,7 +199,7 @@ def from_environment() -> Processes:
 
     Examples:
         >>> from_environment()
-        Processes(rank=0, local_rank=0, world=1)
+        Processes(rank=0, local_rank=0, world=1, interrupted=False)
     """
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return Processes()

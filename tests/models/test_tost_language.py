@@ -224,7 +224,7 @@ def test_what_a_file_lacks_starts_as_a_new_model_does(tmp_path) -> None:
     ToSTForCausalLM(config()).save_pretrained(tmp_path)
     changed = {"skip": "channel", "skip_init": -1.0, "layer_scale": 0.25, "num_hidden_layers": 3}
     wanted = ToSTConfig.from_pretrained(tmp_path)
-    wanted = ToSTConfig(**{**wanted.to_dict(), **changed, "layer_types": "tssa"})
+    wanted = ToSTConfig(**{**wanted.to_dict(), **changed, "mixers": "tssa"})
     lm = ToSTForCausalLM.from_pretrained(tmp_path, config=wanted)
     new = lm.model.layers[2]
     assert (new.mixer.temperature == 1).all()
