@@ -97,6 +97,8 @@ def page(report: dict[str, Any]) -> str:
     words = {name: report[name] for name in ("data", "tokens", "heads", "delta")} | report["versions"]
     beyond = sum(row["beyond_nulls"] for row in report["rows"])
     above = sum(row["above"] for row in report["rows"])
+    times = [row[null] / row["fresh"] for row in report["rows"] for null in ("winners", "random")]
+    words |= {"least": min(times), "most": max(times)}
     return text.format(**words, beyond=beyond, above=above, table="\n".join(table(report)))
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rankwise.audit.agreement import agreement
+from rankwise.audit.worth_records import HeadWorth
 from rankwise.files import write_whole
 from recipes.rank_saturation_page import markdown
 
@@ -64,6 +66,10 @@ def model_parts(model: Report) -> Iterable[str]:
     yield f"{model['data']}; {len(model['heads'])} heads; loss: {model['loss']}, {model['unit']}.{whole}"
     found = model["correlations"]
     yield "Spearman with the exact costs, by split:\n\n" + correlation_table(found, ESTIMATES)
+    yield (
+        "The estimate as a share of the exact cost, over heads whose removal costs anything:\n\n"
+        + size_table(model)
+    )
     yield "Rank and other measures against the exact costs:\n\n" + correlation_table(
         found, [name for name in found if name not in ESTIMATES]
     )
@@ -82,6 +88,20 @@ def correlation_table(found: Report, names: Sequence[str]) -> str:
         for name in known
     ]
     return markdown(["", *(f"split {at + 1}" for at in range(width))], rows)
+
+
+def size_table(model: Report) -> str:
+    """How large estimates are beside exact costs: a column a split."""
+    splits = [
+        agreement(HeadWorth(estimate=estimate, exact=exact) for estimate, exact in zip(*both, strict=True))
+        for both in zip(model["estimates"]["estimate"], model["exact"], strict=True)
+    ]
+    known = [found for found in splits if found is not None]
+    rows = [
+        ["median of heads", *(f"{found.median:.2f}" for found in known)],
+        ["the costliest head", *(f"{found.costliest:.2f}" for found in known)],
+    ]
+    return markdown(["", *(f"split {at + 1}" for at in range(len(known)))], rows)
 
 
 def set_table(sets: Sequence[Report]) -> str:

@@ -146,6 +146,14 @@ def test_quantised_weights_are_refused() -> None:
         fresh_weights(model)
 
 
+def test_layers_that_hide_their_weights_are_called_quantised() -> None:
+    model = torch.ao.quantization.quantize_dynamic(
+        hugging_face("BertModel", **BERT)().eval(), {nn.Linear}, dtype=torch.qint8
+    )
+    with pytest.raises(FreshWeightsError, match=r"got quantised layers, such as '.*query'"):
+        fresh_weights(model)
+
+
 def test_dtypes_modes_and_shared_weights_stay() -> None:
     model = hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=8, n_head=2, n_layer=1, vocab_size=64)()
     model.transformer.h[0].bfloat16().train()

@@ -278,3 +278,20 @@ def test_labels_out_of_range_are_named_with_their_range(kind: str, labels: list[
     with pytest.raises(AuditError, match="labels of batch 2") as later:
         rw.audit(model, [good, bad])
     assert later.value.audit.provenance.batches == 1
+
+
+def test_a_quantised_layer_of_torch_fails_by_itself_and_the_cure_is_named():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    model = torch.ao.quantization.quantize_dynamic(
+        torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), {torch.nn.Linear}
+    )
+    batch = torch.randn(1, 5, 8)
+    with torch.no_grad(), pytest.raises(AttributeError):
+        model(batch)
+    with pytest.raises(AuditError, match="set_fastpath_enabled"):
+        rw.audit(model, [batch])
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert len(rw.audit(model, [batch]).heads) == 2
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)

@@ -9,9 +9,9 @@ from rankwise.audit.measures import shown
 from rankwise.audit.worth_records import HeadWorth
 from rankwise.rank_correlation import spearman
 
-AN_ORDER = "estimates of second order sort heads and fall short of large costs"
+AN_ORDER = "estimates of second order sort heads and can fall far short of large costs"
 """Said wherever an estimate is shown as a number and no exact cost is known."""
-OF_BLOCKS = "an order at most: removing a block is a large change, of which estimates fall far short"
+OF_BLOCKS = "an order at most: removing a block is a large change, of which estimates can fall far short"
 
 
 @dataclass(frozen=True)

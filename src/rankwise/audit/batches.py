@@ -102,6 +102,18 @@ def from_texts(
     return model_batches(model, several, made, tokens=tokens, sequences=len(several), batch_size=batch_size)
 
 
+def _trips_the_fast_path(model: nn.Module, error: Exception) -> bool:
+    """Whether PyTorch's own encoder layers took the method ``weight`` of a quantised layer for a tensor."""
+    return (
+        isinstance(error, AttributeError)
+        and "'function' object has no attribute 'device'" in str(error)
+        and any(
+            isinstance(layer, nn.TransformerEncoderLayer) and callable(getattr(layer.linear1, "weight", None))
+            for layer in model.modules()
+        )
+    )
+
+
 def cure(model: nn.Module, batch: Any, error: Exception) -> str:
     """What to do about a batch that a model failed on.
 
@@ -114,6 +126,12 @@ def cure(model: nn.Module, batch: Any, error: Exception) -> str:
         Sentences for the end of an error.
     """
     names, _ = _parameters(model)
+    if _trips_the_fast_path(model, error):
+        return (
+            "PyTorch's fast path of TransformerEncoderLayer reads weights as tensors, which quantised layers "
+            "hide behind a method: without Rankwise the model fails alike. Switch it off, "
+            "`torch.backends.mha.set_fastpath_enabled(False)`."
+        )
     if isinstance(batch, Mapping):
         unknown = [str(key) for key in batch if key not in names]
         if unknown:

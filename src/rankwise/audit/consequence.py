@@ -16,7 +16,7 @@ EXACTLY = (
     '`worth="exact"`'
 )
 ESTIMATED = "The estimated cost of removal is"
-CAUTION = "such estimates sort heads and fall short of large costs"
+CAUTION = "such estimates sort heads and can fall far short of large costs"
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
 """Of the reference: what counts as within tolerance where no set of heads was looked for."""

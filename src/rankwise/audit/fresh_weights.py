@@ -186,6 +186,15 @@ def _check_same_weights(model: nn.Module, fresh: Any) -> None:
     old = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     new = {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
     if old != new:
+        hidden = [name for name in new if name not in old and _is_hidden(model, name)]
+        if hidden:
+            raise FreshWeightsError(
+                f"fresh weights of {type(model).__name__}",
+                wanted="floating-point weights, which fresh ones can stand beside",
+                got=f"quantised layers, such as {hidden[0].rpartition('.')[0]!r}",
+                fix="Audit the model before it is quantised: `factory=build` gives fresh weights of a model "
+                "whose weights are parameters.",
+            )
         name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
         raise FreshWeightsError(
             f"fresh weights of {type(model).__name__}",
@@ -194,6 +203,13 @@ def _check_same_weights(model: nn.Module, fresh: Any) -> None:
             fix="λ-skips, adapters and other changes to a model are not in its configuration: give a "
             "function that builds the changed model at fresh weights, `factory=build`.",
         )
+
+
+def _is_hidden(model: nn.Module, name: str) -> bool:
+    """Whether a module has no parameter of that name but a method that unpacks it, as quantised layers do."""
+    path, _, weight = name.rpartition(".")
+    modules = dict(model.named_modules())
+    return path in modules and callable(getattr(modules[path], weight, None))
 
 
 def _placed_like(model: nn.Module, fresh: nn.Module) -> nn.Module:

@@ -394,7 +394,7 @@ class HeadMeasures(Record):
         digits=4, cost="a forward and a few backward passes for all heads; exact a forward pass each",
         console="cost of\nremoval", known_only=True,
         meaning="What the model loses without the head, in the unit of its loss. Below 0 it is better "
-        "without. An estimate sorts heads and falls short of large costs.",
+        "without. An estimate sorts heads and can fall far short of large costs.",
         take=None,  # by runs of their own
     )] = math.nan
 

@@ -86,9 +86,9 @@ def command(
         str | None,
         typer.Option(
             metavar="[auto|estimate|exact|none]",
-            help="What the model loses without each head: estimated from gradients (an order; of large costs "
-            "too little), or also by removing heads one by one (exact). Of the demo it is exact, of other "
-            "models an estimate.",
+            help="What the model loses without each head: estimated from gradients (an order: large costs "
+            "can come out far too small), or also by removing heads one by one (exact). Of the demo it is "
+            "exact, of other models an estimate.",
         ),
     ] = None,
     worth_tolerance: Annotated[

@@ -79,8 +79,10 @@ def mean(values: Iterable[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-GENERIC = {"model", "models", "final", "best", "last", "output", "weights", "pretrained"}
-"""Names of folders that say nothing without that of the folder they lie in."""
+GENERIC = {"model", "models", "output", "weights", "pretrained"}
+"""Names of folders that say nothing: that of the folder they lie in says all."""
+STATES = {"final", "best", "last"}
+"""Names that say which of several, of that in the folder they lie in."""
 
 
 def model_name(name: str) -> str:
@@ -90,13 +92,16 @@ def model_name(name: str) -> str:
         >>> model_name("/me/runs/bert-a/checkpoint-500"), model_name("org/model"), model_name("./my-vit/")
         ('bert-a/checkpoint-500', 'org/model', 'my-vit')
         >>> model_name("/data/all-MiniLM/model"), model_name("C:\\m\\gpt"), model_name("code/net.py:build")
-        ('all-MiniLM/model', 'gpt', 'net.py:build')
+        ('all-MiniLM', 'gpt', 'net.py:build')
     """
     parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..", "~")]
     is_path = name.startswith(("/", ".", "~", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or len(parts) > 2
     if not parts or not (is_path or ".py:" in name):
         return name
-    vague = parts[-1].lower() in GENERIC or re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
+    last = parts[-1].lower()
+    if last in GENERIC and len(parts) > 1:
+        return parts[-2]
+    vague = last in STATES or re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
     return "/".join(parts[-2:]) if vague else parts[-1]
 
 

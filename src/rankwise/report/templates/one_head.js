@@ -25,7 +25,7 @@ function drawCosts(head) {
     .map(([how, name]) => {
       const cost = costs[how][head];
       const share = costs.reference ? ` (${(100 * cost / costs.reference).toFixed(1)} % of ${costs.of})` : "";
-      const caution = how === "estimate" ? "for the order of heads; too low where large" : "";
+      const caution = how === "estimate" ? "for the order of heads; can be far too low" : "";
       return element("div", { className: `wide${measurePicker?.value === "removal_cost" ? " chosen" : ""}` },
         element("dt", { textContent: name }),
         element("dd", {}, element("b", { textContent: shown(cost, 4) }), ` ${costs.unit.startsWith("of ") ? "" : costs.unit}${share}`, element("small", { textContent: caution })));
