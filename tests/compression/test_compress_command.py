@@ -177,10 +177,11 @@ def test_a_head_of_nan_is_named_and_a_layer_without_memory_keeps_what_is_done(
 def test_names_and_numbers_stay_whole_on_a_narrow_console(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     done = run(
-        "own.py:build", "--no-time", "--no-nulls", "--parts", "qk,heads", "--keep", 0.7, "--out", "less"
+        "own.py:build", "--no-time", "--no-nulls", "--parts", "qk,kv,heads", "--keep", 0.4, "--out", "less"
     )
     assert done.exit_code == 0, done.output
     record = Compression.load("less")
+    assert record.parts == ["heads", "qk", "kv"]
     for layer in record.layers:
         assert f"transformer.h {layer.layer} " in done.output or f"{layer.layer}  " in done.output
         assert f"{layer.kl_end_to_end:.4f}" in done.output
