@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help demo test check docs build clean
+.PHONY: help demo test torch check docs build clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -23,6 +23,15 @@ demo: $(STAMP)  ## Audit the bundled demo, with worth and baseline, and write ra
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests src/rankwise --doctest-modules $(ARGS)
 
+# Another version of torch gets a folder of its own; nothing but torch, numpy and pytest is needed.
+TORCH_BIN = .venv-torch-$(TORCH)/bin
+
+torch:  ## Test what torch keeps private against a version of it: make torch TORCH=2.9.0
+	test -n "$(TORCH)" || { echo "Name a version: make torch TORCH=2.9.0" >&2; exit 2; }
+	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	$(TORCH_BIN)/python -m pip install --quiet 'torch==$(TORCH)' 'numpy>=1.26' 'pytest>=8'
+	PYTHONPATH=src $(TORCH_BIN)/python -m pytest -p no:cacheprovider --noconftest --override-ini addopts= tests/test_torch_internals.py $(ARGS)
+
 check: $(STAMP)  ## Lint, format, types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +44,4 @@ build: $(STAMP)  ## Build the wheel into dist/.
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## Remove what the targets made.
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist site .pytest_cache .mypy_cache .ruff_cache

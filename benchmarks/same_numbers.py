@@ -1,11 +1,12 @@
 """Whether another revision measures the same: audits and comparisons of both trees, number by number.
 
-    python -m benchmarks.same_numbers REVISION [--minilm FOLDER]
+    python -m benchmarks.same_numbers REVISION [--minilm FOLDER] [--gone FIELD REASON]...
 
 REVISION is put into a temporary folder by `git worktree`. Each tree audits, in processes of its own, the
-bundled demo, MiniLM if its folder is given, and a Mamba and a Mamba-2 with seeded weights, each on two
-batches, and compares the two audits. Exits with 1 if a number differs by more than the tolerance, or a record
-is only on one side. Fields that only one side has are listed and not compared, nor are texts.
+bundled demo, MiniLM if its folder is given, and a Mamba and a Mamba-2 with seeded weights: one batch, two
+batches of which the second is padded, and that one with estimated ranks. Then it compares the first two
+audits. Exits with 1 if a number differs by more than the tolerance, a record is only on one side, or a field
+of REVISION is lost that no `--gone` names. Fields that are new are listed; texts are not compared.
 """
 
 import argparse
@@ -33,6 +34,8 @@ LEFT_OUT = ("provenance", "before", "after", "format", "schema_version")
 """At the top of a file: when, where and by what it was made."""
 SHOWN = 12
 """Records of one side that are printed of a file."""
+PADDED = 8
+"""Tokens of padding at the end of a sequence."""
 SUBJECTS = ("demo", "minilm", "mamba", "mamba2")
 
 
@@ -44,8 +47,10 @@ class Differences:
     """How many numbers."""
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Of each field the largest relative difference, and where."""
-    fields: set[str] = field(default_factory=set)
-    """That only one side has."""
+    lost: set[str] = field(default_factory=set)
+    """Fields that only the revision before has."""
+    new: set[str] = field(default_factory=set)
+    """Fields that only the revision after has."""
     records: list[str] = field(default_factory=list)
     """That only one side has."""
     texts: set[str] = field(default_factory=set)
@@ -76,13 +81,19 @@ def _without(file: dict[str, Any]) -> dict[str, Any]:
 
 def _compare(before: Any, after: Any, name: str, where: str, found: Differences) -> None:
     if isinstance(before, dict) and isinstance(after, dict):
-        found.fields |= {f"{name}.{key}".lstrip(".") for key in before.keys() ^ after.keys()}
+        found.lost |= {f"{name}.{key}".lstrip(".") for key in before.keys() - after.keys()}
+        found.new |= {f"{name}.{key}".lstrip(".") for key in after.keys() - before.keys()}
         for key in before.keys() & after.keys():
             _compare(before[key], after[key], f"{name}.{key}".lstrip("."), where, found)
     elif isinstance(before, list) and isinstance(after, list):
         ours, theirs = _keyed(before), _keyed(after)
-        at, apart = f"{name} {where}".strip(), _measures(before) ^ _measures(after)
-        found.fields |= {f"{name} of {measure}" for measure in apart}
+        at, measures = f"{name} {where}".strip(), (_measures(before), _measures(after))
+        if all(measures):  # an empty list has lost its records, not its fields
+            found.lost |= {f"{name} of {measure}" for measure in measures[0] - measures[1]}
+            found.new |= {f"{name} of {measure}" for measure in measures[1] - measures[0]}
+            apart = measures[0] ^ measures[1]
+        else:
+            apart = set()
         for side in (ours, theirs):  # a measure that one side has not is a field, not a record
             for key in [key for key, item in side.items() if _measures([item]) & apart]:
                 del side[key]
@@ -142,11 +153,14 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
     if subject in ("demo", "minilm"):
         model, batches = _of_text(demo_model() if subject == "demo" else minilm, subject == "demo", text)
     else:
-        model, batches = _state_space(subject), [{"input_ids": torch.randint(64, (2, 48))} for _ in range(2)]
-    audits = [rw.audit(model.double().eval(), [batch]) for batch in batches]
-    for number, audit in enumerate(audits, 1):
-        audit.save(out / f"{subject}, batch {number}.json")
-    compared = rw.compare(*audits).model_dump_json()
+        model, batches = _state_space(subject), _masked(torch.randint(64, (2, 2, 48)))
+    model = model.double().eval()
+    batches[1]["attention_mask"][0, -PADDED:] = 0
+    alone, both = rw.audit(model, batches[:1]), rw.audit(model, batches)
+    alone.save(out / f"{subject}, one batch.json")
+    both.save(out / f"{subject}, two batches.json")
+    rw.audit(model, batches[1:], method="estimate").save(out / f"{subject}, estimated.json")
+    compared = rw.compare(alone, both).model_dump_json()
     (out / f"{subject}, comparison.json").write_text(compared, encoding="utf-8")
 
 
@@ -157,8 +171,11 @@ def _of_text(folder: Path | None, decodes: bool, text: str) -> tuple[Any, list[d
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = (AutoModelForCausalLM if decodes else AutoModel).from_pretrained(folder)
     ids = torch.tensor(tokenizer(text[:8000], add_special_tokens=False, verbose=False)["input_ids"])
-    parts = ids[: 4 * 64].view(2, 2, 64)
-    return model, [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
+    return model, _masked(ids[: 4 * 64].view(2, 2, 64))
+
+
+def _masked(parts: Any) -> list[dict[str, Any]]:
+    return [{"input_ids": part, "attention_mask": part.new_ones(part.shape)} for part in parts]
 
 
 def _state_space(subject: str) -> Any:
@@ -186,31 +203,39 @@ def _run_tree(tree: Path, subjects: list[str], minilm: Path | None, out: Path) -
         subprocess.run(command, check=True, cwd=out, env=os.environ | paths, stdout=subprocess.DEVNULL)
 
 
-def _report(before: Path, after: Path, subjects: list[str], tolerance: float) -> bool:
-    same, fields, texts = True, set[str](), set[str]()
+def report(before: Path, after: Path, subjects: list[str], tolerance: float, gone: dict[str, str]) -> bool:
+    """Print what differs between two folders of files; whether nothing does that should not."""
+    same, lost, new, texts = True, set[str](), set[str](), set[str]()
     for subject in subjects:
         for file in sorted(before.glob(f"{subject},*.json")):
-            old, new = (
+            was, now = (
                 json.loads((side / file.name).read_text(encoding="utf-8")) for side in (before, after)
             )
-            found = differences(old, new)
-            fields |= found.fields
+            found = differences(was, now)
+            lost |= found.lost
+            new |= found.new
             texts |= found.texts
-            name, (by, where) = max(
-                found.largest.items(), key=lambda item: item[1][0], default=("", (0.0, ""))
-            )
-            print(f"{file.stem}: {found.compared} numbers, largest difference {by:.1e} ({name}, {where})")
-            for name, (by, where) in sorted(found.above(tolerance).items()):
-                print(f"    {name}: {by:.1e} at {where}")
-            for record in found.records[:SHOWN]:
-                print(f"    {record}")
-            if len(found.records) > SHOWN:
-                print(f"    … {len(found.records)} records of one side only")
+            _print_file(file.stem, found, tolerance)
             same &= bool(found.compared) and not found.records and not found.above(tolerance)
-    print(f"fields of one side only: {', '.join(sorted(fields)) or 'none'}")
+    for name in sorted(lost | gone.keys()):
+        why = gone.get(name, "LOST, and no --gone names it")
+        print(f"only before: {name} ({why if name in lost else 'named by --gone, but NOT lost'})")
+    print(f"only after: {', '.join(sorted(new)) or 'none'}")
     print(f"fields with other words: {', '.join(sorted(texts)) or 'none'}")
+    same &= lost == gone.keys()
     print(f"the same within {tolerance:.0e}" if same else f"NOT the same within {tolerance:.0e}")
     return same
+
+
+def _print_file(title: str, found: Differences, tolerance: float) -> None:
+    name, (by, where) = max(found.largest.items(), key=lambda item: item[1][0], default=("", (0.0, "")))
+    print(f"{title}: {found.compared} numbers, largest difference {by:.1e} ({name}, {where})")
+    for name, (by, where) in sorted(found.above(tolerance).items()):
+        print(f"    {name}: {by:.1e} at {where}")
+    for record in found.records[:SHOWN]:
+        print(f"    {record}")
+    if len(found.records) > SHOWN:
+        print(f"    … {len(found.records)} records of one side only")
 
 
 def main() -> int:
@@ -219,6 +244,14 @@ def main() -> int:
     parser.add_argument("revision", nargs="?", default="HEAD~1", help="what git calls the other tree")
     parser.add_argument("--minilm", type=Path, help="the folder of all-MiniLM-L6-v2")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE)
+    parser.add_argument(
+        "--gone",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("FIELD", "REASON"),
+        help="a field that only REVISION has, as the output names it, and why; may be repeated",
+    )
     parser.add_argument("--measure", choices=SUBJECTS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -238,7 +271,7 @@ def main() -> int:
             _run_tree(here, subjects, given.minilm, after)
         finally:
             subprocess.run([*git, "remove", "--force", str(there)], check=True)
-        return 0 if _report(before, after, subjects, given.tolerance) else 1
+        return 0 if report(before, after, subjects, given.tolerance, dict(given.gone)) else 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.torch_internals import forward_hooks, forward_pre_hooks
 from recipes.family_checks import tensors
 from recipes.guessed_inputs import fed
 from recipes.tiny_architectures import builds
@@ -140,7 +141,7 @@ def _skips(model: nn.Module, batch: dict[str, Tensor]) -> Entry:
 
 
 def _hooks(model: nn.Module) -> int:
-    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+    return sum(len(forward_hooks(module)) + len(forward_pre_hooks(module)) for module in model.modules())
 
 
 @contextmanager

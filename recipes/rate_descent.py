@@ -88,12 +88,13 @@ def layer(block: Any, x: Tensor, leaves: Tensor) -> Layer:
     (slope,) = torch.autograd.grad(before.sum(), x)
     with torch.no_grad():
         read = block.mixer_norm(x)
-        mixed = block.mixer._mix(read, None, None)
+        membership = block.mixer.membership_of(read)
+        mixed = (block.mixer.mixing_operator(read) @ block.mixer.values(read)).transpose(1, 2)
         added = block.mixer_scale(block.mixer(read).output)
         back = block.mixer.in_proj.weight.T
-        derived = mixed.output.flatten(2) @ back.T
+        derived = mixed.flatten(2) @ back.T
     read = read.detach().requires_grad_()
-    fixed = grouped_rate(block.mixer.projected(read), mixed.membership)
+    fixed = grouped_rate(block.mixer.projected(read), membership)
     (plain,) = torch.autograd.grad(fixed.sum(), read)
     with torch.no_grad():
         return Layer(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rankwise.surgery import Skips, add_lambda_skip, remove_lambda_skip
 from rankwise.surgery.probe import run_with, tensors_in
 from rankwise.surgery.verify import scaled_sums, unhooked
+from rankwise.torch_internals import forward_hooks, forward_pre_hooks
 from recipes.families import FAMILIES, shown
 from recipes.family_checks import check
 from recipes.state_space_checks import check_state_space
@@ -113,7 +114,7 @@ def look_at(name: str, model: nn.Module, batch: dict[str, Any], captured: float 
     learns = all(0 < float(one.abs().sum()) < float("inf") for one in gradients(model, batch, skips))
     error = at_other_scales(model, batch, skips)
     remove_lambda_skip(model)
-    hooks = any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    hooks = any(forward_hooks(module) or forward_pre_hooks(module) for module in model.modules())
     undone = same(outputs(model, batch), before) and list(model.state_dict()) == keys and not hooks
     return Row(name, len(skips), captured, identical, learns, error, undone)
 

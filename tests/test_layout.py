@@ -18,7 +18,7 @@ ALLOWED = {
     "shapes": set(),
     "torch_internals": set(),
     "linalg": set(),
-    "parallel": set(),
+    "parallel": {"torch_internals"},
     "operators": {"errors", "shapes"},
     "measures": {"errors", "shapes", "linalg", "parallel", "operators"},
     "theory": {"errors", "shapes", "linalg", "parallel"},
@@ -57,7 +57,7 @@ ALLOWED = {
         "subject_inputs",
     },
     "ops": {"errors", "shapes", "torch_internals"},
-    "models": {"errors", "shapes", "files", "operators", "ops", "surgery"},
+    "models": {"errors", "shapes", "files", "operators", "ops", "surgery", "torch_internals"},
     "surgery": {
         "running",
         "audit",

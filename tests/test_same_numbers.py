@@ -1,10 +1,11 @@
 """The comparison of two revisions sees a changed number, a lost record and a field of one side."""
 
 import copy
+import json
 import math
 
 import pytest
-from benchmarks.same_numbers import FLOOR, TOLERANCE, differences, relative_difference
+from benchmarks.same_numbers import FLOOR, TOLERANCE, differences, relative_difference, report
 
 AUDIT = {
     "schema_version": 1,
@@ -34,7 +35,7 @@ def test_a_file_is_the_same_as_itself_in_another_order_and_from_another_day():
     found = changed(change)
     assert found.compared == 13
     assert not found.above(TOLERANCE)
-    assert [found.records, found.fields, found.texts] == [[], set(), set()]
+    assert [found.records, found.lost, found.new, found.texts] == [[], set(), set(), set()]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,11 @@ def test_a_record_of_one_side_is_named():
     assert longer.records == ["heads.spectrum layer 0 site a head 0 [2], only after"]
 
 
-def test_fields_of_one_side_and_words_are_listed_apart():
+def test_lost_fields_new_fields_and_words_are_listed_apart():
     found = changed(lambda after: after["heads"][0].update(extra=1.0))
-    assert (found.fields, found.above(0)) == ({"heads.extra"}, {})
+    assert (found.lost, found.new, found.above(0)) == (set(), {"heads.extra"}, {})
+    found = changed(lambda after: after["heads"][0].update(other=after["heads"][0].pop("rank")))
+    assert (found.lost, found.new, found.above(0)) == ({"heads.rank"}, {"heads.other"}, {})
     found = changed(lambda after: after["findings"][0].update(meaning="y"))
     assert (found.texts, found.above(0)) == ({"findings.meaning"}, {})
 
@@ -68,11 +71,35 @@ def test_fields_of_one_side_and_words_are_listed_apart():
 def test_a_measure_of_one_side_is_a_field_and_a_missing_change_a_record():
     rank, turn = ({"measure": name, "where": {"layer": 1}, "change": 0.5} for name in ("rank", "turn"))
     found = differences({"changes": [rank]}, {"changes": [rank, turn]})
-    assert (found.fields, found.records, found.compared) == ({"changes of turn"}, [], 2)
+    assert (found.lost, found.new, found.records, found.compared) == (set(), {"changes of turn"}, [], 2)
+    assert differences({"changes": [rank, turn]}, {"changes": [rank]}).lost == {"changes of turn"}
+    vanished = differences({"changes": [rank]}, {"changes": []})
+    assert vanished.records == ["changes layer 1 measure rank, only before"]
     other = {**rank, "where": {"layer": 2}}
     assert differences({"changes": [rank]}, {"changes": [rank, other]}).records == [
         "changes layer 2 measure rank, only after"
     ]
+
+
+@pytest.mark.parametrize(
+    ("gone", "same", "said"),
+    [
+        ({}, False, "heads.rank (LOST, and no --gone names it)"),
+        ({"heads.rank": "nobody read it"}, True, "heads.rank (nobody read it)"),
+        ({"heads.rank": "x", "heads.head": "y"}, False, "heads.head (named by --gone, but NOT lost)"),
+    ],
+)
+def test_a_lost_field_fails_unless_it_is_named(gone, same, said, tmp_path, capsys):
+    after = copy.deepcopy(AUDIT)
+    for head in after["heads"]:
+        head["effective"] = head.pop("rank")
+    for folder, audit in (("before", AUDIT), ("after", after)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "demo, one batch.json").write_text(json.dumps(audit))
+    assert report(tmp_path / "before", tmp_path / "after", ["demo"], TOLERANCE, gone) is same
+    told = capsys.readouterr().out
+    assert f"only before: {said}" in told
+    assert "only after: heads.effective" in told
 
 
 def test_relative_differences():

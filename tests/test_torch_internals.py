@@ -1,14 +1,12 @@
-"""Private names of torch still do what `rankwise.torch_internals` takes them for; no other file uses them.
+"""Private names of torch and numpy still do what `rankwise.torch_internals` takes them for.
 
-Needs nothing but torch and pytest, so it can be run against any version of torch:
-
-    python -m pytest -p no:cacheprovider tests/test_torch_internals.py
+Needs nothing but torch, numpy and pytest. `make torch TORCH=2.9.0` runs it against a version of torch.
 """
 
-import ast
+import ctypes
 import importlib
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,42 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rankwise import torch_internals
-
-PACKAGE = Path(torch_internals.__file__).parent
-OWN = {  # private names of our own classes, of named tuples, of transformers, one that Python documents, and
-    # one of numpy that may be missing
-    *(
-        "_asdict",
-        "_is_quantized",
-        "_umath_linalg",
-        "_fields",
-        "_replace",
-        "_map",
-        "_takes",
-        "_rows",
-        "_module",
-        "_init_weights",
-        "_prepare_cache_for_generation",
-    ),
-    *(
-        "_removed_heads",
-        "_rankwise_skips",
-        "_is_hf_initialized",
-        "_hf_tp_plan",
-        "_hf_device_mesh",
-        "_hf_hook",
-        "_commit_hash",
-        "_exit",
-    ),
-}
-
-OF_TORCH_CLASSES = {
-    name
-    for kind in (nn.Module(), torch.autograd.Function, TorchFunctionMode)
-    for name in dir(kind)
-    if name.startswith("_") and not name.startswith("__")
-}
-"""Private names that our own classes inherit from torch."""
 
 
 class Seen(TorchFunctionMode):
@@ -184,6 +146,13 @@ def test_runs_compiled_eagerly() -> None:
     assert not torch_internals.runs_compiled_eagerly()
 
 
+def test_compiled_prefix() -> None:
+    names = torch.compile(nn.Linear(2, 2), backend="eager").state_dict()
+    assert set(names) == {f"{torch_internals.COMPILED_PREFIX}{name}" for name in ("weight", "bias")}, (
+        "torch.compile puts something else before the names of weights"
+    )
+
+
 def test_constant_when_traced() -> None:
     """What no compiler can trace, such as an import by name, is then called, once for all."""
     calls = []
@@ -250,6 +219,19 @@ def test_forward_pre_hooks() -> None:
     assert torch_internals.forward_pre_hooks(module) == [second]
 
 
+def test_forward_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_internals.forward_hooks(module) == []
+
+    def hook(*_: object) -> None: ...
+
+    module.register_forward_pre_hook(lambda *_: None)
+    handle = module.register_forward_hook(hook)
+    assert torch_internals.forward_hooks(module) == [hook], "hooks are kept elsewhere"
+    handle.remove()
+    assert torch_internals.forward_hooks(module) == []
+
+
 def test_remove_forward_hooks() -> None:
     module, told, goes = hooked()
     assert torch_internals.remove_forward_hooks(module, goes.__contains__) == 2
@@ -273,107 +255,15 @@ def test_without_forward_hooks() -> None:
     )
 
 
-def private_names(path: Path) -> list[str]:
-    """Names of other libraries that begin with an underscore, as a file uses them."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found = []
-    for node in ast.walk(tree):
-        private = [name for name in names_in(node, constants) if name.startswith("_") and name[1:2] != "_"]
-        found += [f"{path.name}:{node.lineno} {name}" for name in private if name not in OWN]
-    return found
+def test_reset() -> None:
+    attention = nn.MultiheadAttention(2, 1)
+    nn.init.constant_(attention.in_proj_weight, 7.0)
+    getattr(attention, torch_internals.RESET)()
+    assert not (attention.in_proj_weight == 7).any(), "MultiheadAttention draws its weights by another method"
 
 
-def names_in(node: ast.AST, constants: dict[str, object]) -> list[str]:
-    """Names that one node asks another library for: as attributes, in imports, or as texts.
-
-    Of ``self`` those of torch's classes only: all others are a class's own.
-    """
-
-    def texts(*values: ast.expr) -> list[str]:
-        plain = [constants.get(one.id) if isinstance(one, ast.Name) else one for one in values]
-        plain = [one.value if isinstance(one, ast.Constant) else one for one in plain]
-        return [part for one in plain if isinstance(one, str) for part in one.split(".")]
-
-    if isinstance(node, ast.Attribute):
-        own = ast.unparse(node.value) in ("self", "cls")
-        return [node.attr] if not own or node.attr in OF_TORCH_CLASSES else []
-    if isinstance(node, ast.ClassDef):
-        methods = [method.name for method in node.body if isinstance(method, ast.FunctionDef)]
-        return [name for name in methods if name in OF_TORCH_CLASSES]
-    if isinstance(node, ast.Import):
-        return [part for alias in node.names for part in alias.name.split(".")]
-    if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("rankwise"):
-        return [*node.module.split("."), *(alias.name for alias in node.names)]
-    if isinstance(node, ast.Subscript) and holds_attributes(node.value):
-        return texts(node.slice)
-    if isinstance(node, ast.Compare) and any(map(holds_attributes, node.comparators)):
-        return texts(node.left)
-    if isinstance(node, ast.Call):
-        called = ast.unparse(node.func).split(".")[-1]
-        if called in ("getattr", "hasattr", "setattr", "delattr"):
-            return texts(*node.args[1:2])
-        if called in ("attrgetter", "methodcaller"):
-            return texts(*node.args)
-        if isinstance(node.func, ast.Attribute) and holds_attributes(node.func.value):
-            return texts(*node.args)
-    return []
-
-
-def holds_attributes(node: ast.AST) -> bool:
-    """Whether it is ``vars(…)`` or ``….__dict__``."""
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func) == "vars"
-    return isinstance(node, ast.Attribute) and node.attr == "__dict__"
-
-
-def test_no_other_file_uses_private_names() -> None:
-    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_internals.py"]
-    assert len(files) > 100
-    assert [name for path in files for name in private_names(path)] == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from torch.overrides import _hooks",
-        "from torch._hooks import x",
-        "import torch._hooks",
-        "import torch._hooks as x",
-        "torch._hooks.f()",
-        "self.module._hooks",
-        "super()._hooks",
-        "getattr(module, '_hooks', None)",
-        "NAME = '_hooks'\ngetattr(module, NAME)",
-        "vars(module)['_hooks']",
-        "vars(module).pop('_hooks')",
-        "'_hooks' in vars(module)",
-        "module.__dict__['_hooks']",
-        "module.__dict__.get('_hooks')",
-        "attrgetter('layer._hooks')(module)",
-        "operator.attrgetter('x', '_hooks')",
-    ],
-)
-def test_the_search_for_private_names_finds_them(line: str, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(line)
-    assert [name.split()[1] for name in private_names(wrong)] == ["_hooks"]
-
-
-@pytest.mark.parametrize("name", ["_modules", "_parameters", "_buffers", "_forward_hooks", "_apply"])
-def test_the_search_finds_what_a_subclass_uses_of_a_module(name: str, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(f"class A(nn.Module):\n    def {name}(self):\n        return self.{name}")
-    assert [said.split()[1] for said in private_names(wrong)] == [name, name]
-
-
-def test_the_search_finds_nothing_in_names_of_our_own(tmp_path: Path) -> None:
-    right = tmp_path / "right.py"
-    right.write_text("self._fine\nvalue.__class__\nfrom rankwise.x import _y\nvars(x)['hooks']\nd['_x']\n")
-    assert private_names(right) == []
+def test_numpy_linalg_file() -> None:
+    file = torch_internals.numpy_linalg_file()
+    assert file is not None, "numpy.linalg._umath_linalg is no longer where numpy calls LAPACK"
+    ctypes.CDLL(file)
+    assert np.linalg.svd(np.eye(2))[1].tolist() == [1, 1]

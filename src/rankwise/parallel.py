@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
+
+from rankwise.torch_internals import numpy_linalg_file
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -126,12 +127,10 @@ def _numpy_on_one_thread() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     """Tell and set the threads of the OpenBLAS that numpy has loaded; None where it has another library."""
-    module = getattr(
-        np.linalg, "_umath_linalg", None
-    )  # what is linked to it; no public name says where it is
-    if module is None:
+    file = numpy_linalg_file()
+    if file is None:
         return None
-    library = ctypes.CDLL(module.__file__)
+    library = ctypes.CDLL(file)
     for before, after in NAMES:
         tell, limit = (getattr(library, OPENBLAS.format(before, do, after), None) for do in ("get", "set"))
         if tell is not None and limit is not None:

@@ -1,13 +1,14 @@
-"""All that Rankwise uses of torch without a promise that it stays: names that begin with an underscore.
+"""All that Rankwise uses of torch and numpy without a promise that it stays: names that begin with _.
 
-One function for each, so that what a version of torch changes is mended here. ``test_torch_internals.py``
-says what it was, and that no other file uses such names.
+One function for each, so that what a version changes is mended here. ``test_torch_internals.py`` says what it
+was, ``test_private_names.py`` that no other file uses such names.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, no_type_check
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -118,6 +119,10 @@ def original_of(module: nn.Module) -> nn.Module:
     return original
 
 
+COMPILED_PREFIX = "_orig_mod."
+"""What `torch.compile` puts before the names of all weights."""
+
+
 def runs_compiled_eagerly() -> bool:
     """Whether compiled modules run uncompiled, by ``torch.compiler.set_stance("force_eager")``."""
     eager: bool = torch._dynamo.eval_frame._stance.stance == "force_eager"
@@ -136,6 +141,10 @@ def constant_when_traced(function: FunctionT) -> FunctionT:
 # --- modules -----------------------------------------------------------------------------------------------
 
 
+RESET = "_reset_parameters"
+"""The method by which attention and transformers of torch draw their weights."""
+
+
 def drops(module: nn.Module) -> float:
     """The share that a dropout layer drops; 0 for any other module."""
     return float(module.p) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
@@ -149,6 +158,11 @@ def forget_global_hook(handle: RemovableHandle) -> None:
 def forward_pre_hooks(module: nn.Module) -> list[object]:
     """The hooks that run before one module's forward, in their order."""
     return list(module._forward_pre_hooks.values())
+
+
+def forward_hooks(module: nn.Module) -> list[object]:
+    """The hooks that run after one module's forward, in their order."""
+    return list(module._forward_hooks.values())
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
@@ -185,3 +199,13 @@ def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) ->
         for hooks, before in kept:
             hooks.clear()
             hooks.update(before)
+
+
+# --- numpy -------------------------------------------------------------------------------------------------
+
+
+def numpy_linalg_file() -> str | None:
+    """The library that `numpy.linalg` is in, linked to its LAPACK; None where numpy keeps it elsewhere."""
+    module = getattr(np.linalg, "_umath_linalg", None)
+    file: str | None = getattr(module, "__file__", None)
+    return file

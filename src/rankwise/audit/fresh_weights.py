@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise import torch_internals
 from rankwise.errors import RankwiseError
 
-RESETS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+RESETS = ("reset_parameters", torch_internals.RESET, "init_weights", "_init_weights", "initialize_weights")
 """Methods by which modules draw their weights, in PyTorch and in the code that follows it."""
 
 TRANSFORMERS_FLAG = "_is_hf_initialized"

@@ -18,8 +18,9 @@ from rankwise.models.language import ToSTForCausalLM
 from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
 from rankwise.models.vision import ToSTForImageClassification
 from rankwise.ops.token_statistics.checks import FLOATS
+from rankwise.torch_internals import COMPILED_PREFIX
 
-WRAPPERS = ("_orig_mod.", "module.")
+WRAPPERS = (COMPILED_PREFIX, "module.")
 """What torch.compile and DistributedDataParallel put before every name."""
 
 MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}

@@ -1,0 +1,271 @@
+"""`torch_internals.py` alone uses names of other libraries that begin with an underscore.
+
+Files are read, not run: those of the package, of `recipes` and of `benchmarks`. Such a name is found
+
+- of torch: wherever it is written, as an attribute, an import, an argument, a pattern or a text of its own
+  (`module._modules`, `"_modules"`, `"torch._dynamo"`);
+- of torch, in a class that inherits it: also as `self._modules`, `def _apply` or `_apply = None`;
+- of any other library: as an attribute, an import or an argument.
+
+Names of torch are read off torch, as it is installed. Any other name is ours if one of our classes has it, or
+Python's (`_replace` of tuples).
+
+Not seen: a name that is put together while the program runs (`"_" + "modules"`) or stands in a longer text,
+and a name of a library other than torch that a class of ours has too.
+"""
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.data
+from torch import nn
+
+from rankwise import torch_internals
+
+ROOT = Path(__file__).parents[1]
+FENCE = Path(torch_internals.__file__)
+FILES = [
+    path
+    for folder in (FENCE.parent, ROOT / "recipes", ROOT / "benchmarks")
+    for path in sorted(folder.rglob("*.py"))
+    if path != FENCE
+]
+PYTHON = {"_asdict", "_fields", "_make", "_replace"}
+"""What the documentation of named tuples has."""
+EXCUSED = {
+    "src/rankwise/__main__.py": {"_exit"},  # documented, of os
+    # of transformers, which has no other name for them:
+    "src/rankwise/compression/auto_model.py": {"_is_quantized"},
+    "src/rankwise/compression/companions.py": {"_raise_exceptions_for_missing_entries"},
+    "recipes/architecture_checks.py": {"_from_config"},
+    "recipes/tiny_models.py": {"_attn_implementation", "_experts_implementation"},
+}
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+# --- names of torch ----------------------------------------------------------------------------------------
+
+
+@cache
+def written_in(module: str) -> set[str]:
+    """Attributes that the methods of a module set or read: ``dir`` of a class does not know all of them."""
+    with suppress(TypeError, OSError, KeyError):  # not written in Python
+        return set(re.findall(r"self\.(_\w+)", inspect.getsource(sys.modules[module])))
+    return set()
+
+
+@cache
+def names_of(kind: type) -> set[str]:
+    """Private names of a class and its bases."""
+    names = set(dir(kind)).union(*(written_in(base.__module__) for base in kind.__mro__))
+    return set(filter(is_private, names))
+
+
+@cache
+def classes_of_torch() -> dict[str, type]:
+    """By name, what our own classes may derive from."""
+    modules = (torch.overrides, torch.utils.data, torch.autograd, torch.optim, torch, nn)
+    kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
+    kinds = [kind for kind in kinds if kind.__module__.startswith("torch") and not issubclass(kind, tuple)]
+    return {kind.__name__: kind for kind in kinds}
+
+
+@cache
+def of_torch() -> set[str]:
+    """Private names of torch: of its modules and classes, and what is in the fence."""
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
+    names = {name for module in modules for name in dir(module)}
+    names |= {name for kind in classes_of_torch().values() for name in names_of(kind)}
+    names |= set(re.findall(r"\b_\w+", FENCE.read_text(encoding="utf-8")))
+    return set(filter(is_private, names)) - PYTHON
+
+
+# --- names of our own --------------------------------------------------------------------------------------
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def classes_in(tree: ast.AST) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def defined_in(node: ast.ClassDef) -> set[str]:
+    """What the body of a class names: methods and attributes."""
+    names = set()
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(part.name)
+        for target in getattr(part, "targets", [getattr(part, "target", None)]):
+            if isinstance(target, ast.Name):
+                names.add(target.id)
+    return names
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+
+
+def own_attributes(node: ast.ClassDef) -> set[str]:
+    return defined_in(node) | {part.attr for part in ast.walk(node) if is_self(part)}
+
+
+def bases_of(node: ast.ClassDef) -> list[str]:
+    """Of ``class A(nn.Module, Generic[T])``: Module, Generic."""
+    return [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+
+
+@cache
+def our_classes() -> list[ast.ClassDef]:
+    return [node for path in FILES for node in classes_in(parsed(path))]
+
+
+@cache
+def ours() -> set[str]:
+    """Names that one of our classes has."""
+    return {name for node in our_classes() for name in own_attributes(node)} | PYTHON
+
+
+@cache
+def bases_of_ours() -> dict[str, list[str]]:
+    return {node.name: bases_of(node) for node in our_classes()}
+
+
+def inherited(base: str) -> set[str]:
+    """Private names that a class has of torch by one of its bases.
+
+    A base that is neither ours nor torch's may be a module: models of transformers are.
+    """
+    if base in bases_of_ours():
+        return {name for further in bases_of_ours()[base] if further != base for name in inherited(further)}
+    return names_of(classes_of_torch().get(base, nn.Module))
+
+
+# --- the search --------------------------------------------------------------------------------------------
+
+
+def private_names(path: Path) -> list[str]:
+    """Private names of other libraries in a file, each with its line."""
+    tree = parsed(path)
+    found = {(node.lineno, name) for node in ast.walk(tree) for name in written(node) if is_private(name)}
+    for kind in classes_in(tree):
+        theirs = {name for base in bases_of(kind) for name in inherited(base)}
+        found |= {(kind.lineno, name) for name in own_attributes(kind) & theirs}
+    return [f"{path.name}:{line} {name}" for line, name in sorted(found)]
+
+
+def written(node: ast.AST) -> Iterator[str]:
+    """Names that are not ours, in one node alone."""
+    names: list[str] = []  # found unless they are ours
+    texts: list[str] = []  # found if they are torch's
+    if isinstance(node, ast.Attribute) and not is_self(node):
+        names = [node.attr]
+    elif isinstance(node, ast.keyword) and node.arg:
+        names = [node.arg]
+    elif isinstance(node, ast.MatchClass):
+        names = node.kwd_attrs
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        parts = [*(alias.name for alias in node.names), getattr(node, "module", None) or ""]
+        imported = [name for part in parts for name in part.split(".")]
+        if "rankwise" in imported:
+            texts = imported  # private modules of our own may be imported
+        else:
+            yield from imported
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        texts = node.value.split(".") if re.fullmatch(r"[\w.]+", node.value) else []
+        if texts[:1] == ["torch"]:
+            yield from texts
+    yield from (name for name in names if name in of_torch() or name not in ours())
+    yield from (name for name in texts if name in of_torch())
+
+
+def test_no_other_file_uses_private_names() -> None:
+    assert len(FILES) > 250
+    found = {str(path.relative_to(ROOT)): private_names(path) for path in FILES}
+    used = {file: {line.split()[-1] for line in lines} for file, lines in found.items() if lines}
+    assert used == EXCUSED, found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.overrides import _modules",
+        "from torch._modules import x",
+        "import torch._modules as x",
+        "from rankwise.torch_internals import _modules",
+        "torch._modules.f()",
+        "self.module._modules",
+        "super()._modules",
+        "module._modules = {}",
+        "f(_modules=1)",
+        "case nn.Module(_modules=x): pass",
+        "getattr(module, '_modules', None)",
+        "inspect.getattr_static(module, '_modules')",
+        "NAME = '_modules'",
+        "importlib.import_module('torch._modules')",
+        "d = module.__dict__; d['_modules']",
+        "module.__getattribute__('_modules')",
+        "attrgetter('layer._modules')(module)",
+    ],
+)
+def test_the_search_finds_a_name_of_torch(line: str, tmp_path: Path) -> None:
+    assert found_in(f"match x:\n    {line}" if line.startswith("case") else line, tmp_path) == {"_modules"}
+
+
+@pytest.mark.parametrize(
+    "line", ["from numpy import _core", "import numpy._core", "numpy._core", "f(_core=1)", "x._core()"]
+)
+def test_the_search_finds_a_name_of_another_library(line: str, tmp_path: Path) -> None:
+    assert found_in(line, tmp_path) == {"_core"}
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        ("nn.Module", "_modules"),
+        ("nn.Conv1d", "_conv_forward"),
+        ("torch.optim.Optimizer", "_optimizer_step_pre_hooks"),
+        ("torch.utils.data.DataLoader", "_get_iterator"),
+        ("Tensor", "_version"),
+        ("torch.autograd.Function", "_materialize_non_diff_grads"),
+        ("Mixer", "_apply"),  # ours, a module
+        ("PreTrainedModel", "_buffers"),
+    ],
+)
+@pytest.mark.parametrize(
+    "body", ["x = self.{}", "def {}(self): ...", "async def {}(self): ...", "{} = None", "{}: int = 0"]
+)
+def test_the_search_finds_what_a_class_uses_of_its_base(
+    base: str, name: str, body: str, tmp_path: Path
+) -> None:
+    assert found_in(f"class A({base}):\n    {body.format(name)}", tmp_path) == {name}
+
+
+def test_the_search_finds_nothing_in_names_of_our_own(tmp_path: Path) -> None:
+    ours = [
+        "class A(nn.Module):\n    def __init__(self): self._fine = self.__class__",
+        "operator._map(f)",
+        "pair._replace(x=1)",
+        "from rankwise.theory._checks import check_count",
+        "'_fine', '__dict__', 'a text of _modules', '_'",
+    ]
+    assert found_in("\n".join(ours), tmp_path) == set()
+
+
+def found_in(text: str, folder: Path) -> set[str]:
+    file = folder / "file.py"
+    file.write_text(text)
+    return {said.split()[-1] for said in private_names(file)}
