@@ -10,7 +10,7 @@ from rankwise.data.tasks.task import Provenance, Task
 from rankwise.models.mixers import build_mixer
 from rankwise.train.models import model_config
 from rankwise.train.settings import ModelSettings
-from recipes.experiment import Experiment, Table, below
+from recipes.experiment import Experiment, Table, below, within
 from recipes.trained.reading import markdown
 
 PARAMETERS = 214_016
@@ -33,10 +33,12 @@ def parts(model: str = "tost-decayed", **tssa: int) -> dict[str, Any]:
 
 ROWS: dict[str, dict[str, Any]] = {
     "transformer": parts("transformer"),
+    "softmax": parts("softmax"),
     "linear": parts("linear"),
     "mamba2": parts("mamba2"),
     "tost": parts("tost"),
     "tost-no-bias": {**parts("tost"), "model.options.position_bias": False},
+    "tost-conv": parts("tost", conv_tokens=4),
     "decayed": parts(),
     "decayed-short-lives": {**parts(), "model.options.half_life": [1.0, 2.5, 6.3, 16.0]},
     "decayed-gate": {**parts(), "model.options.gate": True},
@@ -69,25 +71,43 @@ def state_numbers(run: Mapping[str, Any]) -> int:
 def frontier(table: Table) -> str:
     """Loss by the size of the decoding state, the smallest first."""
     kept = sorted((state_numbers(row.runs[0]), label) for label, row in table.items())
+    of = table["transformer"].mean("loss") if "transformer" in table else float("nan")
     rows = [
-        (label, f"{4 * numbers:,}", f"{table[label].mean('loss'):.3f}", "yes" if smallest else "")
-        for numbers, label, smallest in _frontier(table, kept)
+        (label, f"{4 * numbers:,}", f"{loss:.3f}", f"{loss - of:+.3f}", "yes" if smallest else "")
+        for numbers, label, loss, smallest in _frontier(table, kept)
     ]
     said = (
         "Loss by decoding state: bytes in float32 for one sequence, over all layers; the transformer's is of "
         "128 tokens and grows with them. On the frontier: no smaller state has a lower loss."
     )
-    return "\n".join([said, "", *markdown(("", "state, bytes", "loss", "on the frontier"), rows)])
+    headings = ("", "state, bytes", "loss", "to the transformer", "on the frontier")
+    return "\n".join([said, "", *markdown(headings, rows)])
 
 
-def _frontier(table: Table, kept: list[tuple[int, str]]) -> list[tuple[int, str, bool]]:
+def _frontier(table: Table, kept: list[tuple[int, str]]) -> list[tuple[int, str, float, bool]]:
     found, least = [], float("inf")
     for numbers, label in kept:
         loss = table[label].mean("loss")
-        found.append((numbers, label, loss < least))
+        found.append((numbers, label, loss, loss < least))
         least = min(least, loss)
     return found
 
+
+WHY = """\
+Why causal ToST trails: its output is −Π w / (1 + m), so whatever the past, each channel of a token's own
+w is multiplied by a number from −1 to 0, and its mixing operator is diagonal. The past comes in through
+the mean m alone, in which, without decay and with uniform memberships, the token before has weight 1 / t
+(tests/models/test_tost_mixers.py holds both). No token hands its features to another, and the next byte
+depends first on the last few. What moves features at linear cost, each an option of
+`rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w over 4
+tokens, each channel by itself (conv), and a scan of F features with memberships as steps (scanF), M[t, u]
+= c_t·b_u exp(−a Σ Π_r) Π_u. Its rates a are learned; half-lives of the statistics are not, since the
+kernels give them no gradient: short-lives has them from 1 to 16 tokens in place of 4 to 128."""
+SETTING = """\
+Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above, all with the weights of the
+transformer within 0.2 %, and of one seed: differences under about 0.03 say nothing. The transformer is
+far from the end of its training here. `softmax` is attention in the frame of the other rows, transformer
+that of Llama."""
 
 LANGUAGE_PARTS = Experiment(
     name="language-parts",
@@ -97,14 +117,16 @@ LANGUAGE_PARTS = Experiment(
     rows=ROWS,
     seeds=(0,),
     expectations=(
-        below("decayed-conv", "decayed"),
-        below("decayed-scan16", "decayed"),
-        below("decayed-gate", "decayed"),
-        below("tost", "tost-no-bias"),
+        below("decayed-gate", "decayed", by=0.03),
+        below("decayed-short-lives", "decayed", by=0.03),
+        below("tost", "tost-no-bias", by=0.03),
+        within("decayed-conv", "transformer", 0.10),
+        within("decayed-scan16", "transformer", 0.10),
+        within("decayed-conv-scan16", "transformer", 0.10),
+        below("decayed-conv-scan16", "decayed-conv", by=0.03),
         below("decayed-conv-scan16", "linear"),
     ),
-    notes="Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above; of one seed, "
-    "differences under about 0.03 say nothing.",
+    notes=WHY + "\n\n" + SETTING,
     more=frontier,
 )
 
