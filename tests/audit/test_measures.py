@@ -119,6 +119,11 @@ test_scales.test_one_size_of_number_is_as_good_as_another()
 test_every_measure.test_matrices_of_a_batch_are_measured_alone(attention_distance)
 assert "::: rankwise.measures.attention_distance" in tables()["functions"]
 
+from rankwise.operators import SoftmaxMixing
+from tests.operators.mixing_laws import largest_tensor
+long = SoftmaxMixing(torch.randn(1, 1, 1500, 4), torch.randn(1, 1, 1500, 4))
+assert largest_tensor(lambda: attention_distance(long)) < 1500 * 1500 / 2  # its matrix is not formed
+
 rows = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
 for size in (1e-310, 1.0, 5e307):  # the zero row is left out: (3·1 + 1·2)/4
     assert abs(attention_distance(rows * size).item() - 1.25) < 1e-12, size
@@ -139,14 +144,17 @@ assert "Attention distance" in audit.to_html(Path("page.html")).read_text(encodi
 
 
 def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) -> None:
-    imports, function, row, test = blocks()
+    sums, function, row, test = blocks()
     package = tmp_path / "rankwise"
     shutil.copytree(Path(rw.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    row_sums = package / "measures" / "row_sums.py"
+    row_sums.write_text(f"{row_sums.read_text(encoding='utf-8')}\n\n{sums}", encoding="utf-8")
     rows = package / "measures" / "rows.py"
     source = rows.read_text(encoding="utf-8").replace(
         "__all__ = [", '__all__ = [\n    "attention_distance",', 1
     )
-    rows.write_text(f"{source}\n\n{imports}\n{function}", encoding="utf-8")
+    source = source.replace("    ROW_MEASURES,\n", "    ROW_MEASURES,\n    Away,\n", 1)
+    rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
     table = package / "audit" / "measures.py"
     source = table.read_text(encoding="utf-8")
     end = "\n\nclass LayerMeasures"

@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import make, normal
+from tests.operators.mixing_laws import largest_tensor
 from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 import rankwise.measures.row_sums as module
 from rankwise.errors import ShapeError
+from rankwise.measures.row_sums import ROW_MEASURES
+from rankwise.measures.rows import row_measures
 from rankwise.operators import SoftmaxMixing
 
 ALONE = (rm.row_entropy, rm.sink_mass, rm.peak_mass, rm.row_distance, rm.identity_distance, rm.head_distance)
@@ -85,6 +88,21 @@ def test_operators_are_walked_a_block_at_a_time(monkeypatch):
     summary = rm.row_summary(op)
     assert max(seen) == 4
     assert summary.row_entropy.item() == pytest.approx(rm.row_entropy(op).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("measure", [*ALONE, rm.row_summary], ids=lambda measure: measure.__name__)
+def test_no_measure_of_rows_forms_the_matrix(measure):
+    """1,500² entries are over four blocks of 4 MiB, in one of which the largest tensor fits."""
+    op = SoftmaxMixing(normal(1, 1500, 4), normal(1, 1500, 4, seed=1))
+    assert largest_tensor(lambda: measure(op)) <= module.BLOCK_BYTES["cpu"] // 8
+
+
+def test_every_measure_of_rows_is_in_the_summary_under_its_name():
+    x = normal(2, 3, 5, 5, seed=4)
+    together = row_measures(x)
+    assert set(ROW_MEASURES) <= set(together)
+    for name, measure in ROW_MEASURES.items():
+        torch.testing.assert_close(together[name], measure.function(x))
 
 
 @pytest.mark.parametrize("x", [torch.ones(3, 3), torch.ones(2, 0, 3), torch.ones(0, 3, 3)])

@@ -319,21 +319,21 @@ class HeadMeasures(Record):
         silent=("diagonal",),
         meaning="How widely a row spreads its weight, in nats: 0 where every row picks a single token, log S "
         "where it averages over all.",
-        take=lambda heads: heads.rows.row_entropy,
+        take=lambda heads: heads.measure("row_entropy"),
     )]
     sink_mass: Annotated[Number, HeadMeasure(
         title="Sink mass", formula="mean share of a row on the first token", range="[0, 1]", low="none of it",
         high="all of it", digits=2, cost="O(T S)", bounds=_unit, console="sink\nmass",
         silent=("diagonal",),
         meaning="The mean share of a row that is spent on the first token.",
-        take=lambda heads: heads.rows.sink_mass,
+        take=lambda heads: heads.measure("sink_mass"),
     )]
     peak_mass: Annotated[Number, HeadMeasure(
         title="Peak mass", formula="largest mean share of a row on any one token", range="[1/S, 1]",
         low="spread out", high="all on one token", digits=2, cost="O(T S)", bounds=_unit,
         silent=("diagonal",),
         meaning="The largest mean share of a row that one token gets: near 1 the head passes on little else.",
-        take=lambda heads: heads.rows.peak_mass,
+        take=lambda heads: heads.measure("peak_mass"),
     )] = math.nan
     row_distance: Annotated[Number, HeadMeasure(
         title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range="[0, 1]", low="constant",
@@ -341,13 +341,13 @@ class HeadMeasures(Record):
         silent=("diagonal",),
         meaning="The distance to the nearest matrix with equal rows: 0 where every token gets the same "
         "mixture.",
-        take=lambda heads: heads.rows.row_distance,
+        take=lambda heads: heads.measure("row_distance"),
     )]
     identity_distance: Annotated[Number, HeadMeasure(
         title="Identity distance", formula="‖M − I‖_F/√(‖M‖_F² + T); NaN where T ≠ S",
         range="[0, 1] for M ≥ 0", low="no mixing", high="far from it", digits=2, cost="O(T S)", bounds=_unit,
         meaning="The distance to the identity: 0 where every token keeps to itself and nothing is mixed.",
-        take=lambda heads: heads.rows.identity_distance,
+        take=lambda heads: heads.measure("identity_distance"),
     )]
     nearest_distance: Annotated[Number, HeadMeasure(
         title="Distance to nearest head", short="Nearest distance",

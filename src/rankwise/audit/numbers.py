@@ -16,6 +16,7 @@ from rankwise.audit.nulls import BAND, random_rank, thresholds, uniform_null
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
 from rankwise.errors import InputError, did_you_mean
+from rankwise.measures.rows import row_measures
 from rankwise.operators import DenseMixing, DiagonalMixing, MixingOperator, PartMixing, SoftmaxMixing
 from rankwise.parallel import beside_each_other
 
@@ -101,8 +102,8 @@ class HeadsAtHand(NamedTuple):
     """From one decomposition or one estimate: the ranks, their errors, and those at other thresholds."""
     spectra: Tensor | None
     """A part of the singular values (B, H, N), where they were computed."""
-    rows: measures.RowSummary
-    """From walks over the rows."""
+    rows: dict[str, Tensor]
+    """Measures of rows by their names, from one walk over them."""
     membership: Tensor | float
     """Mean over the tokens of each head; NaN where a mixer has none."""
     coding_rate: Tensor | float
@@ -110,13 +111,12 @@ class HeadsAtHand(NamedTuple):
     """Of each token (B, H, T), NaN where it is padding."""
 
     def measure(self, name: str) -> Tensor:
-        """Apply a function of `rankwise.measures` to the operator.
+        """What a function of `rankwise.measures` gives of the operator; those of rows share one walk.
 
         Args:
             name: of the function.
         """
-        numbers: Tensor = getattr(measures, name)(self.operator)
-        return numbers
+        return self.rows[name] if name in self.rows else getattr(measures, name)(self.operator)
 
 
 def check_method(method: str) -> Method:
@@ -186,7 +186,7 @@ def _of_one_length(
     take = _estimated if estimates(operator, method) else _exact
     rows_of, ranks, spectra = take(operator, delta)
     memberships = _memberships(site, index)
-    hand = HeadsAtHand(rows_of, ranks, spectra, measures.row_summary(rows_of), *memberships)
+    hand = HeadsAtHand(rows_of, ranks, spectra, row_measures(rows_of), *memberships)
     patterns = patterns_of(operator)
     columns: Columns = {"tokens": float(tokens), "sources": float(sources)}
     columns |= ranks | {"full_rank": float(min(tokens, sources))}
@@ -194,8 +194,8 @@ def _of_one_length(
     if site.kind in AVERAGING:
         columns |= _nulls(operator, patterns, delta)
     values = np.stack([_numbers(columns.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
-    distances = hand.rows.head_distance.cpu().numpy()
-    peaks = hand.rows.peak_token.tolist()
+    distances = hand.rows["head_distance"].cpu().numpy()
+    peaks = hand.rows["peak_token"].tolist()
     for at in range(batch):
         shown = [] if spectra is None else _rounded(spectra[at])
         maps = _map(hand.memberships, at)

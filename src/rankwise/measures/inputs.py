@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float64, Shaped
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators import MixingOperator
+from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.shapes import TokenMask
 
 Mixing = MixingOperator | Shaped[Tensor, "*batch T S"]
@@ -29,6 +29,28 @@ def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*ba
         >>> as_matrices(torch.ones(2, 3, dtype=torch.bfloat16)).dtype
         torch.float64
     """
+    _check_matrices(mixing, subject)
+    if isinstance(mixing, Tensor):
+        return to_float64(mixing, subject)
+    return to_float64(as_operator(mixing, subject).dense(torch.float64), subject)
+
+
+def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
+    """Take an operator as it is, its matrices not formed and its rows in float64, or wrap a tensor.
+
+    What lies on a device without float64 (mps) is taken to the CPU.
+
+    Raises:
+        ShapeError: as `as_matrices`.
+    """
+    _check_matrices(mixing, subject)
+    if isinstance(mixing, Tensor):
+        return DenseMixing(to_float64(mixing, subject))
+    operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
+    return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
+
+
+def _check_matrices(mixing: Mixing, subject: str) -> None:
     if not isinstance(mixing, MixingOperator | Tensor):
         raise ShapeError(
             subject,
@@ -43,10 +65,6 @@ def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*ba
             got=str(tuple(mixing.shape)),
             fix="Give each matrix at least one row and one column; leading axes may be empty.",
         )
-    if isinstance(mixing, Tensor):
-        return to_float64(mixing, subject)
-    operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
-    return to_float64(operator.dense(torch.float64), subject)
 
 
 def as_tokens(

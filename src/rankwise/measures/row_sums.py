@@ -1,14 +1,20 @@
-"""One walk over the rows of mixing matrices, a block at a time, and the sums it gathers for each measure."""
+"""One walk over the rows of mixing matrices, a block at a time, and the sums it gathers for each measure.
+
+A measure of rows is a function marked by `row_measure`, which names the sums it is made of. It takes an
+operator, which it walks, or a walk that measures share: audits walk once for all of them. None forms M.
+"""
 
 import math
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from rankwise.linalg import MATRIX, norm, ratio, unit_scale
+from rankwise.measures.inputs import Mixing, as_operator
+from rankwise.measures.laws import measure_of
 from rankwise.operators import MixingOperator
 
 BLOCK_BYTES = {"cpu": 2**22}
@@ -34,6 +40,33 @@ class Sums:
 
 
 Kind = TypeVar("Kind", bound=Sums)
+MeasureT = TypeVar("MeasureT", bound=Callable[..., Any])
+
+
+class RowMeasure(NamedTuple):
+    """A measure of rows, and the sums it is made of."""
+
+    function: Callable[..., Any]
+    kinds: tuple[type[Sums], ...]
+
+
+ROW_MEASURES: dict[str, RowMeasure] = {}
+"""By the name of the function."""
+
+
+def row_measure(*kinds: type[Sums], degree: int | None) -> Callable[[MeasureT], MeasureT]:
+    """Mark a function as a measure of rows, which takes `walk` of what it is given.
+
+    Args:
+        kinds: which sums it is made of.
+        degree: as in `Law`.
+    """
+
+    def note(function: MeasureT) -> MeasureT:
+        ROW_MEASURES[function.__name__] = RowMeasure(function, kinds)
+        return measure_of("matrices", degree=degree)(function)
+
+    return note
 
 
 class Walk:
@@ -76,6 +109,12 @@ class Walk:
         return numbers.masked_fill(~self.finite, math.nan)
 
 
+def shares(rows: Rows) -> Rows:
+    """|m_ij|/Σ_j|m_ij|, in a unit of each row: it may be tiny beside the others. Zero rows stay zero."""
+    weights = rows.abs() / unit_scale(rows, (-1,))
+    return ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
+
+
 class Shares(Sums):
     """Of |m_ij|/Σ_j|m_ij|: the entropies of rows and the sums of columns; and how many rows are not zero."""
 
@@ -85,23 +124,22 @@ class Shares(Sums):
         self.mass = unit.new_zeros(*operator.shape[:-2], operator.shape[-1])
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Take each row in a unit of its own: it may be tiny beside the others."""
-        weights = rows.abs() / unit_scale(rows, (-1,))
-        share = ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
+        """Take the shares of each row."""
+        share = shares(rows)
         self.entropy = self.entropy + torch.special.entr(share).sum(MATRIX)
         self.live = self.live + (rows != 0).any(-1).sum(-1)
         self.mass = self.mass + share.sum(-2)
 
 
-class Spread(Sums):
+class FromMeanRow(Sums):
     """‖M − 1m̄ᵀ‖_F, m̄ the mean row.
 
-    Rows are compared with the first row, so that nearly equal rows lose no digits; the spread of two blocks
+    Rows are compared with the first row, so that nearly equal rows lose no digits; that of two blocks
     together is that of each and that of their means (Chan, Golub and LeVeque 1983).
     """
 
     def __init__(self, operator: MixingOperator, unit: Float64[Tensor, "*batch 1 1"]) -> None:
-        self.spread = torch.zeros_like(unit[..., 0, 0])
+        self.distance = torch.zeros_like(unit[..., 0, 0])
         self.first = self.mean = unit.new_zeros(*operator.shape[:-2], 1, operator.shape[-1])
         self.rows = 0
 
@@ -113,23 +151,23 @@ class Spread(Sums):
         step, before = mean - self.mean, self.rows
         self.rows += count
         between = norm(step, MATRIX) * math.sqrt(before * count / self.rows)
-        self.spread = torch.hypot(torch.hypot(self.spread, norm(shifted - mean, MATRIX)), between)
+        self.distance = torch.hypot(torch.hypot(self.distance, norm(shifted - mean, MATRIX)), between)
         self.mean = self.mean + step * (count / self.rows)
 
 
-class Offset(Sums):
+class FromIdentity(Sums):
     """‖M − I‖_F; NaN where M is not square."""
 
     def __init__(self, operator: MixingOperator, unit: Float64[Tensor, "*batch 1 1"]) -> None:
         tokens, sources = operator.shape[-2:]
         self.unit = 1 / unit[..., 0]
-        self.offset = torch.full_like(self.unit[..., 0], 0.0 if tokens == sources else math.nan)
+        self.distance = torch.full_like(self.unit[..., 0], 0.0 if tokens == sources else math.nan)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
         """Take 1 off the diagonal."""
         own = scaled.clone()
         own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.unit)
-        self.offset = torch.hypot(self.offset, norm(own, MATRIX))
+        self.distance = torch.hypot(self.distance, norm(own, MATRIX))
 
 
 class HeadsApart(Sums):
@@ -155,7 +193,17 @@ class HeadsApart(Sums):
             known.copy_(torch.hypot(known, norm(others - first, MATRIX)))
 
 
-def walk(operator: MixingOperator, *kinds: type[Sums]) -> Walk:
+def walk(op: "Mixing | Walk", name: str) -> Walk:
+    """Walk over the rows for a measure, unless that was done.
+
+    Args:
+        op: an operator or a tensor, or a walk that filled the sums of this measure.
+        name: of the measure: its sums are filled, and an error calls it so.
+    """
+    return op if isinstance(op, Walk) else walk_over(as_operator(op, f"`{name}`"), *ROW_MEASURES[name].kinds)
+
+
+def walk_over(operator: MixingOperator, *kinds: type[Sums]) -> Walk:
     """Walk over the rows; a second time if a matrix is so large or small that sums may have left float64.
 
     Args:

@@ -9,10 +9,19 @@ from torch import Tensor
 
 from rankwise.errors import ShapeError
 from rankwise.linalg import ratio
-from rankwise.measures.inputs import Mixing, as_matrices, to_float64
-from rankwise.measures.laws import measure_of
-from rankwise.measures.row_sums import HeadsApart, Offset, Shares, Spread, Sums, Walk, walk
-from rankwise.operators import DenseMixing, MixingOperator
+from rankwise.measures.inputs import Mixing, as_operator
+from rankwise.measures.row_sums import (
+    ROW_MEASURES,
+    FromIdentity,
+    FromMeanRow,
+    HeadsApart,
+    Shares,
+    Walk,
+    row_measure,
+    walk,
+    walk_over,
+)
+from rankwise.operators import MixingOperator
 from rankwise.parallel import beside_each_other
 
 __all__ = [
@@ -65,31 +74,35 @@ def row_summary(op: MixingOperator | Mixing) -> RowSummary:
         >>> summary.identity_distance.tolist(), summary.head_distance.tolist()
         ([0.0, 0.0], [[0.0, 0.0], [0.0, 0.0]])
     """
+    numbers = row_measures(op)
+    return RowSummary(*(numbers[name] for name in RowSummary._fields))
+
+
+def row_measures(op: MixingOperator | Mixing) -> dict[str, Tensor]:
+    """Every function marked by `row_measure`, `head_distance` and the token of `peak_mass`, from one walk.
+
+    Args:
+        op: as in `row_summary`.
+    """
     with torch.no_grad():
         operator = _heads_of(op)
         if len(operator.shape) < 4 or operator.shape[0] < 2 or operator.device.type != "cpu":
-            return _summary_of(operator)
+            return _measures_of(operator)
         sequences = [operator[at : at + 1] for at in range(operator.shape[0])]
         at_once = UNDER_WAY_BYTES // (8 * math.prod(operator.shape[1:]))
-        summaries = beside_each_other(_summary_of, sequences, max(1, at_once))
-        return RowSummary(*(torch.cat(numbers) for numbers in zip(*summaries, strict=True)))
+        found = beside_each_other(_measures_of, sequences, max(1, at_once))
+        return {name: torch.cat([numbers[name] for numbers in found]) for name in found[0]}
 
 
-def _summary_of(operator: MixingOperator) -> RowSummary:
-    found = walk(operator, Shares, Spread, Offset, HeadsApart)
-    return RowSummary(
-        _row_entropy(found),
-        _sink_mass(found, 0),
-        _peak_mass(found),
-        _row_distance(found),
-        _identity_distance(found),
-        _head_distance(found),
-        _peak_token(found),
-    )
+def _measures_of(operator: MixingOperator) -> dict[str, Tensor]:
+    kinds = {kind for measure in ROW_MEASURES.values() for kind in measure.kinds}
+    found = walk_over(operator, *kinds, HeadsApart)
+    numbers = {name: measure.function(found) for name, measure in ROW_MEASURES.items()}
+    return numbers | {"head_distance": _head_distance(found), "peak_token": _peak_token(found)}
 
 
-@measure_of("matrices", degree=0)
-def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
+@row_measure(Shares, degree=0)
+def row_entropy(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
     """Mean entropy of a row, in nats.
 
     Formula: mean over rows of −Σ_j p_ij log p_ij with p_ij = |m_ij|/Σ_j|m_ij| and 0 log 0 = 0. For a
@@ -111,11 +124,13 @@ def row_entropy(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(row_entropy(uniform).exp().item(), 6), row_entropy(one_each).abs().item()
         (4.0, 0.0)
     """
-    return _row_entropy(_walk(op, "`row_entropy`", Shares))
+    found = walk(op, "row_entropy")
+    shares = found.of(Shares)
+    return found.known(shares.entropy / shares.live)
 
 
-@measure_of("matrices", degree=0)
-def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
+@row_measure(Shares, degree=0)
+def sink_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*batch"]:
     """Mean share of a row spent on one token, by default the first.
 
     Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Zero rows are left out of the mean.
@@ -135,11 +150,21 @@ def sink_mass(op: Mixing, column: int = 0) -> Float64[Tensor, "*batch"]:
         >>> sink_mass(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).item()
         0.75
     """
-    return _sink_mass(_walk(op, "`sink_mass`", Shares), column)
+    found = walk(op, "sink_mass")
+    shares = found.of(Shares)
+    sources = shares.mass.shape[-1]
+    if not -sources <= column < sources:
+        raise ShapeError(
+            "`column` of `sink_mass`",
+            wanted=f"an index in [−{sources}, {sources})",
+            got=str(column),
+            fix="Name a column of the matrix.",
+        )
+    return found.known(shares.mass[..., column] / shares.live)
 
 
-@measure_of("matrices", degree=0)
-def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
+@row_measure(Shares, degree=0)
+def peak_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
     """Largest mean share of a row that any one token gets.
 
     Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Zero rows are left out of the mean.
@@ -158,11 +183,13 @@ def peak_mass(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> peak_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
         0.75
     """
-    return _peak_mass(_walk(op, "`peak_mass`", Shares))
+    found = walk(op, "peak_mass")
+    shares = found.of(Shares)
+    return found.known(shares.mass.amax(-1) / shares.live)
 
 
-@measure_of("matrices", degree=0)
-def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
+@row_measure(FromMeanRow, degree=0)
+def row_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
     """Distance to the nearest matrix with equal rows, as a share of the norm.
 
     Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_collapse` of the rows.
@@ -183,11 +210,12 @@ def row_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> row_distance(torch.full((3, 3), 1 / 3)).item(), round(row_distance(torch.eye(4)).item() ** 2, 6)
         (0.0, 0.75)
     """
-    return _row_distance(_walk(op, "`row_distance`", Spread))
+    found = walk(op, "row_distance")
+    return found.known(ratio(found.of(FromMeanRow).distance, found.size).clamp(max=1))
 
 
-@measure_of("matrices", degree=None)
-def identity_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
+@row_measure(FromIdentity, degree=None)
+def identity_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
     """Distance to the identity.
 
     Formula: ‖M − I‖_F/√(‖M‖_F² + T).
@@ -207,7 +235,10 @@ def identity_distance(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> identity_distance(torch.eye(3)).item(), identity_distance(torch.eye(3).roll(1, 0)).item()
         (0.0, 1.0)
     """
-    return _identity_distance(_walk(op, "`identity_distance`", Offset))
+    found = walk(op, "identity_distance")
+    distance = found.of(FromIdentity).distance
+    both = torch.hypot(found.size, math.sqrt(found.tokens) / found.unit[..., 0, 0])
+    return found.known(distance / both)
 
 
 def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float64[Tensor, "*batch H H"]:
@@ -216,7 +247,7 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
     Formula: ‖A − B‖_F/√(‖A‖_F² + ‖B‖_F²) for heads A and B; 0 for two zero heads.
     Range: [0, 1] for matrices without negative entries, else up to √2; 0 = the same matrix, 1 = no shared
     token. Symmetric, with a zero diagonal. NaN in the row and column of a head that holds NaN or infinity.
-    Cost: O(H² T S) time, O(H T S) memory.
+    Cost: O(H² T S) time; memory of a block of rows.
     Numerics: differences are summed directly, so nearly equal heads lose no digits.
 
     Args:
@@ -231,52 +262,19 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
         >>> head_distance(heads).tolist()
         [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
     """
-    matrices = as_matrices(op, "`head_distance`")
-    if matrices.ndim < 3:
+    operator = as_operator(op, "`head_distance`")
+    if len(operator.shape) < 3:
         raise ShapeError(
             "`head_distance`",
             wanted="shape (..., H, T, S)",
-            got=str(tuple(matrices.shape)),
+            got=str(tuple(operator.shape)),
             fix="Stack the heads of a layer on the axis before T.",
         )
-    return _head_distance(walk(DenseMixing(matrices), HeadsApart))
-
-
-def _row_entropy(found: Walk) -> Float64[Tensor, "*batch"]:
-    shares = found.of(Shares)
-    return found.known(shares.entropy / shares.live)
-
-
-def _sink_mass(found: Walk, column: int) -> Float64[Tensor, "*batch"]:
-    shares = found.of(Shares)
-    sources = shares.mass.shape[-1]
-    if not -sources <= column < sources:
-        raise ShapeError(
-            "`column` of `sink_mass`",
-            wanted=f"an index in [−{sources}, {sources})",
-            got=str(column),
-            fix="Name a column of the matrix.",
-        )
-    return found.known(shares.mass[..., column] / shares.live)
-
-
-def _peak_mass(found: Walk) -> Float64[Tensor, "*batch"]:
-    shares = found.of(Shares)
-    return found.known(shares.mass.amax(-1) / shares.live)
+    return _head_distance(walk_over(operator, HeadsApart))
 
 
 def _peak_token(found: Walk) -> Int64[Tensor, "*batch"]:
-    return found.of(Shares).mass.argmax(-1).masked_fill(_peak_mass(found).isnan(), -1)
-
-
-def _row_distance(found: Walk) -> Float64[Tensor, "*batch"]:
-    return found.known(ratio(found.of(Spread).spread, found.size).clamp(max=1))
-
-
-def _identity_distance(found: Walk) -> Float64[Tensor, "*batch"]:
-    offset = found.of(Offset)
-    both = torch.hypot(found.size, math.sqrt(found.tokens) / found.unit[..., 0, 0])
-    return found.known(offset.offset / both)
+    return found.of(Shares).mass.argmax(-1).masked_fill(peak_mass(found).isnan(), -1)
 
 
 def _head_distance(found: Walk) -> Float64[Tensor, "*batch H H"]:
@@ -284,10 +282,6 @@ def _head_distance(found: Walk) -> Float64[Tensor, "*batch H H"]:
     size = found.size[..., None] * (found.unit[..., 0] / heads.unit)
     distance = ratio(heads.apart + heads.apart.mT, torch.hypot(size, size.mT))
     return distance.masked_fill(~(found.finite[..., :, None] & found.finite[..., None, :]), math.nan)
-
-
-def _walk(op: Mixing, subject: str, kind: type[Sums]) -> Walk:
-    return walk(DenseMixing(as_matrices(op, subject)), kind)
 
 
 def _heads_of(op: MixingOperator | Mixing) -> MixingOperator:
@@ -300,7 +294,4 @@ def _heads_of(op: MixingOperator | Mixing) -> MixingOperator:
             got=type(op).__name__ if shape is None else str(tuple(shape)),
             fix="Stack the heads of a layer on the axis before T.",
         )
-    if isinstance(op, MixingOperator):
-        operator = op.to("cpu") if op.device.type == "mps" else op  # no float64 there
-        return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
-    return DenseMixing(to_float64(op, "`row_summary`"))
+    return as_operator(op, "`row_summary`")
