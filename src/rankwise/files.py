@@ -52,8 +52,8 @@ def _is_nested(value: Any) -> bool:
 def write_whole(path: Path, content: str | Callable[[Path], object], subject: str) -> Path:
     """Write a file under another name beside its place, then rename it.
 
-    Whoever reads the path meets the old file or the new one, never half of either; a full disk, or Ctrl-C,
-    leaves the old one as it was.
+    A program that opens the path finds the old file or the new one, never half of either; a full disk, or
+    Ctrl-C, leaves the old one as it was.
 
     Args:
         path: the file to write; missing folders are made.

@@ -115,7 +115,7 @@ def test_entries_outside_the_support_are_zero(kind, size):
 def test_without_a_mask_every_column_is_seen(kind, size):
     """A causal operator aside that has more columns than rows."""
     op = KINDS[kind](*size)
-    if not op.may_hide and op.shape[-2] >= op.shape[-1]:
+    if not op.may_leave_columns_unseen and op.shape[-2] >= op.shape[-1]:
         assert bool(op.support().any(-2).all())
 
 

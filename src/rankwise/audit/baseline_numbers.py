@@ -11,7 +11,7 @@ from rankwise.audit.heads import HeadTable
 from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.audit.numbers import AVERAGED, Floats
 from rankwise.audit.records import HeadRecord, LayerRecord
-from rankwise.audit.site_keys import HeadPlace
+from rankwise.audit.site_keys import HeadKey
 from rankwise.measures.quadrature import t_quantile
 
 OF_HEADS = [*(measure.name for measure in HEAD_MEASURES if measure.name in AVERAGED), "nearest_distance"]
@@ -22,7 +22,7 @@ FEWEST_PAIRS = 3
 """Of a sequence and a seed: below, no spread is known."""
 
 
-def head_baselines(own: HeadTable, fresh: Sequence[HeadTable]) -> dict[HeadPlace, dict[str, Any]]:
+def head_baselines(own: HeadTable, fresh: Sequence[HeadTable]) -> dict[HeadKey, dict[str, Any]]:
     """The baseline of every head that the copies have too, and its ranks, as fields of the record.
 
     Args:

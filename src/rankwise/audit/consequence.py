@@ -22,9 +22,9 @@ TOLERANCE = 0.01
 """Of the reference: what counts as within tolerance where no set of heads was looked for."""
 
 
-HeadPlace = tuple[str, int | None, str, int | None]
+PlaceKey = tuple[str, int | None, str, int | None]
 """The stack, the layer, the site and the number of a head."""
-Worths = Mapping[HeadPlace, Sequence[HeadWorth | None]]
+Worths = Mapping[PlaceKey, Sequence[HeadWorth | None]]
 """Of the heads at each place: of several where a mixer runs more than once."""
 
 
@@ -38,7 +38,7 @@ def with_consequences(
         heads: records of the heads.
         worth: of the audit.
     """
-    worths: dict[HeadPlace, list[HeadWorth | None]] = {}
+    worths: dict[PlaceKey, list[HeadWorth | None]] = {}
     for head in heads:
         worths.setdefault((head.stack, head.layer, head.site, head.head), []).append(head.worth)
     return [_with_consequence(finding, worths, worth) for finding in findings]

@@ -6,7 +6,7 @@ from rankwise.audit.records import HeadRecord
 from rankwise.errors import InputError
 
 _MOST = 6
-"""Of what there is, as many are named."""
+"""Names that an error lists, at most."""
 
 
 def find_head(

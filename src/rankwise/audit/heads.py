@@ -26,7 +26,7 @@ from rankwise.audit.numbers import (
 from rankwise.audit.pictures import PictureTaker
 from rankwise.audit.records import HeadRecord, RankAt
 from rankwise.audit.single_sequences import SingleSequences
-from rankwise.audit.site_keys import HeadPlace, SiteKey, SiteKeys
+from rankwise.audit.site_keys import HeadKey, SiteKey, SiteKeys
 from rankwise.audit.token_names import TokenNames
 from rankwise.audit.widths import RunningWidth, moments_of
 from rankwise.capture import MixerSite
@@ -221,14 +221,14 @@ class HeadTable:
         known = self._sites.get(key)
         return [] if known is None else known.channels
 
-    def known(self) -> Iterator[tuple[HeadPlace, HeadRecord, Floats]]:
+    def known(self) -> Iterator[tuple[HeadKey, HeadRecord, Floats]]:
         """Each head with the ranks of its sequences (N, 5, 2), where those are kept."""
         for site in self._sites.values():
             ranks = np.stack(site.ranks) if site.ranks else np.empty((0, len(site.channels), len(BAND), 2))
             for at, record in enumerate(_records(site, self.delta)):
                 yield (*site.key, record.head), record, ranks[:, at]
 
-    def records(self, known: Mapping[HeadPlace, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
+    def records(self, known: Mapping[HeadKey, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
         """One record a head, in the order of the model.
 
         Args:

@@ -173,9 +173,9 @@ class Run:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.notes.append("the compiled model was run uncompiled, with the same weights")
-            watch = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
+            capturing = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
             try:
-                with watch as self.trace, torch.no_grad():
+                with capturing as self.trace, torch.no_grad():
                     self._run_all(iter(batches), device_of(self.model))
             except KeyboardInterrupt:
                 if not self._keep_what_is_done():

@@ -21,7 +21,7 @@ class SiteKey(NamedTuple):
         return self._replace(site=re.sub(r"\d+(?=\D*$)", "*", self.site))
 
 
-HeadPlace = tuple[Any, ...]
+HeadKey = tuple[Any, ...]
 """A `SiteKey`, and the number of the head."""
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal
 
-from rankwise.audit.site_keys import HeadPlace
+from rankwise.audit.site_keys import HeadKey
 from rankwise.audit.worth_records import BlockWorth, HeadWorth, Removable, RemovableHead, WorthRecord
 from rankwise.errors import InputError
 from rankwise.worth import Joint, Worth, WorthSettings
@@ -36,7 +36,7 @@ def check_worth(wanted: WorthWanted, tokenizer: Any = None) -> WorthSettings | N
     )  # fmt: skip
 
 
-def head_worths(worth: Worth) -> dict[HeadPlace, dict[str, Any]]:
+def head_worths(worth: Worth) -> dict[HeadKey, dict[str, Any]]:
     """The worth of every head, and the cost of its removal, as fields of the record.
 
     Args:

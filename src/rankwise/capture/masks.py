@@ -220,7 +220,7 @@ def valid_positions(
     batch, _, tokens, sources = operator.shape
     columns = told_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
     told = columns is not None
-    if not told and operator.may_hide:
+    if not told and operator.may_leave_columns_unseen:
         columns = operator.support().any(-2).any(-2)
     if cross:
         rows = told_mask(calls, OWN_MASK, batch, tokens, past_none=True)

@@ -57,10 +57,11 @@ class MixingOperator(ABC):
         return self.support()[..., start:stop, :]
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """Whether a mask may keep a column from every row, as that of padding does.
 
-        By default it may, and padding is looked for in the support. A kind without a mask says False.
+        By default it may, and padding is looked for in the support. A kind without a mask says False, and one
+        with a causal mask alone: its last row sees all.
         """
         return True
 

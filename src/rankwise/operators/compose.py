@@ -99,9 +99,9 @@ class ProductMixing(_Composed):
         return rows.mT
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """A column that no row sees, one of its factors must hide."""
-        return any(part.may_hide for part in self.parts)
+        return any(part.may_leave_columns_unseen for part in self.parts)
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries that some chain of entries of its parts leads to."""
@@ -163,9 +163,9 @@ class SumMixing(_Composed):
         return sum(rest, start=first)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """A column that no row sees, all of its terms must hide."""
-        return all(part.may_hide for part in self.parts)
+        return all(part.may_leave_columns_unseen for part in self.parts)
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries of any part."""

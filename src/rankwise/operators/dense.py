@@ -82,7 +82,7 @@ class DenseMixing(MixingOperator):
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """Whether it has a mask: zeros of the weights themselves are none."""
         return self.allowed is not None
 

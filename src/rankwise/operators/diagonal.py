@@ -77,13 +77,14 @@ class DiagonalMixing(MixingOperator):
         return self.diagonal[..., None].to(values.dtype) * values
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 
     def __getitem__(self, index: Index) -> "DiagonalMixing":
         """Pick sequences and heads."""
-        return DiagonalMixing(leading(self.diagonal[..., None], index)[..., 0])
+        diagonal = self.diagonal[..., None]  # `leading` keeps the last two axes: T, and one of length 1
+        return DiagonalMixing(leading(diagonal, index)[..., 0])
 
     def _map(self, change: TensorMap) -> "DiagonalMixing":
         return DiagonalMixing(change(self.diagonal))

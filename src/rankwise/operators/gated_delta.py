@@ -107,7 +107,7 @@ class GatedDeltaMixing(MixingOperator):
         return delta_scan_transposed(*self._inputs(work), values.to(work)).to(values.dtype)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 

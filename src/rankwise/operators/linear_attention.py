@@ -124,7 +124,7 @@ class LinearAttentionMixing(MixingOperator):
         return mixed.to(values.dtype)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 

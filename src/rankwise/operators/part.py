@@ -75,13 +75,13 @@ class PartMixing(MixingOperator):
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V: columns left out are given zeros."""
         self._check(values, self.shape[-1], "M @ values")
-        whole = _spread(values, self._columns, self.operator.shape[-1])
+        whole = _padded_with_zeros(values, self._columns, self.operator.shape[-1])
         return (self.operator @ whole)[..., self._rows, :]
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
         """Mᵀ U: rows left out are given zeros."""
         self._check(values, self.shape[-2], "M.mT @ values")
-        whole = _spread(values, self._rows, self.operator.shape[-2])
+        whole = _padded_with_zeros(values, self._rows, self.operator.shape[-2])
         return self.operator.apply_transposed(whole)[..., self._columns, :]
 
     def __getitem__(self, index: Index) -> "PartMixing":
@@ -99,7 +99,7 @@ class PartMixing(MixingOperator):
         return give(first, last)[..., picked - first, :][..., self._columns]
 
 
-def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
+def _padded_with_zeros(values: Tensor, kept: Tensor, size: int) -> Tensor:
     whole = values.new_zeros(*values.shape[:-2], size, values.shape[-1])
-    whole[..., places, :] = values
+    whole[..., kept, :] = values
     return whole

@@ -118,7 +118,7 @@ class SelectiveMixing(MixingOperator):
         return (mixed * step[..., None]).to(values.dtype)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 

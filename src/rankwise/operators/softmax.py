@@ -124,7 +124,7 @@ class SoftmaxMixing(MixingOperator):
         return F.scaled_dot_product_attention(query, key, values, mask, 0.0, self.is_causal, scale=self.scale)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """Whether it has a mask other than the causal one."""
         return self.mask is not None
 

@@ -130,7 +130,7 @@ class ToeplitzMixing(MixingOperator):
         return self._convolve(values, transposed=True)
 
     @property
-    def may_hide(self) -> bool:
+    def may_leave_columns_unseen(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 

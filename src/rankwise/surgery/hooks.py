@@ -128,7 +128,7 @@ class CorrectSum(SkipHook):
         if residual is None:
             return None
         total = corrected(picked(output, self.key), residual, getattr(module, self.parameter))
-        return placed(output, self.key, total)
+        return with_value(output, self.key, total)
 
 
 class OpenSlot(SkipHook):
@@ -220,7 +220,7 @@ class CorrectBranch(SkipHook):
                 raise _recomputed_alone(module)
             return None
         branch = picked(output, self.key)
-        return placed(output, self.key, corrected(branch, residual, getattr(module, self.parameter)))
+        return with_value(output, self.key, corrected(branch, residual, getattr(module, self.parameter)))
 
 
 def _recomputed_alone(module: nn.Module) -> SkipError:
@@ -261,7 +261,7 @@ def picked(output, key):
 
 
 @no_type_check
-def placed(output, key, value):
+def with_value(output, key, value):
     """What a module gave, with one tensor replaced."""
     if isinstance(output, Tensor):
         return value

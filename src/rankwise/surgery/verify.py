@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import SkipError
 from rankwise.running import Batch
-from rankwise.surgery.hooks import SkipHook, picked, placed
+from rankwise.surgery.hooks import SkipHook, picked, with_value
 from rankwise.surgery.probe import run_with
 from rankwise.surgery.sums import SumName
 from rankwise.torch_internals import without_forward_hooks
@@ -177,7 +177,7 @@ class SumCheck:
         if name is None:
             return None
         key = self.site.location.key
-        return placed(output, key, self._compared(name, picked(output, key)))
+        return with_value(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
         if name not in self._operands:  # a pass that goes another way: its outputs are compared

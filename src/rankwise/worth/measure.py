@@ -18,7 +18,7 @@ from rankwise.worth.gates import CallKey
 from rankwise.worth.joint import Together, search
 from rankwise.worth.losses import Case
 from rankwise.worth.results import BlockWorth, Estimates, HeadPlace, Removal, SiteWorth, Worth
-from rankwise.worth.runs import NotDifferentiableError, Placed, Runs, named
+from rankwise.worth.runs import CalledSite, NotDifferentiableError, Runs, named
 from rankwise.worth.settings import WorthSettings
 
 UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"
@@ -260,7 +260,7 @@ def _begin(
     return _Session(runs, standing, settings, say, every_head, notes)
 
 
-def _site(session: _Session, key: CallKey, placed: Placed) -> SiteWorth:
+def _site(session: _Session, key: CallKey, placed: CalledSite) -> SiteWorth:
     sums, runs = session.runs.heads.get(key), session.runs
     estimates, why_not = _unknown(placed.heads), ""
     if session.settings.estimates and (sums is None or sums.lost):
@@ -270,7 +270,7 @@ def _site(session: _Session, key: CallKey, placed: Placed) -> SiteWorth:
     return _site_worth(placed, estimates, why_not)
 
 
-def _site_worth(placed: Placed, estimates: Estimates, why_not: str) -> SiteWorth:
+def _site_worth(placed: CalledSite, estimates: Estimates, why_not: str) -> SiteWorth:
     stack, layer, site, cross, occurrence, kind, heads = placed
     exact, cosine = np.full(heads, math.nan), np.full(heads, math.nan)
     return SiteWorth(stack, layer, site, cross, occurrence, kind, estimates, exact, cosine, why_not)

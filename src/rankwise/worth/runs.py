@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 """Called with what is being done."""
 
 
-class Placed(NamedTuple):
+class CalledSite(NamedTuple):
     """Where a mixer stands in the model."""
 
     stack: str
@@ -38,7 +38,7 @@ class _Sites:
     """Mixers of one forward pass as they are captured: their places, by serial."""
 
     def __init__(self) -> None:
-        self.serials: dict[int, Placed] = {}
+        self.serials: dict[int, CalledSite] = {}
         self._calls: Counter[tuple[Any, ...]] = Counter()
 
     def add(self, site: MixerSite) -> None:
@@ -46,7 +46,7 @@ class _Sites:
         key = (site.run, site.stack, site.layer, site.name, site.cross)
         place = (site.stack, site.layer, site.name, site.cross, self._calls[key])
         self._calls[key] += 1
-        self.serials[site.serial] = Placed(*place, site.kind, site.operator.shape[-3])
+        self.serials[site.serial] = CalledSite(*place, site.kind, site.operator.shape[-3])
 
 
 class NotDifferentiableError(InputError):
@@ -118,9 +118,9 @@ class Runs:
         self.value = self.reference = math.nan
         self.count = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
-        self.sites: dict[CallKey, Placed] = {}
+        self.sites: dict[CallKey, CalledSite] = {}
         """Where each gated call stands in the model."""
-        self.ungated: dict[Placed, None] = {}
+        self.ungated: dict[CalledSite, None] = {}
         self.heads: dict[CallKey, Sums] = {}
         self.blocks: dict[CallKey, Sums] = {}
         self._referred = 0.0
@@ -249,7 +249,7 @@ class Runs:
                     rows = _by_sequence(gradient, finite)
                     known.add_probe(rows, probe) if probe else known.add(rows)
 
-    def _note_sites(self, gates: Gates, sites: Mapping[int, "Placed"]) -> None:
+    def _note_sites(self, gates: Gates, sites: Mapping[int, "CalledSite"]) -> None:
         for serial, placed in sites.items():
             key = gates.serials.get(serial)
             if key is None or gates.of_heads[key].shape[1] != placed.heads:

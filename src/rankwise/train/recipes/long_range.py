@@ -12,15 +12,17 @@ from rankwise.train.settings import (
 )
 
 Model = Literal["softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform"]
-Place = Literal["listops", "text", "image", "pathfinder"]
+TaskName = Literal["listops", "text", "image", "pathfinder"]
 PARAMETERS = {"small": 120_000, "paper": 600_000}
 """Weights of every model, by its feed-forward width."""
 
-STEPS: dict[Place, int] = {"listops": 2000, "text": 400, "image": 300, "pathfinder": 300}
+STEPS: dict[TaskName, int] = {"listops": 2000, "text": 400, "image": 300, "pathfinder": 300}
 """Of the small size: what a few minutes on a core allow."""
 
 
-def long_range(size: Size = "small", task: Place = "listops", model: Model = "tost", seed: int = 0) -> Recipe:
+def long_range(
+    size: Size = "small", task: TaskName = "listops", model: Model = "tost", seed: int = 0
+) -> Recipe:
     """Accuracy of mixers of equal size on ListOps, Text, Image and Pathfinder.
 
     Args:
@@ -52,9 +54,9 @@ def long_range(size: Size = "small", task: Place = "listops", model: Model = "to
     )
 
 
-def _task(task: Place, small: bool) -> TaskSettings:
+def _task(task: TaskName, small: bool) -> TaskSettings:
     if not small:
-        paper: dict[Place, tuple[str, int]] = {
+        paper: dict[TaskName, tuple[str, int]] = {
             "listops": ("listops", 2000),
             "text": ("imdb-bytes", 4096),
             "image": ("cifar10-sequence", 1024),
@@ -62,7 +64,7 @@ def _task(task: Place, small: bool) -> TaskSettings:
         }
         name, tokens = paper[task]
         return TaskSettings(name=name, tokens=tokens)
-    options: dict[Place, tuple[str, int, dict[str, Any]]] = {
+    options: dict[TaskName, tuple[str, int, dict[str, Any]]] = {
         "listops": (
             "listops",
             128,
