@@ -8,6 +8,7 @@ from operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
 import rankwise as rw
+from rankwise.audit.mixer_kinds import MIXER_KINDS
 from rankwise.errors import ShapeError
 from rankwise.operators.base import ROW_BLOCK
 
@@ -223,3 +224,7 @@ def test_whole_numbers_are_refused_as_values(kind):
 def test_no_rows_are_an_empty_matrix(kind):
     op = KINDS[kind](1, 2, 3, 4, 2)
     assert op.rows(1, 1).shape == (*op.shape[:-2], 0, op.shape[-1])
+
+
+def test_the_table_of_kinds_names_operators():
+    assert set(MIXER_KINDS) <= {make(1, 1, 3, 3, 2).kind for make in KINDS.values()}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from rankwise.audit.numbers import AVERAGING
+from rankwise.audit.mixer_kinds import mixer_kind
 from rankwise.audit.records import Finding, HeadRecord, Place, Severity
 
 R = TypeVar("R")
@@ -137,7 +137,7 @@ def twin_findings(heads: Sequence[HeadRecord]) -> Iterator[Finding]:
     Args:
         heads: all heads of the audit.
     """
-    attention = [head for head in heads if head.kind in (*AVERAGING, "diagonal")]
+    attention = [head for head in heads if not mixer_kind(head.kind).state_space]
     for _, group in grouped(attention, site_of):
         by_head = {head.head: head for head in group}
         for head in group:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from rankwise.audit.merge_records import Merging
+from rankwise.audit.mixer_kinds import mixer_kind
 from rankwise.audit.nulls import BAND, thresholds
 from rankwise.audit.numbers import (
     AVERAGED,
-    AVERAGING,
     COLUMNS,
     ERRORS,
     RANKS_AT,
@@ -168,7 +168,7 @@ class HeadTable:
         key = self._keys.of(site)
         windows = max(1, site.operator.shape[0] // max(site.sequences, 1))
         channels = list(range(site.operator.shape[-3]))
-        if site.kind not in (*AVERAGING, "diagonal") and len(channels) > MANY_HEADS:
+        if mixer_kind(site.kind).state_space and len(channels) > MANY_HEADS:
             sampled = sampled_channels(site.operator, MAX_CHANNELS)
             self.notes[f"{MAX_CHANNELS} of the {len(channels)} channels of {site.kind} mixers"] = None
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()

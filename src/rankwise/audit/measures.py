@@ -12,6 +12,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rankwise.audit.fields import Number, Record
+from rankwise.audit.mixer_kinds import mixer_kind
 
 if TYPE_CHECKING:
     from rankwise.audit.layers import StatesAtHand
@@ -37,9 +38,6 @@ NULL_NOTES = {
     "not the least rank there is.",
 }
 """One sentence on each: what it is, and what it is not."""
-
-OF_KNOWN_SCALE = ("softmax", "dense", "linear", "diagonal")
-"""Kinds whose entries are shares: δ in their unit means the same in every layer. Others have signs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +78,8 @@ class Measure:
     """Whether it is left out where no record has it."""
     nulls: Sequence[str] = ()
     """Fields that hold what it is compared with."""
-    silent: Sequence[str] = ()
-    """Kinds of mixers of which it says nothing: its value follows from the kind alone."""
+    of_mixing: bool = False
+    """Whether it says nothing of mixers that mix no tokens: there its value follows from the kind alone."""
 
     @property
     def head(self) -> str:
@@ -92,6 +90,14 @@ class Measure:
     def label(self) -> str:
         """Its name among numbers."""
         return self.symbol or self.name.replace("_", " ")
+
+    def speaks_of(self, head: Any) -> bool:
+        """Whether it says something of a head, whatever its weights.
+
+        Args:
+            head: its record.
+        """
+        return not self.of_mixing or mixer_kind(head.kind).mixes_tokens
 
     def value(self, record: Any) -> float:
         """What is shown of it: a share where it is one, NaN where there are no tokens.
@@ -108,7 +114,7 @@ class Measure:
         Args:
             record: of a head or of states; files of before that field have no number in it.
         """
-        if not self.if_signed or record.kind in OF_KNOWN_SCALE:
+        if not self.if_signed or mixer_kind(record.kind).scale_is_known:
             return self.name
         return self.name if math.isnan(getattr(record, self.if_signed)) else self.if_signed
 
@@ -265,7 +271,7 @@ class HeadMeasures(Record):
         formula="#{i : σ_i ≥ δ}, δ absolute; NaN where an estimate can only bound it", range="[0, min(T, S)]",
         low="no direction", high="full rank", digits=2, cost="¼ of an SVD",
         bounds=lambda head: (0.0, head.smaller), share=True, nulls=tuple(NULLS),
-        silent=("diagonal",), if_signed="relative_rank",
+        of_mixing=True, if_signed="relative_rank",
         meaning="Singular values at or above δ, as a share of min(T, S): in how many directions the head "
         "mixes. It says how a head mixes, not what it is worth. δ is absolute: rows that sum to 1 give "
         "σ₁ ≥ 1 where T = S. Matrices with signs (state-space mixers) have a scale of their own, which a "
@@ -316,7 +322,7 @@ class HeadMeasures(Record):
     row_entropy: Annotated[Number, HeadMeasure(
         title="Row entropy", formula="mean over rows of −Σ_j p_j log p_j", range="[0, log S] nats",
         low="picks one token", high="averages all", digits=2, cost="O(T S)", bounds=_entropy,
-        silent=("diagonal",),
+        of_mixing=True,
         meaning="How widely a row spreads its weight, in nats: 0 where every row picks a single token, log S "
         "where it averages over all.",
         take=lambda heads: heads.measure("row_entropy"),
@@ -324,21 +330,21 @@ class HeadMeasures(Record):
     sink_mass: Annotated[Number, HeadMeasure(
         title="Sink mass", formula="mean share of a row on the first token", range="[0, 1]", low="none of it",
         high="all of it", digits=2, cost="O(T S)", bounds=_unit, console="sink\nmass",
-        silent=("diagonal",),
+        of_mixing=True,
         meaning="The mean share of a row that is spent on the first token.",
         take=lambda heads: heads.measure("sink_mass"),
     )]
     peak_mass: Annotated[Number, HeadMeasure(
         title="Peak mass", formula="largest mean share of a row on any one token", range="[1/S, 1]",
         low="spread out", high="all on one token", digits=2, cost="O(T S)", bounds=_unit,
-        silent=("diagonal",),
+        of_mixing=True,
         meaning="The largest mean share of a row that one token gets: near 1 the head passes on little else.",
         take=lambda heads: heads.measure("peak_mass"),
     )] = math.nan
     row_distance: Annotated[Number, HeadMeasure(
         title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range="[0, 1]", low="constant",
         high="rows differ", digits=2, cost="O(T S)", bounds=_unit,
-        silent=("diagonal",),
+        of_mixing=True,
         meaning="The distance to the nearest matrix with equal rows: 0 where every token gets the same "
         "mixture.",
         take=lambda heads: heads.measure("row_distance"),

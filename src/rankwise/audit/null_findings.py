@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rankwise.audit.head_findings import MIN_TOKENS, grouped, place_of, site_of
-from rankwise.audit.measures import NULLS, OF_KNOWN_SCALE
+from rankwise.audit.measures import NULLS
+from rankwise.audit.mixer_kinds import mixer_kind
 from rankwise.audit.records import Finding, HeadRecord, RankAt
 
 ABOVE_NULL, BELOW_NULL = 1.25, 0.5
@@ -70,7 +71,7 @@ def has_baseline(head: HeadRecord) -> bool:
     Args:
         head: the head.
     """
-    return head.kind in OF_KNOWN_SCALE and head.baseline is not None and head.baseline.judged
+    return mixer_kind(head.kind).scale_is_known and head.baseline is not None and head.baseline.judged
 
 
 def _is_long_enough(head: HeadRecord) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankwise import measures
 from rankwise.audit.masks import Pattern, barrier_of, patterns_of
 from rankwise.audit.measures import HEAD_MEASURES, NULLS
+from rankwise.audit.mixer_kinds import mixer_kind
 from rankwise.audit.nulls import BAND, random_rank, thresholds, uniform_null
 from rankwise.audit.records import HeadRecord
 from rankwise.capture import MixerSite
@@ -47,8 +48,6 @@ ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "s
 """Measures that an estimate gives with a standard error."""
 WAYS = ("estimated", "fallback")
 """1 where the ranks of a head were estimated; where the exact count was too close and the SVD decided."""
-AVERAGING = ("softmax", "dense", "linear")
-"""Kinds whose rows are means over tokens: random winners under their mask are a null for their rank."""
 MAP_TOKENS = 1024
 """Tokens of a membership map."""
 RANKS_AT = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
@@ -191,7 +190,7 @@ def _of_one_length(
     columns: Columns = {"tokens": float(tokens), "sources": float(sources)}
     columns |= ranks | {"full_rank": float(min(tokens, sources))}
     columns |= {measure.name: measure.take(hand) for measure in TAKEN if measure.take is not None}
-    if site.kind in AVERAGING:
+    if mixer_kind(site.kind).rows_are_means:
         columns |= _nulls(operator, patterns, delta)
     values = np.stack([_numbers(columns.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
     distances = hand.rows["head_distance"].cpu().numpy()

@@ -148,7 +148,7 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
     """
     values = [measure.value(head) for head in heads]
     said = [(at, measure.said(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
-    spoken = [head for head in heads if head.kind not in measure.silent]
+    spoken = [head for head in heads if measure.speaks_of(head)]
     return Column(
         name=measure.name,
         share=measure.share,
@@ -162,7 +162,7 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         low=measure.low,
         high=measure.high,
         limits=measure.limits(spoken),
-        silent=frozenset(at for at, head in enumerate(heads) if head.kind in measure.silent),
+        silent=frozenset(at for at, head in enumerate(heads) if not measure.speaks_of(head)),
         references=references_of(measure, spoken),
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankwise.audit.measures import shown
+from rankwise.audit.mixer_kinds import mixer_kind
 from rankwise.audit.records import HeadRecord, Place
 from rankwise.errors import RecordError
 from rankwise.report.text import mean
@@ -94,7 +95,7 @@ def panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     """
     mine = [heads[index] for index in panel.indices]
     kinds = dict.fromkeys(head.kind for head in mine)
-    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if head.kind != "diagonal")
+    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
     tokens = f"{shown(mean(head.tokens for head in mine), 0)} tokens"
     if panel.cross:
         tokens += f" reading {shown(mean(head.sources for head in mine), 0)}"
