@@ -35,14 +35,21 @@ def write_results(
     path: Path, name: str, recipe: Any, unit: str, splits: list[dict[str, Any]], argv: Sequence[str] | None
 ) -> None:
     """Write the JSON of a run, with what made it."""
-    words = sys.argv[1:] if argv is None else argv
-    content = {
+    content = provenance(name, recipe, unit, argv)
+    versions = content.pop("versions")
+    content |= {"splits": splits, "versions": versions}
+    print(f"wrote {write_whole(path, json.dumps(content, indent=1) + chr(10), 'results')}")
+
+
+def provenance(name: str, recipe: Any, unit: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """What made the results of a recipe; of paths the last part alone."""
+    words = [Path(word).name if "/" in word else word for word in (sys.argv[1:] if argv is None else argv)]
+    return {
         "recipe": name,
         "command": " ".join(["python", "-m", f"recipes.{name}", *words]),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": asdict(recipe),
         "unit": unit,
-        "splits": splits,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -51,4 +58,3 @@ def write_results(
             "threads": torch.get_num_threads(),
         },
     }
-    print(f"wrote {write_whole(path, json.dumps(content, indent=1) + chr(10), 'results')}")

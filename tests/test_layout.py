@@ -117,6 +117,10 @@ ALLOWED = {
 }
 LAZY = {
     ("audit", "report"): "Audit.to_html is the contract; imported when it is called",
+    (
+        "surgery",
+        "models",
+    ): "mixers that replace attention are built when they are asked for; models read λ-skips",
     ("audit", "data"): "texts become batches where they are given instead of batches",
 }
 

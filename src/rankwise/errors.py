@@ -31,6 +31,10 @@ class SkipError(RankwiseError):
     """λ-skips that cannot be put in, taken out, saved or loaded."""
 
 
+class ReplacementError(RankwiseError):
+    """Attention that cannot be replaced by another mixer, or a replacement that cannot be saved or loaded."""
+
+
 class CompressionError(RankwiseError):
     """A model that cannot be compressed, or compressed weights that cannot be saved or loaded."""
 

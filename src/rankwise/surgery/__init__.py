@@ -1,16 +1,23 @@
-"""Changes to a model that exists: λ-skips, put in, taken out, fitted, certified, saved and loaded."""
+"""Changes to a model that exists: λ-skips, put in, taken out, fitted, certified, saved and loaded; softmax
+attention replaced by mixers of linear time.
+"""
 
-from rankwise.errors import SkipError
+from rankwise.errors import ReplacementError, SkipError
 from rankwise.surgery.advice import advise
 from rankwise.surgery.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.surgery.certify import certify_skip
 from rankwise.surgery.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, state_collapse
+from rankwise.surgery.replace import replace_attention, replacements_of, restore_attention
+from rankwise.surgery.replace_store import load_replaced_attention, save_replaced_attention
+from rankwise.surgery.replacement import Replacement
 from rankwise.surgery.skips import Skips, SkipSite, add_lambda_skip, remove_lambda_skip, skips_of
 from rankwise.surgery.store import apply_saved_skips, has_skips, load_skips, save_skips
 
 __all__ = [
     "Fit",
     "LayerCertificate",
+    "Replacement",
+    "ReplacementError",
     "SkipCertificate",
     "SkipError",
     "SkipSite",
@@ -22,9 +29,14 @@ __all__ = [
     "certify_skip",
     "fit_skips",
     "has_skips",
+    "load_replaced_attention",
     "load_skips",
     "mean_loss",
     "remove_lambda_skip",
+    "replace_attention",
+    "replacements_of",
+    "restore_attention",
+    "save_replaced_attention",
     "save_skips",
     "skip_parameter_groups",
     "skips_of",
