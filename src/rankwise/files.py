@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -96,3 +97,55 @@ def write_whole(path: Path, content: str | Callable[[Path], object], subject: st
         with suppress(OSError):
             partial.unlink()
     return path
+
+
+def write_together(folder: Path, write: Callable[[Path], object], subject: str) -> list[Path]:
+    """Write files of one folder that belong together: all are replaced, or none.
+
+    They are written into a hidden folder inside it, then renamed; an error or Ctrl-C in between puts back
+    what was there. Other files of the folder stay.
+
+    Args:
+        folder: where to; made if it is not there.
+        write: writes them into the folder that it is given.
+        subject: what an error calls it.
+
+    Returns:
+        The files written.
+
+    Raises:
+        InputError: if the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".rankwise-") as partial:
+            new, old = Path(partial, "new"), Path(partial, "old")
+            new.mkdir()
+            old.mkdir()
+            write(new)
+            names = sorted(file.name for file in new.iterdir())
+            try:
+                for name in names:
+                    (new / name).chmod(0o644)  # some libraries write for the owner alone
+                    if (folder / name).exists():
+                        (folder / name).replace(old / name)
+                    (new / name).replace(folder / name)
+            except BaseException:  # Ctrl-C too
+                _put_back(folder, names, new, old)
+                raise
+    except OSError as error:
+        raise InputError(
+            f"{subject} {folder}",
+            wanted="a folder that can be written",
+            got=error.strerror or str(error),
+            fix="Choose a folder you may write to and that has room.",
+        ) from error
+    return [folder / name for name in names]
+
+
+def _put_back(folder: Path, names: list[str], new: Path, old: Path) -> None:
+    for name in names:
+        if (old / name).exists():
+            (old / name).replace(folder / name)
+        elif not (new / name).exists():  # it was renamed, and there was none before
+            (folder / name).unlink(missing_ok=True)

@@ -191,13 +191,16 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
         ("audit/heads.py", "audit/records.py"): "HeadRecord",
         ("audit/records.py", "audit/measures.py"): "HeadMeasures",
         ("audit/run.py", "audit/result.py"): "Audit",
-        ("report/page.py", "audit/measures.py"): "HEAD_MEASURES",
+        ("report/head_columns.py", "audit/measures.py"): "HEAD_MEASURES",
     }
-    # beside these, `numbers` calls functions of `measures` and `result` those of `report`, by package
-    packages = {("audit/numbers.py", "measures/rank.py"), ("audit/result.py", "report/page.py")}
+    # beside these, `numbers` calls functions of `measures` and `result` those of `report`, by package: `page`
+    # asks for the columns
+    packages = {("audit/numbers.py", "measures/rank.py"), ("audit/result.py", "report/head_columns.py")}
     assert {module for link in (*links, *packages) for module in link} == set(way)
     package = Path(rw.__file__).parent
-    for (reader, read), name in links.items():
+    for (reader, read), name in (
+        links | {("report/page.py", "report/head_columns.py"): "head_columns"}
+    ).items():
         module = "rankwise." + read.removesuffix(".py").replace("/", ".")
         source = (package / reader).read_text(encoding="utf-8")
         assert re.search(rf"from {re.escape(module)} import \(?[^)]*?\b{name}\b", source), (

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rankwise.errors import InputError
+from rankwise.files import write_together
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.language import ToSTForCausalLM
 from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
@@ -75,7 +75,7 @@ def load_released_tost(
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
-    """Write a model as safetensors and JSON, each file under another name first, then renamed.
+    """Write a model as safetensors and JSON: all files, or none.
 
     An image classifier's folder says how its pictures are prepared: see `picture_settings`.
 
@@ -89,26 +89,17 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
     Raises:
         InputError: if the folder cannot be written to.
     """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".rankwise-") as partial:
+
+    def write(partial: Path) -> None:
+        try:
             model.save_pretrained(partial)
-            if model.main_input_name == "pixel_values":
-                settings = json.dumps(picture_settings(model.config), indent=2) + "\n"
-                Path(partial, "preprocessor_config.json").write_text(settings, encoding="utf-8")
-            written = []
-            for file in sorted(Path(partial).iterdir()):
-                file.chmod(0o644)  # safetensors writes for its owner alone
-                written.append(file.replace(folder / file.name))
-    except (OSError, SafetensorError) as error:  # of a full disk, safetensors' own
-        raise InputError(
-            f"folder {folder}",
-            wanted="a folder that can be written",
-            got=getattr(error, "strerror", None) or str(error),
-            fix="Choose a folder you may write to and that has room.",
-        ) from error
-    return written
+        except SafetensorError as error:  # of a full disk
+            raise OSError(str(error)) from error
+        if model.main_input_name == "pixel_values":
+            settings = json.dumps(picture_settings(model.config), indent=2) + "\n"
+            Path(partial, "preprocessor_config.json").write_text(settings, encoding="utf-8")
+
+    return write_together(Path(folder), write, "folder")
 
 
 def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
