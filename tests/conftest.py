@@ -1,5 +1,6 @@
 """What all tests share: where they run, from which seed, and that they stay offline and reproducible."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -42,6 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """No collection of garbage looks again at modules and tests, which all stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What was frozen can be let go at the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where to run, from ``--device``; skipped where the machine has none."""
@@ -64,7 +76,10 @@ def _fixed_seed() -> None:
     """Every test draws the same numbers, whatever ran before it."""
     random.seed(SEED)
     np.random.seed(SEED)
-    torch.manual_seed(SEED)
+    if torch.accelerator.is_available():
+        torch.manual_seed(SEED)
+    else:  # the other writes down the stack for each kind of device that is not there
+        torch.default_generator.manual_seed(SEED)
 
 
 @pytest.fixture(scope="session")

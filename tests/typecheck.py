@@ -1,6 +1,11 @@
-"""Shapes are checked where a signature names some, plain types elsewhere: a tenth of the time a call."""
+"""Shapes are checked where a signature names some, plain types elsewhere, and no call binds its arguments.
 
+jaxtyping binds the arguments of every call and checks them twice, which is most of the time of its checks.
+"""
+
+import dataclasses
 import functools
+import inspect
 import typing
 from types import FunctionType
 from typing import Any
@@ -9,30 +14,53 @@ import jaxtyping
 from beartype import beartype
 
 _jaxtyped = jaxtyping.jaxtyped
+SHAPES = _jaxtyped("context")
+"""Names of axes mean one size each while it is open."""
 
 
-def names_arrays(hint: Any) -> bool:
-    """Whether an annotation has an array in it, or a name that only jaxtyping can look up."""
-    if isinstance(hint, str | typing.ForwardRef):
-        return True
-    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-        return True
-    return any(names_arrays(part) for part in typing.get_args(hint))
+def parts(hint: Any) -> list[Any]:
+    """An annotation and all that it is made of."""
+    return [hint, *(inner for part in typing.get_args(hint) for inner in parts(part))]
+
+
+def is_array(hint: Any) -> bool:
+    """Whether an annotation is an array of jaxtyping."""
+    return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
+
+
+def looks_up(hint: Any) -> bool:
+    """Whether an annotation names what only jaxtyping can look up: a type, or an argument for an axis."""
+    return isinstance(hint, str | typing.ForwardRef) or (is_array(hint) and "{" in hint.dim_str)
 
 
 def jaxtyped(fn: Any = None, **options: Any) -> Any:
-    """In place of `jaxtyping.jaxtyped`, which binds the arguments of every call, arrays or not."""
+    """In place of `jaxtyping.jaxtyped`."""
     if fn is None:
         return functools.partial(jaxtyped, **options)
-    if not isinstance(fn, FunctionType) or any(map(names_arrays, fn.__annotations__.values())):
+    if inspect.isclass(fn):
+        if dataclasses.is_dataclass(fn) and "__init__" in vars(fn):
+            fn.__init__ = jaxtyped(fn.__init__, **options)
+        return fn
+    hints = [part for hint in getattr(fn, "__annotations__", {}).values() for part in parts(hint)]
+    if not isinstance(fn, FunctionType) or any(map(looks_up, hints)) or inspect.isgeneratorfunction(fn):
         return _jaxtyped(fn, **options)
-    if not fn.__annotations__:
+    if not hints:
         return fn
     checked = beartype(fn)
+    if any(map(is_array, hints)):
 
-    @functools.wraps(fn)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (fn if jaxtyping.config.jaxtyping_disable else checked)(*args, **kwargs)
+        @functools.wraps(fn)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            if jaxtyping.config.jaxtyping_disable:
+                return fn(*args, **kwargs)
+            with SHAPES:
+                return checked(*args, **kwargs)
+
+    else:
+
+        @functools.wraps(fn)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (fn if jaxtyping.config.jaxtyping_disable else checked)(*args, **kwargs)
 
     return either
 

@@ -1,0 +1,78 @@
+"""The checks of types and shapes that all other tests run under do refuse what is wrong."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import Float, TypeCheckError
+from tests.typecheck import jaxtyped
+from tests.unchecked import unchecked
+from torch import Tensor
+
+checked = jaxtyped(typechecker=None)
+refused = pytest.raises((BeartypeCallHintViolation, TypeCheckError))
+SQUARE, ROW = torch.zeros(3, 3), torch.zeros(3)
+
+
+@checked
+def product(x: Float[Tensor, "rows n"], y: Float[Tensor, " n"], flat: bool = True) -> Float[Tensor, " rows"]:
+    return x @ y if flat else x
+
+
+@checked
+def first(given: list[Float[Tensor, " n"]], at: int = 0) -> Float[Tensor, " n"]:
+    return product(SQUARE[:2], ROW).new_zeros(2) if at else given[0]
+
+
+@checked
+def plain(at: int) -> str:
+    return "" if at else None  # type: ignore[return-value]
+
+
+@checked
+def each(given: list[int]) -> Iterator[int]:
+    yield from given
+
+
+@checked
+@dataclass
+class Row:
+    numbers: Float[Tensor, " n"]
+    again: Float[Tensor, " n"]
+
+
+def test_what_is_right_passes() -> None:
+    assert product(SQUARE, ROW).shape == (3,)
+    assert product(torch.zeros(2, 4), torch.zeros(4)).shape == (2,)  # the axes of a call are its own
+    assert first([ROW]) is ROW
+    assert plain(1) == ""
+    assert list(each([1])) == [1]
+    assert Row(ROW, ROW).again is ROW
+
+
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        (product, (SQUARE, torch.zeros(4))),
+        (product, (SQUARE, ROW.long())),
+        (product, (SQUARE, ROW, False)),
+        (product, (SQUARE, ROW, 1)),
+        (first, ([SQUARE],)),
+        (first, ([ROW], 1)),
+        (plain, ("1",)),
+        (plain, (0,)),
+        (Row, (ROW, torch.zeros(2))),
+        (Row, (ROW, 1)),
+    ],
+)
+def test_what_is_wrong_is_refused(call, given) -> None:
+    with refused:
+        call(*given)
+
+
+def test_nothing_is_refused_where_checks_are_off() -> None:
+    with unchecked():
+        assert product(SQUARE, ROW, False) is SQUARE
+        assert plain(0) is None
