@@ -95,6 +95,17 @@ def test_a_padded_row_equals_the_row_alone(causal: bool, name: str, side: str) -
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name.startswith("tssa")])
+def test_what_padding_holds_does_not_matter(name: str) -> None:
+    mixer, x = mixers(True)[name], tokens(1, 5)
+    mask = torch.tensor([[1, 1, 0, 1, 1]])
+    torch.testing.assert_close(
+        mixer(x.masked_fill(~mask.bool()[..., None], torch.nan), mask).output[mask.bool()],
+        mixer(x, mask).output[mask.bool()],
+        **CLOSE,
+    )
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_goes_on_from_a_padded_row(name: str) -> None:
     mixer, x = mixers(True)[name], tokens(2, 6)

@@ -224,7 +224,9 @@ class TokenStatisticsAttention(Mixer):
         width = self.num_heads * self.head_dim
         w, features = read[..., :width].unflatten(-1, (self.num_heads, -1)), None
         if self.scan is not None:
-            c, b = read[..., width:].chunk(2, -1)
+            hidden = read[..., width:]
+            hidden = hidden if mask is None else hidden.masked_fill(~mask[..., None], 0.0)  # NaN · 0 is NaN
+            c, b = hidden.chunk(2, -1)
             features = (c.unflatten(-1, (self.num_heads, -1)), b.unflatten(-1, (self.num_heads, -1)))
         statistics = self._statistics(w, mask, sums)
         return Call(statistics, features, rest[0] if rest else None, inputs)
