@@ -48,6 +48,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "decayed-conv-scan4": parts(conv_tokens=4, features=4),
     "decayed-conv-scan16": parts(conv_tokens=4, features=16),
     "decayed-conv-scan32": parts(conv_tokens=4, features=32),
+    "hybrid": parts("tost-hybrid"),
+    "hybrid-conv": parts("tost-hybrid", conv_tokens=4),
+    "hybrid-conv-scan16": parts("tost-hybrid", conv_tokens=4, features=16),
     "decayed-conv-scan16-gate": {
         **parts(conv_tokens=4, features=16),
         "model.options.gate": True,
@@ -107,7 +110,7 @@ SETTING = """\
 Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above, all with the weights of the
 transformer within 0.2 %, and of one seed: differences under about 0.03 say nothing. The transformer is
 far from the end of its training here. `softmax` is attention in the frame of the other rows, transformer
-that of Llama."""
+that of Llama; hybrid has softmax attention in the last of its four layers."""
 
 LANGUAGE_PARTS = Experiment(
     name="language-parts",
@@ -123,6 +126,8 @@ LANGUAGE_PARTS = Experiment(
         within("decayed-conv", "transformer", 0.10),
         within("decayed-scan16", "transformer", 0.10),
         within("decayed-conv-scan16", "transformer", 0.10),
+        within("hybrid", "transformer", 0.03),
+        within("hybrid-conv-scan16", "transformer", 0.03),
         below("decayed-conv-scan16", "decayed-conv", by=0.03),
         below("decayed-conv-scan16", "linear"),
     ),
