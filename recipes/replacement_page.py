@@ -79,6 +79,18 @@ def adds(run: Run, layer: int) -> float:
     )
 
 
+def among_last(run: Run) -> tuple[int, int]:
+    """Of the other orders that replace last the layer that adds most, how many are better than worth's.
+
+    Args:
+        run: one kind and seed.
+    """
+    worth = orders(run)[GUIDES["worth"]]
+    most = max(worth, key=lambda layer: adds(run, layer))
+    others = [order for order in permutations(worth) if order[-1] == most and order != worth]
+    return sum(_between(run, order) < _between(run, worth) - 1e-9 for order in others), len(others)
+
+
 def _between(run: Run, order: Sequence[int]) -> float:
     return mean(losses(run, order)[1:-1])
 
@@ -116,7 +128,7 @@ def made(report: Mapping[str, Any]) -> str:
             f"{settings['tune_batch']} windows each",
             "TOKENS": str(settings["tokens"]),
             "HELD": str(settings["held_out"]),
-            "COMMAND": report["command"],
+            "COMMAND": "\n    ".join(dict.fromkeys(run["command"] for run in runs)),
             "MACHINE": f"in {minutes:.1f} minutes of one CPU core, torch {versions['torch']}, transformers "
             f"{versions['transformers']}.",
             "KINDS": "\n\n".join(part for kind, own in there.items() for part in section(kind, own)),
@@ -143,6 +155,8 @@ def verdicts(there: Mapping[str, Sequence[Run]]) -> list[str]:
             f"{NAMES[kind]}: worth and effective rank give the same order in {sum(same)} of {len(runs)} "
             f"seeds. How many orders are better than each that is compared, by the mean loss with one to "
             f"{len(layers) - 1} layers replaced: {places(runs)}.",
+            f"{NAMES[kind]}: of the orders that leave the layer that adds most for last, better than "
+            f"worth's: {', '.join('{} of {}'.format(*among_last(run)) for run in runs)}.",
         ]
     return lines
 

@@ -39,6 +39,8 @@ def test_orders_follow_their_guides_and_are_judged_by_the_sets_between() -> None
     assert page.losses(run, (1, 0)) == [1.0, 1.25, 2.0]
     assert (page.ranked(run, (1, 0)), page.ranked(run, (0, 1))) == ((0, 2), (1, 2))
     assert (page.adds(run, 0), page.adds(run, 1)) == (0.625, 0.375)
+    assert page.among_last(run) == (0, 0)
+    assert page.among_last({**run, "guides": {**run["guides"], "worth": [1.0, 3.0]}}) == (1, 1)
     assert page.places([run]).endswith("last to first 0 of 1")
 
 
