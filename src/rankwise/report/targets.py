@@ -99,8 +99,7 @@ def _about(finding: Finding, heads: Sequence[int]) -> str:
         return ""
     if finding.code == "REMOVABLE":
         return f"the set of {len(heads)} heads"
-    place = finding.where.model_copy(update={"head": None})
-    return f"{len(heads)} heads of {place}"
+    return str(finding.where.model_copy(update={"head": None}))
 
 
 def _removable(audit: AuditRecord) -> list[Place]:

@@ -42,9 +42,9 @@ function drawNumbers(head) {
     const chosen = column.name === measurePicker?.value;
     return element("div", { className: chosen ? "chosen" : "" }, name, value);
   });
-  rows.push(...drawCosts(head));
   const nearest = report.heads.nearest[head];
   if (nearest !== null) rows.push(element("div", {}, element("dt", { textContent: "Nearest head" }), element("dd", {}, element("b", { textContent: String(nearest) }))));
+  rows.push(...drawCosts(head));
   find("#head-numbers").replaceChildren(...rows);
 }
 
