@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,14 @@ from torch import Tensor, nn
 from recipes.tiny_architectures import BATCH, DECODED, TOKENS, WIDTH
 
 STATES = ("inputs_embeds", "hidden_states", "encoder_hidden_states")
+PATCHES = 6
+"""Patches of a picture on each side, where a model is given patches."""
+WIDTHS = (
+    re.compile(r"normalized_shape=\[(?P<wanted>\d+)\].*size\[.*\b(?P<got>\d+)\]"),
+    re.compile(r"cannot be multiplied \(\d+x(?P<got>\d+) and (?P<wanted>\d+)x\d+\)"),
+    re.compile(r"size of tensor a \((?P<got>\d+)\) must match the size of tensor b \((?P<wanted>\d+)\)"),
+)
+"""Errors about the width of an input, and the widths that they name."""
 
 
 def fed(model: nn.Module) -> tuple[dict[str, Tensor], Exception | None]:
@@ -38,10 +46,13 @@ def fed(model: nn.Module) -> tuple[dict[str, Tensor], Exception | None]:
             continue
         tried.append(chosen)
         for batch in _shapes({name: known[name] for name in names if name in chosen}):
-            try:
-                with torch.no_grad():
-                    model(**batch)
-            except Exception as error:
+            error = _refusal(model, batch)
+            for _ in range(2):  # the width that an error asks for, and that of another input
+                batch, changed = _widened(batch, error)
+                if not changed:
+                    break
+                error = _refusal(model, batch)
+            if error is not None:
                 first = first or error
                 told = {name for name in known if re.search(rf"\b{name}\b", str(error))} - chosen
                 if told:
@@ -49,6 +60,30 @@ def fed(model: nn.Module) -> tuple[dict[str, Tensor], Exception | None]:
             else:
                 return batch, None
     return {}, first or RuntimeError("no input is known that it takes")
+
+
+def _refusal(model: nn.Module, batch: dict[str, Tensor]) -> Exception | None:
+    """The error of a model on a batch; None where it runs."""
+    try:
+        with torch.no_grad():
+            model(**batch)
+    except Exception as error:
+        return error
+    return None
+
+
+def _widened(batch: dict[str, Tensor], error: Exception | None) -> tuple[dict[str, Tensor], bool]:
+    """A batch with the width that an error asks for, where it names that of an input; and whether it does."""
+    found = next(filter(None, (pattern.search(str(error)) for pattern in WIDTHS)), None)
+    if found is None:
+        return batch, False
+    got, wanted = int(found["got"]), int(found["wanted"])
+    changed = {
+        name: torch.randn(*value.shape[:-1], wanted)
+        for name, value in batch.items()
+        if value.is_floating_point() and 2 <= value.dim() <= 3 and value.shape[-1] == got
+    }
+    return batch | changed, bool(changed)
 
 
 def _shapes(options: dict[str, list[Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -60,24 +95,30 @@ def _shapes(options: dict[str, list[Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
     """Values that an argument of this name may take."""
-    config, takes_grid = model.config, "grid_thw" in inspect.signature(model.forward).parameters
+    config, arguments = model.config, inspect.signature(model.forward).parameters
+    needed = {one for one, about in arguments.items() if about.default is inspect.Parameter.empty}
+    takes_grid = "grid_thw" in arguments or "image_grid_thw" in needed
+    side, times = _setting(config, ("patch_size",), 14), _setting(config, ("temporal_patch_size",), 1)
+    channels = _setting(config, ("in_channels", "in_chans", "num_channels"), 3)
     width = _setting(config, ("hidden_size", "d_model", "embed_dim", "n_embd"), WIDTH)
     if name == "input_ids":
-        yield torch.randint(5, 60, (BATCH, TOKENS))
+        yield torch.randint(5, min(60, _setting(config, ("vocab_size",), 60)), (BATCH, TOKENS))
         books = _setting(config, ("num_codebooks", "n_codebooks", "num_quantizers"), 0)
         if books:
             yield torch.randint(5, 60, (BATCH, TOKENS, books))
         yield torch.randint(5, 60, (BATCH, 256))
     elif name in ("decoder_input_ids", "qformer_input_ids"):
         yield torch.randint(5, 60, (BATCH, DECODED))
-    elif name == "grid_thw":
+    elif name == "grid_thw" or (name == "image_grid_thw" and takes_grid):
         yield torch.tensor([[1, 4, 4]])
     elif takes_grid and name in ("hidden_states", "pixel_values"):
-        side, times = _setting(config, ("patch_size",), 14), _setting(config, ("temporal_patch_size",), 1)
-        channels = _setting(config, ("in_channels", "in_chans", "num_channels"), 3)
         yield torch.randn(16, channels * times * side**2)
         yield torch.randn(16, channels, side, side)
-    elif name in (*STATES, "x", "query_embeds"):
+        merged = side * _setting(config, ("spatial_merge_size",), 1)
+        yield torch.randn(16, merged, merged, channels)
+    elif name == "pixel_values" and {"pixel_position_ids", "spatial_shapes"} & set(arguments):
+        yield torch.randn(BATCH, PATCHES**2, channels * side**2)
+    elif name in (*STATES, "x", "query_embeds", "inputs"):
         yield torch.randn(BATCH, TOKENS, width)
     elif name in ("pixel_values", "pixel_values_videos", "images"):
         yield from _pictures(config)
@@ -94,9 +135,14 @@ def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
         yield torch.randn(BATCH, 1024, _setting(config, ("num_mel_bins",), 128))
     elif name in ("input_features_mask", "feature_attention_mask"):
         yield torch.ones(BATCH, 2 * _setting(config, ("max_source_positions",), 50), dtype=torch.long)
+    elif name in PLAIN:
+        yield PLAIN[name]()
+    elif name in FEATURES:
+        setting, tokens = FEATURES[name]
+        yield torch.randn(BATCH, tokens, _setting(config, (setting,), 1))
     elif name == "bbox":
         yield torch.randint(0, 50, (BATCH, TOKENS, 1)).expand(-1, -1, 4)
-    elif name in ("past_values", "past_observed_mask", "past_time_features", "freq"):
+    elif name in ("past_values", "past_observed_mask", "past_time_features"):
         yield from _series(name, config)
     elif name in ("future_values", "future_time_features"):
         length = _setting(config, ("prediction_length",), DECODED)
@@ -104,9 +150,39 @@ def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
         yield torch.randn((BATCH, length, features) if "time" in name else (BATCH, length))
 
 
+def _places() -> Tensor:
+    """Row and column of every patch of a picture."""
+    return torch.cartesian_prod(torch.arange(PATCHES), torch.arange(PATCHES)).expand(BATCH, -1, -1)
+
+
+PLAIN: dict[str, Callable[[], Tensor]] = {
+    "merge_sizes": lambda: torch.tensor([1]),
+    "pixel_position_ids": _places,
+    "pixel_attention_mask": lambda: torch.ones(BATCH, PATCHES**2, dtype=torch.long),
+    "spatial_shapes": lambda: torch.full((BATCH, 2), PATCHES),
+    "timesteps": lambda: torch.arange(TOKENS).expand(BATCH, -1),
+    "past_values_padding": lambda: torch.zeros(BATCH, 512, dtype=torch.long),
+    "freq": lambda: torch.zeros(BATCH, 1, dtype=torch.long),
+    "audio_mel_mask": lambda: torch.zeros(BATCH, 64, dtype=torch.bool),
+}
+"""Arguments whose values hang on no setting."""
+FEATURES = {
+    "visual_feats": ("visual_feat_dim", DECODED),
+    "visual_pos": ("visual_pos_dim", DECODED),
+    "states": ("state_dim", TOKENS),
+    "actions": ("act_dim", TOKENS),
+    "rewards": ("", TOKENS),
+    "returns_to_go": ("", TOKENS),
+    "audio_mel": ("input_feat_size", 64),
+}
+"""Arguments of vectors: the setting that holds their width (none: 1), and how many vectors."""
+
+
 def _pictures(config: Any) -> Iterator[Tensor]:
     channels = _setting(config, ("num_channels", "in_channels", "in_chans"), 3)
     side = _setting(config, ("image_size", "input_size"), 64)
+    if isinstance(size := getattr(config, "image_size", None), list | tuple) and len(set(size)) == 2:
+        yield torch.randn(BATCH, channels, *size)
     frames = _setting(config, ("num_frames", "frames_per_clip"), 2)
     for pixels in dict.fromkeys((min(side, 64), side)):
         yield torch.randn(BATCH, channels, pixels, pixels)

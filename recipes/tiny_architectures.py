@@ -36,6 +36,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(q|kv|o)_lora_rank|.*_lora_rank|hc_lowrank", 8),
     (r"mamba_n_groups|.*_num_groups", 2),
     (r"mamba_d_state|state_size|ssm_state_size", 4),
+    (r"upsample_groups", WIDTH),
     (r"max_source_positions", 50),
     (r"num_queries", 8),
     (r"(.*_)?vocab_size.*|.*_vocab_size|num_embeddings", VOCABULARY),
@@ -44,13 +45,20 @@ SIZES: tuple[tuple[str, int], ...] = (
 BY_LAYER = re.compile(r".*(layer_types|layers_block_type|block_types|layers_type|mlp_layer_types)$")
 KEPT = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 LEFT_OUT = ("transformers_version", "architectures", "dtype", "per_layer_config")
-LEFT_OUT += ("out_features", "out_indices", "stage_names", "attention_layers")
+LEFT_OUT += ("stage_names", "attention_layers")
+OUTPUTS = ("out_features", "out_indices")
+"""Which stages of a backbone are given out: left out at first, which gives the last."""
 NAMED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
     "prediction_length": 8,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
 }
 """Settings that a configuration leaves open, and a model needs."""
 SWIN = {
@@ -60,6 +68,15 @@ SWIN = {
 }  # windows shrink for good where a picture is smaller
 BY_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
+    "zamba2": {
+        "mamba_headdim": 8,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+        "hybrid_layer_ids": [1],
+    },
+    "bridgetower": {"hidden_size": 64},  # a head of its towers is 64 wide
+    "bridgetower_text_model": {"hidden_size": 64},
+    "bridgetower_vision_model": {"hidden_size": 64},
     "nemotron": {"num_key_value_heads": 2},
     "ministral": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -83,20 +100,21 @@ BY_TYPE: dict[str, dict[str, Any]] = {
 COMPILED = tuple((re.compile(pattern), value) for pattern, value in SIZES)
 
 
-def small(settings: dict[str, Any], widths: bool = True) -> dict[str, Any]:
+def small(settings: dict[str, Any], widths: bool = True, stages: bool = False) -> dict[str, Any]:
     """The settings of a configuration with every size made small.
 
     Args:
         settings: what `to_dict` gives.
         widths: whether widths and heads are made small too, or only depths, vocabularies and experts.
+        stages: whether backbones give out all the stages that they gave before.
     """
     if settings.get("model_type") == "timm_backbone":  # which needs a further library
         stages = [f"stage{at}" for at in settings.get("out_indices") or [4] if at > 0]
         return {"model_type": "resnet", "depths": [1, 1, 1, 1], "out_features": stages}
     made = {
-        name: _small(name, value, settings, widths)
+        name: _small(name, value, settings, widths, stages)
         for name, value in settings.items()
-        if name not in LEFT_OUT and not name.startswith("_")
+        if name not in LEFT_OUT and (stages or name not in OUTPUTS) and not name.startswith("_")
     }
     if widths:
         made |= BY_TYPE.get(str(settings.get("model_type")), {})
@@ -118,16 +136,23 @@ def small(settings: dict[str, Any], widths: bool = True) -> dict[str, Any]:
     return made
 
 
-def _small(name: str, value: Any, settings: dict[str, Any], widths: bool) -> Any:
+def _small(name: str, value: Any, settings: dict[str, Any], widths: bool, stages: bool) -> Any:
     if isinstance(value, dict):
         named = all(isinstance(key, str) for key in value)
-        return small(value, widths) if named else value
+        return small(value, widths, stages) if named else value
+    if name == "default_language" and value is None:
+        return next(iter(settings.get("languages") or [None]))
+    if name in OUTPUTS:
+        return value
     if name.endswith(("_token_id", "_token_index", "_token_ids", "_id")):
         return _token(name, value)
     if isinstance(value, bool) or value is None:
         return value if value is not None else NAMED.get(name)
     if name == "attention_types":  # of GPT-Neo: kinds of layers, and how often
         return [[kinds, LAYERS // len(kinds)] for kinds, _ in value]
+    if name.endswith("_in_channels") and isinstance(value, list) and widths:
+        inner = settings.get("encoder_hidden_dim")  # what an encoder gives its decoder; else of a backbone
+        return [WIDTH if one == inner else one for one in value] if len(set(value)) == 1 else value
     if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
         return _small_list(name, list(value), widths)
     if not isinstance(value, int):
@@ -168,17 +193,21 @@ def _token(name: str, value: Any) -> Any:
 
 
 def builds(model_type: str) -> Iterator[tuple[str, nn.Module]]:
-    """The model of a type, at first with all sizes small, then with its own widths and few layers."""
+    """The model of a type: all sizes small; its own widths, few layers; small, all stages of its backbone."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
     errors = []
-    for size, widths in (("small", True), ("own widths, few layers", False)):
+    for size, widths, stages in (
+        ("small", True, False),
+        ("own widths, few layers", False, False),
+        ("small, all stages", True, True),
+    ):
         try:
             given = cls()
             open_ones = {name: None for name in NAMED if getattr(given, name, 0) is None}
-            config = cls.from_dict(small(given.to_dict() | open_ones, widths))
+            config = cls.from_dict(small(given.to_dict() | open_ones, widths, stages))
             if widths:
                 _split_angles(config)
             for part in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)):
@@ -199,7 +228,7 @@ def builds(model_type: str) -> Iterator[tuple[str, nn.Module]]:
                 if parameter.dim() >= 2 and parameter.is_floating_point():
                     parameter.normal_(0, max(1, parameter[0].numel()) ** -0.5)
         yield size, model.eval()
-    if len(errors) == 2:
+    if len(errors) == 3:
         raise errors[0]
 
 

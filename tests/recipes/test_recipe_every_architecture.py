@@ -2,6 +2,7 @@
 
 import json
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,44 @@ def test_a_run_that_is_not_repeated_bit_by_bit_is_told(monkeypatch):
     model, noise = Pair(Attention()), iter(torch.arange(9.0))
     model.register_forward_hook(lambda module, args, output: output + next(noise))
     assert not checks._captured(model, {"x": torch.randn(2, 5, 4)})["identical"]
+
+
+class Narrow(nn.Module):
+    """Takes features of the width of its weights alone."""
+
+    main_input_name = "input_features"
+    config = SimpleNamespace()
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input_features):
+        return self.layer(input_features)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(17, 3), nn.LayerNorm(17)])
+def test_an_input_gets_the_width_that_an_error_asks_for(layer):
+    batch, error = fed(Narrow(layer))
+    assert error is None
+    assert batch["input_features"].shape[-1] == 17
+
+
+def test_an_error_that_names_no_width_is_given_back():
+    refused = nn.Module()
+    refused.forward = lambda x: exec("raise ValueError('no such width: 17')")
+    batch, error = fed(Narrow(refused))
+    assert (batch, str(error)) == ({}, "no such width: 17")
+
+
+def test_stages_of_a_backbone_are_kept_on_request():
+    given = {"backbone_config": {"depths": [3, 4, 6, 3], "out_indices": [2, 3, 4]}, "encoder_hidden_dim": 256}
+    given |= {"decoder_in_channels": [256, 256], "encoder_in_channels": [512, 1024]}
+    assert small(given)["backbone_config"] == {"depths": [1, 1, 1, 1]}
+    kept = small(given, stages=True)
+    assert kept["backbone_config"]["out_indices"] == [2, 3, 4]
+    assert kept["decoder_in_channels"] == [kept["encoder_hidden_dim"]] * 2
+    assert kept["encoder_in_channels"] == [512, 1024]
 
 
 def test_sizes_are_made_small_by_name():
