@@ -11,7 +11,7 @@ OF_A_SITE = ("ABOVE_NULL", "BELOW_NULL", "OVER_WIDE", "NONFINITE")
 OF_A_STACK = ("COLLAPSE",)
 """Codes that speak of a stack from a layer on."""
 OF_THE_MODEL = ("REMOVABLE",)
-"""Codes that speak of a set of heads anywhere in the model and are placed at one of them."""
+"""Codes that speak of a set of heads anywhere in the model; a set of one is placed at its head."""
 
 Pair = tuple[Finding | None, Finding | None]
 
