@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression.budget import Offer, SharedBudget
+from rankwise.compression.keys_values import LatentSwap
 from rankwise.compression.output_price import OutputPrice
-from rankwise.compression.parts import Job, parts
+from rankwise.compression.parts import Job, PartResult, Prepared, parts
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False}
@@ -97,6 +99,56 @@ def test_a_tolerance_is_of_all_parts_together(tolerance: float) -> None:
         assert done.budget is not None
         assert price.now() == pytest.approx(done.budget.price)
         assert done.budget.price <= tolerance
+
+
+def sharp_gpt2() -> nn.Module:
+    """One whose heads differ: the removal of a few costs at once what narrow queries would cost in all."""
+    model = gpt2()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(4)
+    return model
+
+
+def test_no_tolerance_is_exceeded_and_none_leaves_more_than_its_half() -> None:
+    left = {}
+    for tolerance in (0.035, 0.07):
+        done = rw.compress(
+            sharp_gpt2(), [ids(4, 30)], tolerance=tolerance, parts=("qk", "heads"), **QUICK
+        ).budget
+        assert done is not None
+        assert done.price <= tolerance
+        assert done.tolerance == tolerance
+        left[tolerance] = done.bytes_after
+        assert left[tolerance] <= left.get(tolerance / 2, math.inf)
+
+
+@dataclass
+class Worse:
+    """A part that is dearer when it is done than when it was tried."""
+
+    model: Any
+
+    def finish(self, job: Job) -> PartResult:
+        assert job.keep is not None
+        weight = self.model.transformer.h[0].attn.c_attn.weight
+        before = weight.detach().clone()
+        weight.data.mul_(job.keep)
+        return PartResult(undo=lambda: weight.data.copy_(before))
+
+
+@pytest.mark.parametrize("tolerance", [1e-12, 1e-3])
+def test_what_costs_more_than_was_tried_is_taken_back(tolerance: float) -> None:
+    model = sharp_gpt2()
+    budget = SharedBudget(Job(model, [ids(4, 30)], [], tolerance=tolerance), None)
+    keep, result = budget._finished(
+        Prepared(set(), lambda keep: LatentSwap(model, []), Worse(model).finish),
+        0.1,
+    )
+    assert budget.price.now() <= tolerance
+    assert (keep == 1) == (result is None) == (tolerance == 1e-12)
+    assert keep > 0.1
 
 
 def test_shares_lie_between_what_was_tried() -> None:

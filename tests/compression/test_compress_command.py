@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import rankwise as rw
 from rankwise.cli import app
 from rankwise.compression import Compression
+from rankwise.running import every_other_sequence
 
 Run = Callable[..., Result]
 TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20
@@ -84,7 +85,7 @@ def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: 
         "--no-time", "--no-nulls", "--out", "narrow",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "every other batch was held out" in words(done)
+    assert "every other sequence was held out" in words(done)
     assert "sentence-transformers were copied along (1_Pooling)" in words(done)
     assert Path("narrow/1_Pooling/config.json").read_text() == Path("model/1_Pooling/config.json").read_text()
     assert Path("narrow/modules.json").exists()
@@ -198,3 +199,12 @@ def test_the_import_alone_lets_transformers_load_what_was_compressed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+def test_few_sequences_in_one_batch_are_held_out_too() -> None:
+    batch = {"input_ids": torch.arange(10).reshape(5, 2), "scale": torch.tensor(2.0)}
+    own, other = every_other_sequence(batch, 0), every_other_sequence(batch, 1)
+    assert own["input_ids"][:, 0].tolist() == [0, 4, 8]
+    assert other["input_ids"][:, 0].tolist() == [2, 6]
+    assert other["scale"] == 2
+    assert every_other_sequence({"input_ids": torch.zeros(1, 3)}, 1) is None

@@ -19,8 +19,8 @@ SENTENCE_MODULES = (
 HELP = """Narrow what a trained model's attention does not need, with its price and its gain measured.
 
 The folder gets the compressed model, compression.json and index.html; the original is left alone. Every
-other batch of the data calibrates, the rest, held out, gives the prices. Ctrl-C while calibrating keeps what
-is done.
+other sequence of the data calibrates, the rest, held out, gives the prices. Ctrl-C while calibrating keeps
+what is done.
 
 [bold]Examples[/bold]
 
@@ -187,6 +187,7 @@ def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
     """Batches to calibrate on, others to measure on, and what their reader must know."""
+    from rankwise.running import every_other_sequence
     from rankwise.subject_inputs import inputs_for
 
     if subject.batches is not None and text is None and images is None:
@@ -194,11 +195,14 @@ def _data(
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
     inputs = inputs_for(
-        subject, text=text, images=images, tokens=tokens, sequences=2 * sequences, batch_size=batch_size
+        subject, text=text, images=images, tokens=tokens, sequences=2 * sequences, batch_size=2 * batch_size
     )
     every = list(inputs.batches)
-    # every other batch, so that both see all of the text
-    return every[::2], every[1::2], [f"Data: {inputs.data}; every other batch was held out.", *inputs.notes]
+    # every other sequence of each batch, so that both see all of the text
+    own = [half for batch in every if (half := every_other_sequence(batch, 0)) is not None]
+    others = [half for batch in every if (half := every_other_sequence(batch, 1)) is not None]
+    said = "every other sequence was held out" if others else "one sequence, none was held out"
+    return own, others, [f"Data: {inputs.data}; {said}.", *inputs.notes]
 
 
 def _copy_tokenizer(subject: Any, out: Path) -> None:

@@ -23,6 +23,8 @@ SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.125, 0.06)
 """At which each part is tried."""
 STEP = 0.02
 """By which a share changes until its whole numbers fit."""
+NEARLY_ALL = 0.99
+"""A share from which a part is left as it is."""
 UNITS = 10**9
 """Of the logarithm of a share, so that it is a whole number."""
 LONGEST = 2048
@@ -77,6 +79,9 @@ class SharedBudget:
     def do(self, names: list[str]) -> list[PartResult]:
         """Do the parts, each with the share that its price earns it.
 
+        Under a tolerance, half of it is tried as well, and half of that, while this leaves fewer bytes: whole
+        heads may spend at once what narrower layers would have saved more with.
+
         Args:
             names: in the order they are done.
 
@@ -84,6 +89,30 @@ class SharedBudget:
             CompressionError: if a part cannot be done, or all together cannot save enough. The model is then
                 as it was.
         """
+        asked = self.job
+        done = self._spend(names)
+        while self.job.tolerance is not None and all(result.complete for result in done):
+            left, shares = self.memory(), self.shares
+            if left == self.start:
+                break
+            for result in reversed(done):
+                result.undo()
+            self.job, self.shares = replace(self.job, tolerance=self.job.tolerance / 2), []
+            tried = self._spend(names)
+            if self.memory() < left:
+                done = tried
+                continue
+            for result in reversed(tried):
+                result.undo()
+            for result in done:
+                result.redo()
+            self.shares = shares
+            break
+        self.job = asked
+        return done
+
+    def _spend(self, names: list[str]) -> list[PartResult]:
+        """Do the parts once within the budget of the job; if that fails, the model is as it was."""
         done: list[PartResult] = []
         try:
             for at, name in enumerate(names):
@@ -91,7 +120,7 @@ class SharedBudget:
                 if not self.whole:
                     self._count(ready)
                 offers = {other: self._offer(other, prepared) for other, prepared in ready.items()}
-                done += self._do(name, ready[name], offers)
+                done.append(self._do(name, ready[name], offers))
         except BaseException:
             for result in reversed(done):
                 result.undo()
@@ -143,18 +172,30 @@ class SharedBudget:
         left, keeps, prices = zip(*points, strict=True)
         return Offer(list(keeps), list(left), list(prices))
 
-    def _do(self, name: str, prepared: Prepared, offers: dict[str, Offer]) -> list[PartResult]:
+    def _do(self, name: str, prepared: Prepared, offers: dict[str, Offer]) -> PartResult:
         now, paid = self.memory(), self.price.now()
         wanted = self._bytes_left(now, paid, offers)[name]
         keep = self._fitting(prepared, offers[name], wanted, self._most_left(name, now, offers))
-        if keep < 1:
-            result = prepared.finish(replace(self.job, keep=keep, tolerance=None))
-        else:
+        keep, result = self._finished(prepared, keep)
+        if result is None:
             result = PartResult(notes=[f"{name}: left as it is: at this budget it costs too much."])
         self.shares.append(
             PartShare(part=name, keep=keep, bytes_saved=now - self.memory(), price=self.price.now() - paid)
         )
-        return [result]
+        return result
+
+    def _finished(self, prepared: Prepared, keep: float) -> tuple[float, PartResult | None]:
+        """Do a part for good, and measure its price again: heads are then chosen in rounds, anew.
+
+        Above the tolerance it is taken back, and half as much is tried; None where nothing is within it.
+        """
+        while keep < 1:
+            result = prepared.finish(replace(self.job, keep=keep, tolerance=None))
+            if self.job.tolerance is None or self.price.now() <= self.job.tolerance:
+                return keep, result
+            result.undo()
+            keep = (1 + keep) / 2 if keep < NEARLY_ALL else 1.0
+        return 1.0, None
 
     def _fitting(self, prepared: Prepared, offer: Offer, wanted: int, most: int) -> float:
         """The share for some bytes; widths and heads are whole numbers, so that it is looked for in steps.

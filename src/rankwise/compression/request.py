@@ -31,6 +31,11 @@ def chosen_parts(names: Sequence[str]) -> list[str]:
             got=repr(wrong[0]) if wrong else "none",
             fix=did_you_mean(wrong[0] if wrong else "", known),
         )
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise CompressionError(
+            "`parts`", wanted="each part once", got=f"{twice[0]!r} twice", fix="Name each part once."
+        )
     return [name for name in known if name in names]
 
 
