@@ -119,24 +119,6 @@ def first_sequences(batch: Batch, count: int) -> Any:
     return changed(batch, copied)
 
 
-def every_other_sequence(batch: Batch, first: int) -> Any:
-    """A copy of every other sequence of a batch that lies batch first; None where there is none.
-
-    Args:
-        batch: the batch.
-        first: 0 for the first, third, … sequence, 1 for the second, fourth, …
-    """
-    sequences = batch_size(batch)
-    if sequences <= first:
-        return None
-
-    def copied(tensor: Tensor) -> Tensor:
-        batched = tensor.dim() > 0 and tensor.shape[0] == sequences
-        return (tensor[first::2] if batched else tensor).clone()
-
-    return changed(batch, copied)
-
-
 def batch_size(batch: Batch) -> int:
     """How many sequences a batch holds: the first length of its first tensor.
 

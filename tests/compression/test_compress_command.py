@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import rankwise as rw
 from rankwise.cli import app
 from rankwise.compression import Compression
-from rankwise.running import every_other_sequence
+from rankwise.compression.request import every_other_sequence
 
 Run = Callable[..., Result]
 TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20

@@ -187,7 +187,7 @@ def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
     """Batches to calibrate on, others to measure on, and what their reader must know."""
-    from rankwise.running import every_other_sequence
+    from rankwise.compression.request import every_other_sequence
     from rankwise.subject_inputs import inputs_for
 
     if subject.batches is not None and text is None and images is None:

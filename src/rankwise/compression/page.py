@@ -15,7 +15,7 @@ BODY = """{% extends "short.html" %}
 {% if map %}<section><h2>Where the width is</h2><div class="figures">
 {{ figure(map, "Width left of each key head") }}
 {% if curve %}
-{{ figure(curve, "Attention KL against mean width; the dot is this model, with its calibration") }}
+{{ figure(curve, "Attention KL against mean width; the dot is this model") }}
 {% endif %}
 </div></section>{% endif %}
 {% for words in tables[2:] %}

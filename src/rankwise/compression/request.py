@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rankwise.compression.parts import parts
 from rankwise.compression.structure import structure_of
 from rankwise.errors import CompressionError, InputError, did_you_mean
-from rankwise.running import batch_size
+from rankwise.running import batch_size, changed
 
 
 def chosen_parts(names: Sequence[str]) -> list[str]:
@@ -100,3 +100,21 @@ def listed_batches(batches: Iterable[Any], name: str) -> list[Any]:
     if not data or not sum(batch_size(batch) for batch in data):
         raise InputError(f"`{name}`", wanted="a batch or more", got="none", fix="Give data the model takes.")
     return data
+
+
+def every_other_sequence(batch: Any, first: int) -> Any:
+    """A copy of every other sequence of a batch that lies batch first; None where there is none.
+
+    Args:
+        batch: the batch.
+        first: 0 for the first, third, … sequence, 1 for the second, fourth, …
+    """
+    sequences = batch_size(batch)
+    if sequences <= first:
+        return None
+
+    def copied(tensor: Tensor) -> Tensor:
+        batched = tensor.dim() > 0 and tensor.shape[0] == sequences
+        return (tensor[first::2] if batched else tensor).clone()
+
+    return changed(batch, copied)

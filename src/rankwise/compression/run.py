@@ -144,7 +144,7 @@ def compress(
         seed: of whatever is drawn.
         on_step: told what is under way.
         cache_tokens: tokens whose cache counts in a budget that parts share; by default as many as the model
-            has positions, 2,048 at most.
+            has positions, less two that some families reserve for padding, 2,048 at most.
 
     Returns:
         Widths, prices and gains.

@@ -155,8 +155,8 @@ def _curves(record: Compression) -> CompressionTable:
         "Attention KL against mean width",
         ["way", *(f"{width:g}" for width in widths)],
         [[curve.method, *(shown(point.kl, 4) for point in curve.points)] for curve in record.curves],
-        f"On up to 32 sequences of {record.figures}, without steps of calibration. Weights alone: the SVD of "
-        "W_qᵀ W_k.",
+        f"On up to 32 sequences of {record.figures}, without steps of calibration."
+        + (" Weights alone: the SVD of W_qᵀ W_k." if any("alone" in c.method for c in record.curves) else ""),
     )
 
 
