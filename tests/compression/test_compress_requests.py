@@ -133,3 +133,16 @@ def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
         count += int((labels != -100).sum())
     done = rw.compress_qk(model, batches, width=3, **QUICK)
     assert done.loss_before == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_width_is_of_queries_and_keys_alone() -> None:
+    done = rw.compress(bert(), [ids()], width=4, time=False, nulls=False)
+    assert done.mean_width == 4
+    for wrong in ({"keep": 0.5}, {"parts": ("heads",)}):
+        with pytest.raises(CompressionError, match="qk alone"):
+            rw.compress(bert(), [ids()], width=4, **wrong)
+
+
+def test_a_part_is_named_once() -> None:
+    with pytest.raises(CompressionError, match="twice"):
+        rw.compress(bert(), [ids()], keep=0.5, parts=("qk", "qk"))

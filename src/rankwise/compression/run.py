@@ -113,6 +113,7 @@ def compress(
     seed: int = 0,
     on_step: Callable[[str], None] | None = None,
     cache_tokens: int | None = None,
+    width: float | int | None = None,
 ) -> Compression:
     """Compress parts of a trained model in place, under one budget.
 
@@ -145,6 +146,7 @@ def compress(
         on_step: told what is under way.
         cache_tokens: tokens whose cache counts in a budget that parts share; by default as many as the model
             has positions, less two that some families reserve for padding, 2,048 at most.
+        width: or the mean width of a key head, for ``qk`` alone, as in `compress_qk`.
 
     Returns:
         Widths, prices and gains.
@@ -157,14 +159,21 @@ def compress(
         raise CompressionError(
             "`compress`", wanted="a share to keep or a tolerance", got="both", fix="Leave one of them out."
         )
-    keep = 0.5 if keep is None and tolerance is None else keep
+    if width is not None and (keep is not None or tolerance is not None or chosen_parts(parts) != ["qk"]):
+        raise CompressionError(
+            "`width`",
+            wanted="the part qk alone, with neither a share to keep nor a tolerance",
+            got=f"parts {parts!r}, keep {keep}, tolerance {tolerance}",
+            fix="Use `keep` or `tolerance` for other parts.",
+        )
+    keep = 0.5 if keep is None and tolerance is None and width is None else keep
     return _compress(
         model,
         batches,
         parts,
         keep,
         tolerance,
-        None,
+        width,
         calibrate,
         held_out,
         nulls,
