@@ -28,7 +28,10 @@ def curves(table: Table) -> tuple[list[float], list[float]]:
 
 def same_place(table: Table) -> Verdict:
     rank, accuracy = (saturated(values) for values in curves(table))
-    return max(rank, accuracy) <= 2 * min(rank, accuracy), f"rank at K={rank}, accuracy at K={accuracy}"
+    said = f"rank at K={rank}, accuracy at K={accuracy}"
+    if min(rank, accuracy) == WIDTHS[0]:  # a flat curve is at its largest everywhere, which is no agreement
+        return False, f"{said}: what is there at the first K does not saturate at another"
+    return max(rank, accuracy) <= 2 * min(rank, accuracy), said
 
 
 def told(table: Table) -> str:

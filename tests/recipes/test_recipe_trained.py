@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from recipes import results, run
-from recipes.experiment import Experiment, below, run_id, within
+from recipes.experiment import Experiment, Row, below, run_id, within
 from recipes.trained import EXPERIMENTS
+from recipes.trained.saturation import WIDTHS, label, same_place
 from tests.train.tiny import pairs
 from typer.testing import CliRunner
 
@@ -95,3 +96,23 @@ def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch
     assert not (tmp_path / "w" / "language-transformer-seed0").exists()
     assert run.main(arguments) == 0
     assert len(calls) == 2, "the last time it was done already"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scores", "holds"),
+    [
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), True),
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.1, 0.4), False),
+        ((1, 1, 1, 1, 1, 1), (0.4, 0.4, 0.4, 0.4, 0.4, 0.4), False),
+    ],
+    ids=["at one width", "apart", "flat"],
+)
+def test_flat_curves_do_not_saturate_together(ranks: tuple, scores: tuple, holds: bool) -> None:
+    table = {
+        label(width): Row(
+            label(width),
+            [{"scores": {"accuracy": score}, "rank": {"0": {"rank/heads_effective_rank/0": float(rank)}}}],
+        )
+        for width, rank, score in zip(WIDTHS, ranks, scores, strict=True)
+    }
+    assert same_place(table)[0] is holds
