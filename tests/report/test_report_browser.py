@@ -119,6 +119,10 @@ def opened(page: Page, head: int) -> Locator:
     return page.locator("#head-card")
 
 
+# `wait_for_function` is given functions: a bare expression is evaluated anew at each look, which the page's
+# own policy forbids unless the first look finds it true.
+
+
 def settle(page: Page) -> None:
     """Wait until the page lies still: what follows a click is drawn and scrolled to after it."""
     page.wait_for_function(
@@ -186,7 +190,7 @@ def test_a_finding_marks_all_heads_it_speaks_of(encoder: Page) -> None:
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
     assert encoder.input_value("#measure") == "nearest_distance"
     encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # ABOVE_NULL
-    encoder.wait_for_function("document.querySelector('#measure').value === 'numerical_rank'")
+    encoder.wait_for_function("() => document.querySelector('#measure').value === 'numerical_rank'")
 
 
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
@@ -218,14 +222,14 @@ def test_clicking_a_cell_opens_its_matrix_with_its_tokens(encoder: Page) -> None
     box = outline(encoder)
     encoder.mouse.click(box["x"] + 1.5 * box["width"], box["y"] + 0.5 * box["height"])
     card = opened(encoder, 32)
-    encoder.wait_for_function("document.querySelector('#matrix-plot').data?.[0].z.length === 9")
+    encoder.wait_for_function("() => document.querySelector('#matrix-plot').data?.[0].z.length === 9")
     drawn = encoder.evaluate("document.querySelector('#matrix-plot').data[0]")
     assert "row &lt;=a> (0)<br>column &lt;=a> (0)<br><b>≈ 0.5" in drawn["hovertext"][0][0]
     assert card.locator("#matrix-plot .ytick text").first.text_content() == "<=a>"
     assert "9 × 9 tokens" in card.locator("#matrix-note").inner_text()
     second = card.get_by_role("button", name="Second sequence")
     second.click()
-    encoder.wait_for_function("document.querySelector('#matrix-plot').data[0].z.length === 3")
+    encoder.wait_for_function("() => document.querySelector('#matrix-plot').data[0].z.length === 3")
     assert second.get_attribute("aria-pressed") == "true"
     assert card.locator("#matrix-plot .ytick text").first.text_content() == "x"
     assert "The second sequence, 3 × 3 tokens" in card.locator("#matrix-note").inner_text()
@@ -293,7 +297,7 @@ def test_a_diagonal_is_hatched_where_a_measure_says_nothing_of_it(
     assert page.input_value("#measure") == "effective_rank"  # the first that says something of them
     assert "╱╱╱" not in page.locator(".heat .textpoint text").all_text_contents()
     page.select_option("#measure", "numerical_rank")
-    page.wait_for_function("document.querySelector('.heat .textpoint text').textContent === '╱╱╱'")
+    page.wait_for_function("() => document.querySelector('.heat .textpoint text').textContent === '╱╱╱'")
     assert set(page.locator(".heat .textpoint text").all_text_contents()) == {"╱╱╱"}
     page.close()
 
@@ -414,7 +418,9 @@ def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
     assert all(svg <= box for box, svg in drawn)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.select_option("#measure", label="Sink mass")
-    page.wait_for_function("document.querySelector('#heads .gtitle').textContent.startsWith('Sink mass')")
+    page.wait_for_function(
+        "() => document.querySelector('#heads .gtitle').textContent.startsWith('Sink mass')"
+    )
     assert page.locator("#heads .chart").count() == 1
     assert troubles == []
     context.close()
