@@ -1,19 +1,9 @@
 """Language models on bytes by mixer, at equal parameters."""
 
-from recipes.experiment import Experiment, below, within
+from typing import get_args
 
-MODELS = (
-    "transformer",
-    "softmax",
-    "tost",
-    "tost-decayed",
-    "tost-uniform",
-    "tost-hybrid",
-    "tost-scan",
-    "tost-scan-hybrid",
-    "linear",
-    "mamba2",
-)
+from rankwise.train.recipes.language import Model
+from recipes.experiment import Experiment, below, within
 
 LANGUAGE = Experiment(
     name="language",
@@ -21,7 +11,7 @@ LANGUAGE = Experiment(
     source="Wu et al., “Token Statistics Transformer”, ICLR 2025: validation losses in the README of the "
     "released code (OpenWebText)",
     recipe="language",
-    rows={model: {"model": model} for model in MODELS},
+    rows={model: {"model": model} for model in get_args(Model)},
     paper={
         "transformer": "2.84 (GPT-2 base, 124M, OpenWebText)",
         "tost": "3.20 (110M), 2.88 (304M), 2.72 (655M), OpenWebText",

@@ -1,8 +1,10 @@
 """Long Range Arena by mixer, at equal parameters and with one set of hyper-parameters."""
 
+from typing import get_args
+
+from rankwise.train.recipes.long_range import Model
 from recipes.experiment import Experiment, alike, below
 
-MODELS = ("softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform")
 TASKS = {"listops": "ListOps", "text": "Text", "image": "Image", "pathfinder": "Pathfinder"}
 
 
@@ -13,7 +15,7 @@ def experiment(task: str, name: str) -> Experiment:
         source="Wu et al., “Token Statistics Transformer”, ICLR 2025; reviewers asked for baselines of equal "
         "size, uniform memberships, time and memory",
         recipe="long-range",
-        rows={model: {"task": task, "model": model} for model in MODELS},
+        rows={model: {"task": task, "model": model} for model in get_args(Model)},
         metric="accuracy",
         expectations=(alike("tost", "softmax", 0.03), below("tost-uniform", "tost", "accuracy", by=0.01)),
         notes="120,000 weights each, by the feed-forward width; shorter sequences than published, except "

@@ -1,12 +1,13 @@
 """λ by mixer on LRA Image and on associative recall."""
 
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
+from rankwise.train.recipes.skips import Mixer
 from recipes.experiment import Experiment, below
 from recipes.trained.reading import collapse, joined, learned
 
-MIXERS = ("softmax", "linear", "s4d", "mamba", "mamba2")
+MIXERS = get_args(Mixer)
 SKIPS = (-2, -1, 0, 1, 2, "learned", "channel")
 PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
 

@@ -1,5 +1,8 @@
 """ToST against a ViT on CIFAR-10."""
 
+from typing import get_args
+
+from rankwise.train.recipes.vision import Model
 from recipes.experiment import Experiment, alike, below
 
 VISION = Experiment(
@@ -8,7 +11,7 @@ VISION = Experiment(
     source="Wu et al., “Token Statistics Transformer”, ICLR 2025: ToST beside XCiT and ViT, ImageNet and "
     "fine-tuning",
     recipe="vision",
-    rows={model: {"model": model} for model in ("transformer", "softmax", "tost", "tost-uniform")},
+    rows={model: {"model": model} for model in get_args(Model)},
     metric="accuracy",
     expectations=(
         alike("tost", "softmax", 0.02),

@@ -11,15 +11,12 @@ from rankwise.train.settings import (
     TaskSettings,
 )
 
+Model = Literal["transformer", "softmax", "tost", "tost-uniform"]
 PARAMETERS = {"small": 400_000, "paper": 5_800_000}
 """Weights of every model, by its feed-forward width."""
 
 
-def vision(
-    size: Size = "small",
-    model: Literal["transformer", "softmax", "tost", "tost-uniform"] = "tost",
-    seed: int = 0,
-) -> Recipe:
+def vision(size: Size = "small", model: Model = "tost", seed: int = 0) -> Recipe:
     """Accuracy on CIFAR-10 with crops and mirror images, at equal parameters.
 
     Args:
