@@ -1,6 +1,7 @@
 """What tests a claim about training: a recipe, the rows of a table, the paper's numbers, expectations."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ class Row:
 
 Table = Mapping[str, Row]
 """Rows by label; those without a run are not in it."""
-Verdict = tuple[bool, str]
-"""Whether it is as expected, and the numbers that say so."""
+Verdict = tuple[bool | None, str]
+"""Whether it is as expected (None: seeds differ too much to tell), and the numbers that say so."""
 
 
 @dataclass(frozen=True)
@@ -91,33 +92,47 @@ def run_id(experiment: Experiment, label: str, size: str, seed: int) -> str:
     return "-".join(words).replace(" ", "_").replace("/", "_")
 
 
+def beyond(distance: float, rows: Sequence[Row], metric: str) -> bool | None:
+    """Whether a difference of two means, less its margin, is above 0.
+
+    None where every row has several seeds and the distance is within two standard errors of the difference.
+    """
+    if all(len(row.runs) > 1 for row in rows):
+        error = math.hypot(*(row.spread(metric) / math.sqrt(len(row.runs)) for row in rows))
+        if abs(distance) < 2 * error:
+            return None
+    return distance > 0
+
+
 def below(better: str, worse: str, metric: str = "loss", by: float = 0.0) -> Expectation:
     """The mean of one row lies below that of another by more than ``by``."""
 
     def judge(table: Table) -> Verdict:
-        gap = table[worse].mean(metric) - table[better].mean(metric)
-        numbers = f"{table[better].mean(metric):.3f} against {table[worse].mean(metric):.3f}"
-        return gap > by, numbers
+        rows = table[better], table[worse]
+        low, high = (row.mean(metric) for row in rows)
+        return beyond(high - low - by, rows, metric), f"{low:.3f} against {high:.3f}"
 
     more = f" by more than {by:g}" if by else ""
     return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), judge)
 
 
 def alike(one: str, other: str, margin: float, metric: str = "accuracy") -> Expectation:
-    """The means of two rows differ by ``margin`` at most."""
+    """The means of two rows differ by less than ``margin``."""
 
     def judge(table: Table) -> Verdict:
-        gap = table[one].mean(metric) - table[other].mean(metric)
-        return abs(gap) <= margin, f"{table[one].mean(metric):.3f} against {table[other].mean(metric):.3f}"
+        rows = table[one], table[other]
+        first, second = (row.mean(metric) for row in rows)
+        return beyond(margin - abs(first - second), rows, metric), f"{first:.3f} against {second:.3f}"
 
     return Expectation(f"{metric} of {one} is within {margin:g} of that of {other}", (one, other), judge)
 
 
 def within(near: str, of: str, margin: float, metric: str = "loss") -> Expectation:
-    """The mean of one row lies at most ``margin`` above that of another."""
+    """The mean of one row lies less than ``margin`` above that of another."""
 
     def judge(table: Table) -> Verdict:
-        gap = table[near].mean(metric) - table[of].mean(metric)
-        return gap <= margin, f"{gap:+.3f}"
+        rows = table[near], table[of]
+        gap = rows[0].mean(metric) - rows[1].mean(metric)
+        return beyond(margin - gap, rows, metric), f"{gap:+.3f}"
 
-    return Expectation(f"{metric} of {near} is at most {margin:g} above that of {of}", (near, of), judge)
+    return Expectation(f"{metric} of {near} is less than {margin:g} above that of {of}", (near, of), judge)

@@ -16,6 +16,8 @@ from recipes.trained import EXPERIMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 INTRODUCTION = Path(__file__).with_name("results_page.md")
+HOLDS = {False: "no", None: "unclear", True: "yes"}
+"""Words for a verdict, in the order of the page."""
 HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s", "minutes", "memory")
 
 
@@ -31,8 +33,8 @@ def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
 
 
 def verdicts(experiments: Sequence[Experiment], folder: Path) -> str:
-    """All expectations of the small runs: those that do not hold, those that do, how many are not run."""
-    rows: list[tuple[bool, str]] = []
+    """Expectations of small runs: those that do not hold, unclear ones, those that hold; those not run."""
+    rows: list[tuple[bool | None, str]] = []
     missing: Counter[str] = Counter()
     for experiment in experiments:
         table = experiment.table("small", folder)
@@ -42,9 +44,9 @@ def verdicts(experiments: Sequence[Experiment], folder: Path) -> str:
                 continue
             holds, numbers = one.judge(table)
             seeds = min(len(table[label].runs) for label in one.needs)
-            cells = (experiment.title, one.says, "yes" if holds else "no", numbers, str(seeds))
+            cells = (experiment.title, one.says, HOLDS[holds], numbers, str(seeds))
             rows.append((holds, f"| {' | '.join(cells)} |"))
-    rows.sort(key=lambda row: row[0])
+    rows.sort(key=lambda row: list(HOLDS).index(row[0]))
     head = "| experiment | expected | holds | numbers | seeds |\n| --- | --- | --- | --- | --- |\n"
     waiting = ", ".join(f"{name} ({count})" for name, count in missing.items())
     tail = f"\nExpectations that wait for runs, by experiment: {waiting}.\n" if missing else ""

@@ -9,6 +9,8 @@ from recipes.experiment import Row, Table
 def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
     """A measure of the monitor by layer, the mean over seeds, at a step or at the last one that was audited.
 
+    Class attention, which reads tokens into one row of rank 1, is left out.
+
     Args:
         row: of a table.
         measure: such as ``states_relative_collapse`` or ``heads_effective_rank``.
@@ -19,7 +21,7 @@ def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
         at = str(max(map(int, run["rank"])) if step is None else step)
         for name, value in run["rank"][at].items():
             _, told, place = [*name.split("/", 2), "", ""][:3]
-            if told == measure:
+            if told == measure and not place.endswith(".cross"):
                 layers.setdefault(place, []).append(value)
     return [statistics.fmean(values) for _, values in sorted(layers.items())]
 

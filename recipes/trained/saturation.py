@@ -6,12 +6,13 @@ from recipes.experiment import Expectation, Experiment, Table, Verdict
 from recipes.trained.reading import by_layer, markdown
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
+TIED = {False: "D ≠ HK", True: "D = HK"}
 NEARLY = 0.95
 """Share of the largest value from which on a curve counts as saturated."""
 
 
-def label(width: int) -> str:
-    return f"K={width}"
+def label(width: int, tied: bool) -> str:
+    return f"{TIED[tied]}, K={width}"
 
 
 def saturated(values: list[float]) -> int:
@@ -19,29 +20,37 @@ def saturated(values: list[float]) -> int:
     return next(width for width, value in zip(WIDTHS, values, strict=True) if value >= NEARLY * max(values))
 
 
-def curves(table: Table) -> tuple[list[float], list[float]]:
+def curves(table: Table, tied: bool) -> tuple[list[float], list[float]]:
     """Mean effective rank of heads at the start, and accuracy, by width."""
-    rows = [table[label(width)] for width in WIDTHS if label(width) in table]
+    rows = [row for width in WIDTHS if (row := table.get(label(width, tied)))]
     ranks = [statistics.fmean(by_layer(row, "heads_effective_rank", 0)) for row in rows]
     return ranks, [row.mean("accuracy") for row in rows]
 
 
-def same_place(table: Table) -> Verdict:
-    rank, accuracy = (saturated(values) for values in curves(table))
-    said = f"rank at K={rank}, accuracy at K={accuracy}"
-    if min(rank, accuracy) == WIDTHS[0]:  # a flat curve is at its largest everywhere, which is no agreement
-        return False, f"{said}: what is there at the first K does not saturate at another"
-    return max(rank, accuracy) <= 2 * min(rank, accuracy), said
+def same_place(tied: bool) -> Expectation:
+    """Rank and accuracy saturate at one width."""
+
+    def judge(table: Table) -> Verdict:
+        rank, accuracy = (saturated(values) for values in curves(table, tied))
+        said = f"rank at K={rank}, accuracy at K={accuracy}"
+        if min(rank, accuracy) == WIDTHS[0]:  # a flat curve is at its largest everywhere: no agreement
+            return False, f"{said}: what is there at the first K does not saturate at another"
+        return max(rank, accuracy) <= 2 * min(rank, accuracy), said
+
+    says = (
+        f"{TIED[tied]}: rank at the start and accuracy are at 95 % of their largest at the same K, to a "
+        "factor of 2"
+    )
+    return Expectation(says, [label(width, tied) for width in WIDTHS], judge)
 
 
 def told(table: Table) -> str:
-    rows = [one for width in WIDTHS if (one := label(width)) in table]
-    ranks, scores = curves(table)
-    lines = markdown(
-        ("", "effective rank of heads at the start", "accuracy"),
-        [(row, f"{rank:.2f}", f"{score:.3f}") for row, rank, score in zip(rows, ranks, scores, strict=True)],
-    )
-    return "\n".join(lines)
+    rows = []
+    for tied in TIED:
+        labels = [name for name in (label(width, tied) for width in WIDTHS) if name in table]
+        for name, rank, score in zip(labels, *curves(table, tied), strict=True):
+            rows.append((name, f"{rank:.2f}", f"{score:.3f}"))
+    return "\n".join(markdown(("", "effective rank of heads at the start", "accuracy"), rows))
 
 
 def experiment(task: str, title: str) -> Experiment:
@@ -51,17 +60,17 @@ def experiment(task: str, title: str) -> Experiment:
         source="“On the Limitation and Redundancy of Transformers”: accuracy and rank saturate at one K, "
         "CIFAR-10 and IMDB, D = H·K and D ≠ H·K",
         recipe="saturation",
-        rows={label(width): {"task": task, "head_dim": width} for width in WIDTHS},
+        rows={
+            label(width, tied): {"task": task, "head_dim": width, "tied": tied}
+            for tied in TIED
+            for width in WIDTHS
+        },
         metric="accuracy",
-        expectations=(
-            Expectation(
-                "rank at the start and accuracy are at 95 % of their largest at the same K, to a factor of 2",
-                [label(width) for width in WIDTHS],
-                same_place,
-            ),
-        ),
-        notes="K is the width of queries and keys; values, heads (4) and model width (64) stay, so D ≠ H·K. "
-        "Effective rank of two sequences, the mean over layers and heads.",
+        expectations=[same_place(tied) for tied in TIED],
+        notes="D = HK: 64 / K heads of width K. D ≠ HK: K is the width of queries and keys, 4 heads and "
+        "their values stay. Initial weights have the scale D^−1/2; at 0.02, the usual value for wide models, "
+        "all heads begin with rank 1.0, and one seed on CIFAR-10 ended at an accuracy of 0.42 to 0.45 for "
+        "every K. Effective rank of the probe's sequences, the mean over layers and heads that mix tokens.",
         more=told,
     )
 

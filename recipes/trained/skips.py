@@ -4,7 +4,7 @@ from itertools import product
 from typing import Any, get_args
 
 from rankwise.train.recipes.skips import Mixer
-from recipes.experiment import Experiment, below
+from recipes.experiment import Experiment, alike, below
 from recipes.trained.reading import collapse, joined, learned
 
 MIXERS = get_args(Mixer)
@@ -14,6 +14,10 @@ PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
 
 def label(mixer: str, skip: Any) -> str:
     return f"{mixer} λ={skip}"
+
+
+def gated(mixer: str, skip: Any) -> str:
+    return f"{label(mixer, skip)} gate"
 
 
 def experiment(task: str, title: str, paper: dict[str, str]) -> Experiment:
@@ -26,13 +30,19 @@ def experiment(task: str, title: str, paper: dict[str, str]) -> Experiment:
         rows={
             label(mixer, skip): {"task": task, "mixer": mixer, "skip": skip}
             for mixer, skip in product(MIXERS, SKIPS)
+        }
+        | {
+            gated(mixer, skip): {"task": task, "mixer": mixer, "skip": skip, "gate": True}
+            for mixer, skip in product(("softmax", "mamba2"), (0, 1))
         },
         metric="accuracy",
         paper=paper,
         expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", by=0.02) for mixer in MIXERS]
-        + [below(label(mixer, 1), label(mixer, "learned"), "accuracy") for mixer in MIXERS],
+        + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", by=0.02)]
+        + [alike(label(mixer, 1), label(mixer, "learned"), 0.02) for mixer in MIXERS],
         notes="λ is around the mixer alone; the feed-forward part keeps its own skip. learned: one λ for "
-        "each layer, from −1; channel: one for each channel of each layer. No gates (`gate=true` has them).",
+        "each layer, from −1; channel: one for each channel of each layer. gate: the mixer's output is "
+        "multiplied by a gate that its input gives. Pre-norm. Image: pixels shrunk to 16×16, 4 layers.",
         more=joined(learned, collapse),
     )
 

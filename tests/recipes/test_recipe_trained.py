@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from recipes import results, run
-from recipes.experiment import Experiment, Row, below, run_id, within
+from recipes.experiment import Experiment, Row, alike, below, beyond, run_id, within
 from recipes.trained import EXPERIMENTS
-from recipes.trained.saturation import WIDTHS, label, same_place
+from recipes.trained.saturation import WIDTHS, curves, label, same_place
 from tests.train.tiny import pairs
 from typer.testing import CliRunner
 
@@ -58,6 +58,11 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     page = results.page([LANGUAGE], tmp_path)
     waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
     assert page.index("| no |") < page.index("| yes |") < waiting
+    kept(tmp_path, "tost", 1, 1.75)
+    page_of_two = results.page([LANGUAGE], tmp_path)
+    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.625 | 2 |"
+    assert page_of_two.index("| unclear |") < page_of_two.index("| yes |")
+    assert said in page_of_two
     assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 1 |" in page
     assert "loss of tost is below that of tost-uniform | yes | 1.500 against 1.750 | 1 |" in page
     assert "| transformer | 2.000 ± 1.000 | 0.500 ± 0.000 | 2.84" in page
@@ -72,8 +77,24 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
     table = LANGUAGE.table("small", tmp_path)
     assert below("transformer", "tost").judge(table)[0]
     assert not below("transformer", "tost", by=0.25).judge(table)[0]
-    assert within("tost", "transformer", 0.25).judge(table) == (True, "+0.250")
-    assert not within("tost", "transformer", 0.2).judge(table)[0]
+    assert within("tost", "transformer", 0.26).judge(table) == (True, "+0.250")
+    assert within("tost", "transformer", 0.25).judge(table)[0] is False
+    assert alike("tost", "transformer", 0.2, "loss").judge(table)[0] is False
+    assert alike("transformer", "tost", 0.3, "loss").judge(table)[0] is True
+
+
+def test_two_standard_errors_decide() -> None:
+    def rows(*losses: float) -> list[Row]:
+        return [Row("", [{"scores": {"loss": loss + more}} for more in (-1.0, 0.0, 1.0)]) for loss in losses]
+
+    error = (2 / 3) ** 0.5  # of the difference of two means of three seeds with standard deviation 1
+    assert [beyond(distance * error, rows(0, 0), "loss") for distance in (-2.01, -1.99, 1.99, 2.01)] == [
+        False,
+        None,
+        None,
+        True,
+    ]
+    assert beyond(0.1, [rows(0)[0], Row("", rows(0)[0].runs[:1])], "loss") is True, "one seed has no spread"
 
 
 def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +129,14 @@ def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch
     ids=["at one width", "apart", "flat"],
 )
 def test_flat_curves_do_not_saturate_together(ranks: tuple, scores: tuple, holds: bool) -> None:
-    table = {
-        label(width): Row(
-            label(width),
-            [{"scores": {"accuracy": score}, "rank": {"0": {"rank/heads_effective_rank/0": float(rank)}}}],
-        )
-        for width, rank, score in zip(WIDTHS, ranks, scores, strict=True)
-    }
-    assert same_place(table)[0] is holds
+    table = {}
+    for width, rank, score in zip(WIDTHS, ranks, scores, strict=True):
+        # class attention has rank 1 at any width
+        found = {
+            "rank/heads_effective_rank/layers.00": rank,
+            "rank/heads_effective_rank/layers.01.cross": 1.0,
+        }
+        run = {"scores": {"accuracy": score}, "rank": {"0": found}}
+        table[label(width, False)] = Row(label(width, False), [run])
+    assert same_place(False).judge(table)[0] is holds
+    assert curves(table, False) == (list(ranks), list(scores))

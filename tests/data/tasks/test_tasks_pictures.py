@@ -81,6 +81,17 @@ def test_a_sequence_reads_the_picture_row_by_row(tmp_path: Path) -> None:
     assert task.test[2]["input_ids"].tolist() == grey(arrays()["x_test"])[2].ravel().tolist()
 
 
+def test_a_shrunk_picture_has_means_of_blocks(tmp_path: Path) -> None:
+    task = tasks.cifar10_sequence(saved(tmp_path), side=2)
+    pixels = arrays()["x_test"]
+    blocks = [pixels[:, y : y + 4, x : x + 4].mean((1, 2), keepdims=True) for y in (0, 4) for x in (0, 4)]
+    means = np.concatenate(blocks, axis=1)
+    assert (task.length, task.test[0]["input_ids"].tolist()) == (4, grey(means)[0].ravel().tolist())
+    for side in (0, 3, 16):
+        with pytest.raises(InputError, match="`side`: wanted a divisor of the edge"):
+            tasks.cifar10_sequence(tmp_path, side=side)
+
+
 def test_some_examples_are_drawn_by_the_seed(tmp_path: Path) -> None:
     saved(tmp_path)
     some = [tasks.cifar10(tmp_path, train_examples=4, test_examples=2, seed=seed) for seed in (0, 0, 1)]

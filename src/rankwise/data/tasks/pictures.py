@@ -116,6 +116,7 @@ def svhn(
 def cifar10_sequence(
     source: str | Path | None = None,
     *,
+    side: int | None = None,
     train_examples: int | None = None,
     test_examples: int | None = None,
     seed: int = 0,
@@ -127,18 +128,20 @@ def cifar10_sequence(
 
     Args:
         source: as `cifar10`.
+        side: pictures are shrunk to ``side`` pixels along an edge, each the mean of a square block, for
+            sequences of ``side``² tokens; None = as they are.
         train_examples: so many of the training split, drawn at random; None = all.
         test_examples: likewise of the test split.
         seed: of these draws.
 
     Raises:
-        InputError: if source or Hub does not give these pictures.
+        InputError: if source or Hub does not give these pictures, or blocks do not tile them.
     """
     options = {"train_examples": train_examples, "test_examples": test_examples}
     parts, origin = _read("cifar10_sequence", CIFAR10, 10, source, options, seed)
     train, test = (
         Examples({"input_ids": grey(pixels).reshape(len(pixels), -1), "labels": labels})
-        for pixels, labels in parts
+        for pixels, labels in (part if side is None else (shrunk(part[0], side), part[1]) for part in parts)
     )
     length = train.arrays["input_ids"].shape[1]
     return make_task(
@@ -149,10 +152,36 @@ def cifar10_sequence(
         length=length,
         source=origin,
         seed=seed if any(options.values()) else None,
-        options=options,
+        options={**options, "side": side},
         vocab_size=256,
         num_labels=10,
     )
+
+
+def shrunk(pixels: np.ndarray, side: int) -> np.ndarray:
+    """Pictures (N, H, W, 3) of ``side``² pixels, each the mean of a square block.
+
+    Args:
+        pixels: square pictures.
+        side: a divisor of their edge.
+
+    Raises:
+        InputError: if blocks do not tile the pictures.
+
+    Examples:
+        >>> shrunk(np.arange(12.0).reshape(1, 2, 2, 3), 1).tolist()
+        [[[[4.5, 5.5, 6.5]]]]
+    """
+    count, high, wide, channels = pixels.shape
+    if side < 1 or high % side or wide != high:
+        raise InputError(
+            "`side`",
+            wanted="a divisor of the edge of square pictures",
+            got=f"{side} for pictures of {high}×{wide} pixels",
+            fix=f"Leave it out, or take {high // 2}.",
+        )
+    block = high // side
+    return pixels.reshape(count, side, block, side, block, channels).mean((2, 4))
 
 
 def grey(pixels: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from rankwise.train.settings import (
     Recipe,
     Size,
     TaskSettings,
+    unit_scale,
 )
 
 
@@ -31,20 +32,20 @@ def depth(
         seed: of weights and of the order of windows.
     """
     small = size == "small"
+    width = 64 if small else 256
     options: dict[str, Any] = {
         "norm_position": norm,
         "skip": "fixed",
         "skip_init": skip,
         "layer_scale": layer_scale,
+        "initializer_range": unit_scale(width),
     }
     return Recipe(
         name="depth",
         size=size,
         claim="A larger λ keeps tokens of deep stacks apart, and what has collapsed does not learn (λ-skip "
         "paper, Theorem 4.1).",
-        model=ModelSettings(
-            name="softmax", width=64 if small else 256, layers=layers, heads=4, options=options
-        ),
+        model=ModelSettings(name="softmax", width=width, layers=layers, heads=4, options=options),
         task=TaskSettings(name="bytes", tokens=64 if small else 512, options={"windows": 100_000}),
         optimiser=OptimiserSettings(learning_rate=1e-3, warmup=20 if small else 500),
         evaluation=EvaluationSettings(every=100 if small else 1000, examples=200 if small else None),

@@ -9,6 +9,7 @@ from rankwise.train.settings import (
     Recipe,
     Size,
     TaskSettings,
+    unit_scale,
 )
 
 Model = Literal["softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform"]
@@ -32,16 +33,18 @@ def long_range(
         seed: of weights and of the order of examples.
     """
     small = size == "small"
+    width = 64 if small else 128
     return Recipe(
         name="long-range",
         size=size,
         claim="ToST reaches what other mixers of equal size reach on Long Range Arena (ToST paper).",
         model=ModelSettings(
             name=model,
-            width=64 if small else 128,
+            width=width,
             layers=2 if small else 6,
             heads=4 if small else 8,
             parameters=PARAMETERS[size],
+            options={"initializer_range": unit_scale(width)},
         ),
         task=_task(task, small),
         optimiser=OptimiserSettings(learning_rate=1e-3, warmup=50 if small else 1000),

@@ -9,6 +9,7 @@ from rankwise.train.settings import (
     Recipe,
     Size,
     TaskSettings,
+    unit_scale,
 )
 
 
@@ -16,6 +17,7 @@ def saturation(
     size: Size = "small",
     task: Literal["images", "text"] = "images",
     head_dim: int = 8,
+    tied: bool = False,
     seed: int = 0,
 ) -> Recipe:
     """Rank at initialisation and accuracy after training, by head width K at a fixed model width.
@@ -23,11 +25,16 @@ def saturation(
     Args:
         size: small: 3 layers, width 64; paper: 6 layers, width 192.
         task: CIFAR-10 as patches, or IMDB as bytes.
-        head_dim: K of queries and keys; values, heads and model width stay.
+        head_dim: K.
+        tied: D = H·K: D / K heads, whose values are K wide, too. Otherwise K is of queries and keys alone,
+            and 4 heads and their values stay.
         seed: of weights and of the order of examples.
     """
     small, images = size == "small", task == "images"
-    options: dict[str, Any] = {"mixer_options": {"softmax": {"query_dim": head_dim}}}
+    width = 64 if small else 192
+    options: dict[str, Any] = {"initializer_range": unit_scale(width)}
+    if not tied:
+        options["mixer_options"] = {"softmax": {"query_dim": head_dim}}
     taken = {"train_examples": None, "test_examples": 1000 if small else None}
     return Recipe(
         name="saturation",
@@ -35,7 +42,11 @@ def saturation(
         claim="Rank at initialisation and accuracy after training saturate at the same K (rank paper, "
         "model-reduction effect).",
         model=ModelSettings(
-            name="softmax", width=64 if small else 192, layers=3 if small else 6, heads=4, options=options
+            name="softmax",
+            width=width,
+            layers=3 if small else 6,
+            heads=width // head_dim if tied else 4,
+            options=options,
         ),
         task=TaskSettings(name="cifar10", tokens=64, options={**taken, "augment": not small})
         if images

@@ -9,6 +9,7 @@ from rankwise.train.settings import (
     Recipe,
     Size,
     TaskSettings,
+    unit_scale,
 )
 
 Mixer = Literal["softmax", "linear", "s4d", "mamba", "mamba2"]
@@ -28,7 +29,8 @@ def skips(
     """Accuracy by λ and mixer on LRA Image and on associative recall.
 
     Args:
-        size: small: 4 layers, width 64 (recall: 2 layers); paper: 8 layers, width 128 (recall: 4 layers).
+        size: small: 4 layers, width 64 (recall: 2 layers), pictures shrunk to 16×16 pixels; paper: 8 layers,
+            width 128 (recall: 4 layers), pictures of 32×32.
         task: pixels of grey CIFAR-10 in a row, or multi-query associative recall.
         mixer: what mixes tokens.
         skip: λ, or ``learned`` from −1 for each layer, or for each ``channel`` of each layer.
@@ -36,11 +38,13 @@ def skips(
         seed: of weights and of the order of examples.
     """
     small = size == "small"
+    width = 64 if small else 128
     learned = isinstance(skip, str)
     options: dict[str, Any] = {
         "skip": skip if learned else "fixed",
         "skip_init": FROM if learned else float(skip),
         "gate": gate,
+        "initializer_range": unit_scale(width),
     }
     image = task == "image"
     layers = (4 if small else 8) if image else (2 if small else 4)
@@ -49,26 +53,26 @@ def skips(
         size=size,
         claim="λ decides whether deep stacks learn: without a skip accuracy is that of chance (λ-skip paper, "
         "table of λ: 8-layer transformer, LRA Image).",
-        model=ModelSettings(
-            name=mixer, width=64 if small else 128, layers=layers, heads=4 if small else 8, options=options
-        ),
+        model=ModelSettings(name=mixer, width=width, layers=layers, heads=4 if small else 8, options=options),
         task=_task(task, small),
         optimiser=OptimiserSettings(learning_rate=1e-3, warmup=20 if small else 1000),
         evaluation=EvaluationSettings(
-            every=(100 if image else 250) if small else 2000,
+            every=(150 if image else 250) if small else 2000,
             metric="accuracy",
             examples=400 if small else None,
         ),
-        steps=(200 if image else 1000) if small else 50_000,
-        batch=(8 if image else 32) if small else 64,
+        steps=(300 if image else 1000) if small else 50_000,
+        batch=(16 if image else 32) if small else 64,
         seed=seed,
         monitor=True,
-        monitor_every=(100 if image else 500) if small else 5000,
+        monitor_every=(150 if image else 500) if small else 5000,
     )
 
 
 def _task(task: str, small: bool) -> TaskSettings:
     if task == "image":
-        return TaskSettings(name="cifar10-sequence", tokens=1024)
+        return TaskSettings(
+            name="cifar10-sequence", tokens=256 if small else 1024, options={"side": 16} if small else {}
+        )
     sizes = {"train": 20_000, "test": 500, "vocab_size": 64, "pairs": 4} if small else {"pairs": 8}
     return TaskSettings(name="mqar", tokens=32 if small else 128, options=sizes)

@@ -9,6 +9,7 @@ from rankwise.train.settings import (
     Recipe,
     Size,
     TaskSettings,
+    unit_scale,
 )
 
 Model = Literal["transformer", "softmax", "tost", "tost-uniform"]
@@ -26,6 +27,7 @@ def vision(size: Size = "small", model: Model = "tost", seed: int = 0) -> Recipe
         seed: of weights and of the order of pictures.
     """
     small = size == "small"
+    width = 96 if small else 192
     return Recipe(
         name="vision",
         size=size,
@@ -33,10 +35,11 @@ def vision(size: Size = "small", model: Model = "tost", seed: int = 0) -> Recipe
         "CIFAR-10).",
         model=ModelSettings(
             name=model,
-            width=96 if small else 192,
+            width=width,
             layers=4 if small else 12,
             heads=4,
             parameters=PARAMETERS[size],
+            options={"initializer_range": unit_scale(width)},
         ),
         task=TaskSettings(name="cifar10", tokens=64, options={"augment": True}),
         optimiser=OptimiserSettings(learning_rate=1e-3, warmup=50 if small else 1000),
