@@ -2,7 +2,7 @@
 
 from recipes.experiment import Experiment
 from recipes.trained.depth import DEPTH
-from recipes.trained.language import LANGUAGE
+from recipes.trained.language import LANGUAGE, WIKITEXT
 from recipes.trained.language_parts import LANGUAGE_PARTS, RECALL_PARTS
 from recipes.trained.long_range import LONG_RANGE
 from recipes.trained.saturation import SATURATION_IMAGES, SATURATION_TEXT
@@ -13,6 +13,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     one.name: one
     for one in (
         LANGUAGE,
+        WIKITEXT,
         LANGUAGE_PARTS,
         RECALL_PARTS,
         DEPTH,
