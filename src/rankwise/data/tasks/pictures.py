@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,24 @@ from rankwise.data.tasks.sources import HubData, chosen, local_files, open_split
 from rankwise.data.tasks.task import Task, make_task
 from rankwise.errors import InputError
 
-CIFAR10 = HubData("uoft-cs/cifar10", "img", "label", 144, ("cifar10.npz",))
-CIFAR100 = HubData("uoft-cs/cifar100", "img", "fine_label", 142, ("cifar100.npz",))
-SVHN = HubData("ufldl-stanford/svhn", "image", "label", 1140, ("svhn.npz",), "cropped_digits")
+
+class Pictures(NamedTuple):
+    """A data set of pictures, and what its training pictures go through where they are augmented."""
+
+    name: str
+    classes: int
+    data: HubData
+    augmented: Callable[[Item], Item] = crop_and_flip
+
+
+CIFAR10 = Pictures("cifar10", 10, HubData("uoft-cs/cifar10", "img", "label", 144, ("cifar10.npz",)))
+CIFAR100 = Pictures("cifar100", 100, HubData("uoft-cs/cifar100", "img", "fine_label", 142, ("cifar100.npz",)))
+SVHN = Pictures(
+    "svhn",
+    10,
+    HubData("ufldl-stanford/svhn", "image", "label", 1140, ("svhn.npz",), "cropped_digits"),
+    crop,
+)
 LUMA = np.array([0.299, 0.587, 0.114])
 """Red, green and blue in grey, ITU-R BT.601."""
 
@@ -57,9 +72,7 @@ def cifar10(
         >>> task.train[0]["pixel_values"].shape, task.num_labels, task.chance
         (torch.Size([3, 32, 32]), 10, 0.25)
     """
-    options = {"train_examples": train_examples, "test_examples": test_examples}
-    transform = crop_and_flip if augment else None
-    return _pictures("cifar10", CIFAR10, 10, source, transform, options, seed)
+    return _task(CIFAR10, source, augment, train_examples, test_examples, seed)
 
 
 def cifar100(
@@ -82,9 +95,7 @@ def cifar100(
     Raises:
         InputError: if source or Hub does not give these pictures.
     """
-    options = {"train_examples": train_examples, "test_examples": test_examples}
-    transform = crop_and_flip if augment else None
-    return _pictures("cifar100", CIFAR100, 100, source, transform, options, seed)
+    return _task(CIFAR100, source, augment, train_examples, test_examples, seed)
 
 
 def svhn(
@@ -109,8 +120,7 @@ def svhn(
     Raises:
         InputError: if source or Hub does not give these pictures.
     """
-    options = {"train_examples": train_examples, "test_examples": test_examples}
-    return _pictures("svhn", SVHN, 10, source, crop if augment else None, options, seed)
+    return _task(SVHN, source, augment, train_examples, test_examples, seed)
 
 
 def cifar10_sequence(
@@ -138,7 +148,7 @@ def cifar10_sequence(
         InputError: if source or Hub does not give these pictures, or blocks do not tile them.
     """
     options = {"train_examples": train_examples, "test_examples": test_examples}
-    parts, origin = _read("cifar10_sequence", CIFAR10, 10, source, options, seed)
+    parts, origin = _read(CIFAR10._replace(name="cifar10_sequence"), source, options, seed)
     train, test = (
         Examples({"input_ids": grey(pixels).reshape(len(pixels), -1), "labels": labels})
         for pixels, labels in (part if side is None else (shrunk(part[0], side), part[1]) for part in parts)
@@ -197,44 +207,40 @@ def grey(pixels: np.ndarray) -> np.ndarray:
     return np.rint(pixels @ LUMA).astype(np.uint8)
 
 
-def _pictures(
-    name: str,
-    data: HubData,
-    classes: int,
+def _task(
+    pictures: Pictures,
     source: str | Path | None,
-    transform: Callable[[Item], Item] | None,
-    options: dict[str, int | None],
+    augment: bool,
+    train_examples: int | None,
+    test_examples: int | None,
     seed: int,
 ) -> Task:
-    parts, origin = _read(name, data, classes, source, options, seed)
+    options = {"train_examples": train_examples, "test_examples": test_examples}
+    parts, origin = _read(pictures, source, options, seed)
     arrays = [
         {"pixel_values": np.ascontiguousarray(np.moveaxis(pixels, -1, 1)), "labels": labels}
         for pixels, labels in parts
     ]
     shape = arrays[0]["pixel_values"].shape[1:]
     return make_task(
-        name,
+        pictures.name,
         "image",
-        Examples(arrays[0], transform=transform),
+        Examples(arrays[0], transform=pictures.augmented if augment else None),
         Examples(arrays[1]),
         length=shape[1] * shape[2],
         source=origin,
         seed=seed if any(options.values()) else None,
-        options={**options, "augment": transform is not None},
-        num_labels=classes,
+        options={**options, "augment": augment},
+        num_labels=pictures.classes,
         image_shape=shape,
     )
 
 
 def _read(
-    name: str,
-    data: HubData,
-    classes: int,
-    source: str | Path | None,
-    options: dict[str, int | None],
-    seed: int,
+    pictures: Pictures, source: str | Path | None, options: dict[str, int | None], seed: int
 ) -> tuple[list[Split], str]:
     """Pictures (N, H, W, 3) and classes of both splits, and what the record calls their source."""
+    name, classes, data, _ = pictures
     files = None if source is None else local_files(source, data)
     if files is not None:
         parts = [_from_file(files[0], split, classes) for split in ("train", "test")]
