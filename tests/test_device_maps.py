@@ -9,6 +9,7 @@ import torch
 from tests.audit.same_audits import compared
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from rankwise.device_maps import checked_device
 from rankwise.errors import InputError
 from rankwise.tasks import AuditTask, prepare, run
 
@@ -51,7 +52,7 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
         ({"offload_folder": Path("x")}, "--offload-folder x: wanted --device-map beside it"),
         ({"device_map": "auto", "model": "net.py:build"}, "a model that transformers loads, got the factory"),
         ({"device_map": "balance"}, "Did you mean balanced"),
-        ({"device_map": "cuda:99"}, "--device-map cuda:99: wanted a device of this machine"),
+        ({"device_map": "cuda:99"}, "--device-map cuda:99: wanted a device that torch sees, got only cpu"),
         ({"device_map": "{"}, "wanted JSON such as"),
         ({"device_map": json.dumps(DISK)}, "wanted --offload-folder for what goes to the disk, got none"),
         (
@@ -73,3 +74,18 @@ def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> No
     )
     with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[train\]'"):
         prepare(task(folder, device_map="auto"))
+
+
+@pytest.mark.parametrize("name", ["", "meta", "hpu", "vulkan", "privateuseone", "cuda:99", "cuda:x", "gpu"])
+def test_a_device_that_torch_does_not_see_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"^--device {name}: wanted a device that torch sees, got only cpu"):
+        checked_device(name)
+
+
+def test_of_two_devices_the_third_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert [str(checked_device(name)) for name in ("cuda", "cuda:1", "cpu:1")] == ["cuda", "cuda:1", "cpu:1"]
+    for name in ("cuda:2", "mps"):
+        with pytest.raises(InputError, match=r"got only cpu, cuda:0, cuda:1 \(torch"):
+            checked_device(name)

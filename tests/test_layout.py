@@ -84,7 +84,7 @@ ALLOWED = {
         "report",
     },
     "data": {"errors", "shapes", "files"},
-    "train": {"audit", "errors", "files", "data", "models", "monitor", "ops"},
+    "train": {"audit", "device_maps", "errors", "files", "data", "models", "monitor", "ops"},
     "assets": {"errors"},
     "device_maps": {"errors"},
     "processes": {"errors"},

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ ON_DISK = "disk"
 
 
 def checked_device(name: str, option: str = "--device") -> torch.device:
-    """Refuse a device that this machine does not have.
+    """Refuse a device that torch does not see. Nothing is put on it, so processes that share it may ask.
 
     Args:
         name: such as ``cpu`` or ``cuda:0``.
@@ -30,17 +31,20 @@ def checked_device(name: str, option: str = "--device") -> torch.device:
         >>> checked_device("cpu")
         device(type='cpu')
     """
-    try:
+    there = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        there += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    with suppress(RuntimeError):  # torch has no devices of that kind
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(
-            f"{option} {name}",
-            wanted="a device of this machine",
-            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
-            fix="Use cpu, or cuda where PyTorch was installed with it.",
-        ) from error
-    return device
+        if device.type == "cpu" or f"{device.type}:{device.index or 0}" in there:
+            return device
+    raise InputError(
+        f"{option} {name}",
+        wanted="a device that torch sees",
+        got=f"only {', '.join(there)} (torch {torch.__version__})",
+        fix="Use cpu, or install torch for your accelerator.",
+    )
 
 
 def placement(

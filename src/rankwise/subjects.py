@@ -93,7 +93,7 @@ def load_subject(
         return subject
     try:
         subject.model.eval().to(target)
-    except (RuntimeError, AssertionError) as error:
+    except RuntimeError as error:
         raise InputError(
             f"--device {device}",
             wanted="a device that takes the model",

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
 from rankwise.cli import app
-from rankwise.errors import TrainingError
+from rankwise.errors import InputError, TrainingError
 from rankwise.train import run as running
 from rankwise.train import train
 from rankwise.train.checkpoints import checkpoints, whole_checkpoints
@@ -75,7 +75,7 @@ def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="`device` cuda: wanted a device that torch sees, got only cpu"):
+    with pytest.raises(InputError, match="`device` cuda: wanted a device that torch sees, got only cpu"):
         train(tiny(tmp_path, device="cuda"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from rankwise.audit import Audit
 from rankwise.data.tasks import Task
+from rankwise.device_maps import checked_device
 from rankwise.errors import TrainingError
 from rankwise.monitor import RankMonitor
 from rankwise.train.callbacks import Clock, EarlyCheck, Lines, Marks
@@ -51,13 +52,14 @@ def train(
         What results.json holds.
 
     Raises:
-        TrainingError: if there is no such device, the folder holds another run, a loss is no number or
-            far from a healthy one, or a checkpoint cannot be written; checkpoints before it stay.
-        InputError: if data are missing, or the model cannot be built.
+        TrainingError: if the folder holds another run, a loss is no number or far from a healthy one, or a
+            checkpoint cannot be written; checkpoints before it stay.
+        InputError: if there is no such device, data are missing, or the model cannot be built.
     """
     out = Path(out)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _check_device(recipe)
+    if recipe.device != "auto":
+        checked_device(recipe.device, "`device`")
     _check_batch(recipe, processes)
     task = make_task(recipe)
     content = identity(recipe, task.provenance.to_dict())
@@ -86,18 +88,6 @@ def train(
         with _saving(out):
             write(out, trainer.model, results)
     return results
-
-
-def _check_device(recipe: Recipe) -> None:
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if recipe.device in there and not there[recipe.device]:
-        found = [name for name, is_there in there.items() if is_there]
-        raise TrainingError(
-            f"`device` {recipe.device}",
-            wanted="a device that torch sees",
-            got=f"only {' and '.join(['cpu', *found])} (torch {torch.__version__})",
-            fix="Take device=auto or device=cpu, or install torch for your accelerator.",
-        )
 
 
 def _check_batch(recipe: Recipe, processes: int) -> None:
