@@ -86,7 +86,7 @@ ALLOWED = {
     "data": {"errors", "shapes", "files"},
     "train": {"audit", "device_maps", "errors", "files", "data", "models", "monitor", "ops"},
     "assets": {"errors"},
-    "device_maps": {"errors"},
+    "device_maps": {"errors", "files"},
     "processes": {"errors"},
     "subjects": {"errors", "data", "models", "compression", "device_maps"},
     "sweep": {"audit", "errors", "files", "tasks"},

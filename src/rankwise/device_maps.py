@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rankwise.errors import InputError, did_you_mean
+from rankwise.files import prepare_folder
 
 KINDS = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 """Of devices."""
@@ -104,15 +105,7 @@ def placement(
         )
     if offload_folder is None:
         return {"device_map": chosen}
-    try:
-        offload_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--offload-folder {offload_folder}",
-            wanted="a folder that can be written",
-            got=error.strerror or str(error),
-            fix="Choose a folder you may write to.",
-        ) from error
+    prepare_folder(offload_folder, "--offload-folder")
     return {"device_map": chosen, "offload_folder": str(offload_folder)}
 
 

@@ -50,6 +50,29 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict | list)
 
 
+def prepare_folder(folder: Path, option: str = "--out") -> None:
+    """Make a folder and see that it can be written to, before anything is computed.
+
+    Args:
+        folder: the folder.
+        option: that names it.
+
+    Raises:
+        InputError: if it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{option} {folder}",
+            wanted="a folder that can be written",
+            got=error.strerror or str(error),
+            fix="Choose a folder you may write to.",
+        ) from error
+
+
 def write_whole(path: Path, content: str | Callable[[Path], object], subject: str) -> Path:
     """Write a file under another name beside its place, then rename it.
 

@@ -150,7 +150,8 @@ def command(
     from rankwise.audit import check_codes, check_method, chosen_heads
     from rankwise.cli.audit_history import audit_each
     from rankwise.cli.audit_one import audit_one
-    from rankwise.cli.output import prepare_folder, quiet_libraries
+    from rankwise.cli.output import quiet_libraries
+    from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
     from rankwise.processes import from_environment
     from rankwise.tasks import AuditTask
@@ -227,7 +228,8 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
         out: the folder of the report.
     """
     from rankwise.audit import Audit
-    from rankwise.cli.output import prepare_folder, write_report
+    from rankwise.cli.output import write_report
+    from rankwise.files import prepare_folder
 
     prepare_folder(out)
     merged = Audit.merge([Audit.load(path) for path in paths])

@@ -29,7 +29,8 @@ def command(
     """Convert a checkpoint; see `HELP`."""
     from rich.console import Console
 
-    from rankwise.cli.output import prepare_folder, quiet_libraries
+    from rankwise.cli.output import quiet_libraries
+    from rankwise.files import prepare_folder
     from rankwise.models import load_released_tost, save_model
 
     quiet_libraries()

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rankwise.errors import InputError
+from rankwise.files import prepare_folder
 
 if TYPE_CHECKING:
     from rankwise.audit import Audit
@@ -19,28 +20,6 @@ if TYPE_CHECKING:
 TABLES: tuple[Literal["heads", "layers"], ...] = ("heads", "layers")
 """Records that are also written as CSV."""
 _KINDS = {".html": "report", ".json": "audit", ".csv": "table"}
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make the output folder and see that it can be written to, before anything is computed.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        InputError: if it cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"--out {folder}",
-            wanted="a folder that can be written",
-            got=error.strerror or str(error),
-            fix="Choose a folder you may write to.",
-        ) from error
 
 
 @contextmanager

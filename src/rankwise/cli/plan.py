@@ -67,7 +67,8 @@ def command(
     ] = False,
 ) -> None:
     """Plan a head width; see `HELP`."""
-    from rankwise.cli.output import prepare_folder, quiet_libraries, show_trials
+    from rankwise.cli.output import quiet_libraries, show_trials
+    from rankwise.files import prepare_folder
     from rankwise.plan import fit_log_law, plan_head_dim, with_prices
     from rankwise.plan.pictures import picture_states
     from rankwise.plan.shape import present_shape

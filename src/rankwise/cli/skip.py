@@ -64,8 +64,9 @@ def command(
     """Put in, fit and certify λ-skips; see `HELP`."""
     from rich.console import Console
 
-    from rankwise.cli.output import prepare_folder, quiet_libraries
+    from rankwise.cli.output import quiet_libraries
     from rankwise.cli.skip_tables import show_certificate, show_skips
+    from rankwise.files import prepare_folder
     from rankwise.subject_inputs import inputs_for
     from rankwise.subjects import load_subject
     from rankwise.surgery import certify_skip, load_skips, mean_loss, skips_of, state_collapse

@@ -67,7 +67,8 @@ def command(
 ) -> None:
     """Run a sweep; see `HELP`."""
     from rankwise.audit import check_method
-    from rankwise.cli.output import prepare_folder, quiet_libraries, show_progress
+    from rankwise.cli.output import quiet_libraries, show_progress
+    from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
     from rankwise.sweep import jobs_of, ray_tasks, run_here, sweep
     from rankwise.tasks import AuditTask

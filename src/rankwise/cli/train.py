@@ -42,7 +42,8 @@ def command(
     ] = False,
 ) -> None:
     """Train a recipe, or list them."""
-    from rankwise.cli.output import prepare_folder, quiet_libraries
+    from rankwise.cli.output import quiet_libraries
+    from rankwise.files import prepare_folder
 
     quiet_libraries()
     from rankwise.train import recipe as make_recipe
