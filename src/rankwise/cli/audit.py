@@ -1,6 +1,5 @@
 """`rankwise audit`."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,7 +149,7 @@ def command(
     from rankwise.audit import check_codes, check_method, chosen_heads
     from rankwise.cli.audit_history import audit_each
     from rankwise.cli.audit_one import audit_one
-    from rankwise.cli.output import quiet_libraries
+    from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
     from rankwise.processes import from_environment
@@ -191,7 +190,7 @@ def command(
     if processes.first:
         prepare_folder(out)
     quiet_libraries()
-    facts = {"command": shlex.join(["rankwise", *sys.argv[1:]])}
+    facts = {"command": command_line()}
 
     def audit_model(model: str, folder: Path, brief: bool = False) -> "Audit":
         return audit_one(replace(task, model=model), folder, processes, facts=facts, brief=brief)

@@ -1,7 +1,5 @@
 """`rankwise compress`."""
 
-import shlex
-import sys
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,7 +83,7 @@ def command(
     ] = False,
 ) -> None:
     """Compress a model; see `HELP`."""
-    from rankwise.cli.output import new_folder, quiet_libraries, show_progress
+    from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
     from rankwise.compression import compress, compress_qk, save_compressed
     from rankwise.compression.companions import copy_companions
     from rankwise.compression.store import RECORD
@@ -125,7 +123,7 @@ def command(
                 )
         about = {
             **record.about,
-            "command": shlex.join(["rankwise", *sys.argv[1:]]),
+            "command": command_line(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": subject.name,
             "folder": str(out),

@@ -1,6 +1,8 @@
 """What every command does with its console and its folder."""
 
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +40,11 @@ def new_folder(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # something was written into it
                 folder.rmdir()
         raise
+
+
+def command_line() -> str:
+    """The command that is running, for the record of what it made."""
+    return shlex.join(["rankwise", *sys.argv[1:]])
 
 
 def quiet_libraries() -> None:

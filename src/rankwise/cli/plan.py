@@ -1,7 +1,5 @@
 """`rankwise plan`."""
 
-import shlex
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +65,7 @@ def command(
     ] = False,
 ) -> None:
     """Plan a head width; see `HELP`."""
-    from rankwise.cli.output import quiet_libraries, show_trials
+    from rankwise.cli.output import command_line, quiet_libraries, show_trials
     from rankwise.files import prepare_folder
     from rankwise.plan import fit_log_law, plan_head_dim, with_prices
     from rankwise.plan.pictures import picture_states
@@ -125,7 +123,7 @@ def command(
             on_trial=on_trial,
         )
     about = {
-        "command": shlex.join(["rankwise", *sys.argv[1:]]),
+        "command": command_line(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **_versions(),
     }

@@ -1,7 +1,5 @@
 """`rankwise skip`."""
 
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -64,7 +62,7 @@ def command(
     """Put in, fit and certify λ-skips; see `HELP`."""
     from rich.console import Console
 
-    from rankwise.cli.output import quiet_libraries
+    from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.cli.skip_tables import show_certificate, show_skips
     from rankwise.files import prepare_folder
     from rankwise.subject_inputs import inputs_for
@@ -87,7 +85,7 @@ def command(
     )
     learning, held = _split(inputs, subject, learn=learn_on is not None, batch_size=batch_size)
     skips = _skips(subject, init, per, sites)
-    report: dict[str, Any] = {"command": shlex.join(["rankwise", *sys.argv[1:]]), "data": inputs.data}
+    report: dict[str, Any] = {"command": command_line(), "data": inputs.data}
     mask = _mask_token(subject)
     report["collapse"] = [state_collapse(subject.model, held)]
     if learn_on is not None:
