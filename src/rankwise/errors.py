@@ -51,6 +51,15 @@ class RecordError(RankwiseError):
     """A saved file that is not what it should be."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its class where it says nothing.
+
+    Args:
+        error: the error.
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Say which known names are near ``name``, and name them all where they are few.
 

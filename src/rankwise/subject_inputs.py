@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.data.evenly import WHOLE, Shard
-from rankwise.errors import InputError
-from rankwise.subjects import Subject, first_line
+from rankwise.errors import InputError, first_line
+from rankwise.subjects import Subject
 
 
 @dataclass(frozen=True)

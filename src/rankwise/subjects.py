@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise.device_maps import checked_device, placement
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import InputError, did_you_mean, first_line
 
 DTYPES = {
     "float32": torch.float32,
@@ -214,12 +214,3 @@ def _loading_fix(error: Exception) -> str:
         "Check the name; offline, give the path of a downloaded model; for a model of your own, "
         "module.py:factory."
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Of what an error says; its class where it says nothing.
-
-    Args:
-        error: the error.
-    """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

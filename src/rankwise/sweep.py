@@ -10,7 +10,7 @@ from typing import Any
 
 from rankwise.audit import Audit
 from rankwise.audit.history import folder_name
-from rankwise.errors import InputError, RankwiseError, RecordError
+from rankwise.errors import InputError, RankwiseError, RecordError, first_line
 from rankwise.files import write_whole
 from rankwise.tasks import AuditTask, prepare, run
 
@@ -236,7 +236,7 @@ def ray_tasks(address: str, cpus: int | float = 1, gpus: int | float = 0) -> Ite
         raise InputError(
             f"--ray {address}",
             wanted="a Ray cluster that answers",
-            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            got=first_line(error),
             fix="Start one with `ray start --head`, or use --ray local.",
         ) from error
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(in_worker)
@@ -286,6 +286,6 @@ def _died(job: Job, error: Exception) -> WorkerDiedError:
     return WorkerDiedError(
         job.name,
         wanted="a worker that lives until the audit is done",
-        got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+        got=first_line(error),
         fix="Where memory ran out, take a smaller --batch-size; `--resume` runs what is missing.",
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rankwise.compression.head_sites import RUNGS, HeadSite, find_head_sites
 from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.removed_heads import Removal
+from rankwise.errors import first_line
 from rankwise.running import device_of, first_sequences, moved
 
 Plan = Mapping[str, set[int]]
@@ -72,7 +73,7 @@ def trial(model: nn.Module, sites: list[HeadSite], batch: Any) -> str:
         finally:
             removal.take_out()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
     bound = torch.finfo(got[""].dtype).eps ** 0.5
     for site in sites:
         kept = expected[site.name][..., site.group * site.value_width :]
