@@ -9,6 +9,7 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rankwise.files import write_whole
 from recipes.experiment import RESULTS, Experiment, Row, Table
@@ -104,7 +105,16 @@ def commands(table: Table) -> list[str]:
             for one in runs
         }
     )
-    return [*(f"    {command}" for command in first.values()), "", f"On {'; '.join(machines)}."]
+    read = sorted({data(run) for row in table.values() for run in row.runs})
+    on = f"On {'; '.join(machines)}. Data: {'; '.join(read)}."
+    return [*(f"    {command}" for command in first.values()), "", on]
+
+
+def data(run: Mapping[str, Any]) -> str:
+    """What a run read, and how much of it."""
+    about, judged = run["data"], run["configuration"]["evaluation"]["examples"]
+    held_out = about["test"] if judged is None else min(judged, about["test"])
+    return f"{about['source']}, {about['train']:,} examples to train on, {held_out:,} to judge by"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -39,7 +39,7 @@ LANGUAGE = Experiment(
         below("tost", "tost-uniform"),
     ),
     notes="Nats per byte of the last tenth of tiny Shakespeare; the paper's losses are per token of "
-    "GPT-2's vocabulary, on another text and at a hundred times the size: only order and ratio can "
+    "GPT-2's vocabulary, on another text and at a hundred times the size: only the order can "
     "be compared. All models have the weights of the transformer within 0.3 %, by their feed- "
     "forward width, and the same optimiser; none was tuned; initial weights have the scale 0.02, "
     "but where a row says another. tost-hybrid is the decayed one with softmax attention in every "

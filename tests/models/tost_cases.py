@@ -57,6 +57,7 @@ def mixers(causal: bool) -> dict[str, nn.Module]:
         "tssa-narrow": TokenStatisticsAttention(WIDTH, HEADS, head_dim=1, causal=causal, bias=False),
         "tssa-uniform": TokenStatisticsAttention(WIDTH, HEADS, causal=causal, membership="uniform"),
         "softmax": SoftmaxAttention(WIDTH, HEADS, causal=causal),
+        "softmax-rotary": SoftmaxAttention(WIDTH, HEADS, query_dim=4, rotary_base=50.0, causal=causal),
         "softmax-narrow": SoftmaxAttention(WIDTH, HEADS, query_dim=1, head_dim=5, causal=causal),
     }
     if causal:

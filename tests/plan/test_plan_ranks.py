@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankwise.plan.ranks import head_rank, nested_hardmax_ranks, trial_ranks
-from rankwise.plan.states import RandomBlock, Setting, rotated, token_states
+from rankwise.plan.states import RandomBlock, Setting, token_states
+from rankwise.rotary import rotated
 from rankwise.theory import hardmax_rank, null_rank
 
 CAUSAL = torch.ones(60, 60, dtype=torch.bool).tril()

@@ -45,6 +45,8 @@ def kept(folder: Path, label: str, seed: int, loss: float) -> None:
         "seconds": 120.0,
         "cpu_seconds": 60.0,
         "peak_memory": 2**30,
+        "data": {"source": "a text", "train": 1000, "test": 50},
+        "configuration": {"evaluation": {"examples": 20}},
         "provenance": {**made, "torch": "2", "transformers": "5"},
     }
     (folder / f"{run_id(LANGUAGE, label, 'small', seed)}.json").write_text(json.dumps(content))
@@ -69,6 +71,7 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     assert "    rankwise train language model=tost\n" in page
+    assert "Data: a text, 1,000 examples to train on, 20 to judge by." in page
 
 
 def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:

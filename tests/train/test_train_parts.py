@@ -1,5 +1,9 @@
 """Models of equal size, weights that decay, the order of examples, what is right."""
 
+from dataclasses import replace
+from itertools import product
+from typing import Any, get_args
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +12,11 @@ from transformers import EvalPrediction
 from rankwise.data.tasks import Task, mqar
 from rankwise.errors import InputError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
-from rankwise.train.models import MODELS, build_model, count_parameters
+from rankwise.train.models import MODELS, build_model, count_parameters, model_config
 from rankwise.train.optimiser import Together, make_optimiser, weights_by_treatment
+from rankwise.train.recipes import recipe
+from rankwise.train.recipes.language import Model as Language
+from rankwise.train.recipes.long_range import Model as LongRange
 from rankwise.train.scores import accuracy, right_and_asked
 from rankwise.train.settings import ModelSettings, OptimiserSettings
 from rankwise.train.stream import Stream
@@ -29,6 +36,39 @@ def test_models_get_the_size_that_is_asked_for(name: str, task: Task) -> None:
     unit = 4 * 3 * 16  # a unit of feed-forward width in 4 layers has at most three rows of the model's width
     assert abs(count - 20_000) <= unit
     assert model(**task.collate([task.train[0]])).loss.isfinite()
+
+
+SIZED = (
+    [("language", name, {"model": name}) for name in get_args(Language)]
+    + [
+        ("long-range", f"{task} {name}", {"model": name, "task": task})
+        for name, task in product(get_args(LongRange), ("listops", "text", "image"))
+    ]
+    + [("vision", name, {"model": name}) for name in ("transformer", "tost")]
+)
+
+
+@pytest.mark.parametrize(("name", "label", "row"), SIZED, ids=[f"{name} {label}" for name, label, _ in SIZED])
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_every_model_of_a_recipe_can_have_the_weights_asked_for(
+    task: Task, size: str, name: str, label: str, row: dict[str, Any]
+) -> None:
+    made = recipe(name, size=size, **row)
+    kind = {"language": "language", "long-range": "sequence", "vision": "image"}[name]
+    sizes: dict[str, Any] = {"vocab_size": 256, "num_labels": 10, "image_shape": (3, 32, 32)}
+    read = replace(task, kind=kind, length=made.task.tokens, **sizes)
+    count = count_parameters(made.model, read, made.task.tokens)
+    assert made.model.parameters is None or abs(count / made.model.parameters - 1) < 0.005
+
+
+def test_options_of_one_mixer_leave_those_of_another(task: Task) -> None:
+    settings = ModelSettings(
+        name="tost-hybrid", width=16, heads=2, options={"mixer_options": {"tssa": {"conv_tokens": 3}}}
+    )
+    made = model_config(settings, task, 16).mixer_options
+    assert made == {"tssa": {"conv_tokens": 3}, "softmax": {"rotary_base": 10_000}}
+    plain = settings.model_copy(update={"options": {"mixer_options": {"softmax": {"rotary_base": None}}}})
+    assert model_config(plain, task, 16).mixer_options == {"softmax": {"rotary_base": None}}
 
 
 def test_a_model_that_cannot_be_so_small_is_refused(task: Task) -> None:

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankwise.plan.states import RandomBlock, Setting, gaussian, rotated, token_states
+from rankwise.plan.states import RandomBlock, Setting, gaussian, token_states
+from rankwise.rotary import rotated
 from rankwise.theory.random_heads import rank_of_stochastic
 
 BLOCK = 32_767

@@ -10,13 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from rankwise.rotary import rotated
 from rankwise.theory import almost_orthonormal
 
 INPUTS = ("orthonormal", "gaussian")
 POSITIONS = ("none", "rope", "learned")
 BLOCKS = ("pre", "post", "attention")
 """Pre-norm as in GPT-2, Llama and ViT; post-norm as in BERT; attention alone, without skip, norm and MLP."""
-ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,6 @@ def normalized(states: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
 def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
     """A weight with independent N(0, 1/fan-in) entries, fan-in first."""
     return torch.randn(shape, generator=generator) / math.sqrt(shape[0])
-
-
-def rotated(rows: Float[Tensor, "... T K"]) -> Float[Tensor, "... T K"]:
-    """Rotary positions 0 … T − 1 on pairs (i, i + K/2), base 10,000."""
-    tokens, width = rows.shape[-2:]
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2) / width)
-    angle = torch.arange(tokens)[:, None] * frequency
-    first, other = rows.chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - other * sin, other * cos + first * sin], dim=-1)
 
 
 @dataclass(frozen=True)

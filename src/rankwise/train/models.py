@@ -20,6 +20,7 @@ from rankwise.data.tasks import Task
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models import ToSTConfig
 from rankwise.ops import half_lives
+from rankwise.rotary import ROPE_BASE
 from rankwise.train.settings import ModelSettings
 
 MakeConfig = Callable[[ModelSettings, Task, int], PreTrainedConfig]
@@ -169,7 +170,13 @@ def _made(kind: Any, settings: ModelSettings, task: Task, content: dict[str, Any
                 fix=did_you_mean(name, known).partition(" Known:")[0] or "Leave it out.",
             )
     labels = {"num_labels": task.num_labels} if task.kind != "language" else {}
-    return kind(**{**content, "intermediate_size": wide, **labels, **settings.options})
+    options = {**settings.options}
+    if isinstance(mixers := options.get("mixer_options"), dict):  # what it does not name stays
+        own = content.get("mixer_options", {})
+        options["mixer_options"] = {
+            name: {**own.get(name, {}), **mixers.get(name, {})} for name in {**own, **mixers}
+        }
+    return kind(**{**content, "intermediate_size": wide, **labels, **options})
 
 
 def _every_fourth(settings: ModelSettings, _: int) -> list[str]:
@@ -178,6 +185,7 @@ def _every_fourth(settings: ModelSettings, _: int) -> list[str]:
 
 CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
 """Options of TSSA by which content moves: a short convolution, and a scan of 16 features a head."""
+ROTARY = {"softmax": {"rotary_base": ROPE_BASE}}
 
 
 def _ladder(settings: ModelSettings, tokens: int) -> list[float]:
@@ -190,10 +198,13 @@ MODELS: dict[str, MakeConfig] = {
     "tost": _mixers("tssa"),
     "tost-decayed": _mixers("tssa", half_life=_ladder),
     "tost-uniform": _mixers("tssa", membership="uniform"),
-    "tost-hybrid": _mixers("tssa", half_life=_ladder, layer_types=_every_fourth),
+    "tost-hybrid": _mixers("tssa", half_life=_ladder, mixer_options=ROTARY, layer_types=_every_fourth),
     "tost-scan": _mixers("tssa", half_life=_ladder, mixer_options=CONTENT),
-    "tost-scan-hybrid": _mixers("tssa", half_life=_ladder, mixer_options=CONTENT, layer_types=_every_fourth),
+    "tost-scan-hybrid": _mixers(
+        "tssa", half_life=_ladder, mixer_options=CONTENT | ROTARY, layer_types=_every_fourth
+    ),
     "softmax": _mixers("softmax"),
+    "softmax-rotary": _mixers("softmax", mixer_options=ROTARY),
     "linear": _mixers("linear"),
     "s4d": _mixers("s4d"),
     "mamba": _mixers("mamba"),

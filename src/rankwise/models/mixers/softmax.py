@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise.errors import InputError
 from rankwise.models.mixers.base import (
     Mixer,
     MixerOutput,
@@ -17,6 +18,7 @@ from rankwise.models.mixers.base import (
     token_mask,
 )
 from rankwise.operators import SoftmaxMixing
+from rankwise.rotary import rotated
 
 
 class SoftmaxAttention(Mixer):
@@ -30,6 +32,8 @@ class SoftmaxAttention(Mixer):
         num_heads: H.
         head_dim: width of a head's values; D / H where None.
         query_dim: width of a head's queries and keys; ``head_dim`` where None.
+        rotary_base: base of rotary positions of queries and keys, 10,000 as a rule; None: none. Scores then
+            see how far apart tokens are from the first step of training on.
         causal: whether a token sees only itself and earlier ones.
         bias: biases in the projections.
         dropout: rate on the output.
@@ -49,6 +53,7 @@ class SoftmaxAttention(Mixer):
         *,
         head_dim: int | None = None,
         query_dim: int | None = None,
+        rotary_base: int | float | None = None,
         causal: bool = True,
         bias: bool = True,
         dropout: float = 0.0,
@@ -57,6 +62,14 @@ class SoftmaxAttention(Mixer):
         self.num_heads, self.causal = num_heads, causal
         self.head_dim = head_width("SoftmaxAttention", hidden_size, num_heads, head_dim)
         self.query_dim = query_dim if query_dim is not None else self.head_dim
+        self.rotary_base = rotary_base
+        if rotary_base is not None and (self.query_dim % 2 or rotary_base <= 0):
+            raise InputError(
+                "SoftmaxAttention `rotary_base`",
+                wanted="a positive base, and queries and keys of an even width",
+                got=f"{rotary_base} at width {self.query_dim}",
+                fix="Set `query_dim` to an even number.",
+            )
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
@@ -124,6 +137,9 @@ class SoftmaxAttention(Mixer):
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.rotary_base is not None:
+            start = 0 if state is None else state[0].shape[2]
+            query, key = (rotated(rows, start, self.rotary_base) for rows in (query, key))
         if state is not None:
             past_key, past_value, past_valid = state
             key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)

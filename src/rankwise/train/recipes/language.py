@@ -15,6 +15,7 @@ from rankwise.train.settings import (
 Model = Literal[
     "transformer",
     "softmax",
+    "softmax-rotary",
     "tost",
     "tost-decayed",
     "tost-uniform",

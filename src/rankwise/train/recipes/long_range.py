@@ -14,8 +14,8 @@ from rankwise.train.settings import (
 
 Model = Literal["softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform"]
 TaskName = Literal["listops", "text", "image", "pathfinder"]
-PARAMETERS = {"small": 120_000, "paper": 600_000}
-"""Weights of every model, by its feed-forward width."""
+PARAMETERS = {"small": 120_000, "paper": 1_300_000}
+"""Weights of every model, by its feed-forward width; learned positions of Text are 524,288 of them."""
 
 STEPS: dict[TaskName, int] = {"listops": 2000, "text": 400, "image": 300, "pathfinder": 300}
 """Of the small size: what a few minutes on a core allow."""
