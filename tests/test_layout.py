@@ -18,6 +18,7 @@ ALLOWED = {
     "shapes": set(),
     "torch_internals": set(),
     "linalg": set(),
+    "rotary": set(),
     "parallel": {"torch_internals"},
     "operators": {"errors", "shapes"},
     "measures": {"errors", "shapes", "linalg", "parallel", "operators"},
@@ -45,6 +46,7 @@ ALLOWED = {
     "plan": {
         "errors",
         "files",
+        "rotary",
         "running",
         "operators",
         "capture",
@@ -57,7 +59,7 @@ ALLOWED = {
         "subject_inputs",
     },
     "ops": {"errors", "shapes", "torch_internals"},
-    "models": {"errors", "shapes", "files", "operators", "ops", "surgery", "torch_internals"},
+    "models": {"errors", "shapes", "files", "operators", "ops", "rotary", "surgery", "torch_internals"},
     "surgery": {
         "running",
         "audit",
@@ -84,7 +86,7 @@ ALLOWED = {
         "report",
     },
     "data": {"errors", "shapes", "files"},
-    "train": {"audit", "device_maps", "errors", "files", "data", "models", "monitor", "ops"},
+    "train": {"audit", "device_maps", "errors", "files", "data", "models", "monitor", "ops", "rotary"},
     "assets": {"errors"},
     "device_maps": {"errors", "files"},
     "processes": {"errors"},
