@@ -114,7 +114,10 @@ def data(run: Mapping[str, Any]) -> str:
     """What a run read, and how much of it."""
     about, judged = run["data"], run["configuration"]["evaluation"]["examples"]
     held_out = about["test"] if judged is None else min(judged, about["test"])
-    return f"{about['source']}, {about['train']:,} examples to train on, {held_out:,} to judge by"
+    told = f"{about['source']}, {about['train']:,} examples to train on, {held_out:,} to judge by"
+    if run["chance"] is not None:
+        told += f", {run['chance']:.3f} of their answers the commonest"
+    return told
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,7 +34,7 @@ def same_place(tied: bool) -> Expectation:
         rank, accuracy = (saturated(values) for values in curves(table, tied))
         said = f"rank at K={rank}, accuracy at K={accuracy}"
         if min(rank, accuracy) == WIDTHS[0]:  # a flat curve is at its largest everywhere: no agreement
-            return False, f"{said}: what is there at the first K does not saturate at another"
+            return False, f"{said}: a curve that is flat from the first K on has no place of saturation"
         return max(rank, accuracy) <= 2 * min(rank, accuracy), said
 
     says = (

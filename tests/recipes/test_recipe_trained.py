@@ -45,6 +45,7 @@ def kept(folder: Path, label: str, seed: int, loss: float) -> None:
         "seconds": 120.0,
         "cpu_seconds": 60.0,
         "peak_memory": 2**30,
+        "chance": None,
         "data": {"source": "a text", "train": 1000, "test": 50},
         "configuration": {"evaluation": {"examples": 20}},
         "provenance": {**made, "torch": "2", "transformers": "5"},
