@@ -49,6 +49,15 @@ def build():
 def fails():
     raise OSError("no weights")
 
+def interrupted():
+    layer, batches = model()
+
+    def read():
+        yield from batches
+        if not (HERE / "goes-on").exists():
+            raise KeyboardInterrupt
+    return layer, read()
+
 def killed():
     if not (HERE / "killed").exists():
         (HERE / "killed").touch()
@@ -179,6 +188,19 @@ def test_the_command_resumes_and_leaves_with_status_1_where_a_job_fails(factory,
     assert (tmp_path / "built").read_text() == "x"
     assert len(History.load(tmp_path / "out")) == 2
     assert (tmp_path / "out" / "index.html").exists()
+
+
+def test_ctrl_c_in_an_audit_ends_the_sweep_and_what_it_was_at_is_not_done(factory, tmp_path) -> None:
+    out = tmp_path / "out"
+    asked = ["sweep", f"{factory}:interrupted", f"{factory}:build", "--out", str(out)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 130, done.output
+    assert "stopped; `--resume` runs what is missing" in done.output
+    assert not list(out.rglob("*.json"))
+    assert not (tmp_path / "built").exists(), "the next job was started"
+    (tmp_path / "goes-on").touch()
+    done = CliRunner().invoke(app, [*asked, "--resume"])
+    assert (done.exit_code, "2 audits done, 0 kept, 0 failed" in done.output) == (0, True), done.output
 
 
 def test_without_ray_the_install_is_named(monkeypatch) -> None:

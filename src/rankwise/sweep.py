@@ -181,9 +181,15 @@ def in_worker(task: AuditTask) -> tuple[str, dict[str, str]]:
 
     Args:
         task: what is asked for.
+
+    Raises:
+        KeyboardInterrupt: if Ctrl-C came, also where an audit would hold what was measured until then.
     """
     try:
-        return run(prepare(task)).model_dump_json(indent=1) + "\n", {}
+        found = run(prepare(task))
+        if not found.complete:
+            raise KeyboardInterrupt
+        return found.model_dump_json(indent=1) + "\n", {}
     except RankwiseError as error:
         return "", {"subject": error.subject, "wanted": error.wanted, "got": error.got, "fix": error.fix}
     except Exception as error:
