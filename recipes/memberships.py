@@ -74,13 +74,22 @@ def by_place(membership: Float[Tensor, "N T H"]) -> float:
 
 
 def measured(model: PreTrainedModel, pixels: Tensor) -> list[dict[str, float]]:
-    """Both numbers of each layer."""
-    return [{"entropy": entropy(layer), "by_place": by_place(layer)} for layer in memberships(model, pixels)]
+    """The numbers of each layer."""
+    return [
+        {
+            "entropy": entropy(layer),
+            "by_place": by_place(layer),
+            "least": float(layer.min()),
+            "most": float(layer.max()),
+        }
+        for layer in memberships(model, pixels)
+    ]
 
 
 def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
-    """A row for each picture: itself, then its memberships by layer and head, white where they are 1."""
+    """A row for each picture: itself, then memberships by layer and head, over the range of the layer."""
     layers = memberships(model, pixels)
+    scaled = [(layer - layer.min()) / (layer.max() - layer.min()) for layer in layers]
     edge = pixels.shape[-1] * ENLARGED
     heads = layers[0].shape[-1]
     width = edge + len(layers) * (3 * GAP + heads * (edge + GAP))
@@ -89,7 +98,7 @@ def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
         top = row * (edge + GAP)
         colours = ((picture.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
         sheet.paste(Image.fromarray(colours).resize((edge, edge), Image.Resampling.NEAREST), (0, top))
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(scaled):
             side = round(layer.shape[1] ** 0.5)
             for head in range(heads):
                 grey = (layer[row, :, head].reshape(side, side) * 255).round().to(torch.uint8).numpy()
@@ -102,12 +111,19 @@ def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
 def page(found: dict[str, Any]) -> str:
     """The page of the results."""
     rows = [
-        f"| {layer} | {trained['entropy']:.3f} | {fresh['entropy']:.3f} | {trained['by_place']:.2f} "
-        f"| {fresh['by_place']:.2f} |"
+        f"| {layer} | {trained['least']:.2f} to {trained['most']:.2f} | {trained['entropy']:.4f} "
+        f"| {fresh['entropy']:.4f} | {trained['by_place']:.2f} | {fresh['by_place']:.2f} |"
         for layer, (trained, fresh) in enumerate(zip(found["trained"], found["fresh"], strict=True))
     ]
     text = INTRODUCTION.read_text(encoding="utf-8")
-    return text.format(table="\n".join(rows), examples=found["examples"], shown=found["shown"])
+    learned = [value for layer in found["temperatures"] for value in layer]
+    return text.format(
+        table="\n".join(rows),
+        examples=found["examples"],
+        shown=found["shown"],
+        coldest=f"{min(learned):.2f}",
+        hottest=f"{max(learned):.2f}",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,6 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sha256": task.provenance.sha256,
         "trained": measured(model, pixels),
         "fresh": measured(fresh, pixels),
+        "temperatures": [
+            module.temperature.flatten().tolist()
+            for module in model.modules()
+            if isinstance(module, TokenStatisticsAttention)
+        ],
     }
     write_whole(chosen.results, json.dumps(found, indent=1) + "\n", "results")
     drawn(model, pixels[:SHOWN]).save(chosen.picture, lossless=True)

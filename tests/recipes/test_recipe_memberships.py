@@ -39,11 +39,12 @@ def test_every_layer_of_tssa_is_measured_and_drawn() -> None:
     layers = recipe.memberships(model, pixels)
     assert [tuple(layer.shape) for layer in layers] == [(4, 16, 2)] * 3
     assert torch.allclose(layers[1].sum(-1), torch.ones(4, 16))
-    assert [set(row) for row in measured(model, pixels)] == [{"entropy", "by_place"}] * 3
+    assert [set(row) for row in measured(model, pixels)] == [{"entropy", "by_place", "least", "most"}] * 3
     sheet = drawn(model, pixels[:2])
     edge, gap = 8 * recipe.ENLARGED, recipe.GAP
     assert sheet.size == (edge + 3 * (3 * gap + 2 * (edge + gap)), 2 * (edge + gap) - gap)
-    corner = round(float(layers[0][1, 0, 1]) * 255)
+    first = recipe.memberships(model, pixels[:2])[0]
+    corner = round(float((first[1, 0, 1] - first.min()) / (first.max() - first.min())) * 255)
     assert sheet.getpixel((edge + 3 * gap + edge + gap, edge + gap)) == (corner,) * 3
     assert not any(module._forward_pre_hooks for module in model.modules())
 
