@@ -51,11 +51,24 @@ def command(name: str, given: Mapping[str, Any]) -> str:
         >>> command("language", {"model": "tost", "task.path": "/home/me/data/input.txt"})
         'rankwise train language model=tost task.path=input.txt'
     """
-    shown = {
-        key: Path(str(value)).name if key.rpartition(".")[2] == "path" else value
-        for key, value in given.items()
-    }
-    return shlex.join(["rankwise", "train", name, *(f"{key}={_word(value)}" for key, value in shown.items())])
+    pairs = (f"{key}={_word(shown(key, value))}" for key, value in given.items())
+    return shlex.join(["rankwise", "train", name, *pairs])
+
+
+def shown(key: str, value: Any) -> Any:
+    """A value as a record tells it: of a path, and of the folder of a tokenizer, the last part alone.
+
+    Args:
+        key: of the configuration.
+        value: of that key.
+
+    Examples:
+        >>> shown("task.path", "/home/me/data/input.txt")
+        'input.txt'
+    """
+    last = key.rpartition(".")[2]
+    local = last == "path" or (last == "tokenizer" and Path(str(value)).is_dir())
+    return Path(str(value)).name if local and value is not None else value
 
 
 def _word(value: Any) -> str:

@@ -16,7 +16,7 @@ from rankwise.monitor import RankMonitor, scalars
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
 from rankwise.train.checkpoints import checkpoints
-from rankwise.train.provenance import peak_memory, provenance
+from rankwise.train.provenance import peak_memory, provenance, shown
 from rankwise.train.settings import Recipe
 
 RESULTS = "results.json"
@@ -38,8 +38,9 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
     clock = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Clock))
     tokens = recipe.steps * recipe.batch * recipe.task.tokens
     configuration = recipe.model_dump(mode="json")
-    if recipe.task.path is not None:
-        configuration["task"]["path"] = Path(recipe.task.path).name
+    told = configuration["task"]
+    told["path"] = shown("path", told["path"])
+    told["options"] = {name: shown(name, value) for name, value in told["options"].items()}
     return {
         "recipe": recipe.name,
         "kind": task.kind,
@@ -52,6 +53,7 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
             "last_loss": evaluated[-1]["eval_loss"],
         },
         "chance": task.chance,
+        "bytes_per_token": task.bytes_per_token,
         "best_step": best["step"],
         "curve": [[entry["step"], round(entry["loss"], 5)] for entry in history if "loss" in entry],
         "evaluations": [[one["step"], one["eval_loss"], one["eval_accuracy"]] for one in evaluated],
@@ -90,16 +92,19 @@ def ranks(monitor: RankMonitor | None) -> dict[str, dict[str, float]]:
     }
 
 
-def write(out: Path, model: PreTrainedModel, results: dict[str, Any]) -> None:
-    """Write the model, with its tokenizer where it reads bytes, then the results: they say that all is there.
+def write(out: Path, model: PreTrainedModel, results: dict[str, Any], tokenizer: Any = None) -> None:
+    """Write the model, with its tokenizer where it reads text, then the results: they say that all is there.
 
     Args:
         out: folder of the run.
         model: the best one.
         results: what `gather` gave, and warnings.
+        tokenizer: of the task; None where it reads bytes, or no text.
     """
     model.save_pretrained(out / "model")
-    if model.config.to_dict().get("vocab_size") == BYTE_VOCABULARY:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out / "model")
+    elif model.config.to_dict().get("vocab_size") == BYTE_VOCABULARY:
         ByT5Tokenizer(extra_ids=0).save_pretrained(out / "model")
     write_whole(out / "model" / "README.md", card(results), "model card")
     write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")

@@ -86,7 +86,7 @@ def train(
     results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings}
     if trainer.is_world_process_zero():
         with _saving(out):
-            write(out, trainer.model, results)
+            write(out, trainer.model, results, task.tokenizer)
     return results
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, Callable[..., "Task"]] = {
     "bytes": tasks.byte_language_model,
+    "tokens": tasks.token_language_model,
     "mqar": tasks.mqar,
     "listops": tasks.listops,
     "imdb-bytes": tasks.imdb_bytes,
@@ -23,13 +24,14 @@ TASKS: dict[str, Callable[..., "Task"]] = {
     "pathfinder": tasks.pathfinder,
     "needle": tasks.needle,
 }
-"""By name. The first argument of those that read files is called ``path`` or ``source``: ``task.path``."""
+"""By name. The first argument of those that read files is in `PLACES`: ``task.path``."""
 SHAKESPEARE = (
     "Any UTF-8 text will do. Tiny Shakespeare (1.1 MB): curl -o shakespeare.txt "
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; then "
     "task.path=shakespeare.txt"
 )
 LENGTH = ("length", "max_length")
+PLACES = ("path", "source", "documents")
 
 
 def make_task(recipe: Recipe) -> "Task":
@@ -56,7 +58,7 @@ def make_task(recipe: Recipe) -> "Task":
                 fix=did_you_mean(option, parameters) or "It takes none.",
             )
         given[option] = value
-    place = next((one for one in ("path", "source") if one in parameters), None)
+    place = next((one for one in PLACES if one in parameters), None)
     if recipe.task.path is None and place and parameters[place].default is inspect.Parameter.empty:
         raise InputError(
             "`task.path`", wanted=f"a text file for the task {name}", got="none", fix=SHAKESPEARE

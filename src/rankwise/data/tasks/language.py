@@ -85,6 +85,7 @@ def byte_language_model(
         options=options,
         vocab_size=BYTE_VOCABULARY,
         pad_token_id=0,
+        bytes_per_token=1.0,
     )
 
 

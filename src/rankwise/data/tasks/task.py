@@ -63,6 +63,10 @@ class Task:
     """Share right in the test split when every answer is the most common one of it; None where all tokens
     are to be predicted."""
     validation: Dataset[Item] | None = None
+    bytes_per_token: float | None = None
+    """UTF-8 bytes of the test text over its tokens: nats a token, divided by it, are nats a byte."""
+    tokenizer: Any = None
+    """Of transformers, where the ids are those of a given or trained one; it belongs beside the model."""
 
     def collate(self, items: Sequence[Item]) -> Item:
         """Make a batch (`rankwise.data.tasks.collate`), as ``data_collator`` of a Trainer.
