@@ -1,16 +1,14 @@
-"""What happens beside a training: early losses, marks on checkpoints, time, a line for the log."""
+"""What happens beside a training: early losses, a last evaluation, time, a line for the log."""
 
 import math
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from rankwise.errors import TrainingError
-from rankwise.train.checkpoints import mark
 from rankwise.train.settings import EarlyLoss, Recipe
 
 
@@ -70,15 +68,8 @@ class EarlyCheck(TrainerCallback):
         print(f"warning: {self.warnings[-1]}", file=sys.stderr, flush=True)
 
 
-class Marks(TrainerCallback):
-    """Marks each checkpoint as whole when it is, and asks for an evaluation at the last step.
-
-    Args:
-        content: what is written.
-    """
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
+class LastEvaluation(TrainerCallback):
+    """Asks for an evaluation at the last step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate at the last step, too.
@@ -91,18 +82,6 @@ class Marks(TrainerCallback):
         """
         if state.global_step == state.max_steps:
             control.should_evaluate = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Mark what has just been saved.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            **kwargs: not needed.
-        """
-        if state.is_world_process_zero:
-            mark(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.content)
 
 
 class Clock(TrainerCallback, ExportableState):

@@ -12,6 +12,8 @@ from rankwise.train.settings import Recipe
 
 MARK = "recipe.json"
 """Written into a checkpoint last: where it is missing, the process ended before the checkpoint was whole."""
+BEGAN = ".rankwise"
+"""Written into a checkpoint first: where it is missing, another program made the folder."""
 MAY_DIFFER = {
     "task.path",
     "device",
@@ -36,6 +38,19 @@ def identity(recipe: Recipe, provenance: dict[str, Any]) -> dict[str, Any]:
     decisive = {name: value for name, value in fields(recipe).items() if name not in MAY_DIFFER}
     content: dict[str, Any] = json.loads(json.dumps(decisive | {"data": provenance}, default=dict))
     return content
+
+
+def begin(out: Path, step: int) -> None:
+    """Make the folder of a checkpoint, with the file that says whose it is there from the start.
+
+    Args:
+        out: folder of the run.
+        step: of the checkpoint.
+    """
+    partial = out / f".checkpoint-{step}.part"
+    partial.mkdir(exist_ok=True)
+    (partial / BEGAN).touch()
+    partial.rename(out / f"checkpoint-{step}")
 
 
 def mark(checkpoint: Path, content: dict[str, Any]) -> None:
@@ -68,7 +83,7 @@ def whole_checkpoints(out: Path) -> list[Path]:
 
 
 def remove_broken(out: Path) -> list[Path]:
-    """Remove checkpoints that were not whole when their process ended.
+    """Remove checkpoints of ours that were not whole when their process ended; others stay.
 
     Args:
         out: folder of the run.
@@ -76,10 +91,29 @@ def remove_broken(out: Path) -> list[Path]:
     Returns:
         What was removed.
     """
-    broken = [one for one in checkpoints(out) if not (one / MARK).is_file()]
+    broken = [one for one in checkpoints(out) if (one / BEGAN).is_file() and not (one / MARK).is_file()]
     for one in broken:
         shutil.rmtree(one)
     return broken
+
+
+def refuse_foreign(out: Path) -> None:
+    """See that no folder is there that the training would take for a checkpoint and remove.
+
+    Args:
+        out: folder of the run.
+
+    Raises:
+        TrainingError: naming what another program wrote.
+    """
+    foreign = [one for one in checkpoints(out) if not any((one / name).is_file() for name in (BEGAN, MARK))]
+    if foreign:
+        raise TrainingError(
+            f"--out {out}",
+            wanted="a folder with checkpoints of `rankwise train` alone",
+            got=f"{', '.join(one.name for one in foreign[:4])} without {MARK}, which it did not write",
+            fix="Choose another --out, or move them away.",
+        )
 
 
 def last_whole(out: Path, content: dict[str, Any]) -> Path | None:

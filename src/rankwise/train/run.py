@@ -1,14 +1,12 @@
 """Train a recipe with Hugging Face's Trainer, from the first step or from the last whole checkpoint."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import Trainer, TrainingArguments, set_seed
 
 from rankwise.audit import Audit
@@ -16,11 +14,14 @@ from rankwise.data.tasks import Task
 from rankwise.device_maps import checked_device
 from rankwise.errors import TrainingError
 from rankwise.monitor import RankMonitor
-from rankwise.train.callbacks import Clock, EarlyCheck, Lines, Marks
-from rankwise.train.checkpoints import checkpoints, identity, last_whole, remove_broken, whole_checkpoints
+from rankwise.train.callbacks import Clock, EarlyCheck, LastEvaluation, Lines
+from rankwise.train.checkpoints import checkpoints, identity, last_whole, refuse_foreign, remove_broken
+from rankwise.train.damage import check_readable
+from rankwise.train.lock import alone
 from rankwise.train.models import build_model
 from rankwise.train.optimiser import make_optimiser
 from rankwise.train.results import RESULTS, gather, write
+from rankwise.train.saving import MarkingTrainer, full_disk_told, saving
 from rankwise.train.scores import accuracy, right_and_asked
 from rankwise.train.settings import Recipe
 from rankwise.train.stream import Stream
@@ -52,8 +53,9 @@ def train(
         What results.json holds.
 
     Raises:
-        TrainingError: if the folder holds another run, a loss is no number or far from a healthy one, or a
-            checkpoint cannot be written; checkpoints before it stay.
+        TrainingError: if the folder holds another run or one that is going on, a checkpoint is damaged, a
+            loss is no number or far from a healthy one, or a checkpoint cannot be written; checkpoints
+            before it stay.
         InputError: if there is no such device, data are missing, or the model cannot be built.
     """
     out = Path(out)
@@ -62,11 +64,21 @@ def train(
         checked_device(recipe.device, "`device`")
     _check_batch(recipe, processes)
     task = make_task(recipe)
+    with alone(out) if _first() else nullcontext():
+        return _train(recipe, task, out, resume, processes, progress)
+
+
+def _train(
+    recipe: Recipe, task: Task, out: Path, resume: bool, processes: int, progress: bool
+) -> dict[str, Any]:
     content = identity(recipe, task.provenance.to_dict())
     start = _starting_point(out, content, resume)
+    if start is not None:
+        check_readable(start)
     set_seed(recipe.seed)
     model = build_model(recipe.model, task, _positions(recipe, task))
-    trainer = Trainer(
+    trainer = MarkingTrainer(
+        content,
         model=model,
         args=_arguments(recipe, out, processes, progress),
         train_dataset=Stream(task.train, recipe.steps * recipe.batch, recipe.seed),
@@ -77,15 +89,15 @@ def train(
         optimizers=(make_optimiser(model, recipe.optimiser), None),
     )
     check = EarlyCheck(recipe, task.provenance.sha256)
-    _set_callbacks(trainer, [check, Marks(content), Clock()], progress)
+    _set_callbacks(trainer, [check, LastEvaluation(), Clock()], progress)
     monitor = _monitor(recipe, trainer, task, out, start) if recipe.monitor else None
-    with _saving(out):
+    with full_disk_told(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
         raise check.error
     results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings}
     if trainer.is_world_process_zero():
-        with _saving(out):
+        with saving(out):
             write(out, trainer.model, results, task.tokenizer)
     return results
 
@@ -109,6 +121,7 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
             got=f"one with {RESULTS}",
             fix="Choose another --out, or remove that folder to train again.",
         )
+    refuse_foreign(out)
     if checkpoints(out) and not resume:
         raise TrainingError(
             f"--out {out}",
@@ -117,9 +130,13 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
             fix="Go on from it with --resume, or choose another --out.",
         )
     start = last_whole(out, content)
-    if os.environ.get("RANK", "0") == "0":
+    if _first():
         remove_broken(out)
     return start
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _positions(recipe: Recipe, task: Task) -> int:
@@ -189,24 +206,3 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path, start: Pat
         monitor.history.add(step, Audit.load(before[step]))
     monitor.attach(trainer)
     return monitor
-
-
-@contextmanager
-def _saving(out: Path) -> Iterator[None]:
-    """Say in one sentence that there is no room, and what is left; the other errors are as they are."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        causes = (error, error.__cause__, error.__context__)
-        no_room = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
-        if not no_room:
-            raise
-        remove_broken(out)
-        whole = whole_checkpoints(out)
-        why = next((one.strerror for one in causes if isinstance(one, OSError) and one.strerror), str(error))
-        raise TrainingError(
-            f"--out {out}",
-            wanted="a folder that can be written, with room for a checkpoint",
-            got=why,
-            fix=f"Make room, then go on from {whole[-1].name} with --resume." if whole else "Make room.",
-        ) from error

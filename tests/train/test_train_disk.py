@@ -1,0 +1,144 @@
+"""Disks that are full, checkpoints that are damaged, folders that others use."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from tests.train.tiny import tiny
+from transformers import Trainer
+
+from rankwise.errors import TrainingError
+from rankwise.train import train
+from rankwise.train.checkpoints import checkpoints, whole_checkpoints
+from rankwise.train.damage import check_readable
+from rankwise.train.lock import LOCK
+
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 200 KB, which holds one checkpoint of the tiny run (110 KB) and no second."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(folder)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no right to mount a disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on_elsewhere(small_disk: Path, tmp_path: Path) -> None:
+    recipe = tiny(tmp_path)
+    with pytest.raises(TrainingError, match=r"with room for a checkpoint.*were free") as told:
+        train(recipe, small_disk / "out")
+    assert str(small_disk) in str(told.value)
+    assert "go on from checkpoint-3 with --resume" in str(told.value)
+    assert [one.name for one in checkpoints(small_disk / "out")] == ["checkpoint-3"]
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    assert train(recipe, small_disk / "out", resume=True)["evaluations"][-1][0] == 6
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run of six steps whose last checkpoint could not be written."""
+    folder = tmp_path_factory.mktemp("stopped")
+    recipe = tiny(folder, **{"evaluation.every": 2})
+    original = Trainer._save_rng_state
+
+    def fails(trainer: Trainer, output_dir: str) -> None:
+        if trainer.state.global_step == 6:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 69504 vs 69392")
+        original(trainer, output_dir)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_rng_state", fails)
+        with pytest.raises(TrainingError, match=r"inline_container.*from checkpoint-4 with --resume"):
+            train(recipe, folder / "out")
+    return folder / "out", recipe
+
+
+def test_errors_that_are_not_of_the_disk_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(2, "No such file", "data.bin")
+
+    monkeypatch.setattr(Trainer, "training_step", fails)
+    with pytest.raises(FileNotFoundError, match=r"data\.bin"):
+        train(tiny(tmp_path), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+)
+@pytest.mark.parametrize("how", ["half", "empty", "gone"])
+def test_a_damaged_file_is_named(stopped: tuple[Path, Any], tmp_path: Path, name: str, how: str) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(stopped[0] / "checkpoint-4", checkpoint)
+    for other in whole_checkpoints(stopped[0])[:-1]:
+        shutil.copytree(other, tmp_path / other.name)
+    check_readable(checkpoint)
+    content = (checkpoint / name).read_bytes()
+    if how == "gone":
+        (checkpoint / name).unlink()
+    else:
+        (checkpoint / name).write_bytes(content[: len(content) // 2] if how == "half" else b"")
+    with pytest.raises(TrainingError, match=f"{name}: wanted a file that can be read.*Remove the folder"):
+        check_readable(checkpoint)
+
+
+def test_a_run_is_refused_for_damage_and_goes_on_from_the_checkpoint_before(
+    stopped: tuple[Path, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(stopped[0], out)
+    assert [one.name for one in whole_checkpoints(out)] == ["checkpoint-2", "checkpoint-4"]
+    (out / "checkpoint-4" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(TrainingError, match=r"checkpoint-4/model\.safetensors: wanted a file that can be"):
+        train(stopped[1], out, resume=True)
+    shutil.rmtree(out / "checkpoint-4")
+    assert train(stopped[1], out, resume=True)["evaluations"][-1][0] == 6
+
+
+def test_the_best_checkpoint_is_needed_as_well(stopped: tuple[Path, Any], tmp_path: Path) -> None:
+    shutil.copytree(stopped[0], tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoint-4"
+    state = (newest / "trainer_state.json").read_text()
+    (newest / "trainer_state.json").write_text(state.replace("out/checkpoint-4", "out/checkpoint-1"))
+    with pytest.raises(
+        TrainingError, match=r"checkpoint-1/model\.safetensors.*got none.*checkpoint-4 needs it"
+    ):
+        check_readable(newest)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_checkpoints_of_other_programs_are_left_alone(resume: bool, tmp_path: Path) -> None:
+    foreign = tmp_path / "out" / "checkpoint-500"
+    foreign.mkdir(parents=True)
+    (foreign / "pytorch_model.bin").write_text("months of work")
+    with pytest.raises(TrainingError, match=r"checkpoint-500 without recipe\.json"):
+        train(tiny(tmp_path), tmp_path / "out", resume=resume)
+    assert (foreign / "pytorch_model.bin").read_text() == "months of work"
+
+
+def test_a_folder_in_use_is_refused_until_its_process_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    hold = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire()"
+    hold += "; print('held', flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(out / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(TrainingError, match=r"no other process trains into, got one in which a run is going"):
+        train(tiny(tmp_path), out)
+    other.kill()
+    other.wait()
+    FileLock(out / LOCK).acquire(timeout=0)
