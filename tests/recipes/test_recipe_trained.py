@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import results, run
-from recipes.experiment import Experiment, Row, alike, below, beyond, run_id, within
+from recipes import early, results, run
+from recipes.experiment import RESULTS, Experiment, Row, alike, below, beyond, run_id, within
 from recipes.trained import EXPERIMENTS
 from recipes.trained.saturation import WIDTHS, curves, label, same_place
 from tests.train.tiny import pairs
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rankwise.cli import app
 from rankwise.train import recipe
+from rankwise.train.early import KEPT
 from rankwise.train.overrides import parse_pairs
 
 LANGUAGE = EXPERIMENTS["language"]
@@ -121,6 +122,13 @@ def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch
     assert not (tmp_path / "w" / "language-transformer-seed0").exists()
     assert run.main(arguments) == 0
     assert len(calls) == 2, "the last time it was done already"
+
+
+def test_early_losses_are_those_of_the_kept_runs() -> None:
+    assert json.loads(KEPT.read_text(encoding="utf-8")) == early.rows(RESULTS)
+    assert early.tolerance([2.0, 2.0]) == early.FEW
+    assert early.tolerance([2.0, 2.1, 2.2]) == pytest.approx(0.5)
+    assert early.tolerance([2.0, 2.0, 2.0]) == early.LEAST
 
 
 @pytest.mark.parametrize(

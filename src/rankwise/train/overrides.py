@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from rankwise.errors import InputError, did_you_mean
+from rankwise.train.early import early_losses
 from rankwise.train.settings import Recipe, Settings
 
 RecipeFunction = Callable[..., Recipe]
@@ -67,7 +68,10 @@ def build(function: RecipeFunction, given: Mapping[str, Any]) -> Recipe:
     base = function(**own)
     defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
     variant = {key: value for key, value in {**defaults, **own}.items() if key not in ("size", "seed")}
-    base = base.model_copy(update={"variant": variant})
+    early, data = early_losses(base.name, base.size, variant)
+    base = base.model_copy(
+        update={"variant": variant} | ({"early": early, "early_data": data} if early else {})
+    )
     changes = {_path(base, key, arguments): value for key, value in given.items() if key not in arguments}
     content = base.model_dump()
     for path, value in changes.items():
@@ -113,7 +117,7 @@ def changes(recipe: Recipe, function: RecipeFunction) -> dict[str, Any]:
     rest = {
         name: value
         for name, value in fields(recipe).items()
-        if name not in ("variant", "early") and value != base[name]
+        if name not in ("variant", "early", "early_data") and value != base[name]
     }
     options = [name for name in rest if name.endswith(".options")]
     for name in options:

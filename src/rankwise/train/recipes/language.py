@@ -3,7 +3,6 @@
 from typing import Literal
 
 from rankwise.train.settings import (
-    EarlyLoss,
     EvaluationSettings,
     ModelSettings,
     OptimiserSettings,
@@ -29,14 +28,6 @@ Model = Literal[
 
 PARAMETERS = {"small": 820_224, "paper": 37_888_000}
 """Weights of the transformer, and so of all."""
-EARLY: dict[str, tuple[tuple[int, float, float], ...]] = {
-    "transformer": ((20, 4.78, 0.2), (100, 2.35, 0.3)),
-    "tost": ((20, 4.61, 0.2), (100, 2.57, 0.2)),
-    "tost-decayed": ((20, 4.62, 0.2), (100, 2.53, 0.2)),
-}
-"""Step, loss and tolerance of the small size: means of three seeds; five times their spread, at least 0.2."""
-SHAKESPEARE = "09a94ac2b8977f4a8b419fae9f7e1d9aa07858803226097a1a38b37d2b95b8c7"
-"""SHA-256 of the small size's task on tiny Shakespeare."""
 
 
 def language(size: Size = "small", model: Model = "transformer", seed: int = 0) -> Recipe:
@@ -66,9 +57,4 @@ def language(size: Size = "small", model: Model = "transformer", seed: int = 0) 
         steps=600 if small else 10_000,
         batch=8 if small else 64,
         seed=seed,
-        early=tuple(
-            EarlyLoss(step=step, loss=loss, tolerance=tolerance)
-            for step, loss, tolerance in EARLY.get(model if small else "", ())
-        ),
-        early_data=SHAKESPEARE,
     )
