@@ -91,8 +91,9 @@ ALLOWED = {
     "device_maps": {"errors", "files"},
     "processes": {"errors"},
     "subjects": {"errors", "data", "models", "compression", "device_maps"},
-    "sweep": {"audit", "errors", "files", "tasks"},
-    "tasks": {"assets", "audit", "data", "subject_inputs", "subjects", "surgery", "worth"},
+    "sources": set(),
+    "sweep": {"audit", "errors", "files", "sources", "tasks"},
+    "tasks": {"sources", "assets", "audit", "data", "subject_inputs", "subjects", "surgery", "worth"},
     "subject_inputs": {"errors", "data", "subjects"},
     "__main__": {"cli"},
     "cli": {

@@ -15,6 +15,7 @@ import rankwise as rw
 from rankwise.audit import Audit, History
 from rankwise.cli import app
 from rankwise.errors import InputError, RankwiseError
+from rankwise.sources import PIECE, WHOLE
 from rankwise.sweep import (
     Job,
     Result,
@@ -47,7 +48,9 @@ def build():
     return model()
 
 def fails():
-    raise OSError("no weights")
+    if not (HERE / "weights").exists():
+        raise OSError("no weights")
+    return model(1)
 
 def interrupted():
     layer, batches = model()
@@ -181,8 +184,7 @@ def test_the_command_resumes_and_leaves_with_status_1_where_a_job_fails(factory,
     assert "1 audits done, 0 kept, 1 failed" in done.output
     assert "OSError: no weights" in done.output
     assert Audit.load(tmp_path / "out" / "net.py-build").provenance.audits == 1
-    text = Path(factory).read_text(encoding="utf-8").replace('raise OSError("no weights")', "return model(1)")
-    Path(factory).write_text(text, encoding="utf-8")
+    (tmp_path / "weights").touch()
     done = CliRunner().invoke(app, [*asked, "--resume"])
     assert (done.exit_code, "1 audits done, 1 kept, 0 failed" in done.output) == (0, True), done.output
     assert (tmp_path / "built").read_text() == "x"
@@ -201,6 +203,47 @@ def test_ctrl_c_in_an_audit_ends_the_sweep_and_what_it_was_at_is_not_done(factor
     (tmp_path / "goes-on").touch()
     done = CliRunner().invoke(app, [*asked, "--resume"])
     assert (done.exit_code, "2 audits done, 0 kept, 0 failed" in done.output) == (0, True), done.output
+
+
+def test_what_is_finished_is_run_again_where_a_file_it_reads_has_changed(factory, tmp_path) -> None:
+    asked = ["sweep", f"{factory}:build", "--out", str(tmp_path / "out"), "--resume"]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    with Path(factory).open("a", encoding="utf-8") as code:
+        code.write("# other weights\n")
+    done = CliRunner().invoke(app, asked)
+    assert "net.py-build/data is run again: the model changed since" in done.output
+    assert "1 audits done, 0 kept" in done.output
+    assert "0 audits done, 1 kept" in CliRunner().invoke(app, asked).output
+
+
+def test_sources_change_with_any_file_in_a_folder_and_with_nothing_else(tmp_path) -> None:
+    folder, text = tmp_path / "model", tmp_path / "t.txt"
+    (folder / "results").mkdir(parents=True)
+    large = folder / "large.safetensors"
+    large.write_bytes(bytes(WHOLE + PIECE))
+    text.write_text("some text")
+    task = AuditTask(model=str(folder), text=text, dataset="org/on-the-hub:train:text")
+    found = task.sources()
+    assert set(found) == {"model", "text"}
+    (folder / ".hidden").touch()
+    (folder / "results" / "audit.json").touch()
+    assert task.sources() == found
+    large.write_bytes(b"x" * (WHOLE + PIECE))
+    text.write_text("some tex.")
+    after = task.sources()
+    assert all(after[name] != found[name] for name in found)
+
+
+def test_data_that_a_model_would_read_twice_is_refused_before_it_runs(tmp_path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the same")
+    task, workers = AuditTask(model=""), Workers()
+    for data in ([{"dataset": "x"}] * 2, [{"text": tmp_path / "a.txt"}, {"text": tmp_path / "b.txt"}]):
+        with pytest.raises(InputError, match="wanted each data set once, got the same as --") as told:
+            sweep(jobs_of(task, ["m"], data=data), tmp_path / "out", workers)
+    assert "b.txt" in str(told.value)
+    assert "a.txt" in str(told.value)
+    assert not workers.ran
 
 
 def test_without_ray_the_install_is_named(monkeypatch) -> None:

@@ -36,6 +36,8 @@ class Subject:
     trust_remote_code: bool = False
     tokenizer: str = ""
     """Where the tokenizer lies, if not beside the model."""
+    drawn: tuple[str, ...] = ()
+    """Weights that are not in the checkpoint: they are random, and others at each start."""
 
     @property
     def reads(self) -> str:
@@ -188,6 +190,7 @@ def _from_transformers(
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
     subject = Subject(model, spec, commit, spec, trust_remote_code=trust_remote_code)
     missing = sorted(loading.get("missing_keys", ()))
+    subject.drawn = tuple(missing)
     if missing:
         subject.notes.append(
             f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"

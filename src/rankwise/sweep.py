@@ -12,6 +12,7 @@ from rankwise.audit import Audit
 from rankwise.audit.history import folder_name
 from rankwise.errors import InputError, RankwiseError, RecordError, first_line
 from rankwise.files import write_whole
+from rankwise.sources import source_digests
 from rankwise.tasks import AuditTask, prepare, run
 
 RETRIES = 3
@@ -116,13 +117,14 @@ def sweep(
         jobs: what to run.
         out: the folder of the sweep.
         runner: what runs them.
-        resume: whether audits that are there are kept: complete ones, of the same task.
+        resume: whether audits that are there are kept: complete ones, of the same task and the same files.
         retries: how often a job is run again whose worker died.
         on_result: called with each result.
 
     Raises:
-        InputError: if an audit cannot be written; those before it are.
+        InputError: if an audit cannot be written, those before it are; if a model has the same data twice.
     """
+    _check_apart(jobs)
     tell = on_result or (lambda job, result: None)
     outcome = Outcome(kept=[job for job in jobs if resume and is_finished(job, out)])
     pending = [job for job in jobs if job not in outcome.kept]
@@ -142,18 +144,50 @@ def sweep(
     return outcome
 
 
+def _check_apart(jobs: Sequence[Job]) -> None:
+    """The audits of a model are merged: what it reads twice would be counted twice."""
+    known: dict[tuple[str, str, str], Job] = {}
+    for job in jobs:
+        digests = source_digests(job.task.data)
+        for option, value in job.task.data.items():
+            other = known.setdefault((job.folder, option, digests.get(option, str(value))), job)
+            if value and other is not job:
+                raise InputError(
+                    f"--{option} {value}",
+                    wanted="each data set once",
+                    got=f"the same as --{option} {other.task.data[option]}",
+                    fix="Leave one of them out: merged, its sequences would be counted twice.",
+                )
+
+
 def is_finished(job: Job, out: Path) -> bool:
-    """Whether the audit of a job is there, whole, and of the same task.
+    """Whether the audit of a job is there, whole, of the same task and of files as they are now.
 
     Args:
         job: the job.
         out: the folder of the sweep.
     """
+    return changed_since(job, out) == []
+
+
+def changed_since(job: Job, out: Path) -> list[str] | None:
+    """Which local files have changed since a job was finished, by the options that name them.
+
+    Args:
+        job: the job.
+        out: the folder of the sweep.
+
+    Returns:
+        The options; None where there is no whole audit of the same task.
+    """
     try:
         found = Audit.load(job.path(out))
     except (InputError, RecordError):
-        return False
-    return found.complete and found.provenance.command == job.task.command
+        return None
+    if not found.complete or found.provenance.command != job.task.command:
+        return None
+    before, now = found.provenance.sources, job.task.sources()
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
 def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit]:
@@ -186,7 +220,8 @@ def in_worker(task: AuditTask) -> tuple[str, dict[str, str]]:
         KeyboardInterrupt: if Ctrl-C came, also where an audit would hold what was measured until then.
     """
     try:
-        found = run(prepare(task))
+        sources = task.sources()  # before they are read: what changes meanwhile is seen by --resume
+        found = run(prepare(task), {"sources": sources})
         if not found.complete:
             raise KeyboardInterrupt
         return found.model_dump_json(indent=1) + "\n", {}

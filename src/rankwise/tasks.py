@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rankwise.data.evenly import WHOLE, Shard
+from rankwise.sources import source_digests
 from rankwise.subject_inputs import Inputs, inputs_for
 from rankwise.subjects import Subject, load_subject
 
@@ -57,6 +58,18 @@ class AuditTask:
             words += [] if value == usual[name] else [f"--{name.replace('_', '-')}", str(value)]
         words += ["--trust-remote-code"] if self.trust_remote_code else []
         return shlex.join(words)
+
+    @property
+    def data(self) -> dict[str, str | Path | None]:
+        """Where it reads its data, by option; of a data set on the Hub, its name."""
+        return {"text": self.text, "images": self.images, "dataset": (self.dataset or "").partition(":")[0]}
+
+    def sources(self) -> dict[str, str]:
+        """Digests of the local files it reads, by option; of what is on the Hub there is none."""
+        path, _, _ = self.model.rpartition(":")
+        model = path if path.endswith(".py") else self.model
+        found = {"model": model, **self.data, "tokenizer": self.tokenizer}
+        return source_digests(found, flat=("model", "tokenizer"))
 
 
 class Ready(NamedTuple):
@@ -131,6 +144,7 @@ def run(
     """
     from rankwise.assets import demo_model, demo_text
     from rankwise.audit import audit
+    from rankwise.audit.digests import weights_digest
 
     task, subject = ready.task, ready.subject
     said = {
@@ -139,6 +153,7 @@ def run(
         "data": ready.inputs.data.replace(str(demo_text()), "the bundled text"),
         "command": task.command,
         "notes": ready.notes,
+        "weights": weights_digest(subject.model, subject.drawn),
     }
     return audit(
         subject.model,

@@ -9,7 +9,7 @@ OF_THE_FIRST = {"picture", "second_picture", "spectrum", "membership_map", "memb
 """Fields that are of the first sequence."""
 OF_ALL = {"needed_width"}
 """Fields that need all sequences at once."""
-TOLD = {"created", "command", "notes", "audits", "batches"}
+TOLD = {"created", "command", "notes", "audits", "batches", "parts"}
 """What is said of how an audit was made, and differs with it."""
 
 

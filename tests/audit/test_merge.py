@@ -13,8 +13,11 @@ from tests.unchecked import unchecked
 from torch import nn
 
 import rankwise as rw
+from rankwise.audit import Provenance
+from rankwise.audit.digests import DataDigest, weights_digest
 from rankwise.audit.merge_heads import merged_heads
 from rankwise.audit.pooled import Moments, pooled
+from rankwise.cli.audit import merge_files
 from rankwise.errors import InputError, RecordError
 
 
@@ -225,6 +228,68 @@ def test_records_that_do_not_fit_are_refused(shards) -> None:
         rw.Audit.merge([])
     with unchecked(), pytest.raises(InputError, match=r"audit 2 of `Audit.merge`: wanted an audit, got str"):
         rw.Audit.merge([shards[0], "audit.json"])
+
+
+def test_what_would_be_counted_twice_is_refused_and_named(model, sequences, shards, tmp_path) -> None:
+    both = rw.Audit.merge(shards[:2])
+    again = rw.audit(model, sequences[:1])
+    doubled = [
+        ([shards[0], shards[0]], "audit 1 and audit 2"),
+        ([*shards[:2], both], "audit [12] and audit 3"),
+        ([both, rw.Audit.merge([shards[3], shards[1]])], "audit 1 and audit 2"),
+        ([shards[0], shards[1], again], "audit 1 and audit 3"),
+    ]
+    for audits, named in doubled:
+        with pytest.raises(RecordError, match=f"each sequence in one of them, got the same in {named}"):
+            rw.Audit.merge(audits)
+    with pytest.raises(RecordError, match="Leave audit 3 out: it was merged of audits that are here, too"):
+        rw.Audit.merge([*shards[:2], both])
+    files = [
+        str(audit.save(tmp_path / f"{name}.json"))
+        for name, audit in zip("ab", [shards[0], both], strict=True)
+    ]
+    with pytest.raises(RecordError, match=r"got the same in .*a\.json and .*b\.json"):
+        merge_files(files, tmp_path / "out")
+
+
+def test_files_of_before_there_were_digests_merge_as_they_did(shards) -> None:
+    def before(audit: rw.Audit) -> rw.Audit:
+        about = audit.provenance.model_dump(exclude={"parts", "weights", "sources"})
+        return audit.model_copy(update={"provenance": Provenance(**about)})
+
+    old = before(shards[0])
+    assert (old.provenance.parts, old.provenance.weights) == ([], "")
+    assert rw.Audit.merge([old, old, shards[1]]).provenance.sequences == 3
+    assert rw.Audit.merge([shards[1], old]).provenance.weights == shards[1].provenance.weights != ""
+
+
+def test_other_weights_of_the_same_model_are_refused_and_wrappers_are_no_others(model, shards) -> None:
+    torch.manual_seed(5)
+    other = Model().eval()
+    audited = rw.audit(other, [torch.randint(0, 7, (1, 8))])
+    with pytest.raises(RecordError, match="the same weights in all of them"):
+        rw.Audit.merge([shards[0], audited])
+    assert weights_digest(nn.Sequential(model)) == weights_digest(model) == shards[0].provenance.weights
+    names = [name for name, _ in model.named_parameters()]
+    assert weights_digest(model, names) == weights_digest(other, names)
+    assert weights_digest(other.to("meta")) == ""
+
+
+def test_a_digest_of_data_knows_values_types_and_order() -> None:
+    def digest(*batches: object) -> str:
+        read = DataDigest()
+        for batch in batches:
+            read.add(batch)
+        return read.value
+
+    first, other = torch.arange(4).view(1, 4), torch.ones(1, 4, dtype=torch.int64)
+    made = [
+        digest(first), digest(other), digest(first, other), digest(other, first), digest(first.int()),
+        digest(first.view(2, 2)), digest({"ids": first}), digest({"ids": first, "mask": first > 1}),
+    ]  # fmt: skip
+    assert len(set(made)) == len(made)
+    assert digest(first.clone()) == digest(first)
+    assert digest() == digest(first, ("no tensor",)) == digest(("no tensor",), first) == ""
 
 
 def test_a_module_that_one_shard_called_is_not_told_as_never_called(shards) -> None:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from rankwise.audit.findings import find
 from rankwise.audit.merge_heads import SAME_MODEL, merged_heads, merged_layers
+from rankwise.audit.merge_parts import check_apart
 from rankwise.audit.merge_worth import LEFT_OUT, merged_record, with_correlation
 from rankwise.audit.numbers import method_of
 from rankwise.audit.pooled import by_key
@@ -22,15 +23,20 @@ JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 SUMS = ("batches", "sequences", "audits")
 NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
 NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
+OTHER_WEIGHTS = (
+    "Merge audits of the same weights only. Where some are in no checkpoint and drawn at each start, set a "
+    'seed before the model is built; if no head reads them, `rw.audit(…, provenance={"weights": ""})`.'
+)
 ADVISED = "skip connections are to be looked at again: rw.advise(audit, model, batch)"
 NEVER_CALLED = "never called"
 
 
-def merge(audits: Sequence[A]) -> A:
+def merge(audits: Sequence[A], names: Sequence[str] = ()) -> A:
     """Join audits; see `Audit.merge`.
 
     Args:
         audits: of one model, on other sequences each.
+        names: what an error calls them; their numbers where none are given.
     """
     if not audits:
         raise InputError(
@@ -47,6 +53,7 @@ def merge(audits: Sequence[A]) -> A:
     if len(audits) == 1:
         return audits[0]
     _check_alike(audits)
+    check_apart([audit.provenance for audit in audits], names)
     worths = [audit.worth for audit in audits]
     pictured = next((audit for audit in audits if any(head.picture for head in audit.heads)), None)
     heads = merged_heads(
@@ -75,19 +82,20 @@ def _check_alike(audits: Sequence[AuditRecord]) -> None:
     abouts = [audit.provenance for audit in audits]
     for field in SAME:
         _same(field, [getattr(about, field) for about in abouts])
+    _same("weights", [about.weights for about in abouts if about.weights], OTHER_WEIGHTS)
     _same("method_asked", [about.method_asked for about in abouts if about.method_asked])
     estimates = (about.method.partition("estimated with")[2].strip() for about in abouts)
     _same("method of estimates", [estimate for estimate in estimates if estimate])
 
 
-def _same(field: str, values: Sequence[object]) -> None:
+def _same(field: str, values: Sequence[object], fix: str = SAME_MODEL) -> None:
     different = list(dict.fromkeys(values))
     if len(different) > 1:
         raise RecordError(
             "audits to merge",
             wanted=f"the same {field} in all of them",
             got=" and ".join(map(repr, different[:2])),
-            fix=SAME_MODEL,
+            fix=fix,
         )
 
 
@@ -126,6 +134,9 @@ def _provenance(audits: Sequence[AuditRecord], heads: Sequence[HeadRecord]) -> P
         "method_asked": max(about.method_asked for about in abouts),
         "created": max(about.created for about in abouts),
         "advised": False,
+        "parts": sorted(part for about in abouts for part in about.parts),
+        "weights": max(about.weights for about in abouts),
+        "sources": {},
         "versions": {
             name: _all_of([about.versions.get(name, "") for about in abouts], ", ") for name in libraries
         },

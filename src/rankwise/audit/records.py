@@ -287,6 +287,12 @@ class Provenance(Record):
     sequences: Count = 0
     audits: Annotated[int, Field(ge=1)] = 1
     """How many audits were merged into this audit."""
+    parts: list[str] = Field(default_factory=list)
+    """A digest of the data of each audit that was merged into this audit, or of its own."""
+    weights: str = ""
+    """A digest of the weights; empty where they could not be looked at."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Of a job of a sweep, digests of the local files it reads."""
     created: str = ""
     """UTC, ISO 8601."""
     command: str = ""

@@ -81,6 +81,11 @@ class Audit(AuditRecord):
         turn nothing at all. Of files that Rankwise wrote before it could merge, the nearest heads and the
         tokens at peaks are left out. Names of such tokens are counted among the 16 commonest of each audit.
 
+        What would be counted twice is refused: an audit that is there twice, alone or in a merged audit, and
+        audits of the same batches. The same sequences in other batches, or some of them, are not noticed. So
+        are audits of other weights, by 64 numbers of each weight. Files that Rankwise wrote before it kept
+        digests of both are not checked.
+
         Cost: linear in the records.
 
         Args:
@@ -88,8 +93,8 @@ class Audit(AuditRecord):
 
         Raises:
             InputError: if there are none, or one is no audit.
-            RecordError: if they differ in model, revision, δ, method, dtype or schema; it names the field and
-                both values.
+            RecordError: if they differ in model, weights, revision, δ, method, dtype or schema, naming the
+                field and both values; if two hold the same sequences, naming both.
 
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.

@@ -10,6 +10,7 @@ from torch import nn
 from rankwise.audit.baseline_numbers import head_baselines, layer_baselines
 from rankwise.audit.baseline_records import BaselineRecord
 from rankwise.audit.batches import check_batches, from_texts, readable
+from rankwise.audit.digests import DataDigest, weights_digest
 from rankwise.audit.failures import batch_failed, measuring, step_failed
 from rankwise.audit.findings import find
 from rankwise.audit.fresh_copies import BaselineWanted, FreshCopies, check_baseline
@@ -154,6 +155,7 @@ class Run:
         self.given, self.where, self.trace = given, where, Trace()
         self.notes: list[str] = []
         self.batches = self.sequences = 0
+        self.data = DataDigest()
         self.complete = True
         self.worth: Worth | None = None
         self.fresh: dict[int, tuple[HeadTable, LayerTable]] = {}
@@ -203,6 +205,7 @@ class Run:
                 self.heads.pictures.check((head.layer, head.head) for head in self.heads.records())
             self.batches += 1
             self.sequences += batch_size(batch)
+            self.data.add(batch)
             self._current = None
         if not self.batches:
             raise InputError(
@@ -313,7 +316,10 @@ class Run:
             "method_asked": self.heads.method,
             "batches": self.batches,
             "sequences": self.sequences,
+            "parts": [self.data.value] if self.data.value else [],
         }
+        if "weights" not in self.given:
+            found["weights"] = weights_digest(self.model)
         parts = [f"measured: {part}, spread evenly" for part in self.heads.notes]
         given = self.given | {"notes": (*self.notes, *parts, *self.trace.notes, *self.given.get("notes", ()))}
         return provenance_of(self.model, found, given)

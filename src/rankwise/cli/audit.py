@@ -227,11 +227,12 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
         out: the folder of the report.
     """
     from rankwise.audit import Audit
+    from rankwise.audit.merge import merge
     from rankwise.cli.output import write_report
     from rankwise.files import prepare_folder
 
     prepare_folder(out)
-    merged = Audit.merge([Audit.load(path) for path in paths])
+    merged = merge([Audit.load(path) for path in paths], [str(path) for path in paths])
     write_report(merged, out)
     return merged
 

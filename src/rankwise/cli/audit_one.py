@@ -138,6 +138,7 @@ def _doing(done: int, sequences: int, what: str) -> str:
 def _joined(found: Found, task: "AuditTask", out: Path, processes: "Processes") -> Found:
     """In the first process, what all of them found; the others leave."""
     said = None if found.failure is None else processes.said(found.failure)
+    found.audit = None if found.audit is None else _of_share(found.audit, processes)
     text = "" if found.audit is None else found.audit.model_dump_json()
     try:
         shares = processes.to_first((text, said, found.interrupted))
@@ -151,6 +152,13 @@ def _joined(found: Found, task: "AuditTask", out: Path, processes: "Processes") 
     if not processes.first:
         raise typer.Exit
     return merged_shares(shares, task.matrices, found.failure, processes.interrupted)
+
+
+def _of_share(audit: "Audit", processes: "Processes") -> "Audit":
+    """A repeated line of a text may give two processes the same sequences: here these are no mistake."""
+    parts = [f"{part}-{processes.rank}of{processes.world}" for part in audit.provenance.parts]
+    about = audit.provenance.model_copy(update={"parts": parts})
+    return audit.model_copy(update={"provenance": about})
 
 
 def _rescued(audit: "Audit", path: Path) -> Path:

@@ -70,7 +70,7 @@ def command(
     from rankwise.cli.output import quiet_libraries, show_progress
     from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
-    from rankwise.sweep import jobs_of, ray_tasks, run_here, sweep
+    from rankwise.sweep import changed_since, jobs_of, ray_tasks, run_here, sweep
     from rankwise.tasks import AuditTask
 
     check_delta(delta)
@@ -92,6 +92,10 @@ def command(
     jobs = jobs_of(task, [_located(model) for model in models], revision or [], data or [{}])
     prepare_folder(out)
     quiet_libraries()
+    for job in jobs if resume else ():
+        if changed := changed_since(job, out):
+            said = " and ".join(f"--{name}" if name != "model" else "the model" for name in changed)
+            print(f"rankwise: {job.name} is run again: {said} changed since", file=sys.stderr)
     stopped = False
     with (
         show_progress() as say,
