@@ -122,6 +122,20 @@ def test_it_stops_on_a_collapse_and_keeps_probe_and_audit(tmp_path, caplog):
     assert History.load(tmp_path).steps == [0]
 
 
+def test_a_stop_stays_through_clean_audits_and_is_told_once(caplog):
+    monitor = rw.RankMonitor(probe(), 1, stop_on=("COLLAPSE",))
+    torch.manual_seed(0)
+    with caplog.at_level(logging.ERROR, "rankwise.monitor"):
+        monitor.step(collapsing(), 0)
+        first = monitor.stopped_by
+        clean = monitor.step(nn.Sequential(*(Weak(5.0) for _ in range(3))), 1)
+        assert "COLLAPSE" not in {finding.code for finding in clean.findings}
+        monitor.step(collapsing(), 2)
+    assert first is not None
+    assert monitor.stopped_by is first
+    assert caplog.text.count("training stops on COLLAPSE") == 1
+
+
 def test_a_finding_is_told_once_while_it_stays(caplog):
     told = []
     monitor = rw.RankMonitor(probe(), 1, on_finding=lambda step, finding: told.append((step, finding.code)))

@@ -47,3 +47,19 @@ def test_lightning_audits_logs_and_stops(tmp_path):
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(10, 10, 8), batch_size=2))
     assert monitor.history.steps == [0, 2, 4]
     assert (tmp_path / "rank" / "index.html").is_file()
+
+    collapsed = Module()
+    with torch.no_grad():  # every token gets the mean of all, many times over
+        for layer in collapsed.encoder.layers:
+            layer.self_attn.in_proj_weight[:16] = 0
+            layer.self_attn.out_proj.weight *= 1000
+    before = [weight.clone() for weight in collapsed.parameters()]
+    monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=1, stop_on=("COLLAPSE",))
+    trainer = package.Trainer(
+        max_steps=5, accelerator="cpu", default_root_dir=tmp_path, callbacks=[monitor.lightning()],
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, logger=False,
+    )  # fmt: skip
+    trainer.fit(collapsed, torch.utils.data.DataLoader(torch.randn(10, 10, 8), batch_size=2))
+    assert monitor.stopped_by is not None
+    assert trainer.global_step == 0
+    assert all(map(torch.equal, before, collapsed.parameters()))

@@ -39,6 +39,7 @@ def trainer_of(model: BertForMaskedLM, folder: str) -> Trainer:
         disable_tqdm=True,
         save_strategy="no",
         logging_steps=1,
+        weight_decay=0.1,
     )
     return Trainer(model, settings, train_dataset=rows(10))
 
@@ -79,6 +80,9 @@ def test_trainer_stops_where_a_finding_says_so(tmp_path):
     trainer = trainer_of(model, str(tmp_path))
     monitor = rw.RankMonitor(probe(), every=1, stop_on=("COLLAPSE",))
     monitor.attach(trainer)
+    before = [weight.clone() for weight in model.parameters()]
     trainer.train()
     assert monitor.stopped_by is not None
-    assert trainer.state.global_step < 5
+    assert monitor.history.steps[0] == 0
+    assert trainer.state.global_step == 1, "the trainer asks whether to stop at the end of a step"
+    assert all(map(torch.equal, before, model.parameters())), "a step was taken after the stop"

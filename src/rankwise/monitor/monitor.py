@@ -82,7 +82,8 @@ class RankMonitor:
         self.folder = None if folder is None else Path(folder)
         self.history = History()
         self.stopped_by: Finding | None = None
-        """The finding that ends the training, once there is one."""
+        """The first finding that ends the training, once there is one; audits after it leave it as it is. Set
+        it to None to train on."""
         self.seconds = 0.0
         """Time that the audits took."""
         self._log, self._on_finding, self._settings = log, on_finding, settings
@@ -115,9 +116,11 @@ class RankMonitor:
             changes = finding_changes(self.history.audits[-1], found)
             new = [change.finding for change in changes if change.outcome == "new"]
         self.history.add(step, found)
-        self.stopped_by = next((finding for finding in found.findings if finding.code in self.stop_on), None)
+        ending = next((finding for finding in found.findings if finding.code in self.stop_on), None)
+        stops = self.stopped_by is None and ending is not None
+        self.stopped_by = self.stopped_by or ending
         if _first_process():
-            self._tell(step, found, new)
+            self._tell(step, found, new, stops)
         return found
 
     def attach(self, trainer: "Trainer") -> "TrainerCallback":
@@ -156,7 +159,7 @@ class RankMonitor:
         self.history.save(self.folder)
         return self.folder / "index.html"
 
-    def _tell(self, step: int, found: Audit, new: Sequence[Finding]) -> None:
+    def _tell(self, step: int, found: Audit, new: Sequence[Finding], stops: bool) -> None:
         if self.folder is not None:
             found.save(self.folder / f"step-{step}" / "audit.json")
         for finding in new:
@@ -166,7 +169,7 @@ class RankMonitor:
                 self._on_finding(step, finding)
         if self._log is not None:
             self._log(scalars(found) | {"rank/seconds": self.seconds}, step)
-        if self.stopped_by is not None:
+        if stops and self.stopped_by is not None:
             kept = self._keep_probe()
             where = f"; audit and probe in {kept}" if kept else ""
             logger.error("step %d: training stops on %s%s", step, self.stopped_by.code, where)

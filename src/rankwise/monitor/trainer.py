@@ -36,6 +36,23 @@ class RankCallback(TrainerCallback):
         """
         self._step(state, control, kwargs["model"])
 
+    def on_pre_optimizer_step(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Drop the gradients of the step that the trainer takes after a stop before the first.
+
+        It asks whether to stop at the end of a step only; without gradients optimizers leave weights as they
+        are. A loss scaler (float16) fails without, so there the step is taken.
+
+        Args:
+            args: of the training.
+            state: where the training is.
+            control: what the trainer does next.
+            **kwargs: the model among others.
+        """
+        if self.monitor.stopped_by is not None and self.trainer.accelerator.scaler is None:
+            kwargs["model"].zero_grad(set_to_none=True)
+
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
