@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help demo test torch check docs build clean
+.PHONY: help demo test test-extras torch check docs build clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 # torch first and alone: an exact version is what a CPU wheel on disk or in an index can satisfy.
 $(STAMP): pyproject.toml constraints.txt
@@ -22,6 +22,11 @@ demo: $(STAMP)  ## Audit the bundled demo, with worth and baseline, and write ra
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests src/rankwise --doctest-modules $(ARGS)
+
+# Engines that most work on Rankwise does not need: 250 MB, most of it Ray.
+test-extras: $(STAMP)  ## Install Ray and Lightning, and run the tests that need them.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[sweep,lightning]'
+	$(BIN)/python -m pytest tests/test_sweep.py tests/monitor/test_monitor_lightning.py -k 'of_ray or lightning_audits' $(ARGS)
 
 # Another version of torch gets a folder of its own; nothing but torch, numpy and pytest is needed.
 TORCH_BIN = .venv-torch-$(TORCH)/bin

@@ -32,6 +32,17 @@ def test_reviews_come_back_but_for_what_is_cut(tmp_path: Path) -> None:
     assert (task.vocab_size, task.num_labels, task.chance) == (259, 2, 2 / 3)
 
 
+def test_unpacked_files_are_read_as_packed_ones(tmp_path: Path) -> None:
+    packed = tasks.imdb_bytes(saved(tmp_path), length=16)
+    for split in ("train", "test"):
+        file = tmp_path / f"{split}.jsonl.gz"
+        (tmp_path / f"{split}.jsonl").write_bytes(gzip.decompress(file.read_bytes()))
+        file.unlink()
+        plain = tasks.imdb_bytes(tmp_path, length=16)
+        assert plain.provenance.sha256 == packed.provenance.sha256
+    assert plain.provenance.source == "train.jsonl and test.jsonl"
+
+
 def test_every_character_keeps_its_bytes_in_range() -> None:
     from rankwise.data.tasks.language import byte_ids
 
@@ -80,7 +91,9 @@ def test_broken_and_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.
     ):
         tasks.imdb_bytes(tmp_path)
     file.unlink()
-    wanted = r"train\.jsonl\.gz and test\.jsonl\.gz, a folder written by `datasets`, or stanfordnlp/imdb"
+    wanted = (
+        r"train\.jsonl\[\.gz\] and test\.jsonl\[\.gz\], a folder written by `datasets`, or stanfordnlp/imdb"
+    )
     with pytest.raises(
         InputError, match=wanted + r".* got a folder without test\.jsonl\.gz \(it holds train"
     ):

@@ -26,10 +26,10 @@ def imdb_bytes(
 ) -> Task:
     """IMDB reviews as bytes, in two classes (Maas et al. 2011; Tay et al. 2021, section 2.1.2).
 
-    From a folder with ``train.jsonl.gz`` and ``test.jsonl.gz``, one object a line with ``text`` and ``label``
-    (1 = positive, 0 = negative), a folder written by ``datasets``, or, without a source, from the Hugging
-    Face Hub (25,000 and 25,000 reviews). Ids are those of ByT5Tokenizer: byte + 3, 0 for padding. A review
-    longer than ``length`` keeps its beginning.
+    From a folder with ``train.jsonl.gz`` and ``test.jsonl.gz``, or the two unpacked, one object a line with
+    ``text`` and ``label`` (1 = positive, 0 = negative), a folder written by ``datasets``, or, without a
+    source, from the Hugging Face Hub (25,000 and 25,000 reviews). Ids are those of ByT5Tokenizer: byte + 3,
+    0 for padding. A review longer than ``length`` keeps its beginning.
 
     Args:
         source: a folder, or None.

@@ -15,7 +15,8 @@ from rankwise.errors import InputError, did_you_mean
 class HubData(NamedTuple):
     """A data set of the Hugging Face Hub, and the files that stand in for it.
 
-    ``files`` are what a local folder has to hold where it is not one of ``datasets``.
+    ``files`` are what a local folder has to hold where it is not one of ``datasets``; those that end in
+    ``.gz`` may be unpacked.
     """
 
     repository: str
@@ -34,7 +35,7 @@ class HubData(NamedTuple):
     @property
     def wanted(self) -> str:
         """What has to be there."""
-        files = " and ".join(self.files)
+        files = " and ".join(name.replace(".jsonl.gz", ".jsonl[.gz]") for name in self.files)
         return f"{files}, a folder written by `datasets`, or {self.repository} (about {self.megabytes} MB)"
 
     @property
@@ -64,12 +65,14 @@ def local_files(source: str | Path, data: HubData) -> list[Path] | None:
     if not path.is_dir():
         got = "a file" if path.exists() else "no such file or folder"
         raise InputError(str(path), wanted=data.wanted, got=got, fix=data.fix)
-    found = [path / name for name in data.files if (path / name).is_file()]
+    either = {name: [path / name, path / name.removesuffix(".gz")] for name in data.files}
+    held_of = {name: next((file for file in files if file.is_file()), None) for name, files in either.items()}
+    found = [file for file in held_of.values() if file is not None]
     if len(found) == len(data.files):
         return found
     if not found and _is_of_datasets(path):
         return None
-    missing = [name for name in data.files if path / name not in found]
+    missing = [name for name, file in held_of.items() if file is None]
     held = sorted(child.name for child in path.iterdir())
     got = f"a folder without {' and '.join(missing)} (it holds {', '.join(held[:8]) or 'nothing'})"
     raise InputError(str(path), wanted=data.wanted, got=got, fix=data.fix)
