@@ -38,6 +38,12 @@ def replicated() -> nn.Module:
     return nn.parallel.DistributedDataParallel(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
 
 
+def drawn() -> tuple[nn.Module, object]:
+    """A model whose weights are others in each process."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), [torch.randn(1, 9, 8)] * 4
+
+
 def failing() -> tuple[nn.Module, object]:
     """Batches of which the second of the second process fails."""
 

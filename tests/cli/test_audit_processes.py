@@ -38,6 +38,7 @@ def build():
                     os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.1 if number > 6 else 0)
             yield torch.randn(1, 9, 8)
+    torch.manual_seed(0)
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), batches()
 """
 WAYS = {
@@ -46,6 +47,7 @@ WAYS = {
     "split": [f"{WORKER}:split", "--text", "text.txt"],
     "replicated": [f"{WORKER}:replicated", "--text", "text.txt"],
     "failing": [f"{WORKER}:failing"],
+    "drawn": [f"{WORKER}:drawn"],
     "baseline": ["tiny", *DATA, "--baseline"],
     "several": ["tiny", "tiny", *DATA],
     "spread": ["tiny", *DATA, "--device-map", "auto"],
@@ -115,6 +117,7 @@ def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> 
         ("split", "tensor or pipeline parallel plan: layers.0.self_attn.q_proj"),
         ("replicated", "got a DistributedDataParallel, which waits for all of them"),
         ("failing", "process 1 of 2: batch 2: wanted a batch, got OSError: no such shard"),
+        ("drawn", "wanted the same weights in all processes, got others in process 1"),
         ("baseline", "2 processes: wanted an audit without --baseline, got --baseline"),
         ("several", "2 processes: wanted an audit without several models"),
         ("spread", "2 processes: wanted an audit without --device-map"),

@@ -64,6 +64,7 @@ def audit_one(
         )
         ready = prepare(own, Shard(processes.rank, processes.world))
         _check_alone(ready.subject.model, processes)
+    _check_same_weights(ready, processes)
     with show_progress() as say:
         found = _measured(ready, facts, processes, say)
         if processes.several:
@@ -101,6 +102,22 @@ def _check_alone(model: "nn.Module", processes: "Processes") -> None:
             got=f"a {waiting[0]}, which waits for all of them to run as many batches",
             fix="Return the model without that wrapper; one that no device holds is audited by a single "
             "process with --device-map auto.",
+        )
+
+
+def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
+    """Refuse, before anything is measured, weights that each process has drawn for itself."""
+    from rankwise.audit.digests import weights_digest
+
+    if not processes.several:
+        return
+    digests = processes.all_of(weights_digest(ready.subject.model, ready.subject.drawn))
+    if len(set(filter(None, digests))) > 1:
+        raise InputError(
+            f"model {ready.subject.name}",
+            wanted="the same weights in all processes",
+            got=f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}",
+            fix="Set a seed in the factory before the model is built, or load a checkpoint.",
         )
 
 
