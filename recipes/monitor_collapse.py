@@ -2,14 +2,17 @@
 
 A post-norm transformer of 48 layers whose attention is added to λ x with λ = 0.5 loses what tells its tokens
 apart. The monitor audits a probe batch before the first step and stops the run there. The same model, same
-seeds, is then trained past the finding, with λ = 0.5, and with λ = 1 and 2, all of them watched.
+seeds, is then trained past the finding, with λ = 0.5, and with λ = 1 and 2, all of them watched; and with
+what `rankwise.advise` says to the stopped model: with the λ of its command in the layers that the command
+names ("command"), and in all layers with the λ that its bound asks for in that of the finding ("bound").
 
 Setting   ToSTForCausalLM with softmax attention, 48 layers, D = 64, 4 heads, feed-forward width 128,
           post-norm, weights N(0, 0.2²); bytes of the bundled text, 64 at a time, 8 a step; AdamW, 3e-4;
           120 steps; seeds 0, 1, 2
-Hardware  one CPU core, some twenty minutes
+Hardware  one CPU core, some forty minutes
 Expect    λ = 0.5: COLLAPSE at step 0, between layers 20 and 30; λ = 1: none then, one by step 40;
-          λ = 2: none, and a loss lower by half a nat per byte
+          λ = 2: none, and a loss lower by half a nat per byte; the bound (2.7 to 3.8): as λ = 2 or better;
+          the command (λ = 1 in the later half): collapsed as before
 
     python -m recipes.monitor_collapse        writes recipes/results/monitor_collapse.json, prints a table
 """
@@ -17,10 +20,12 @@ Expect    λ = 0.5: COLLAPSE at step 0, between layers 20 and 30; λ = 1: none t
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +95,99 @@ def windows(recipe: Recipe, ids: Tensor, seed: int, count: int) -> list[Tensor]:
     return list(ids[starts + torch.arange(recipe.tokens)])
 
 
-def train(recipe: Recipe, scale: float, seed: int, stop: bool) -> dict[str, Any]:
-    """Train and watch one model.
+def text_ids() -> Tensor:
+    """The bytes of the bundled text."""
+    return torch.tensor(list(demo_text().read_bytes()))
+
+
+def probe_of(recipe: Recipe, seed: int) -> dict[str, Tensor]:
+    """What the monitor audits: two windows that are drawn apart from those of the training.
+
+    Args:
+        recipe: sizes.
+        seed: of the run.
+    """
+    return {"input_ids": windows(recipe, text_ids(), 10_000 + seed, 1)[0][:2]}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `rankwise.advise` says to a collapsed model."""
+
+    bound: float
+    """The λ from which on the layer of the finding keeps what tells tokens apart, on the states it read."""
+    command: float
+    """λ of the command."""
+    sites: tuple[str, ...]
+    """Where the command puts it."""
+
+
+def with_skips(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
+    """The same model with its λ put in by `rankwise.add_lambda_skip`: advice names sites of such λ.
 
     Args:
         recipe: sizes.
         scale: λ.
+        seed: of the weights.
+    """
+    model = model_of(recipe, 1.0, seed)
+    rw.add_lambda_skip(model, scale, learnable=False, example=probe_of(recipe, seed))
+    return model
+
+
+def advice(recipe: Recipe, scale: float, seed: int) -> Advice:
+    """What `rankwise.advise` says to the model before its first step.
+
+    Args:
+        recipe: sizes.
+        scale: λ, with which it is collapsed.
+        seed: of weights and probe.
+    """
+    model, probe = with_skips(recipe, scale, seed).eval(), probe_of(recipe, seed)
+    found = rw.advise(rw.audit(model, [probe]), model, probe).findings
+    collapse = next(finding for finding in found if finding.code == "COLLAPSE")
+    words = shlex.split(collapse.remedy)
+    sites = [value for option, value in pairwise(words) if option == "--sites"]
+    return Advice(collapse.evidence["lambda_sound"], float(words[words.index("--init") + 1]), tuple(sites))
+
+
+def advised(recipe: Recipe, given: Advice, scale: float, seed: int) -> ToSTForCausalLM:
+    """The model after the command of the advice.
+
+    Args:
+        recipe: sizes.
+        given: the advice.
+        scale: λ where the command leaves it.
+        seed: of the weights.
+    """
+    model = with_skips(recipe, scale, seed)
+    skips = rw.surgery.skips_of(model)
+    with torch.no_grad():
+        for site in given.sites or skips:
+            skips[site].fill_(given.command)
+    return model
+
+
+def train(recipe: Recipe, scale: float, seed: int, stop: bool, source: str = "given") -> dict[str, Any]:
+    """Train and watch one model.
+
+    Args:
+        recipe: sizes.
+        scale: λ; of the collapsed model, where advice says what to train with.
         seed: of weights and windows.
         stop: whether a COLLAPSE ends the training.
+        source: where λ comes from: ``given``; of the advice, its ``command`` or its ``bound``.
 
     Returns:
         Loss of the last tenth of the steps, the COLLAPSE at each audit, and the time that audits took.
     """
-    ids = torch.tensor(list(demo_text().read_bytes()))
-    model = model_of(recipe, scale, seed)
-    probe = {"input_ids": windows(recipe, ids, 10_000 + seed, 1)[0][:2]}
+    ids, probe = text_ids(), probe_of(recipe, seed)
+    said = None if source == "given" else advice(recipe, scale, seed)
+    if said is not None and source == "command":
+        model, scale = advised(recipe, said, scale, seed), said.command
+    else:
+        scale = scale if said is None else said.bound
+        model = model_of(recipe, scale, seed)
     monitor = rw.RankMonitor(probe, recipe.every, stop_on=("COLLAPSE",) if stop else ())
     optimizer = torch.optim.AdamW(model.parameters(), recipe.rate)
     losses, began = [], time.perf_counter()
@@ -121,6 +204,8 @@ def train(recipe: Recipe, scale: float, seed: int, stop: bool) -> dict[str, Any]
     last = losses[-max(recipe.steps // 10, 1) :]
     return {
         "scale": scale,
+        "source": source,
+        "layers": len(said.sites) if said is not None and source == "command" else recipe.depth,
         "seed": seed,
         "stopped": monitor.stopped_by is not None,
         "steps": len(losses),
@@ -142,13 +227,17 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     Args:
         runs: what `train` gave.
     """
-    lines = ["   λ  seed  stopped  steps    loss  COLLAPSE at layer, by step      μ/‖Y‖ at the end, by step"]
+    lines = [
+        "   λ  from     layers  seed  stopped  steps    loss  COLLAPSE at layer, by step      "
+        "μ/‖Y‖ at the end, by step"
+    ]
     for run in runs:
         loss = "–" if run["loss"] is None else f"{run['loss']:.3f}"
         layers = ", ".join(f"{step}: {layer or 'none'}" for step, layer in run["collapse"].items())
         collapse = ", ".join(f"{step}: {value:.3f}" for step, value in run["relative_collapse"].items())
         stopped = "yes" if run["stopped"] else "no"
-        told = f"{run['scale']:4g} {run['seed']:5d} {stopped:>8} {run['steps']:6d} {loss:>7}"
+        told = f"{run['scale']:4.3g}  {run['source']:8} {run['layers']:6d} {run['seed']:5d} {stopped:>8}"
+        told += f" {run['steps']:6d} {loss:>7}"
         lines.append(f"{told}  {layers:30} {collapse}")
     return "\n".join(lines)
 
@@ -167,8 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [train(recipe, recipe.scales[0], recipe.seeds[0], stop=True)]
     print(table(runs), flush=True)
     for seed in recipe.seeds:
-        for scale in recipe.scales:
-            runs.append(train(recipe, scale, seed, stop=False))
+        trained = [(scale, "given") for scale in recipe.scales]
+        trained += [(recipe.scales[0], "command"), (recipe.scales[0], "bound")]
+        for scale, source in trained:
+            runs.append(train(recipe, scale, seed, stop=False, source=source))
             print(table(runs[-1:]).splitlines()[1], flush=True)
     record = {
         "recipe": asdict(recipe),
