@@ -1,6 +1,6 @@
 """Run the rows of an experiment on training, each in a process of its own, and keep the results.
 
-    python -m recipes.run language --rows tost transformer --seeds 0 1 2 task.path=shakespeare.txt
+    python -m recipes.run language task.path=shakespeare.txt --rows tost transformer --seeds 0 1 2
 
 A run that is done is not done again; a run that was killed goes on from its last checkpoint. KEY=VALUE is
 given to every run. Results go to recipes/results/train/, models and checkpoints to --work.

@@ -15,7 +15,7 @@ def test_values_are_json_or_text() -> None:
     assert given == {"a": 1, "b": "x y", "c": True, "d": None, "e": [1, 2], "f": "k=v"}
 
 
-@pytest.mark.parametrize("pairs", [["steps"], ["=3"], ["steps=1", "steps=2"]])
+@pytest.mark.parametrize("pairs", [["steps"], ["=3"], ["steps=1", "steps=2"], ["name=tost"]])
 def test_what_is_no_pair_is_refused(pairs: list[str]) -> None:
     with pytest.raises(InputError):
         parse_pairs(pairs)
@@ -26,7 +26,11 @@ def test_what_is_no_pair_is_refused(pairs: list[str]) -> None:
     [
         ({"stepz": 3}, "`stepz`: wanted a key of the recipe language.*Did you mean steps"),
         ({"modle": "tost"}, "Did you mean model"),
-        ({"name": "x", "model.name": "y"}, None),
+        ({"model.name": "y"}, None),
+        ({"name": "x"}, r"`name`: wanted a key that may be changed.*model\.name"),
+        ({"betas": [5, 5]}, r"`optimiser\.betas\.0`: wanted less than 1, got 5"),
+        ({"learning_rate": float("inf")}, r"`optimiser\.learning_rate`: wanted a finite number, got inf"),
+        ({"seed": 2**32}, "`seed`: wanted less than or equal to 4294967295"),
         ({"steps": "many"}, "`steps`: wanted a valid integer.*got 'many'"),
         ({"steps": 0}, "`steps`: wanted greater than or equal to 1, got 0"),
         ({"learning_rate": -1}, "`optimiser.learning_rate`"),
@@ -48,6 +52,11 @@ def test_bad_keys_and_values_are_named(given: dict[str, object], message: str | 
 def test_an_unknown_recipe_is_named() -> None:
     with pytest.raises(InputError, match="Did you mean language"):
         recipe("langauge")
+
+
+def test_an_argument_that_divides_by_zero_is_named() -> None:
+    with pytest.raises(InputError, match=r"wanted sizes above 0, got .*head_dim=0"):
+        recipe("saturation", head_dim=0, tied=True)
 
 
 def test_a_short_name_and_a_dotted_name_are_the_same_field() -> None:

@@ -166,6 +166,12 @@ def test_an_example_depends_on_its_number_and_the_seed_alone() -> None:
         assert sorted(int(value) for value in once[start : start + 5]) == [0, 1, 2, 3, 4]
 
 
+def test_every_seed_has_examples_of_its_own() -> None:
+    seeds = [0, 1, 2**24 - 1, 2**24, 20261123, 2**32 - 1]
+    drawn = {round(Stream(Drawn(), 15, seed)[4]["x"].item() % 1, 6) for seed in seeds}
+    assert len(drawn) == len(seeds), "what is drawn differs, not the order alone"
+
+
 def test_accuracy_is_that_of_the_task(task: Task) -> None:
     from rankwise.data import tasks
 

@@ -127,5 +127,5 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     assert "nothing.txt" in str(wrong.exception)
     done = run.invoke(app, ["train", "language", *pairs(tmp_path, model="tost")])
     assert done.exit_code == 0, done.exception
-    assert "validation loss" in done.output
+    assert "held-out loss" in done.output
     assert (tmp_path / "runs" / "language-tost-seed0" / "results.json").is_file()

@@ -100,7 +100,7 @@ def _interrupted(folder: Path) -> str:
 def _tell(results: dict[str, Any], folder: Path) -> None:
     scores, model = results["scores"], results["configuration"]["model"]["name"]
     print(
-        f"{results['recipe']}, {model}, {results['parameters']:,} weights: validation loss "
+        f"{results['recipe']}, {model}, {results['parameters']:,} weights: held-out loss "
         f"{scores['loss']:.4f}, accuracy {scores['accuracy']:.4f} at step {results['best_step']}; "
         f"{results['seconds'] / 60:.1f} minutes, {results['tokens_per_second']:,.0f} tokens/s"
     )

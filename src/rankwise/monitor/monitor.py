@@ -1,5 +1,6 @@
 """`RankMonitor`: audit a probe batch every so many steps of training, without a trace in the training."""
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from rankwise.audit.finding_changes import finding_changes
 from rankwise.audit.findings import check_codes
 from rankwise.audit.history import History
 from rankwise.audit.records import Finding
-from rankwise.errors import InputError
+from rankwise.errors import InputError, did_you_mean
 from rankwise.files import write_whole
 from rankwise.monitor.scalars import scalars
 from rankwise.running import Batch, evaluating, tensors_of
@@ -53,7 +54,8 @@ class RankMonitor:
         **settings: passed on to `rankwise.audit`: ``delta``, ``method``, ``sites``, ``blocks``.
 
     Raises:
-        InputError: if ``every`` is no positive number, the probe is no batch, or a code is not known.
+        InputError: if ``every`` is no positive number, the probe is no batch, or a code or setting is not
+            known.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -86,7 +88,7 @@ class RankMonitor:
         it to None to train on."""
         self.seconds = 0.0
         """Time that the audits took."""
-        self._log, self._on_finding, self._settings = log, on_finding, settings
+        self._log, self._on_finding, self._settings = log, on_finding, _known(settings)
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe if it is time to; call it after every step of training.
@@ -203,6 +205,19 @@ def _batches(probe: Any) -> list[Batch]:
                 fix="Take a batch of the evaluation data: `next(iter(loader))`.",
             )
     return batches
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    known = [name for name in inspect.signature(audit).parameters if name not in ("model", "batches")]
+    for name in settings:
+        if name not in known:
+            raise InputError(
+                f"`{name}`",
+                wanted="a setting of `rankwise.audit`",
+                got="an unknown one",
+                fix=did_you_mean(name, known),
+            )
+    return settings
 
 
 def _positive(every: int) -> int:

@@ -14,7 +14,7 @@ from rankwise.surgery.replacement import KINDS, Kind, Replacement, make_mixer, p
 
 def replace_attention(
     model: nn.Module,
-    layers: Iterable[int | str],
+    layers: int | str | Iterable[int | str],
     kind: Kind = "tssa",
     example: Batch | None = None,
     **options: Any,
@@ -33,7 +33,7 @@ def replace_attention(
 
     Args:
         model: a model whose attention layers have an argument ``hidden_states``, as those of transformers do.
-        layers: their numbers, or the names of their modules.
+        layers: their numbers, or the names of their modules; a single one needs no list.
         kind: tssa or linear.
         example: a batch to run on, as `audit` takes them; made by us for models of transformers.
         options: of the mixer, such as ``half_life=…`` or ``feature_dim=…``.
@@ -60,8 +60,9 @@ def replace_attention(
         raise ReplacementError(
             "`kind`", wanted="tssa or linear", got=repr(kind), fix=did_you_mean(str(kind), KINDS)
         )
+    chosen = [layers] if isinstance(layers, int | str) else layers
     seen = see_attention(model, example)
-    names = {_chosen(model, layer, seen) for layer in layers}
+    names = {_chosen(model, layer, seen) for layer in chosen}
     made = []
     for one in sorted((seen[name] for name in names), key=lambda one: (one.layer, one.name)):
         attention = _checked(model, one)

@@ -1,71 +1,12 @@
-"""What happens beside a training: early losses, a last evaluation, time, a line for the log."""
+"""What happens beside a training: a last evaluation, time, a line for the log."""
 
-import math
 import sys
 import time
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-
-from rankwise.errors import TrainingError
-from rankwise.train.settings import EarlyLoss, Recipe
-
-
-class EarlyCheck(TrainerCallback):
-    """Compares the first losses with those of a healthy run; a loss that is no number ends any run.
-
-    Args:
-        recipe: whose ``early`` numbers hold.
-        data: SHA-256 of the data; early numbers of other data are left out.
-    """
-
-    def __init__(self, recipe: Recipe, data: str) -> None:
-        known = recipe.early_data in (None, data)
-        self.early = {one.step: one for one in recipe.early if known}
-        self.stops = recipe.when_early_fails == "stop"
-        self.warnings: list[str] = []
-        self.error: TrainingError | None = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Look at the loss that is logged.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            logs: what is logged.
-            **kwargs: not needed.
-        """
-        loss, step = (logs or {}).get("loss"), state.global_step
-        if loss is None:
-            return
-        if not math.isfinite(loss):
-            self.error = TrainingError(
-                f"loss at step {step}",
-                wanted="a finite number",
-                got=str(loss),
-                fix="Lower optimiser.learning_rate or raise optimiser.warmup; checkpoints before it stay.",
-            )
-        expected = self.early.get(step)
-        if expected is not None and abs(loss - expected.loss) > expected.tolerance:
-            self._away(step, loss, expected)
-        if self.error is not None:
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
-
-    def _away(self, step: int, loss: float, expected: EarlyLoss) -> None:
-        wanted = f"{expected.loss:g} ± {expected.tolerance:g}, as in a healthy run"
-        if self.stops:
-            self.error = TrainingError(
-                f"loss at step {step}",
-                wanted=wanted,
-                got=f"{loss:.3f}",
-                fix="Look at the data and at what changed; when_early_fails=warn goes on all the same.",
-            )
-            return
-        self.warnings.append(f"loss at step {step}: expected {wanted}, got {loss:.3f}")
-        print(f"warning: {self.warnings[-1]}", file=sys.stderr, flush=True)
 
 
 class LastEvaluation(TrainerCallback):
@@ -85,7 +26,10 @@ class LastEvaluation(TrainerCallback):
 
 
 class Clock(TrainerCallback, ExportableState):
-    """Seconds spent in steps, over all processes that the run was resumed in."""
+    """Seconds spent in steps, over all processes that the run was resumed in.
+
+    A GPU is waited for before the clock is read: steps that are only queued would take no time.
+    """
 
     def __init__(self, seconds: float = 0.0, cpu_seconds: float = 0.0) -> None:
         self.seconds, self.cpu_seconds = seconds, cpu_seconds
@@ -100,7 +44,7 @@ class Clock(TrainerCallback, ExportableState):
             control: what it does next.
             **kwargs: not needed.
         """
-        self._began = (time.perf_counter(), time.process_time())
+        self._began = _read(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add up.
@@ -111,12 +55,19 @@ class Clock(TrainerCallback, ExportableState):
             control: what it does next.
             **kwargs: not needed.
         """
-        self.seconds += time.perf_counter() - self._began[0]
-        self.cpu_seconds += time.process_time() - self._began[1]
+        seconds, cpu_seconds = _read(args.device)
+        self.seconds += seconds - self._began[0]
+        self.cpu_seconds += cpu_seconds - self._began[1]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"args": {}, "attributes": {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}}
+
+
+def _read(device: torch.device) -> tuple[float, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter(), time.process_time()
 
 
 class Lines(TrainerCallback):

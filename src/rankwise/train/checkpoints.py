@@ -21,6 +21,7 @@ MAY_DIFFER = {
     "monitor",
     "monitor_every",
     "monitor_tokens",
+    "monitor_stop_on",
     "early",
     "early_data",
     "when_early_fails",

@@ -18,10 +18,13 @@ KEEPS_EARLY = {
     "monitor",
     "monitor_every",
     "monitor_tokens",
+    "monitor_stop_on",
     "when_early_fails",
     "task.path",
 } | {f"evaluation.{name}" for name in ("every", "examples", "metric")}
 """Fields that may change without another loss in the first steps."""
+FIXED = ("name", "variant")
+"""Fields that say what a configuration is; the recipe writes them."""
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
@@ -44,6 +47,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
             raise InputError(repr(pair), wanted="KEY=VALUE", got="no =", fix="For instance: steps=100.")
         if key in found:
             raise InputError(f"`{key}`", wanted="one value", got="two", fix="Leave one of them out.")
+        _refuse_fixed(key)
         try:
             found[key] = json.loads(text)
         except ValueError:
@@ -65,7 +69,7 @@ def build(function: RecipeFunction, given: Mapping[str, Any]) -> Recipe:
     hints = get_type_hints(function)
     arguments = {name: hints[name] for name in inspect.signature(function).parameters}
     own = {key: _typed(key, value, arguments[key]) for key, value in given.items() if key in arguments}
-    base = function(**own)
+    base = _called(function, own)
     defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
     variant = {key: value for key, value in {**defaults, **own}.items() if key not in ("size", "seed")}
     early, data = early_losses(base.name, base.size, variant)
@@ -127,6 +131,7 @@ def changes(recipe: Recipe, function: RecipeFunction) -> dict[str, Any]:
 
 
 def _path(recipe: Recipe, key: str, arguments: Mapping[str, Any]) -> str:
+    _refuse_fixed(key)
     known = fields(recipe)
     head, _, option = key.rpartition(".")
     if key in known or (option and head in ("model.options", "task.options")):
@@ -145,6 +150,30 @@ def _path(recipe: Recipe, key: str, arguments: Mapping[str, Any]) -> str:
         got="an unknown one",
         fix=did_you_mean(key, names).partition(" Known:")[0] or f"Known: {', '.join(sorted(known))}.",
     )
+
+
+def _called(function: RecipeFunction, own: Mapping[str, Any]) -> Recipe:
+    try:
+        return function(**own)
+    except ValidationError as error:
+        raise _refused(error) from error
+    except ArithmeticError as error:
+        raise InputError(
+            "arguments of the recipe",
+            wanted="sizes above 0",
+            got=", ".join(f"{key}={value}" for key, value in own.items()),
+            fix="Raise the one that is 0.",
+        ) from error
+
+
+def _refuse_fixed(key: str) -> None:
+    if key in FIXED:
+        raise InputError(
+            f"`{key}`",
+            wanted="a key that may be changed",
+            got="what the recipe itself writes",
+            fix="Take the recipe's argument model=…, or model.name=…, task.name=…, optimiser.name=….",
+        )
 
 
 def _at(recipe: Recipe, path: str) -> Any:

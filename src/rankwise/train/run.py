@@ -1,22 +1,25 @@
 """Train a recipe with Hugging Face's Trainer, from the first step or from the last whole checkpoint."""
 
 import os
+import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, set_seed
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from rankwise.audit import Audit
 from rankwise.data.tasks import Task
 from rankwise.device_maps import checked_device
-from rankwise.errors import TrainingError
+from rankwise.errors import InputError, RankwiseError, TrainingError
 from rankwise.monitor import RankMonitor
-from rankwise.train.callbacks import Clock, EarlyCheck, LastEvaluation, Lines
+from rankwise.train.callbacks import Clock, LastEvaluation, Lines
 from rankwise.train.checkpoints import checkpoints, identity, last_whole, refuse_foreign, remove_broken
 from rankwise.train.damage import check_readable
+from rankwise.train.health import HealthCheck
 from rankwise.train.lock import alone
 from rankwise.train.models import build_model
 from rankwise.train.optimiser import make_optimiser
@@ -76,7 +79,7 @@ def _train(
     if start is not None:
         check_readable(start)
     set_seed(recipe.seed)
-    model = build_model(recipe.model, task, _positions(recipe, task))
+    model = _model(recipe, task)
     trainer = MarkingTrainer(
         content,
         model=model,
@@ -88,14 +91,14 @@ def _train(
         preprocess_logits_for_metrics=right_and_asked,
         optimizers=(make_optimiser(model, recipe.optimiser), None),
     )
-    check = EarlyCheck(recipe, task.provenance.sha256)
+    check = HealthCheck(recipe, task.provenance.sha256, task.num_labels or task.vocab_size or 2)
     _set_callbacks(trainer, [check, LastEvaluation(), Clock()], progress)
     monitor = _monitor(recipe, trainer, task, out, start) if recipe.monitor else None
     with full_disk_told(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
         raise check.error
-    results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings}
+    results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings(trainer.state.log_history)}
     if trainer.is_world_process_zero():
         with saving(out):
             write(out, trainer.model, results, task.tokenizer)
@@ -139,6 +142,23 @@ def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _model(recipe: Recipe, task: Task) -> PreTrainedModel:
+    """Build it; what the model's own classes refuse is told by the settings it came from."""
+    try:
+        return build_model(recipe.model, task, _positions(recipe, task))
+    except RankwiseError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
+        given = recipe.model.model_dump(exclude_none=True)
+        raise InputError(
+            "`model`",
+            wanted=f"settings that {recipe.model.name} can be built with",
+            got=f"{', '.join(f'{name}={value!r}' for name, value in given.items())} "
+            f"({' '.join(str(error).split()) or type(error).__name__})",
+            fix="Change model.width, model.heads or model.options.",
+        ) from error
+
+
 def _positions(recipe: Recipe, task: Task) -> int:
     return recipe.task.tokens if task.kind == "image" else task.length
 
@@ -152,7 +172,7 @@ def _validation(recipe: Recipe, task: Task) -> Any:
 def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> TrainingArguments:
     """The recipe in the Trainer's words."""
     each, optimiser = recipe.batch // processes, recipe.optimiser
-    return TrainingArguments(
+    made = TrainingArguments(
         output_dir=str(out),
         max_steps=recipe.steps,
         per_device_train_batch_size=each,
@@ -181,6 +201,16 @@ def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> Tra
         disable_tqdm=not progress,
         dataloader_pin_memory=torch.cuda.is_available() and recipe.device != "cpu",
     )
+    if made.n_gpu > 1:
+        # the Trainer would copy the model to each GPU at every step, and take ``batch`` for each of them
+        print(
+            f"one of {made.n_gpu} GPUs is used; all are by: "
+            f"torchrun --nproc-per-node {made.n_gpu} -m rankwise train …",
+            file=sys.stderr,
+            flush=True,
+        )
+        made._n_gpu = 1
+    return made
 
 
 def _set_callbacks(trainer: Trainer, callbacks: list[Any], progress: bool) -> None:
@@ -199,7 +229,9 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path, start: Pat
         name: (tensor[:, : recipe.monitor_tokens] if tensor.ndim == 2 else tensor).to(device)
         for name, tensor in probe.items()
     }
-    monitor = RankMonitor(moved, every=recipe.monitor_every, folder=out / "rank")
+    monitor = RankMonitor(
+        moved, every=recipe.monitor_every, stop_on=recipe.monitor_stop_on, folder=out / "rank"
+    )
     until = -1 if start is None else int(start.name.partition("-")[2])
     before = {int(one.parent.name.partition("-")[2]): one for one in (out / "rank").glob("step-*/audit.json")}
     for step in sorted(step for step in before if step <= until):

@@ -1,7 +1,7 @@
 """A recipe's configuration: everything that decides a training run, typed and checked."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,9 +10,9 @@ Size = Literal["small", "paper"]
 
 
 class Settings(BaseModel):
-    """Base of all parts: no unknown fields, never changed in place."""
+    """Base of all parts: no unknown fields, finite numbers, never changed in place."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 def unit_scale(width: int) -> float:
@@ -58,6 +58,9 @@ class TaskSettings(Settings):
     """What else the task takes."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimiserSettings(Settings):
     """How weights are changed."""
 
@@ -66,7 +69,7 @@ class OptimiserSettings(Settings):
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     """Of weights of linear layers, convolutions and embeddings; λ, norms and biases have none."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
     warmup: int = Field(default=50, ge=0)
     """Steps in which the learning rate grows from 0."""
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
@@ -116,8 +119,8 @@ class Recipe(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     steps: int = Field(default=600, ge=1)
     batch: int = Field(default=8, ge=1)
-    """Sequences in a step, over all devices."""
-    seed: int = Field(default=0, ge=0)
+    """Sequences in a step, over all processes; a process takes one device."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast; weights and optimiser stay float32."""
@@ -127,8 +130,11 @@ class Recipe(Settings):
     monitor_every: int = Field(default=200, ge=1)
     monitor_tokens: int = Field(default=128, ge=2)
     """Tokens that the sequences of the probe are cut to: exact ranks cost O(T³)."""
+    monitor_stop_on: tuple[str, ...] = ()
+    """Codes of findings that end the training, such as COLLAPSE."""
     early: tuple[EarlyLoss, ...] = ()
     """Numbers of a healthy run; they hold for the recipe as it is, and are left out where it is changed."""
     early_data: str | None = None
     """SHA-256 of the data that ``early`` was measured on; other data have other losses. None: any."""
     when_early_fails: Literal["warn", "stop"] = "warn"
+    """What follows from a loss far from ``early``, or above `rankwise.train.health.worst_healthy_loss`."""

@@ -40,6 +40,11 @@ class Stream(Dataset[Example]):
             self._order = np.random.default_rng((self.seed, epoch)).permutation(len(self.examples))
             self._epoch = epoch
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.seed << 40) + index)
+            torch.manual_seed(_mixed(self.seed, index))
             example: Example = self.examples[int(self._order[at])]
             return example
+
+
+def _mixed(seed: int, index: int) -> int:
+    """32 bits of both: torch's generator on a CPU drops what its seed has above them."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])

@@ -38,7 +38,8 @@ def make_task(recipe: Recipe) -> "Task":
     """The task of a recipe.
 
     Args:
-        recipe: its ``task`` says which, and with what; its seed decides what is drawn.
+        recipe: its ``task`` says which, and with what. Its seed is of weights and of the order of examples;
+            what a task draws depends on ``task.options.seed`` alone, so that seeds differ on the same data.
 
     Raises:
         InputError: for an unknown name or option, and where data are missing or broken.

@@ -1,0 +1,133 @@
+"""Whether a training is healthy, by its own log: losses that are far from where they should be."""
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rankwise.errors import TrainingError
+from rankwise.train.settings import Recipe
+
+
+def worst_healthy_loss(choices: int, examples: int) -> float:
+    """Mean training loss above which a model is worse than one that knows nothing and hardly says otherwise.
+
+    Formula: ln C + 1/2 + 4/√n. A uniform guess has ln C. Logits drawn from N(0, 1), whatever the label is,
+    lose ln Σ exp(zᵢ) − z_y: for many classes ln C + 1/2 in the mean, with standard deviation 1. The last term
+    is four standard errors of the mean over n examples, each counted once however many tokens it has.
+    Units: nats.
+
+    Args:
+        choices: classes, or tokens of the vocabulary, C.
+        examples: that the mean is over, n.
+
+    Examples:
+        >>> round(worst_healthy_loss(256, 160), 2)
+        6.36
+    """
+    return math.log(choices) + 0.5 + 4 / math.sqrt(examples)
+
+
+class HealthCheck(TrainerCallback):
+    """Looks at each loss that is logged, and warns of it or ends the run.
+
+    A loss that is no number ends any run. A loss further from the recipe's early number than its tolerance,
+    and one after warmup that is above `worst_healthy_loss`, is a warning, or ends the run where
+    ``when_early_fails`` is ``stop``.
+
+    Args:
+        recipe: whose numbers hold.
+        data: SHA-256 of the data; early numbers of other data are left out.
+        choices: classes, or tokens of the vocabulary.
+    """
+
+    def __init__(self, recipe: Recipe, data: str, choices: int) -> None:
+        known = recipe.early_data in (None, data)
+        self.early = {one.step: one for one in recipe.early if known}
+        self.recipe, self.choices = recipe, choices
+        self.bound = worst_healthy_loss(choices, recipe.batch * recipe.log_every)
+        self.error: TrainingError | None = None
+        self._bound_told = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Look at the loss that is logged.
+
+        Args:
+            args: of the training.
+            state: where it is.
+            control: what it does next.
+            logs: what is logged.
+            **kwargs: not needed.
+        """
+        loss, step = (logs or {}).get("loss"), state.global_step
+        if loss is None:
+            return
+        if not math.isfinite(loss):
+            self.error = TrainingError(
+                f"loss at step {step}",
+                wanted="a finite number",
+                got=str(loss),
+                fix="Lower optimiser.learning_rate or raise optimiser.warmup; checkpoints before it stay.",
+            )
+        else:
+            self._judge(step, loss)
+        if self.error is not None:
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+
+    def warnings(self, history: list[dict[str, Any]]) -> list[str]:
+        """What was wrong in a whole run, that before it was killed and resumed as well.
+
+        Args:
+            history: the log of the Trainer, which its checkpoints keep.
+        """
+        logged = [entry for entry in history if "loss" in entry]
+        above = [entry for entry in logged if self._above(entry["step"], entry["loss"])]
+        strange = [entry for entry in logged if self._strange(entry["step"], entry["loss"])]
+        found = [self._told(entry, self._early_wanted(entry["step"])) for entry in strange]
+        return found + [
+            f"{self._told(entry, self._bound_wanted())}; {len(above)} of {len(logged)} logs are above it"
+            for entry in above[:1]
+        ]
+
+    def _judge(self, step: int, loss: float) -> None:
+        entry = {"step": step, "loss": loss}
+        if self._strange(step, loss):
+            self._say(entry, self._early_wanted(step), "Look at the data and at what changed")
+        elif self._above(step, loss) and not self._bound_told:
+            self._bound_told = True
+            self._say(entry, self._bound_wanted(), "Lower optimiser.learning_rate")
+
+    def _say(self, entry: Mapping[str, Any], wanted: str, fix: str) -> None:
+        if self.recipe.when_early_fails == "stop":
+            self.error = TrainingError(
+                f"loss at step {entry['step']}",
+                wanted=wanted,
+                got=f"{entry['loss']:.3f}",
+                fix=f"{fix}; when_early_fails=warn goes on all the same.",
+            )
+        else:
+            print(f"warning: {self._told(entry, wanted)}", file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _told(entry: Mapping[str, Any], wanted: str) -> str:
+        return f"loss at step {entry['step']}: expected {wanted}, got {entry['loss']:.3f}"
+
+    def _strange(self, step: int, loss: float) -> bool:
+        expected = self.early.get(step)
+        return expected is not None and abs(loss - expected.loss) > expected.tolerance
+
+    def _above(self, step: int, loss: float) -> bool:
+        since = step - self.recipe.log_every
+        return since >= self.recipe.optimiser.warmup and loss > self.bound
+
+    def _early_wanted(self, step: int) -> str:
+        return f"{self.early[step].loss:g} ± {self.early[step].tolerance:g}, as in a healthy run"
+
+    def _bound_wanted(self) -> str:
+        return (
+            f"at most {self.bound:.2f} after warmup (a uniform guess among {self.choices} "
+            f"has {math.log(self.choices):.2f})"
+        )

@@ -1,0 +1,130 @@
+"""Losses that say a run is broken, clocks that wait for a GPU, several GPUs in one process, bad models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.tiny import pairs, tiny
+from transformers import TrainingArguments
+from typer.testing import CliRunner
+
+import rankwise as rw
+from rankwise.cli import app
+from rankwise.errors import InputError
+from rankwise.train import callbacks, train
+from rankwise.train import run as running
+from rankwise.train.callbacks import Clock
+from rankwise.train.health import HealthCheck, worst_healthy_loss
+from rankwise.train.settings import Recipe
+
+pytest.importorskip("accelerate")
+
+
+def test_random_logits_are_not_above_the_bound_and_larger_ones_are() -> None:
+    """The bound is what N(0, 1) logits lose, and four standard errors: the formula against draws."""
+    choices, examples = 256, 160
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(choices, (200, examples), generator=draw)
+    logits = torch.randn(200, examples, choices, generator=draw)
+
+    def means(scale: float) -> torch.Tensor:
+        losses = torch.nn.functional.cross_entropy(
+            (scale * logits).flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        return losses.view(200, examples).mean(1)
+
+    bound = worst_healthy_loss(choices, examples)
+    assert not (means(1.0) > bound).any()
+    assert (means(2.0) > bound).all()  # ln C + 2
+
+
+def judged(recipe: Recipe, losses: dict[int, float]) -> HealthCheck:
+    check = HealthCheck(recipe, "", 256)
+    control, state = type("C", (), {"should_training_stop": False})(), type("S", (), {})()
+    for step, loss in losses.items():
+        state.global_step = step
+        check.on_log(None, state, control, {"loss": loss})
+    return check
+
+
+def test_a_loss_above_a_uniform_guess_counts_once_warmup_is_over(tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, batch=8, log_every=20, warmup=10)
+    far = {20: 400.0, 40: 6.3}
+    history = [{"step": step, "loss": loss} for step, loss in far.items()]
+    assert judged(recipe, far).warnings(history) == [], "20 steps before step 20 hold warmup"
+    told = judged(recipe, far).warnings([*history, {"step": 60, "loss": 484.0}, {"step": 80, "loss": 7.0}])
+    assert len(told) == 1
+    assert (
+        "loss at step 60: expected at most 6.36 after warmup (a uniform guess among 256 has 5.55)" in told[0]
+    )
+    assert "2 of 4 logs" in told[0]
+    stops = recipe.model_copy(update={"when_early_fails": "stop"})
+    error = judged(stops, {60: 484.0}).error
+    assert error is not None
+    assert "wanted at most 6.36" in str(error)
+    assert judged(stops, {60: 6.3}).error is None
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    results = train(tiny(tmp_path, learning_rate=30, clip=1e9, warmup=0, steps=4), tmp_path / "out")
+    assert "expected at most" in results["warnings"][0]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["warnings"] == results["warnings"]
+
+
+def test_the_clock_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(device.type))
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: float(len(calls)))
+    for kind, wanted in (("cpu", 0.0), ("cuda", 1.0)):
+        clock, args = Clock(), type("A", (), {"device": torch.device(kind)})()
+        clock.on_step_begin(args, None, None)
+        clock.on_step_end(args, None, None)
+        assert clock.seconds == wanted, "read after each wait"
+    assert calls == ["cuda", "cuda"]
+
+
+def test_a_batch_is_not_multiplied_by_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = TrainingArguments.__post_init__
+
+    def with_four(made: TrainingArguments) -> None:
+        original(made)
+        made._n_gpu = 4
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", with_four)
+    recipe = tiny(tmp_path, batch=4)
+    made = running._arguments(recipe, tmp_path / "out", 1, False)
+    assert (made.train_batch_size, made.eval_batch_size, made.n_gpu) == (4, 4, 1)
+    assert "torchrun --nproc-per-node 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads": 3}, {"model.options.hidden_act": "abc"}], ids=["heads", "option"]
+)
+def test_a_model_that_cannot_be_built_is_named_by_its_settings(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InputError, match=r"`model`: wanted settings that \w+ can be built with, got .*heads=|abc"
+    ):
+        train(tiny(tmp_path, **changes), tmp_path / "out")
+
+
+def test_a_large_seed_trains_and_a_finding_can_stop(tmp_path: Path) -> None:
+    found = {"monitor": True, "monitor_every": 2, "monitor_stop_on": ["NOTHING"]}
+    with pytest.raises(InputError, match="NOTHING"):
+        train(tiny(tmp_path, **found), tmp_path / "out")
+    given = [*pairs(tmp_path, seed=20261123, steps=2), "--out", str(tmp_path / "large")]
+    done = CliRunner().invoke(app, ["train", "language", *given])
+    assert done.exit_code == 0, done.exception
+    assert "held-out loss" in done.output
+
+
+def test_a_monitor_takes_no_unknown_setting() -> None:
+    with pytest.raises(
+        InputError, match=r"`dleta`: wanted a setting of `rankwise.audit`.*Did you mean delta"
+    ):
+        rw.RankMonitor(torch.randn(1, 5, 8), dleta=3)
