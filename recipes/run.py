@@ -3,7 +3,8 @@
     python -m recipes.run language task.path=shakespeare.txt --rows tost transformer --seeds 0 1 2
 
 A run that is done is not done again; a run that was killed goes on from its last checkpoint. KEY=VALUE is
-given to every run. Results go to recipes/results/train/, models and checkpoints to --work.
+given to every run; a result of another configuration is never taken for a run, nor written over. Results go
+to recipes/results/train/, checkpoints to --work, where --keep leaves the models too.
 """
 
 import argparse
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.files import write_whole
-from rankwise.train.overrides import changes, parse_pairs
+from rankwise.train.checkpoints import MAY_DIFFER
+from rankwise.train.overrides import changes, fields, parse_pairs
 from rankwise.train.recipes import RECIPES
+from rankwise.train.settings import Recipe
 from recipes.experiment import RESULTS, Experiment, run_id
 from recipes.trained import EXPERIMENTS
 
@@ -32,11 +35,27 @@ def words(experiment: Experiment, label: str, size: str, seed: int, given: dict[
 
 
 def run(
-    experiment: Experiment, label: str, size: str, seed: int, work: Path, results: Path, given: dict[str, Any]
+    experiment: Experiment,
+    label: str,
+    size: str,
+    seed: int,
+    work: Path,
+    results: Path,
+    given: dict[str, Any],
+    keep: bool = False,
 ) -> bool:
-    """Run one row at one seed, unless it is done; False where it failed."""
+    """Run one row at one seed, unless it is done; False where it failed or another configuration is there."""
     name = run_id(experiment, label, size, seed)
     kept = results / f"{name}.json"
+    made = experiment.configuration(label, size, seed, **given)
+    for there in (kept, work / name / "results.json"):
+        if there.is_file() and (different := differing(there, made)):
+            print(
+                f"{name}: {there} is of another configuration ({', '.join(different)}); "
+                "move it away, or choose other --results and --work",
+                file=sys.stderr,
+            )
+            return False
     if kept.is_file():
         print(f"{name}: done already")
         return True
@@ -49,8 +68,19 @@ def run(
             print(f"{name}: failed with status {done.returncode}", file=sys.stderr)
             return False
     write_whole(kept, (out / "results.json").read_text(encoding="utf-8"), "results")
-    shutil.rmtree(out)
+    if not keep:
+        shutil.rmtree(out)
     return True
+
+
+def differing(kept: Path, made: Recipe) -> list[str]:
+    """Fields that decide a run and differ between a result and a configuration.
+
+    A field that is newer than the result had the value that is its default now.
+    """
+    content = json.loads(kept.read_text(encoding="utf-8"))["configuration"]
+    there, here = (fields(one) for one in (Recipe.model_validate(content), made))
+    return sorted(name for name in here if name not in MAY_DIFFER and there[name] != here[name])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=("small", "paper"), default="small")
     parser.add_argument("--work", type=Path, default=Path("runs"))
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--keep", action="store_true", help="leave the models in --work")
     chosen, rest = parser.parse_known_intermixed_args(arguments)
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
@@ -74,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse_pairs(chosen.pairs)
     seeds = experiment.seeds if chosen.seeds is None else chosen.seeds
     ended = [
-        run(experiment, label, chosen.size, seed, chosen.work, chosen.results, given)
+        run(experiment, label, chosen.size, seed, chosen.work, chosen.results, given, chosen.keep)
         for seed in seeds
         for label in labels
     ]

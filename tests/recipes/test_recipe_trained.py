@@ -102,7 +102,9 @@ def test_two_standard_errors_decide() -> None:
     assert beyond(0.1, [rows(0)[0], Row("", rows(0)[0].runs[:1])], "loss") is True, "one seed has no spread"
 
 
-def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_done_once_and_a_failed_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("accelerate")
     calls = []
 
@@ -122,6 +124,14 @@ def test_a_run_is_done_once_and_a_failed_one_is_told(tmp_path: Path, monkeypatch
     assert not (tmp_path / "w" / "language-transformer-seed0").exists()
     assert run.main(arguments) == 0
     assert len(calls) == 2, "the last time it was done already"
+    before = (tmp_path / "r" / "language-transformer-seed0.json").read_text()
+    assert run.main(["language", *pairs(tmp_path, steps=1), *where]) == 1
+    assert "another configuration (steps)" in capsys.readouterr().err
+    assert run.main(["language", *where]) == 1, "the row as it is"
+    assert len(calls) == 2
+    assert (tmp_path / "r" / "language-transformer-seed0.json").read_text() == before
+    assert run.main([*arguments[:-1], str(tmp_path / "kept"), "--keep"]) == 0
+    assert (tmp_path / "w" / "language-transformer-seed0" / "model").is_dir()
 
 
 def test_early_losses_are_those_of_the_kept_runs() -> None:

@@ -3,10 +3,12 @@
 import pytest
 from tests.train.tiny import TINY
 
+from rankwise.cli.train import _run_name
 from rankwise.errors import InputError
 from rankwise.train import RECIPES, recipe
 from rankwise.train.overrides import build, changes, parse_pairs
 from rankwise.train.provenance import command
+from rankwise.train.results import variant
 from rankwise.train.settings import EarlyLoss, Recipe
 
 
@@ -57,6 +59,18 @@ def test_an_unknown_recipe_is_named() -> None:
 def test_an_argument_that_divides_by_zero_is_named() -> None:
     with pytest.raises(InputError, match=r"wanted sizes above 0, got .*head_dim=0"):
         recipe("saturation", head_dim=0, tied=True)
+
+
+def test_variants_have_folders_of_their_own() -> None:
+    plain, text = recipe("language"), recipe("language", **{"task.path": "a.txt", "device": "cpu"})
+    assert _run_name(plain) == _run_name(text) == "language-transformer-seed0"
+    others = [{"model.name": "tost"}, {"model.name": "softmax"}, {"steps": 7}, {"model": "tost"}, {"seed": 1}]
+    names = [_run_name(recipe("language", **other)) for other in others]
+    assert len({*names, _run_name(plain)}) == len(others) + 1
+    assert variant(recipe("language", **{"model.name": "tost"})) == {
+        "model": "transformer",
+        "changed": {"model.name": "tost"},
+    }
 
 
 def test_a_short_name_and_a_dotted_name_are_the_same_field() -> None:

@@ -128,4 +128,7 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     done = run.invoke(app, ["train", "language", *pairs(tmp_path, model="tost")])
     assert done.exit_code == 0, done.exception
     assert "held-out loss" in done.output
-    assert (tmp_path / "runs" / "language-tost-seed0" / "results.json").is_file()
+    (folder,) = (tmp_path / "runs").glob("language-tost-*-seed0")
+    kept = json.loads((folder / "results.json").read_text())
+    assert kept["variant"]["model"] == "tost"
+    assert kept["variant"]["changed"]["model.width"] == 16

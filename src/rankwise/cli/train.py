@@ -34,7 +34,7 @@ def command(
     recipe: Annotated[str | None, typer.Argument(help="Name of a recipe.")] = None,
     pairs: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What to change.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write to; default runs/RECIPE-VARIANT-seedN.")
+        Path | None, typer.Option(help="Folder to write to; default runs/RECIPE-ARGUMENTS[-DIGEST]-seedN.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
     show: Annotated[
@@ -82,9 +82,17 @@ def _list() -> None:
 
 
 def _run_name(recipe: "Recipe") -> str:
-    words = [str(value) for key, value in recipe.variant.items() if key != "seed"]
+    """Recipe, its arguments, a digest of what else decides the run where that was changed, seed."""
+    import hashlib
+
+    from rankwise.train.results import variant
+
+    told = variant(recipe)
+    changed = json.dumps(told.pop("changed", {}), sort_keys=True, default=dict)
+    digest = [hashlib.sha256(changed.encode()).hexdigest()[:8]] if changed != "{}" else []
     size = [recipe.size] if recipe.size != "small" else []
-    name = "-".join([recipe.name, *words, *size, f"seed{recipe.seed}"])
+    words = [str(value) for value in told.values()]
+    name = "-".join([recipe.name, *words, *size, *digest, f"seed{recipe.seed}"])
     return "".join(letter if letter.isalnum() or letter in "-_.+" else "_" for letter in name)
 
 

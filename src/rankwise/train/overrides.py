@@ -130,6 +130,17 @@ def changes(recipe: Recipe, function: RecipeFunction) -> dict[str, Any]:
     return given | rest
 
 
+def beside(recipe: Recipe, function: RecipeFunction) -> dict[str, Any]:
+    """Of `changes`, those beside the arguments of the recipe: what its ``variant`` does not say.
+
+    Args:
+        recipe: the configuration.
+        function: the recipe it comes from.
+    """
+    arguments = inspect.signature(function).parameters
+    return {key: value for key, value in changes(recipe, function).items() if key not in arguments}
+
+
 def _path(recipe: Recipe, key: str, arguments: Mapping[str, Any]) -> str:
     _refuse_fixed(key)
     known = fields(recipe)

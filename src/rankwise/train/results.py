@@ -15,8 +15,10 @@ from rankwise.models import LambdaSkip
 from rankwise.monitor import RankMonitor, scalars
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
-from rankwise.train.checkpoints import checkpoints
+from rankwise.train.checkpoints import MAY_DIFFER, checkpoints
+from rankwise.train.overrides import beside
 from rankwise.train.provenance import peak_memory, provenance, shown
+from rankwise.train.recipes import RECIPES
 from rankwise.train.settings import Recipe
 
 RESULTS = "results.json"
@@ -44,7 +46,7 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
     return {
         "recipe": recipe.name,
         "kind": task.kind,
-        "variant": dict(recipe.variant),
+        "variant": variant(recipe),
         "configuration": configuration,
         "parameters": trainer.model.num_parameters(),
         "scores": {
@@ -66,6 +68,18 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
         "data": task.provenance.to_dict(),
         "provenance": provenance(recipe),
     }
+
+
+def variant(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's arguments, and under ``changed`` the other keys that decide the run, where there are any.
+
+    Args:
+        recipe: the configuration.
+    """
+    known = RECIPES.get(recipe.name)
+    more = {} if known is None else beside(recipe, known)
+    changed = {key: value for key, value in more.items() if key not in MAY_DIFFER}
+    return {**recipe.variant, **({"changed": changed} if changed else {})}
 
 
 def lambdas(model: torch.nn.Module) -> list[float]:
