@@ -20,6 +20,7 @@ from typing import Any
 from rankwise.files import write_whole
 from rankwise.train.checkpoints import MAY_DIFFER
 from rankwise.train.overrides import changes, fields, parse_pairs
+from rankwise.train.provenance import shown
 from rankwise.train.recipes import RECIPES
 from rankwise.train.settings import Recipe
 from recipes.experiment import RESULTS, Experiment, run_id
@@ -80,6 +81,8 @@ def differing(kept: Path, made: Recipe) -> list[str]:
     """
     content = json.loads(kept.read_text(encoding="utf-8"))["configuration"]
     there, here = (fields(one) for one in (Recipe.model_validate(content), made))
+    options = {name: shown(name, value) for name, value in made.task.options.items()}
+    here["task.options"] = options  # as the result tells them, without folders
     return sorted(name for name in here if name not in MAY_DIFFER and there[name] != here[name])
 
 

@@ -78,7 +78,7 @@ def variant(recipe: Recipe) -> dict[str, Any]:
     """
     known = RECIPES.get(recipe.name)
     more = {} if known is None else beside(recipe, known)
-    changed = {key: value for key, value in more.items() if key not in MAY_DIFFER}
+    changed = {key: shown(key, value) for key, value in more.items() if key not in MAY_DIFFER}
     return {**recipe.variant, **({"changed": changed} if changed else {})}
 
 

@@ -98,6 +98,14 @@ def _train(
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
         raise check.error
+    if monitor is not None and monitor.stopped_by is not None:
+        finding = monitor.stopped_by
+        raise TrainingError(
+            f"step {trainer.state.global_step}",
+            wanted=f"no finding of monitor_stop_on ({', '.join(recipe.monitor_stop_on)})",
+            got=f"{finding.code} at {finding.where}: {finding.meaning}",
+            fix=f"Look at {out / 'rank'}; without monitor_stop_on the training goes on all the same.",
+        )
     results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings(trainer.state.log_history)}
     if trainer.is_world_process_zero():
         with saving(out):
