@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import rankwise as rw
 from rankwise.cli import app
-from rankwise.errors import InputError
+from rankwise.errors import InputError, TrainingError
 from rankwise.train import callbacks, train
 from rankwise.train import run as running
 from rankwise.train.callbacks import Clock
@@ -128,3 +128,12 @@ def test_a_monitor_takes_no_unknown_setting() -> None:
         InputError, match=r"`dleta`: wanted a setting of `rankwise.audit`.*Did you mean delta"
     ):
         rw.RankMonitor(torch.randn(1, 5, 8), dleta=3)
+
+
+def test_a_finding_stops_a_run_and_is_named(tmp_path: Path) -> None:
+    collapsing = {"model": "softmax", "model.options.skip_init": 0.1, "model.options.norm_position": "post"}
+    watched = {"monitor": True, "monitor_every": 2, "monitor_stop_on": ["COLLAPSE"], "layers": 12}
+    scale = {"width": 16, "model.options.initializer_range": 0.5}
+    with pytest.raises(TrainingError, match=r"step 0: wanted no finding of monitor_stop_on.*got COLLAPSE at"):
+        train(tiny(tmp_path, **collapsing, **watched, **scale), tmp_path / "out")
+    assert not (tmp_path / "out" / "results.json").exists()

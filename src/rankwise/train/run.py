@@ -101,9 +101,9 @@ def _train(
     if monitor is not None and monitor.stopped_by is not None:
         finding = monitor.stopped_by
         raise TrainingError(
-            f"step {trainer.state.global_step}",
+            f"step {monitor.history.steps[-1]}",
             wanted=f"no finding of monitor_stop_on ({', '.join(recipe.monitor_stop_on)})",
-            got=f"{finding.code} at {finding.where}: {finding.meaning}",
+            got=f"{finding.code} at {finding.where}: {finding.meaning.rstrip('.')}",
             fix=f"Look at {out / 'rank'}; without monitor_stop_on the training goes on all the same.",
         )
     results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings(trainer.state.log_history)}

@@ -24,7 +24,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 """By name. An argument of a recipe is an axis of its experiment; all else is a field of what it returns."""
 
 
-def recipe(name: str, **given: Any) -> Recipe:
+def recipe(name: str, /, **given: Any) -> Recipe:
     """The configuration of a recipe, some of it changed.
 
     Args:
