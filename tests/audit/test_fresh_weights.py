@@ -103,6 +103,15 @@ def test_the_last_word_is_the_model_s() -> None:
     assert float(fresh.linear.weight.detach().std()) > 3
 
 
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    class Sharded(nn.Linear):
+        def __deepcopy__(self, memo: object) -> None:
+            raise AssertionError("FSDP does not support deepcopy")
+
+    with pytest.raises(FreshWeightsError, match=r"a model that can be copied, got .*deepcopy.*factory=build"):
+        fresh_weights(Sharded(2, 2))
+
+
 @pytest.mark.parametrize("weights", ["named first", "and others"])
 def test_a_weight_that_no_method_draws_is_refused_by_name(weights: str) -> None:
     model = Positions()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from rankwise.cli import main
 
@@ -42,6 +43,11 @@ def drawn() -> tuple[nn.Module, object]:
     """A model whose weights are others in each process."""
     torch.manual_seed(int(os.environ["RANK"]))
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), [torch.randn(1, 9, 8)] * 4
+
+
+def sharded() -> nn.Module:
+    """A model whose weights are gathered from both processes while it runs."""
+    return fully_shard(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
 
 
 def failing() -> tuple[nn.Module, object]:

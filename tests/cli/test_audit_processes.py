@@ -46,6 +46,7 @@ WAYS = {
     "single": ["tiny", *DATA, "--sequences", "1"],
     "split": [f"{WORKER}:split", "--text", "text.txt"],
     "replicated": [f"{WORKER}:replicated", "--text", "text.txt"],
+    "sharded": [f"{WORKER}:sharded", "--text", "text.txt"],
     "failing": [f"{WORKER}:failing"],
     "drawn": [f"{WORKER}:drawn"],
     "baseline": ["tiny", *DATA, "--baseline"],
@@ -116,6 +117,7 @@ def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> 
     [
         ("split", "tensor or pipeline parallel plan: layers.0.self_attn.q_proj"),
         ("replicated", "got a DistributedDataParallel, which waits for all of them"),
+        ("sharded", "got a FSDPModule, which waits for all of them"),
         ("failing", "process 1 of 2: batch 2: wanted a batch, got OSError: no such shard"),
         ("drawn", "wanted the same weights in all processes, got others in process 1"),
         ("baseline", "2 processes: wanted an audit without --baseline, got --baseline"),

@@ -44,8 +44,11 @@ def probe(sequences: int = 2) -> Tensor:
     return torch.randn(sequences, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def trained(monitor: rw.RankMonitor | None, steps: int = 7) -> tuple[nn.Module, Tensor]:
+def trained(
+    monitor: rw.RankMonitor | None, steps: int = 7, compiled: bool = False
+) -> tuple[nn.Module, Tensor]:
     model = encoder().train()
+    model = torch.compile(model, backend="eager") if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(steps):
         if monitor is not None:
@@ -68,6 +71,17 @@ def test_a_training_is_bit_identical_with_and_without_it():
     first, last = monitor.history.audits[0], monitor.history.audits[-1]
     assert first.heads[0].effective_rank != last.heads[0].effective_rank
     assert monitor.seconds > 0
+
+
+def test_a_compiled_model_is_watched_without_a_trace():
+    monitor = rw.RankMonitor(probe(), every=1)
+    (watched, drawn), (alone, wanted) = (trained(one, steps=2, compiled=True) for one in (monitor, None))
+    assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
+    assert torch.equal(drawn, wanted)
+    plain = rw.RankMonitor(probe(), every=1)
+    trained(plain, steps=2)
+    for one, other in zip(monitor.history.audits, plain.history.audits, strict=True):
+        assert [head.effective_rank for head in one.heads] == [head.effective_rank for head in other.heads]
 
 
 def test_a_module_that_is_frozen_in_evaluation_mode_stays_so():

@@ -13,7 +13,7 @@ from tests.train.tiny import pairs, tiny
 from rankwise.train import train
 
 pytest.importorskip("accelerate")
-GIVEN = {"model": "softmax", "batch": 4, "steps": 3}
+GIVEN = {"model": "softmax", "batch": 4, "steps": 3, "monitor": True, "monitor_every": 3}
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -42,3 +42,7 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     assert [row[0] for row in two["evaluations"]] == [3]
     # float32 sums in another order, over three steps of a learning rate of 3e-3
     assert two["scores"]["loss"] == pytest.approx(one["scores"]["loss"], abs=1e-4)
+    assert list(two["rank"]) == ["0", "3"]
+    for step, numbers in one["rank"].items():
+        # weights that differ by 1e-6 after three steps; numbers are written with five digits
+        assert two["rank"][step] == pytest.approx(numbers, abs=1e-3)

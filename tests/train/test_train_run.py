@@ -3,6 +3,7 @@
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,13 @@ def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("used", ["fsdp", "deepspeed"])
+def test_models_split_by_accelerate_are_refused(used: str) -> None:
+    trainer = SimpleNamespace(is_fsdp_enabled=used == "fsdp", is_deepspeed_enabled=used == "deepspeed")
+    with pytest.raises(TrainingError, match=r"\(DDP\), got (FSDP|DeepSpeed).*torchrun --nproc-per-node"):
+        running._check_copies(trainer)
+
+
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="`device` cuda: wanted a device that torch sees, got only cpu"):
         train(tiny(tmp_path, device="cuda"), tmp_path / "out")

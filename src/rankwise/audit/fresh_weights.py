@@ -134,7 +134,15 @@ def _from_configuration(model: nn.Module) -> nn.Module:
 
 
 def _drawn_anew(model: nn.Module) -> nn.Module:
-    fresh = copy.deepcopy(model)
+    try:
+        fresh = copy.deepcopy(model)
+    except Exception as error:  # a model under FSDP cannot be copied
+        raise FreshWeightsError(
+            f"fresh weights of {type(model).__name__}",
+            wanted="a model that can be copied",
+            got=f"{type(error).__name__}: {error}",
+            fix="Give a function without arguments that builds it: `factory=build`.",
+        ) from error
     with torch.no_grad():
         for parameter in fresh.parameters():
             parameter.fill_(torch.nan)

@@ -25,6 +25,7 @@ from rankwise.audit.site_keys import SiteKey
 from rankwise.audit.token_names import TokenNames
 from rankwise.audit.worth_numbers import WorthWanted, check_worth, head_worths, worth_record
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.capture.wrappers import sharded_again, without_copies
 from rankwise.errors import CaptureError, InputError
 from rankwise.measures import DELTA, check_delta
 from rankwise.parallel import one_thread
@@ -115,6 +116,7 @@ def audit(
     """
     check_provenance(provenance or {})
     check_delta(delta)
+    model = without_copies(model)
     notes: list[str] = []
     if texts is not None and isinstance(model, nn.Module):
         batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
@@ -171,7 +173,7 @@ class Run:
         copies: FreshCopies | None = None,
     ) -> None:
         """Run all batches, or as many as can be run; then copies at fresh weights and worth, if wanted."""
-        with ExitStack() as stack:
+        with sharded_again(self.model), ExitStack() as stack:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.notes.append("the compiled model was run uncompiled, with the same weights")

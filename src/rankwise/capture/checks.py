@@ -1,6 +1,5 @@
 """What must hold before a model is captured, and what its reader must know."""
 
-import sys
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -12,6 +11,7 @@ from rankwise.capture.block_candidates import matches
 from rankwise.capture.mixing_calls import MixingCall
 from rankwise.capture.module_calls import ModuleCalls
 from rankwise.capture.trace import Trace
+from rankwise.capture.wrappers import is_of
 from rankwise.errors import CaptureError, InputError, did_you_mean
 from rankwise.operators import MixingOperator
 from rankwise.torch_internals import drops, is_compiled, runs_compiled_eagerly
@@ -232,7 +232,7 @@ def check_whole(model: nn.Module) -> None:
 
 def split_modules(model: nn.Module) -> dict[str, str]:
     """Names of the modules of which this process holds a part while they run, with how they are split."""
-    wrapped = [name for name, module in model.named_modules() if _is(module, "fsdp", "FSDPModule")]
+    wrapped = [name for name, module in model.named_modules() if is_of(module, "fsdp", "FSDPModule")]
     split = {}
     for name, module in model.named_modules():
         gathered = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in wrapped)
@@ -252,7 +252,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, be it whole in this process."""
-    return _is(tensor, "tensor", "DTensor")
+    return is_of(tensor, "tensor", "DTensor")
 
 
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
@@ -274,9 +274,3 @@ def _marked(module: nn.Module) -> str | None:
     sizes = {"tp_size": getattr(module, "tp_size", None), "pp_size": getattr(asked, "pp_size", None)}
     told = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
     return told[0] if told else None
-
-
-def _is(thing: object, package: str, name: str) -> bool:
-    """Whether something is of a class of torch.distributed; False where torch.distributed is not imported."""
-    kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
-    return kind is not None and isinstance(thing, kind)

@@ -19,7 +19,7 @@ from rankwise.audit.records import Finding
 from rankwise.errors import InputError, did_you_mean
 from rankwise.files import write_whole
 from rankwise.monitor.scalars import scalars
-from rankwise.running import Batch, evaluating, tensors_of
+from rankwise.running import Batch, device_of, evaluating, tensors_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -39,7 +39,7 @@ class RankMonitor:
     An audit runs in evaluation mode, without gradients, with the random state of torch put aside: a training
     is bit-identical with and without it. Each new finding is logged once as a warning (logger
     ``rankwise.monitor``). With ``torch.distributed`` every process audits, so that sharded models run as they
-    must, and the first process writes and logs.
+    must; the first process writes, logs, and with ``stop_on`` decides for all whether to stop.
 
     Cost: one audit of the probe every ``every`` steps; `seconds` is what they took.
 
@@ -119,6 +119,8 @@ class RankMonitor:
             new = [change.finding for change in changes if change.outcome == "new"]
         self.history.add(step, found)
         ending = next((finding for finding in found.findings if finding.code in self.stop_on), None)
+        if self.stop_on:
+            ending = _of_first_process(ending, device_of(model))
         stops = self.stopped_by is None and ending is not None
         self.stopped_by = self.stopped_by or ending
         if _first_process():
@@ -236,6 +238,17 @@ def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
 
 
+def _several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _first_process() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+    return not _several_processes() or torch.distributed.get_rank() == 0
+
+
+def _of_first_process(stop: Finding | None, device: torch.device) -> Finding | None:
+    """What the first process found, in all: where only some leave a training, the others wait for ever."""
+    told = [stop]
+    if _several_processes():
+        torch.distributed.broadcast_object_list(told, src=0, device=device)
+    return told[0]

@@ -91,6 +91,7 @@ def _train(
         preprocess_logits_for_metrics=right_and_asked,
         optimizers=(make_optimiser(model, recipe.optimiser), None),
     )
+    _check_copies(trainer)
     check = HealthCheck(recipe, task.provenance.sha256, task.num_labels or task.vocab_size or 2)
     _set_callbacks(trainer, [check, LastEvaluation(), Clock()], progress)
     monitor = _monitor(recipe, trainer, task, out, start) if recipe.monitor else None
@@ -120,6 +121,20 @@ def _check_batch(recipe: Recipe, processes: int) -> None:
             wanted=f"a number that {processes} processes divide",
             got=str(recipe.batch),
             fix=f"Take batch={recipe.batch // processes * processes + processes}.",
+        )
+
+
+def _check_copies(trainer: Trainer) -> None:
+    """Refuse what accelerate was told besides: checkpoints and results are written of whole models."""
+    split = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
+    named = [name for name, used in split.items() if used]
+    if named:
+        raise TrainingError(
+            "accelerate's configuration",
+            wanted="a copy of the model in each process (DDP)",
+            got=named[0],
+            fix="Start it by `torchrun --nproc-per-node N -m rankwise train …`, without an accelerate "
+            "configuration and without ACCELERATE_USE_FSDP or ACCELERATE_USE_DEEPSPEED.",
         )
 
 

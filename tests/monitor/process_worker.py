@@ -1,0 +1,158 @@
+"""One of two processes that train the same small model, wrapped in several ways, with and without a monitor.
+
+Run by ``python -m torch.distributed.run`` as ``process_worker.py FOLDER``: writes what came of each to
+``FOLDER/RANK.json``.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import dispatch_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import rankwise as rw
+from rankwise.audit.fresh_copies import BaselineSettings
+from rankwise.audit.fresh_weights import fresh_weights
+from rankwise.errors import CaptureError
+
+STEPS, WORDS, WIDTH = 2, 16, 8
+DATA = torch.randint(0, WORDS, (STEPS + 1, 4, 6), generator=torch.Generator().manual_seed(1))
+PROBE = {"input_ids": DATA[-1, :2]}
+
+
+class Model(nn.Module):
+    """From tokens to logits; FSDP gathers embedding and head with the model, its layer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        states = self.embedding(input_ids)
+        for layer in self.layers:
+            states = layer(states)
+        return self.head(states)
+
+
+def whole() -> nn.Module:
+    """The model as one process trains it."""
+    torch.manual_seed(0)
+    return Model()
+
+
+def ddp() -> nn.Module:
+    """Copied to each process."""
+    return DistributedDataParallel(whole())
+
+
+def fsdp2() -> nn.Module:
+    """Weights shared by the processes, gathered layer by layer."""
+    model = whole()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp1() -> nn.Module:
+    """The class before that."""
+    return FullyShardedDataParallel(whole(), device_id=torch.device("cpu"))
+
+
+def device_map() -> nn.Module:
+    """Dispatched by accelerate, whose hooks move what each part reads."""
+    places = dict.fromkeys(("embedding", "layers", "head"), "cpu")
+    return dispatch_model(whole(), places, main_device="cpu", force_hooks=True)
+
+
+def tensor_parallel() -> nn.Module:
+    """Each process computes half of the channels between two layers."""
+    plan = {"layers.0.linear1": ColwiseParallel(), "layers.0.linear2": RowwiseParallel()}
+    return parallelize_module(whole(), init_device_mesh("cpu", (2,)), plan)
+
+
+WAYS = (whole, ddp, fsdp2, fsdp1, device_map, tensor_parallel)
+SHARES = (ddp, fsdp2, fsdp1)
+"""Those in which each process reads its own half of a batch."""
+
+
+def trained(make: Any, monitor: rw.RankMonitor | None) -> tuple[dict[str, Tensor], nn.Module]:
+    """Its weights after some steps; audited before there is an optimiser, and between gradients and steps."""
+    model = make().train()
+    if monitor is not None:
+        monitor.step(model, 0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step, batch in enumerate(DATA[:-1], 1):
+        mine = batch.chunk(2)[dist.get_rank()] if make in SHARES else batch
+        nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten()).backward()
+        if monitor is not None:
+            monitor.step(model, step)
+        optimiser.step()
+        optimiser.zero_grad()
+    kept = model.state_dict()
+    return {name.removeprefix("module."): gathered(weight) for name, weight in kept.items()}, model
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """A copy of the whole of it."""
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+
+
+def measured(make: Any, model: nn.Module) -> list[list[Any]]:
+    """An audit by head: where capture sees it, what it measures, and what fresh weights give."""
+    built = (lambda seed: fresh_weights(whole(), seed)) if make is fsdp2 else None  # which cannot be copied
+    copied = BaselineSettings(seeds=1, build=built)
+    heads = rw.audit(model.eval(), [PROBE], baseline=copied).heads
+    return [[head.site, head.effective_rank, head.baseline.mean["effective_rank"]] for head in heads]
+
+
+def told(make: Any, alone: dict[str, Tensor]) -> dict[str, Any]:
+    """What came of one way to wrap the model."""
+    monitor = rw.RankMonitor(PROBE, every=1)
+    try:
+        watched, model = trained(make, monitor)
+    except CaptureError as error:
+        return {"error": str(error)}
+    without, _ = trained(make, None)
+    return {
+        "same_bits": all(torch.equal(watched[name], one) for name, one in without.items()),
+        "from_alone": max((watched[name] - one).abs().max().item() for name, one in alone.items()),
+        "watched": [[head.effective_rank for head in audit.heads] for audit in monitor.history.audits],
+        "audit": measured(make, model),
+    }
+
+
+def stopped(broken: int) -> str | None:
+    """What a monitor stops on, where the weights of one process are no numbers."""
+    model = whole()
+    if dist.get_rank() == broken:
+        nn.init.constant_(model.layers[0].self_attn.in_proj_weight, float("nan"))
+    monitor = rw.RankMonitor(PROBE, stop_on="NONFINITE")
+    monitor.step(model, 0)
+    return monitor.stopped_by and monitor.stopped_by.code
+
+
+def main() -> None:
+    """Train in each way."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    alone, _ = trained(whole, None)
+    said = {make.__name__: told(make, alone) for make in WAYS}
+    said["stops"] = [stopped(broken) for broken in (0, 1)]
+    path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps(said), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
