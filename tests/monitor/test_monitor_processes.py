@@ -21,7 +21,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("monitored")
     done = subprocess.run(
         [*LAUNCH, str(WORKER), str(folder)],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300, check=False,
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
