@@ -431,6 +431,19 @@ class Linear(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), None
 
 
+def test_a_layer_has_the_same_name_on_the_fast_path_and_off_it():
+    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(B, T, WIDTH)
+    fast, calls, _ = compared(model, x)
+    slow, slow_calls, _ = compared(model.train(), x)
+    assert calls
+    assert not slow_calls
+    assert [site.name for site in fast.mixers] == [site.name for site in slow.mixers] == ["0", "1"]
+    for one, other in zip(fast.mixers, slow.mixers, strict=True):
+        assert (one.layer, one.cross) == (other.layer, other.cross)
+        assert (one.operator.dense() - other.operator.dense()).abs().max() < TOLERANCE
+
+
 def test_an_attention_put_into_a_stock_layer_is_seen_itself():
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True)
     layer.self_attn = Linear()

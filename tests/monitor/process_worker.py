@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from accelerate import dispatch_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
@@ -75,13 +73,7 @@ def device_map() -> nn.Module:
     return dispatch_model(whole(), places, main_device="cpu", force_hooks=True)
 
 
-def tensor_parallel() -> nn.Module:
-    """Each process computes half of the channels between two layers."""
-    plan = {"layers.0.linear1": ColwiseParallel(), "layers.0.linear2": RowwiseParallel()}
-    return parallelize_module(whole(), init_device_mesh("cpu", (2,)), plan)
-
-
-WAYS = (whole, ddp, fsdp2, fsdp1, device_map, tensor_parallel)
+WAYS = (whole, ddp, fsdp2, fsdp1, device_map)
 SHARES = (ddp, fsdp2, fsdp1)
 """Those in which each process reads its own half of a batch."""
 

@@ -73,6 +73,7 @@ def test_a_training_is_bit_identical_with_and_without_it():
     assert monitor.seconds > 0
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_a_compiled_model_is_watched_without_a_trace():
     monitor = rw.RankMonitor(probe(), every=1)
     (watched, drawn), (alone, wanted) = (trained(one, steps=2, compiled=True) for one in (monitor, None))

@@ -3,13 +3,12 @@
 import json
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.train.tiny import pairs, tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 from rankwise.cli import app
@@ -74,14 +73,15 @@ def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) 
     assert train(others, tmp_path / "others")["warnings"] == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("used", ["fsdp", "deepspeed"])
 def test_models_split_by_accelerate_are_refused(used: str) -> None:
-    trainer = SimpleNamespace(is_fsdp_enabled=used == "fsdp", is_deepspeed_enabled=used == "deepspeed")
+    trainer = object.__new__(Trainer)
+    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = used == "fsdp", used == "deepspeed"
     with pytest.raises(TrainingError, match=r"\(DDP\), got (FSDP|DeepSpeed).*torchrun --nproc-per-node"):
         running._check_copies(trainer)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="`device` cuda: wanted a device that torch sees, got only cpu"):
         train(tiny(tmp_path, device="cuda"), tmp_path / "out")

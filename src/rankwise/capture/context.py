@@ -243,9 +243,16 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             if reason is None:
                 with without_torch_function(), torch.no_grad():
                     given = (call.module, call.args, call.kwargs, self._outer(call))
-                    self._try(partial(layer_mixing, *given), *call.tensors[:1])
+                    calls = self._up_to_torch_layer()
+                    self._try(partial(layer_mixing, *given), *call.tensors[:1], calls=calls)
             else:
                 self._left_out.setdefault(call.name, reason)
+
+    def _up_to_torch_layer(self) -> list[ModuleCall]:
+        """Calls under way, up to the outermost of PyTorch's own layers: the mixer, fast path or not."""
+        running = self._calls.running
+        own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
+        return running[: own + 1]
 
     def _outer(self, call: ModuleCall) -> ModuleCall | None:
         running = self._calls.running
@@ -267,15 +274,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._try(partial(functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The functional form with changed heads; of PyTorch's own layers the outermost is the mixer."""
-        running = self._calls.running
-        if not running or self._read_otherwise():
+        """The functional form with changed heads."""
+        if not self._calls.running or self._read_otherwise():
             return functional.multi_head_attention_forward(*args, **kwargs)
-        own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
-        outer = running[own - 1] if own and is_torch_layer(running[own].module) else running[own]
+        calls = self._up_to_torch_layer()
+        outer = calls[-2] if len(calls) > 1 and is_torch_layer(calls[-1].module) else calls[-1]
         with without_torch_function(), torch.no_grad():
             read = partial(functional_mixing, args, kwargs, outer)
-            added = self._try(read, *running[own].tensors[:1], calls=running[: own + 1])
+            added = self._try(read, *calls[-1].tensors[:1], calls=calls)
         with without_torch_function():
             return attention_by_heads(args, kwargs, lambda heads: self._changed_heads(added, heads))
 
