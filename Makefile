@@ -23,11 +23,13 @@ demo: $(STAMP)  ## Audit the bundled demo, with worth and baseline, and write ra
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests src/rankwise --doctest-modules $(ARGS)
 
-# Engines that most work on Rankwise does not need: 305 MB, most of it Ray.
-test-extras: $(STAMP)  ## Install Ray, Lightning and TensorBoard, and run the tests that need them.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[sweep,lightning,tensorboard]'
+# Engines that most work on Rankwise does not need: over 300 MB, most of it Ray.
+test-extras: $(STAMP)  ## Install Ray, Lightning, TensorBoard and lm-evaluation-harness, and run the tests that need them.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[sweep,lightning,tensorboard]' \
+		'lm-eval>=0.4.13'
 	$(BIN)/python -m pytest tests/test_sweep.py tests/monitor/test_monitor_lightning.py \
-		tests/train/test_train_tensorboard.py -k 'of_ray or lightning_audits or event_file' $(ARGS)
+		tests/train/test_train_tensorboard.py tests/train/test_train_harness.py \
+		-k 'of_ray or lightning_audits or event_file or the_harness_finds' $(ARGS)
 
 # Another version of torch gets a folder of its own; nothing but torch, numpy and pytest is needed.
 TORCH_BIN = .venv-torch-$(TORCH)/bin
