@@ -17,9 +17,11 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.audit import Finding, Place, Provenance
 from rankwise.audit.findings import TURN
-from rankwise.errors import InputError, RankwiseError
+from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.surgery import advice
+from rankwise.surgery import remedy as remedies
+from rankwise.surgery.remedy import collapse_with
 from rankwise.surgery.skips import choose
 
 
@@ -106,6 +108,67 @@ def test_the_remedy_repairs_and_leaves_what_is_sound(scales: tuple[float, ...], 
         for site in chosen:
             skips[site.name].fill_(float(words[words.index("--init") + 1]))
     assert all(one.code != "COLLAPSE" for one in advised(model, start).findings)
+
+
+def collapsed(scale: float = 0.1) -> tuple[nn.Module, rw.surgery.Skips, Tensor]:
+    """A model that λ = 1 does not repair: six times it keeps 1/1.3 of what tells tokens apart."""
+    model, start = Stack([Average(1.0, strength=0.3) for _ in range(6)]).eval(), tokens() + 1
+    return model, rw.add_lambda_skip(model, init=scale, example=start), start
+
+
+def collapse_of(audit: rw.Audit) -> list[Finding]:
+    return [one for one in audit.findings if one.code == "COLLAPSE"]
+
+
+def test_where_1_does_not_repair_the_remedy_asks_for_more_and_that_does() -> None:
+    model, skips, start = collapsed()
+    (finding,) = collapse_of(advised(model, start))
+    init, sites = remedy(finding)
+    assert sites == []
+    assert max(2, finding.evidence["lambda_sound"]) <= init
+    with torch.no_grad():
+        for skip in skips.values():
+            skip.fill_(1)
+    (left,) = collapse_of(rw.audit(model, [start]))
+    lowest = pytest.approx(left.evidence["relative_collapse_lowest"], rel=1e-5)
+    assert finding.evidence["relative_collapse_lowest_at_1"] == lowest
+    with torch.no_grad():
+        for skip in skips.values():
+            skip.fill_(init)
+    assert collapse_of(rw.audit(model, [start])) == []
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_a_scale_that_is_tried_gives_the_audit_of_a_model_that_has_it(scale: float) -> None:
+    model, skips, start = collapsed()
+    changed = list(skips)[2:]
+    before = fingerprint(model)
+    tried = collapse_with(model, start, "blocks", dict.fromkeys(changed, scale), pytest.fail)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        for name in changed:
+            skips[name].fill_(scale)
+    (found,) = collapse_of(rw.audit(model, [start]))
+    assert tried is not None
+    assert tried.where == found.where
+    assert tried.evidence == pytest.approx(found.evidence, rel=1e-5)  # float32, of another order of sums
+    assert collapse_with(model, start, "others", {}, pytest.fail) is None
+    assert collapse_with(model, start, "blocks", dict.fromkeys(skips, 3.0), pytest.fail) is None
+
+
+def test_a_scale_that_cannot_be_tried_is_said_and_stays_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model whose mixers `rw.audit` finds by adapters only."""
+    model, _, start = collapsed()
+    audit = rw.audit(model, [start])
+
+    def audit_without(*_: Any) -> None:
+        raise CaptureError("model", wanted="mixers", got="none", fix="name them")
+
+    monkeypatch.setattr(remedies, "audit", audit_without)
+    found = rw.advise(audit, model, start)
+    assert remedy(collapse_of(found)[0])[0] == 1
+    assert [note for note in found.provenance.notes if note.startswith(advice.UNTRIED)]
+    assert rw.advise(found, model, start) == found
 
 
 def test_where_every_skip_is_at_fault_none_is_named() -> None:
@@ -235,7 +298,18 @@ Advise = Callable[..., Finding]
 def advise(monkeypatch: pytest.MonkeyPatch) -> Advise:
     """The finding as it is once a certificate with these layers is there."""
 
-    def call(found: Finding, layers: list[SimpleNamespace], carries: bool = True) -> Finding:
+    def call(
+        found: Finding, layers: list[SimpleNamespace], carries: bool = True, left: Finding | None = None
+    ) -> Finding:
+        def collapse_with(*given: Any) -> Finding | None:
+            _, _, stack, scales, _ = given
+            fault = [layer for layer in layers if layer.site in scales]
+            assert stack == found.where.stack
+            assert set(scales.values()) == {1}
+            assert all(abs(layer.scale) < 1 for layer in fault)
+            return left
+
+        monkeypatch.setattr(advice, "collapse_with", collapse_with)
         monkeypatch.setattr(advice, "_shares", lambda model, batch: {})
         monkeypatch.setattr(advice, "certify_skip", lambda *_: SimpleNamespace(layers=layers))
         monkeypatch.setattr(advice, "skips_of", lambda model: {"λ": 1} if carries else {})
@@ -276,6 +350,21 @@ def test_a_remedy_raises_what_is_at_fault_and_nothing_else(advise: Advise, seed:
     assert fault
     whole = len(fault) == len(layers) or not carries
     assert sites == ([] if whole else [f"h.{at}.attn" for at in fault])
+
+
+@pytest.mark.parametrize("bound", [3.333, 1.2, None])
+@pytest.mark.parametrize("stack", ["h", "h2"])
+def test_where_1_does_not_do_all_layers_of_the_stack_get_what_the_bound_asks_for(
+    advise: Advise, stack: str, bound: float | None
+) -> None:
+    scales = [0.5, -0.5, 7.0, 1.0, 0.5, 0.9]
+    names = ["h.0", "h.1", "h.2", "h.3", "h2.0", "h2.1"]
+    layers = [layer(*given, sound_scale_relative=bound) for given in zip(names, scales, strict=True)]
+    left = collapse(f"{stack}.1", stack).model_copy(update={"evidence": {"relative_collapse_lowest": 0.2}})
+    found = advise(collapse(f"{stack}.1", stack), layers, left=left)
+    wanted = 3.4 if bound == 3.333 else 2  # twice the 1 that did not do
+    assert remedy(found) == (wanted, ["h.0", "h.1", "h.3"] if stack == "h" else ["h2.0", "h2.1"])
+    assert found.evidence["relative_collapse_lowest_at_1"] == 0.2
 
 
 def test_a_scale_that_no_bound_asks_for_is_twice_what_did_not_do(advise: Advise) -> None:

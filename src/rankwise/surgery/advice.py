@@ -1,10 +1,9 @@
 """`advise`: what the skip connections of a model say to an audit: λ against a collapse, mixers they drown."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from decimal import ROUND_CEILING, Context
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,20 +16,20 @@ from rankwise.errors import InputError, RankwiseError
 from rankwise.running import Batch, batch_size, device_of, first_sequences, moved, run_model, tensors_of
 from rankwise.surgery.certify import NoResidualError, certify_skip
 from rankwise.surgery.probe import check_traceable, find_skip_locations, probing
+from rankwise.surgery.remedy import KEEP, collapse_with, with_remedy
 from rankwise.surgery.skip_sums import skip_sums
 from rankwise.surgery.skips import name_sites, skips_of
 from rankwise.surgery.verify import unhooked
 
 AuditT = TypeVar("AuditT", bound=AuditRecord)
 
-KEEP = 0.5
-"""The part of μ² that each layer is to keep."""
 SAMPLE = 4
 """Sequences of a dict that are looked at."""
 LAYER_SCALES = re.compile(r"layer_?scale|lambda_?[12]$|gamma_?[12]$", re.IGNORECASE)
 """Names of LayerScale's parameters, where no module of that name holds them."""
 UNSEEN = "not known whether λ or LayerScale drowns single mixers"
 UNNAMED = "no λ is named for COLLAPSE"
+UNTRIED = "not known whether λ = 1 is enough against COLLAPSE"
 AGAIN = "the model ran again on the first batch"
 BY_HAND = "raise λ in the model's own config or skip connections, where it has one"
 """What fails to certify a model mostly keeps `rankwise skip` from it, too."""
@@ -55,7 +54,7 @@ def advise(
 
     Range: `mixer_share` in [0, ∞), λ in (0, ∞).
     Cost: nothing without a COLLAPSE, λ-skips and LayerScale; else one forward pass, about 25 more for a
-    COLLAPSE, one for λ-skips, and for LayerScale a backward pass more.
+    COLLAPSE, and an audit where a λ is below 1, one for λ-skips, and for LayerScale a backward pass more.
 
     Args:
         audit: of this model; it is not changed.
@@ -101,7 +100,9 @@ def advise(
 
     sample = first_sequences(moved(readable(model, batch)[0], device_of(model)), SAMPLE)
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
-    notes = [note for note in audit.provenance.notes if not note.startswith((UNSEEN, UNNAMED, AGAIN))]
+    notes = [
+        note for note in audit.provenance.notes if not note.startswith((UNSEEN, UNNAMED, UNTRIED, AGAIN))
+    ]
     if skips_of(model) or _layer_scales(model):
         try:
             _check_runs(model, sample)
@@ -112,7 +113,7 @@ def advise(
         try:
             _check_runs(model, sample)
             say("the certificate of a collapse")
-            found = _named(found, model, sample)
+            found = _named(found, model, sample, say, notes)
         except NoResidualError as error:  # that is the answer
             notes.append(f"{UNNAMED}: {error}")
             found = _by_hand(found)
@@ -208,60 +209,26 @@ def _drowned_mixer(site: str, share: float) -> Finding:
     )
 
 
-def _named(findings: Sequence[Finding], model: nn.Module, batch: Any) -> list[Finding]:
+def _named(
+    findings: Sequence[Finding], model: nn.Module, batch: Any, say: Callable[[str], None], notes: list[str]
+) -> list[Finding]:
     layers, carries = certify_skip(model, batch, KEEP).layers, bool(skips_of(model))
+
+    def tried(stack: str, scales: Mapping[str, float]) -> Finding | None:
+        say("an audit with λ = 1")
+        return collapse_with(model, batch, stack, scales, lambda reason: notes.append(f"{UNTRIED}: {reason}"))
+
     return [
-        _advised(finding, layers, carries) if finding.code == "COLLAPSE" else finding for finding in findings
+        with_remedy(finding, layers, carries, partial(tried, finding.where.stack))
+        if finding.code == "COLLAPSE"
+        else finding
+        for finding in findings
     ]
 
 
 def _by_hand(findings: Sequence[Finding]) -> list[Finding]:
     remedy = {"remedy": BY_HAND}
     return [each.model_copy(update=remedy) if each.code == "COLLAPSE" else each for each in findings]
-
-
-def _advised(finding: Finding, layers: Sequence[Any], carries: bool) -> Finding:
-    """With the numbers of the mixer in the block where the collapse starts, or of the last of the stack."""
-    stack = [layer for layer in layers if layer.site.startswith(f"{finding.where.stack}.")] or list(layers)
-    inside = [at for at, layer in enumerate(stack) if f"{layer.site}.".startswith(f"{finding.where.site}.")]
-    at = stack[inside[-1] if inside else -1]
-    # A collapse is one of μ/‖Y‖; after a norm, where ‖Y‖ is set, the scale for μ is that for both.
-    sound = at.sound_scale_relative if at.norm == "none" else at.sound_scale
-    scales = {
-        "lambda": at.scale,
-        "lambda_sound": sound,
-        "lambda_paper": at.paper_scale,
-        "lambda_paper_with_floor": at.paper_scale_with_floor,
-    }
-    known = {name: value for name, value in scales.items() if value is not None and math.isfinite(value)}
-    suspects = _suspects(stack, inside[0] if inside else 0)
-    least = min(abs(layer.scale) for layer in suspects)
-    init = _up(1.0 if least < 1 else max(known.get("lambda_sound", 0.0), 2 * least))
-    fault = dict.fromkeys(layer.site for layer in suspects if abs(layer.scale) < init)
-    # Without --sites, every λ that was fitted would be set anew.
-    some = carries and len(fault) < len({layer.site for layer in layers})
-    sites = "".join(f"--sites {site} " for site in fault) if some else ""
-    return finding.model_copy(
-        update={
-            "evidence": finding.evidence | known,
-            "remedy": f"rankwise skip MODEL --init {init:g} {sites}--text TEXT --out DIR",
-        }
-    )
-
-
-def _suspects(stack: Sequence[Any], start: int) -> list[Any]:
-    """The layers from where a collapse is found to the end, and those before that keep less than they may."""
-    kept = math.sqrt(KEEP)
-    return [
-        layer
-        for at, layer in enumerate(stack)
-        if at >= start or layer.relative_out < kept * layer.relative_in
-    ]
-
-
-def _up(value: float) -> float:
-    """Two digits, never fewer than the value asks for."""
-    return float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(value)))
 
 
 def _inside_switched_off(site: str, findings: Sequence[Finding]) -> bool:
