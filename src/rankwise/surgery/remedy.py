@@ -116,7 +116,7 @@ def collapse_with(
     skips = skips_of(model)
     sites = list(skips.sites.values())
     given: dict[str, Tensor | float] = {site.name: skips[site.name].detach() for site in sites}
-    sums = scaled_sums(sites, given | scales)
+    sums = scaled_sums(sites, {**given, **scales})
     try:
         with unhooked(model), probing(model), torch.no_grad(), replacing_sums(model, sums):
             found = audit(model, [batch]).findings
