@@ -167,10 +167,18 @@ def test_imports_follow_the_arrows(part: str, path: Path) -> None:
         assert name in ALLOWED[part], f"{path.name} in {part} imports {name}"
 
 
-def test_surgery_reads_what_an_audit_says_and_runs_none() -> None:
-    text = "".join(path.read_text() for path in (PACKAGE / "surgery").glob("*.py"))
-    parts = re.findall(r"^\s*(?:from|import) rankwise\.audit(\.\w+)?", text, re.MULTILINE)
-    assert set(parts) == {".records", ".findings", ".batches"}
+def test_surgery_reads_what_an_audit_says_and_runs_one_for_a_remedy_alone() -> None:
+    found = {
+        path.name: re.findall(r"^\s*(?:from|import) rankwise\.audit(\.\w+)?", path.read_text(), re.MULTILINE)
+        for path in (PACKAGE / "surgery").glob("*.py")
+    }
+    assert {part for parts in found.values() for part in parts} == {
+        ".records",
+        ".findings",
+        ".batches",
+        ".run",
+    }
+    assert [name for name, parts in found.items() if ".run" in parts] == ["remedy.py"]
 
 
 def test_the_arrow_test_sees_a_wrong_import(tmp_path: Path) -> None:
