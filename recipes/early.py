@@ -56,7 +56,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def tolerance(losses: Sequence[float]) -> float:
-    """How far a healthy run may be from the mean."""
+    """How far another run may be from the mean."""
     return FEW if len(losses) < 3 else max(LEAST, 5 * statistics.stdev(losses))
 
 

@@ -37,7 +37,7 @@ class Row:
 Table = Mapping[str, Row]
 """Rows by label; those without a run are not in it."""
 Verdict = tuple[bool | None, str]
-"""Whether it is as expected (None: seeds differ too much to tell), and the numbers that say so."""
+"""Whether it is as expected (None: it cannot be told), and the numbers that say so."""
 
 
 @dataclass(frozen=True)
@@ -92,37 +92,57 @@ def run_id(experiment: Experiment, label: str, size: str, seed: int) -> str:
     return "-".join(words).replace(" ", "_").replace("/", "_")
 
 
-def beyond(distance: float, rows: Sequence[Row], metric: str) -> bool | None:
+def error(rows: Sequence[Row], metric: str) -> float:
+    """Standard error of the difference of two means: of seeds where there are several, of what was judged.
+
+    An accuracy p on n examples has √(p (1 − p) / n), as if rows were judged on examples of their own.
+    """
+    squares = 0.0
+    for row in rows:
+        if len(row.runs) > 1:
+            squares += row.spread(metric) ** 2 / len(row.runs)
+        if metric == "accuracy":
+            share = row.mean(metric)
+            squares += share * (1 - share) / judged(row.runs[0])
+    return math.sqrt(squares)
+
+
+def judged(run: Mapping[str, Any]) -> int:
+    """How many held-out examples a run's score is of."""
+    most: int | None = run["configuration"]["evaluation"]["examples"]
+    test: int = run["data"]["test"]
+    return test if most is None else min(most, test)
+
+
+def beyond(distance: float, rows: Sequence[Row], metric: str, floor: float = 0.0) -> bool | None:
     """Whether a difference of two means, less its margin, is above 0.
 
-    None where every row has several seeds and the distance is within two standard errors of the difference.
+    None within two standard errors, and where no row's mean is above ``floor``.
     """
-    if all(len(row.runs) > 1 for row in rows):
-        error = math.hypot(*(row.spread(metric) / math.sqrt(len(row.runs)) for row in rows))
-        if abs(distance) < 2 * error:
-            return None
+    if abs(distance) < 2 * error(rows, metric) or max(row.mean(metric) for row in rows) <= floor:
+        return None
     return distance > 0
 
 
-def below(better: str, worse: str, metric: str = "loss", by: float = 0.0) -> Expectation:
-    """The mean of one row lies below that of another by more than ``by``."""
+def below(better: str, worse: str, metric: str = "loss", by: float = 0.0, floor: float = 0.0) -> Expectation:
+    """The mean of one row lies below that of another by more than ``by``; None if none is above ``floor``."""
 
     def judge(table: Table) -> Verdict:
         rows = table[better], table[worse]
         low, high = (row.mean(metric) for row in rows)
-        return beyond(high - low - by, rows, metric), f"{low:.3f} against {high:.3f}"
+        return beyond(high - low - by, rows, metric, floor), f"{low:.3f} against {high:.3f}"
 
     more = f" by more than {by:g}" if by else ""
     return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), judge)
 
 
-def alike(one: str, other: str, margin: float, metric: str = "accuracy") -> Expectation:
-    """The means of two rows differ by less than ``margin``."""
+def alike(one: str, other: str, margin: float, metric: str = "accuracy", floor: float = 0.0) -> Expectation:
+    """The means of two rows differ by less than ``margin``; None if none is above ``floor``."""
 
     def judge(table: Table) -> Verdict:
         rows = table[one], table[other]
         first, second = (row.mean(metric) for row in rows)
-        return beyond(margin - abs(first - second), rows, metric), f"{first:.3f} against {second:.3f}"
+        return beyond(margin - abs(first - second), rows, metric, floor), f"{first:.3f} against {second:.3f}"
 
     return Expectation(f"{metric} of {one} is within {margin:g} of that of {other}", (one, other), judge)
 

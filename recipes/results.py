@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.files import write_whole
-from recipes.experiment import RESULTS, Experiment, Row, Table
+from recipes.experiment import RESULTS, Experiment, Row, Table, judged
 from recipes.trained import EXPERIMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -101,7 +101,7 @@ def commands(table: Table) -> list[str]:
     machines = sorted(
         {
             f"{one['hardware'].get('gpu', one['hardware']['processor'])}, {one['hardware']['threads']} "
-            f"threads, torch {one['torch']}, transformers {one['transformers']}"
+            f"threads at most, torch {one['torch']}, transformers {one['transformers']}"
             for one in runs
         }
     )
@@ -112,11 +112,10 @@ def commands(table: Table) -> list[str]:
 
 def data(run: Mapping[str, Any]) -> str:
     """What a run read, and how much of it."""
-    about, judged = run["data"], run["configuration"]["evaluation"]["examples"]
-    held_out = about["test"] if judged is None else min(judged, about["test"])
-    told = f"{about['source']}, {about['train']:,} examples to train on, {held_out:,} to judge by"
+    about = run["data"]
+    told = f"{about['source']}, {about['train']:,} examples to draw from, {judged(run):,} to judge by"
     if run["chance"] is not None:
-        told += f", {run['chance']:.3f} of their answers the commonest"
+        told += f" (always the most common answer: {run['chance']:.3f})"
     return told
 
 

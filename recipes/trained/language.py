@@ -40,8 +40,8 @@ LANGUAGE = Experiment(
     ),
     notes="Nats per byte of the last tenth of tiny Shakespeare; the paper's losses are per token of "
     "GPT-2's vocabulary, on another text and at a hundred times the size: only the order can "
-    "be compared. All models have the weights of the transformer within 0.3 %, by their feed- "
-    "forward width, and the same optimiser; none was tuned; initial weights have the scale 0.02, "
+    "be compared. All models have the weights of the transformer within 0.3 %, by their "
+    "feed-forward width, and the same optimiser; none was tuned; initial weights have the scale 0.02, "
     "but where a row says another. tost-hybrid is the decayed one with softmax attention in every "
     "fourth layer; tost-scan has a short convolution and a scan of 16 features with memberships as "
     "steps (`rankwise.models.TokenStatisticsAttention`), tost-scan-hybrid too.",

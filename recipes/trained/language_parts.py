@@ -91,13 +91,14 @@ def frontier(table: Table) -> str:
 WHY = """\
 Why causal ToST trails: its output is −Π w / (1 + m), so whatever the past, each channel of a token's own
 w is multiplied by a number from −1 to 0, and its mixing operator is diagonal. The past comes in through
-the mean m alone, in which, without decay and with uniform memberships, the token before has weight 1 / t
-(tests/models/test_tost_mixers.py holds both). No token hands its features to another, and the next byte
-depends first on the last few. What moves features at linear cost, each an option of
-`rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w over 4
-tokens, each channel by itself (conv), and a scan of F features with memberships as steps (scanF), M[t, u]
-= c_t·b_u exp(−a Σ Π_r) Π_u. Its rates a are learned; half-lives of the statistics are not, since the
-kernels give them no gradient: short-lives has them from 1 to 16 tokens in place of 4 to 128."""
+sums alone, those in Π and the mean m, in which, without decay and with uniform memberships, the token
+before has weight 1 / t (tests/models/test_tost_mixers.py holds both). No token hands its features to
+another, and the next byte depends first on the last few. What moves features at linear cost, each an
+option of `rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w
+over 4 tokens, each channel by itself (conv), and a scan of F features with memberships as steps
+(scanF), M[t, u] = c_t·b_u exp(−a Σ Π_r) Π_u. Its rates a are learned; half-lives of the statistics are
+not, since the kernels give them no gradient: short-lives has them from 1 to 16 tokens in place of 4 to
+128."""
 SETTING = """\
 Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above, all with the weights of the
 transformer within 0.2 %, and of one seed: differences under about 0.03 say nothing. The transformer is

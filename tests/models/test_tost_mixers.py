@@ -277,5 +277,18 @@ def test_rotary_scores_see_distances_alone() -> None:
 
 
 def test_rotary_positions_need_pairs() -> None:
-    with pytest.raises(InputError, match=r"even width, got 50\.0 at width 3"):
+    with pytest.raises(InputError, match="even width, got 3"):
         SoftmaxAttention(WIDTH, HEADS, query_dim=3, rotary_base=50.0)
+    for base in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="wanted a positive number"):
+            SoftmaxAttention(WIDTH, HEADS, query_dim=4, rotary_base=base)
+
+
+def test_rotary_positions_count_real_tokens() -> None:
+    mixer, x = mixers(True)["softmax-rotary"], tokens(1, 6)
+    real = [0, 1, 3, 4, 5]
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1]])
+    torch.testing.assert_close(mixer(x, mask).output[:, real], mixer(x[:, real]).output, **CLOSE)
+    begun = mixer(x[:, :3], mask[:, :3], return_state=True).state
+    rest = mixer(x[:, 3:], mask[:, 3:], begun).output
+    torch.testing.assert_close(rest, mixer(x[:, real]).output[:, 2:], **CLOSE)

@@ -55,25 +55,26 @@ def kept(folder: Path, label: str, seed: int, loss: float) -> None:
 
 
 def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
-    for seed, loss in enumerate((1.0, 2.0, 3.0)):
+    for seed, loss in enumerate((1.9, 2.0, 2.1)):
         kept(tmp_path, "transformer", seed, loss)
     kept(tmp_path, "tost", 0, 1.5)
     kept(tmp_path, "tost-uniform", 0, 1.75)
     page = results.page([LANGUAGE], tmp_path)
     waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
     assert page.index("| no |") < page.index("| yes |") < waiting
-    kept(tmp_path, "tost", 1, 1.75)
+    kept(tmp_path, "tost", 1, 2.3)
+    kept(tmp_path, "tost-uniform", 0, 4.0)
     page_of_two = results.page([LANGUAGE], tmp_path)
-    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.625 | 2 |"
+    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.900 | 2 |"
     assert page_of_two.index("| unclear |") < page_of_two.index("| yes |")
     assert said in page_of_two
     assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 1 |" in page
     assert "loss of tost is below that of tost-uniform | yes | 1.500 against 1.750 | 1 |" in page
-    assert "| transformer | 2.000 ± 1.000 | 0.500 ± 0.000 | 2.84" in page
+    assert "| transformer | 2.000 ± 0.100 | 0.500 ± 0.000 | 2.84" in page
     assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     assert "    rankwise train language model=tost\n" in page
-    assert "Data: a text, 1,000 examples to train on, 20 to judge by." in page
+    assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
 
 
 def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
@@ -99,7 +100,16 @@ def test_two_standard_errors_decide() -> None:
         None,
         True,
     ]
-    assert beyond(0.1, [rows(0)[0], Row("", rows(0)[0].runs[:1])], "loss") is True, "one seed has no spread"
+    single = [Row("", row.runs[:1]) for row in rows(0, 0)]
+    assert beyond(0.1, single, "loss") is True, "one seed has no spread"
+
+
+def test_few_examples_tell_little_of_an_accuracy() -> None:
+    judging = {"data": {"test": 500}, "configuration": {"evaluation": {"examples": 400}}}
+    two = [Row("", [{"scores": {"accuracy": share}, **judging}]) for share in (0.5, 0.8)]
+    error = ((0.25 + 0.16) / 400) ** 0.5
+    assert [beyond(times * error, two, "accuracy") for times in (-2.01, 1.99, 2.01)] == [False, None, True]
+    assert beyond(1.0, two, "accuracy", floor=0.8) is None, "nothing was learned"
 
 
 def test_a_run_is_done_once_and_a_failed_one_is_told(

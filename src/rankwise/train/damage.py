@@ -53,8 +53,7 @@ def _remove(checkpoint: Path) -> str:
 
 def _check_weights(path: Path, fix: str) -> None:
     if (path.parent / f"{WEIGHTS}.index.json").is_file():  # several files, as the index says
-        index = _check(path.parent / f"{WEIGHTS}.index.json", _json, fix)
-        for name in sorted(set(index["weight_map"].values())):
+        for name in _check(path.parent / f"{WEIGHTS}.index.json", _parts, fix):
             _check(path.parent / name, _open, fix)
     else:
         _check(path, _open, fix)
@@ -84,6 +83,13 @@ def _load(path: Path) -> Any:
 
 def _json(path: Path) -> Any:
     return parse_json(path.read_text(encoding="utf-8"))
+
+
+def _parts(index: Path) -> list[str]:
+    content = _json(index)
+    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+        raise ValueError("no weight_map in it")
+    return sorted({str(name) for name in content["weight_map"].values()})
 
 
 def _state(path: Path) -> TrainerState:

@@ -1,4 +1,4 @@
-"""Training losses of healthy runs in their first steps, by the row of a recipe."""
+"""Training losses of kept runs in their first steps, by the row of a recipe, collapsed rows among them."""
 
 import json
 from collections.abc import Mapping

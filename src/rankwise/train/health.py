@@ -124,7 +124,9 @@ class HealthCheck(TrainerCallback):
         return since >= self.recipe.optimiser.warmup and loss > self.bound
 
     def _early_wanted(self, step: int) -> str:
-        return f"{self.early[step].loss:g} ± {self.early[step].tolerance:g}, as in a healthy run"
+        return (
+            f"{self.early[step].loss:g} ± {self.early[step].tolerance:g}, as in the runs that are kept of it"
+        )
 
     def _bound_wanted(self) -> str:
         return (

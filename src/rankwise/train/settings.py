@@ -89,7 +89,7 @@ class EvaluationSettings(Settings):
 
 
 class EarlyLoss(Settings):
-    """What a healthy run shows at an early step: mean training loss since the log before it."""
+    """What kept runs show at an early step: mean training loss since the log before it."""
 
     step: int = Field(ge=1)
     loss: float
@@ -133,7 +133,7 @@ class Recipe(Settings):
     monitor_stop_on: tuple[str, ...] = ()
     """Codes of findings that end the training, such as COLLAPSE."""
     early: tuple[EarlyLoss, ...] = ()
-    """Numbers of a healthy run; they hold for the recipe as it is, and are left out where it is changed."""
+    """Numbers of kept runs; they hold for the recipe as it is, and are left out where it is changed."""
     early_data: str | None = None
     """SHA-256 of the data that ``early`` was measured on; other data have other losses. None: any."""
     when_early_fails: Literal["warn", "stop"] = "warn"

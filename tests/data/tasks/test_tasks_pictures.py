@@ -87,9 +87,12 @@ def test_a_shrunk_picture_has_means_of_blocks(tmp_path: Path) -> None:
     blocks = [pixels[:, y : y + 4, x : x + 4].mean((1, 2), keepdims=True) for y in (0, 4) for x in (0, 4)]
     means = np.concatenate(blocks, axis=1)
     assert (task.length, task.test[0]["input_ids"].tolist()) == (4, grey(means)[0].ravel().tolist())
-    for side in (0, 3, 16):
+    for side in (3, 16):
         with pytest.raises(InputError, match="`side`: wanted a divisor of the edge"):
             tasks.cifar10_sequence(tmp_path, side=side)
+    for wrong in (0, True):
+        with pytest.raises(InputError, match="side: wanted a whole number"):
+            tasks.cifar10_sequence(tmp_path, side=wrong)
 
 
 def test_some_examples_are_drawn_by_the_seed(tmp_path: Path) -> None:

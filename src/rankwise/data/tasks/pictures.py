@@ -9,6 +9,7 @@ import numpy as np
 from rankwise.data.arrays import open_array, open_labels
 from rankwise.data.images import need_pillow
 from rankwise.data.tasks.augment import crop, crop_and_flip
+from rankwise.data.tasks.checks import need_whole
 from rankwise.data.tasks.examples import Examples, Item
 from rankwise.data.tasks.sources import HubData, chosen, local_files, open_splits
 from rankwise.data.tasks.task import Task, make_task
@@ -171,6 +172,8 @@ def cifar10_sequence(
 def shrunk(pixels: np.ndarray, side: int) -> np.ndarray:
     """Pictures (N, H, W, 3) of ``side``² pixels, each the mean of a square block.
 
+    Cost: O(N H W), and a copy of the pictures in float64.
+
     Args:
         pixels: square pictures.
         side: a divisor of their edge.
@@ -182,13 +185,14 @@ def shrunk(pixels: np.ndarray, side: int) -> np.ndarray:
         >>> shrunk(np.arange(12.0).reshape(1, 2, 2, 3), 1).tolist()
         [[[[4.5, 5.5, 6.5]]]]
     """
+    need_whole("side", side)
     count, high, wide, channels = pixels.shape
-    if side < 1 or high % side or wide != high:
+    if high % side or wide != high:
         raise InputError(
             "`side`",
             wanted="a divisor of the edge of square pictures",
             got=f"{side} for pictures of {high}×{wide} pixels",
-            fix=f"Leave it out, or take {high // 2}.",
+            fix="Leave it out, or take half the edge of pictures with an even, equal edge.",
         )
     block = high // side
     return pixels.reshape(count, side, block, side, block, channels).mean((2, 4))

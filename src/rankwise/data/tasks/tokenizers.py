@@ -25,7 +25,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
         vocab_size: entries, the bytes and the end mark ``<|endoftext|>`` among them.
 
     Returns:
-        A ``PreTrainedTokenizerFast`` of transformers, whose end mark is its last special token.
+        A ``PreTrainedTokenizerFast`` of transformers, whose end mark is its one special token.
 
     Raises:
         InputError: if there are fewer entries than bytes and end mark.
@@ -39,6 +39,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     need_whole("vocab_size", vocab_size, SMALLEST)
+    if isinstance(texts, str):  # otherwise its characters
+        texts = [texts]
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

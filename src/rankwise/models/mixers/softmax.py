@@ -1,5 +1,6 @@
 """Softmax attention, its queries and keys as wide as asked."""
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rankwise.models.mixers.base import (
     token_mask,
 )
 from rankwise.operators import SoftmaxMixing
-from rankwise.rotary import rotated
+from rankwise.rotary import ROPE_BASE, rotated
 
 
 class SoftmaxAttention(Mixer):
@@ -63,18 +64,30 @@ class SoftmaxAttention(Mixer):
         self.head_dim = head_width("SoftmaxAttention", hidden_size, num_heads, head_dim)
         self.query_dim = query_dim if query_dim is not None else self.head_dim
         self.rotary_base = rotary_base
-        if rotary_base is not None and (self.query_dim % 2 or rotary_base <= 0):
-            raise InputError(
-                "SoftmaxAttention `rotary_base`",
-                wanted="a positive base, and queries and keys of an even width",
-                got=f"{rotary_base} at width {self.query_dim}",
-                fix="Set `query_dim` to an even number.",
-            )
+        if rotary_base is not None:
+            self._check_rotary(rotary_base)
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.dropout = make_dropout("SoftmaxAttention", dropout)
+
+    def _check_rotary(self, base: object) -> None:
+        number = isinstance(base, int | float) and not isinstance(base, bool)
+        if not (number and 0 < float(base) < math.inf):  # type: ignore[arg-type]
+            raise InputError(
+                "SoftmaxAttention `rotary_base`",
+                wanted="a positive number",
+                got=repr(base),
+                fix=f"Take {ROPE_BASE:g}, or None for no rotary positions.",
+            )
+        if self.query_dim % 2:
+            raise InputError(
+                "SoftmaxAttention `rotary_base`",
+                wanted="queries and keys of an even width",
+                got=f"{self.query_dim}",
+                fix="Set `query_dim`, or width over heads, to an even number; rotary_base=None has none.",
+            )
 
     @classmethod
     def from_config(cls, config: Any) -> "SoftmaxAttention":
@@ -138,8 +151,11 @@ class SoftmaxAttention(Mixer):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rotary_base is not None:
-            start = 0 if state is None else state[0].shape[2]
-            query, key = (rotated(rows, start, self.rotary_base) for rows in (query, key))
+            before = 0 if state is None else state[2].sum(1, keepdim=True)
+            positions = (before + valid.cumsum(1) - 1)[
+                :, None
+            ]  # of real tokens alone, as learned positions are
+            query, key = (rotated(rows, positions, self.rotary_base) for rows in (query, key))
         if state is not None:
             past_key, past_value, past_valid = state
             key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
