@@ -114,7 +114,7 @@ def judged(run: Mapping[str, Any]) -> int:
     return test if most is None else min(most, test)
 
 
-def beyond(distance: float, rows: Sequence[Row], metric: str, floor: float = 0.0) -> bool | None:
+def beyond(distance: float, rows: Sequence[Row], metric: str, floor: float = -math.inf) -> bool | None:
     """Whether a difference of two means, less its margin, is above 0.
 
     None within two standard errors, and where no row's mean is above ``floor``.
@@ -124,7 +124,9 @@ def beyond(distance: float, rows: Sequence[Row], metric: str, floor: float = 0.0
     return distance > 0
 
 
-def below(better: str, worse: str, metric: str = "loss", by: float = 0.0, floor: float = 0.0) -> Expectation:
+def below(
+    better: str, worse: str, metric: str = "loss", by: float = 0.0, floor: float = -math.inf
+) -> Expectation:
     """The mean of one row lies below that of another by more than ``by``; None if none is above ``floor``."""
 
     def judge(table: Table) -> Verdict:
@@ -136,7 +138,9 @@ def below(better: str, worse: str, metric: str = "loss", by: float = 0.0, floor:
     return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), judge)
 
 
-def alike(one: str, other: str, margin: float, metric: str = "accuracy", floor: float = 0.0) -> Expectation:
+def alike(
+    one: str, other: str, margin: float, metric: str = "accuracy", floor: float = -math.inf
+) -> Expectation:
     """The means of two rows differ by less than ``margin``; None if none is above ``floor``."""
 
     def judge(table: Table) -> Verdict:

@@ -13,7 +13,7 @@ SECOND_HAND = {1: "0.423 (a fixed λ; second-hand)", "learned": "0.389 (second-h
 PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
 
 
-FLOOR = {"image": 0.0, "recall": 0.6}
+FLOOR = {"image": 0.1, "recall": 0.6}
 """Accuracy at which nothing of what is asked has been learned."""
 NOTES = {
     "image": "Pixels shrunk to 16×16, 4 layers.",
