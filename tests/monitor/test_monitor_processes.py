@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("accelerate")
-WORKER = Path(__file__).with_name("process_worker.py")
+WORKER = Path(__file__).with_name("monitor_worker.py")
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 WAYS = ["ddp", "fsdp2", "device_map"]
 

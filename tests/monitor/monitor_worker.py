@@ -1,6 +1,6 @@
 """One of two processes that train the same small model, wrapped in several ways, with and without a monitor.
 
-Run by ``python -m torch.distributed.run`` as ``process_worker.py FOLDER``: writes what came of each to
+Run by ``python -m torch.distributed.run`` as ``monitor_worker.py FOLDER``: writes what came of each to
 ``FOLDER/RANK.json``.
 """
 
