@@ -87,6 +87,16 @@ def test_moments_of_parts_give_those_of_the_whole(numbers, data) -> None:
         assert math.isnan(joined.spread)
 
 
+class Refusing(torch.Tensor):
+    """Holds numbers that no operation gives away, as torchao's classes do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ in ("reshape", "to", "numpy"):
+            raise AssertionError(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
 def test_shards_merged_are_one_audit_over_all_sequences(model, sequences, shards) -> None:
     whole = rw.audit(model, sequences)
     kept = [finding for finding in whole.findings if finding.code != "OVER_WIDE"]  # rests on `OF_ALL`
@@ -273,6 +283,22 @@ def test_other_weights_of_the_same_model_are_refused_and_wrappers_are_no_others(
     names = [name for name, _ in model.named_parameters()]
     assert weights_digest(model, names) == weights_digest(other, names)
     assert weights_digest(other.to("meta")) == ""
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda numbers: numbers.to_sparse(),
+        lambda numbers: numbers.as_subclass(Refusing),
+        lambda numbers: torch.quantize_per_tensor(numbers, 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "a tensor class", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:.*dtype=torch.quint8")
+def test_weights_whose_numbers_cannot_be_read_have_no_digest(held):
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(held(model.weight.detach()), requires_grad=False)
+    assert weights_digest(model) == ""
 
 
 def test_a_digest_of_data_knows_values_types_and_order() -> None:
