@@ -1,13 +1,11 @@
-"""Sweeps: the list of jobs, what is kept, what is run again, and a worker of Ray that is killed."""
+"""Sweeps: the list of jobs, what is kept, what is run again."""
 
 import errno
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from tests.audit.same_audits import compared
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,18 +18,15 @@ from rankwise.sweep import (
     Job,
     Result,
     WorkerDiedError,
-    check_room,
     is_finished,
     jobs_of,
     merged,
-    ray_tasks,
-    run_here,
     sweep,
 )
 from rankwise.tasks import AuditTask
 
 FACTORY = """
-import os, signal, torch
+import torch
 from pathlib import Path
 from torch import nn
 
@@ -60,12 +55,6 @@ def interrupted():
         if not (HERE / "goes-on").exists():
             raise KeyboardInterrupt
     return layer, read()
-
-def killed():
-    if not (HERE / "killed").exists():
-        (HERE / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return model(3)
 """
 
 
@@ -244,26 +233,3 @@ def test_data_that_a_model_would_read_twice_is_refused_before_it_runs(tmp_path) 
     assert "b.txt" in str(told.value)
     assert "a.txt" in str(told.value)
     assert not workers.ran
-
-
-def test_without_ray_the_install_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"pip install 'rankwise\[sweep\]'"), ray_tasks("local"):
-        pass
-
-
-def test_a_worker_of_ray_that_is_killed_loses_nothing(factory, tmp_path, monkeypatch) -> None:
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # at 15 they starve on a busy machine
-    jobs = jobs_of(AuditTask(model=""), [f"{factory}:build", f"{factory}:killed"])
-    with ray_tasks("local", cpus=1) as runner:
-        outcome = sweep(jobs, tmp_path / "ray", runner)
-        with pytest.raises(InputError, match="--gpus 99: wanted no more for a job than this machine has"):
-            check_room(ray, 1, 99)
-    assert (tmp_path / "killed").exists(), "no worker was killed"
-    assert (len(outcome.done), outcome.failed) == (2, {})
-    here = sweep(jobs, tmp_path / "here", run_here)
-    assert (len(here.done), here.failed) == (2, {})
-    for job in jobs:
-        found, alone = Audit.load(job.path(tmp_path / "ray")), Audit.load(job.path(tmp_path / "here"))
-        assert compared(alone, found, {"versions"}) == []  # a worker has not loaded transformers

@@ -1,8 +1,6 @@
-"""Many audits, of models × revisions × data: a job each, run here or as tasks of Ray; none is lost."""
+"""Many audits, of models × revisions × data: a job each, run here or elsewhere; none is lost."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -10,14 +8,12 @@ from typing import Any
 
 from rankwise.audit import Audit
 from rankwise.audit.history import folder_name
-from rankwise.errors import InputError, RankwiseError, RecordError, first_line
+from rankwise.errors import InputError, RankwiseError, RecordError
 from rankwise.files import write_whole
 from rankwise.sources import source_digests
 from rankwise.tasks import AuditTask, prepare, run
 
 RETRIES = 3
-LOCAL = "local"
-"""In place of an address: a cluster of this machine alone, for as long as the sweep runs."""
 
 
 class WorkerDiedError(RankwiseError):
@@ -227,12 +223,18 @@ def in_worker(task: AuditTask) -> tuple[str, dict[str, str]]:
         return found.model_dump_json(indent=1) + "\n", {}
     except RankwiseError as error:
         return "", {"subject": error.subject, "wanted": error.wanted, "got": error.got, "fix": error.fix}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a factory may call sys.exit
         got = f"{type(error).__name__}: {error}"
         return "", {"subject": task.model, "wanted": "an audit", "got": got, "fix": f"Try `{task.command}`."}
 
 
-def _result(text: str, said: dict[str, str]) -> Result:
+def result_of(text: str, said: dict[str, str]) -> Result:
+    """What `in_worker` gave, as a result.
+
+    Args:
+        text: the JSON of an audit.
+        said: what went wrong, in words.
+    """
     if not said:
         return text
     return RankwiseError(said["subject"], wanted=said["wanted"], got=said["got"], fix=said["fix"])
@@ -245,88 +247,4 @@ def run_here(jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
         jobs: what to run.
     """
     for job in jobs:
-        yield job, _result(*in_worker(job.task))
-
-
-@contextmanager
-def ray_tasks(address: str, cpus: int | float = 1, gpus: int | float = 0) -> Iterator[Runner]:
-    """Run each job as a task of Ray, as many at once as its cluster has room for.
-
-    Args:
-        address: of the cluster, such as ``auto`` or ``ray://head:10001``; ``local`` starts one here.
-        cpus: that each job takes.
-        gpus: that each job takes.
-
-    Raises:
-        InputError: if Ray is not installed, or there is no cluster.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise InputError(
-            f"--ray {address}",
-            wanted="the package ray",
-            got="an environment without it",
-            fix="pip install 'rankwise[sweep]'",
-        ) from None
-    started = {"include_dashboard": False} if address == LOCAL else {}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # they are sent over the network
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"--ray {address}",
-            wanted="a Ray cluster that answers",
-            got=first_line(error),
-            fix="Start one with `ray start --head`, or use --ray local.",
-        ) from error
-    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(in_worker)
-
-    def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
-        if address == LOCAL:  # a cluster may grow
-            check_room(ray, cpus, gpus)
-        waiting = {task.remote(job.task): job for job in jobs}
-        while waiting:
-            ended, _ = ray.wait(list(waiting))
-            for reference in ended:
-                job = waiting.pop(reference)
-                try:
-                    yield job, _result(*ray.get(reference))
-                except ray.exceptions.RayError as error:
-                    yield job, _died(job, error)
-
-    try:
-        yield run_jobs
-    finally:
-        ray.shutdown()
-
-
-def check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
-    """Refuse jobs that ask for more than there is: Ray would wait for ever.
-
-    Args:
-        ray: the module, its cluster started.
-        cpus: of each job.
-        gpus: of each job.
-
-    Raises:
-        InputError: saying what there is.
-    """
-    there = ray.cluster_resources()
-    found = {"CPU": there.get("CPU", 0), "GPU": there.get("GPU", 0)}
-    if found["CPU"] < cpus or found["GPU"] < gpus:
-        raise InputError(
-            f"--cpus {cpus:g} --gpus {gpus:g}",
-            wanted="no more for a job than this machine has",
-            got=f"{found['CPU']:g} CPUs and {found['GPU']:g} GPUs",
-            fix="Ask for less, or give the address of a cluster.",
-        )
-
-
-def _died(job: Job, error: Exception) -> WorkerDiedError:
-    return WorkerDiedError(
-        job.name,
-        wanted="a worker that lives until the audit is done",
-        got=first_line(error),
-        fix="Where memory ran out, take a smaller --batch-size; `--resume` runs what is missing.",
-    )
+        yield job, result_of(*in_worker(job.task))

@@ -70,7 +70,8 @@ def command(
     from rankwise.cli.output import quiet_libraries, show_progress
     from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
-    from rankwise.sweep import changed_since, jobs_of, ray_tasks, run_here, sweep
+    from rankwise.sweep import changed_since, jobs_of, run_here, sweep
+    from rankwise.sweep_ray import ray_tasks
     from rankwise.tasks import AuditTask
 
     check_delta(delta)
