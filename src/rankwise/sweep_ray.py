@@ -89,7 +89,7 @@ def results(ray: Any, task: Any, jobs: Sequence[Job]) -> Iterator[tuple[Job, Res
                 ClusterLostError(
                     job.name,
                     wanted="a Ray cluster that answers until the sweep ends",
-                    got=f"{type(error).__name__}: {first_line(error)}",
+                    got=f"{type(error).__name__}: {first_line(error).rstrip('.')}",
                     fix="Look at it with `ray status`; `--resume` runs what is missing.",
                 ),
             )
