@@ -59,15 +59,15 @@ def skips(
             learning_rate=1e-3 if image or not small else 3e-3, warmup=20 if small else 1000
         ),
         evaluation=EvaluationSettings(
-            every=(150 if image else 250) if small else 2000,
+            every=500 if small else 2000,
             metric="accuracy",
-            examples=400 if small else None,
+            examples=2000 if small else None,  # a standard error of an accuracy of at most 0.011
         ),
-        steps=(300 if image else 1000) if small else 50_000,
+        steps=(1000 if image else 3000) if small else 50_000,
         batch=(16 if image else 32) if small else 64,
         seed=seed,
         monitor=True,
-        monitor_every=(150 if image else 500) if small else 5000,
+        monitor_every=(500 if image else 1500) if small else 5000,
     )
 
 
@@ -77,5 +77,5 @@ def _task(task: str, small: bool) -> TaskSettings:
             name="cifar10-sequence", tokens=256 if small else 1024, options={"side": 16} if small else {}
         )
     # four pairs take more steps than minutes on a core allow, with softmax attention and λ = 1, too
-    sizes = {"train": 20_000, "test": 500, "vocab_size": 64, "pairs": 2} if small else {"pairs": 8}
+    sizes = {"train": 20_000, "test": 2000, "vocab_size": 64, "pairs": 2} if small else {"pairs": 8}
     return TaskSettings(name="mqar", tokens=16 if small else 128, options=sizes)
