@@ -10,7 +10,7 @@ RATES = (3e-4, 3e-3)
 """Learning rates beside the recipe's, 0.001, of the task that is tuned."""
 TUNED = "listops"
 NOTES = (
-    "120,000 weights each, by the feed-forward width; shorter sequences than published (Image: 16×16 pixels), "
+    "120,000 weights each, by the feed-forward width; shorter sequences than published (Image: 16×16), "
     "except Pathfinder. One set of hyper-parameters, but where a row says another learning rate. "
     "s4d and mamba2 read left to right."
 )
