@@ -29,7 +29,7 @@ def skips(
     """Accuracy by λ and mixer on LRA Image and on associative recall.
 
     Args:
-        size: small: 4 layers, width 64 (recall: 2 layers), pictures shrunk to 16×16 pixels; paper: 8 layers,
+        size: small: 8 layers, width 64 (recall: 2 layers), pictures shrunk to 16×16 pixels; paper: 8 layers,
             width 128 (recall: 4 layers), pictures of 32×32.
         task: pixels of grey CIFAR-10 in a row, or multi-query associative recall.
         mixer: what mixes tokens.
@@ -47,7 +47,7 @@ def skips(
         "initializer_range": unit_scale(width),
     }
     image = task == "image"
-    layers = (4 if small else 8) if image else (2 if small else 4)
+    layers = 8 if image else 2 if small else 4
     return Recipe(
         name="skips",
         size=size,
