@@ -1,8 +1,9 @@
-"""What the benchmarks share: the clock, peak memory, what the machine is."""
+"""What the benchmarks share: the clock, medians, peak memory, what the machine is."""
 
 import ctypes
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,15 @@ def timed(run: Callable[[], Answer], device: torch.device) -> tuple[float, Answe
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start, answer
+
+
+def taken(run: Callable[[], object], device: torch.device) -> float:
+    """CPU seconds of the process, or seconds until a GPU is done."""
+    if device.type == "cuda":
+        return timed(run, device)[0]
+    start = time.process_time()
+    run()
+    return time.process_time() - start
 
 
 def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
@@ -46,6 +56,17 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
     before = _kib("VmRSS")
     run()
     return (_kib("VmHWM") - before) / 1024
+
+
+def median(numbers: list[float]) -> list[float]:
+    """The median, and the two numbers that hold it between them in 95 % of samples, whatever is sampled."""
+    ordered, count = sorted(numbers), len(numbers)
+    outside = max(int((count - 1.96 * count**0.5) / 2), 1)  # numbers below the median are tosses of a coin
+    return [statistics.median(ordered), ordered[outside - 1], ordered[-outside]]
+
+
+def percent(share: list[float]) -> str:
+    return "{:+.2f} % ({:+.2f} … {:+.2f})".format(*(100 * one for one in share))
 
 
 def machine(device: torch.device) -> dict[str, object]:

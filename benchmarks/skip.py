@@ -14,14 +14,11 @@ says what the run can resolve. CPU seconds of the process on a CPU, so that othe
 import argparse
 import json
 import random
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import machine, timed
+from harness import machine, median, percent, taken
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -95,26 +92,6 @@ def race(title: str, model: nn.Module, args: argparse.Namespace, device: torch.d
     }
     size = {"sites": len(skips), "batch": args.batch, "tokens": args.tokens, "repeats": args.repeats}
     return {"model": title, **size, **{name: median(share) for name, share in shares.items()}}
-
-
-def median(numbers: list[float]) -> list[float]:
-    """The median, and the two numbers that hold it between them in 95 % of samples, whatever is sampled."""
-    ordered, count = sorted(numbers), len(numbers)
-    outside = max(int((count - 1.96 * count**0.5) / 2), 1)  # numbers below the median are tosses of a coin
-    return [statistics.median(ordered), ordered[outside - 1], ordered[-outside]]
-
-
-def percent(share: list[float]) -> str:
-    return "{:+.2f} % ({:+.2f} … {:+.2f})".format(*(100 * one for one in share))
-
-
-def taken(run: Callable[[], object], device: torch.device) -> float:
-    """CPU seconds of the process, or seconds until a GPU is done."""
-    if device.type == "cuda":
-        return timed(run, device)[0]
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 def arguments() -> argparse.Namespace:
