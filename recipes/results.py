@@ -60,8 +60,8 @@ def section(experiment: Experiment, size: str, table: Table) -> str:
     lines += [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
     lines += [line(row, experiment.paper.get(label, "–")) for label, row in table.items()]
     lines += ["", *commands(table), ""]
-    if experiment.more is not None:
-        lines += [experiment.more(table), ""]
+    if experiment.more is not None and (more := experiment.more(table)):
+        lines += [more, ""]
     return "\n".join(lines)
 
 
@@ -69,7 +69,7 @@ def line(row: Row, paper: str) -> str:
     """One row of a table."""
     cells = (
         row.label,
-        spread(row, "loss", 3),
+        loss(row),
         spread(row, "accuracy", 3),
         paper,
         ", ".join(str(run["provenance"]["seed"]) for run in row.runs),
@@ -94,6 +94,13 @@ def spread(row: Row, name: str, digits: int) -> str:
     return f"{row.mean(name):.{digits}f}{more}"
 
 
+def loss(row: Row) -> str:
+    """Nats; of a model of tokens nats a byte beside those a token."""
+    told = spread(row, "loss", 3)
+    bytes_per_token = row.runs[0].get("bytes_per_token")
+    return f"{told} a token, {row.mean('loss') / bytes_per_token:.3f} a byte" if bytes_per_token else told
+
+
 def commands(table: Table) -> list[str]:
     """The command of each row's first run, and what they ran on."""
     first: Mapping[str, str] = {label: row.runs[0]["provenance"]["command"] for label, row in table.items()}
@@ -107,7 +114,16 @@ def commands(table: Table) -> list[str]:
     )
     read = sorted({data(run) for row in table.values() for run in row.runs})
     on = f"On {'; '.join(machines)}. Data: {'; '.join(read)}."
-    return [*(f"    {command}" for command in first.values()), "", on]
+    folded = [
+        '<details markdown="1"><summary>Commands</summary>',
+        "",
+        "```sh",
+        *first.values(),
+        "```",
+        "",
+        "</details>",
+    ]
+    return [*folded, "", on]
 
 
 def data(run: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ def _last(row: Row, step: int) -> str:
 
 
 def learned(table: Table) -> str:
-    """Learned λ by layer, of each seed."""
+    """Learned λ by layer, of each seed; a mean over channels where each has its own."""
     rows = [
         (row.label, str(run["provenance"]["seed"]), ", ".join(f"{value:.2f}" for value in run["lambdas"]))
         for row in table.values()
@@ -56,7 +56,13 @@ def learned(table: Table) -> str:
     ]
     if not rows:
         return ""
-    return "\n".join(["Learned λ by layer:", "", *markdown(("", "seed", "λ"), rows)])
+    return "\n".join(
+        [
+            "Learned λ by layer, of one for each channel the mean over channels:",
+            "",
+            *markdown(("", "seed", "λ"), rows),
+        ]
+    )
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,9 @@
 """Head width: where rank at initialisation and accuracy after training stop growing."""
 
 import statistics
+from collections.abc import Sequence
 
-from recipes.experiment import Expectation, Experiment, Table, Verdict
+from recipes.experiment import Expectation, Experiment, Row, Table, Verdict, error
 from recipes.trained.reading import by_layer, markdown
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -27,15 +28,30 @@ def curves(table: Table, tied: bool) -> tuple[list[float], list[float]]:
     return ranks, [row.mean("accuracy") for row in rows]
 
 
+def places(rows: Sequence[Row]) -> tuple[int, int]:
+    """Between which widths accuracy begins to be nearly the largest, within two standard errors."""
+    bar = NEARLY * max(row.mean("accuracy") for row in rows)
+    above = {width: row.mean("accuracy") - bar for width, row in zip(WIDTHS, rows, strict=True)}
+    sure = {width: 2 * error([row], "accuracy") for width, row in zip(WIDTHS, rows, strict=True)}
+    least = next(width for width in WIDTHS if above[width] >= -sure[width])
+    most = next(
+        (width for width in WIDTHS if above[width] >= sure[width]), max(above, key=lambda at: above[at])
+    )
+    return least, most
+
+
 def same_place(tied: bool) -> Expectation:
     """Rank and accuracy saturate at one width."""
 
     def judge(table: Table) -> Verdict:
-        rank, accuracy = (saturated(values) for values in curves(table, tied))
-        said = f"rank at K={rank}, accuracy at K={accuracy}"
-        if min(rank, accuracy) == WIDTHS[0]:  # a flat curve is at its largest everywhere: no agreement
+        rank = saturated(curves(table, tied)[0])
+        least, most = places([table[label(width, tied)] for width in WIDTHS])
+        possible = [width for width in WIDTHS if least <= width <= most]
+        said = f"rank at K={rank}, accuracy at K={least}{f' to {most}' if most > least else ''}"
+        if rank == WIDTHS[0] or most == WIDTHS[0]:  # at its largest everywhere: no agreement
             return False, f"{said}: a curve that is flat from the first K on has no place of saturation"
-        return max(rank, accuracy) <= 2 * min(rank, accuracy), said
+        answers = {WIDTHS[0] < width and rank / 2 <= width <= 2 * rank for width in possible}
+        return answers.pop() if len(answers) == 1 else None, said
 
     says = (
         f"{TIED[tied]}: rank at the start and accuracy are at 95 % of their largest at the same K, to a "

@@ -73,7 +73,7 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     assert "| transformer | 2.000 ± 0.100 | 0.500 ± 0.000 | 2.84" in page
     assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
-    assert "    rankwise train language model=tost\n" in page
+    assert "\nrankwise train language model=tost\n" in page
     assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
 
 
@@ -152,15 +152,18 @@ def test_early_losses_are_those_of_the_kept_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "scores", "holds"),
+    ("ranks", "scores", "examples", "holds"),
     [
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), True),
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.1, 0.4), False),
-        ((1, 1, 1, 1, 1, 1), (0.4, 0.4, 0.4, 0.4, 0.4, 0.4), False),
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 10_000, True),
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.1, 0.4), 10_000, False),
+        ((1, 1, 1, 1, 1, 1), (0.4, 0.4, 0.4, 0.4, 0.4, 0.4), 10_000, False),
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 3, None),
     ],
-    ids=["at one width", "apart", "flat"],
+    ids=["at one width", "apart", "flat", "of few examples"],
 )
-def test_flat_curves_do_not_saturate_together(ranks: tuple, scores: tuple, holds: bool) -> None:
+def test_flat_curves_do_not_saturate_together(
+    ranks: tuple, scores: tuple, examples: int, holds: bool | None
+) -> None:
     table = {}
     for width, rank, score in zip(WIDTHS, ranks, scores, strict=True):
         # class attention has rank 1 at any width
@@ -168,7 +171,8 @@ def test_flat_curves_do_not_saturate_together(ranks: tuple, scores: tuple, holds
             "rank/heads_effective_rank/layers.00": rank,
             "rank/heads_effective_rank/layers.01.cross": 1.0,
         }
-        run = {"scores": {"accuracy": score}, "rank": {"0": found}}
+        judged = {"configuration": {"evaluation": {"examples": None}}, "data": {"test": examples}}
+        run = {"scores": {"accuracy": score}, "rank": {"0": found}} | judged
         table[label(width, False)] = Row(label(width, False), [run])
     assert same_place(False).judge(table)[0] is holds
     assert curves(table, False) == (list(ranks), list(scores))
