@@ -12,6 +12,9 @@ from rankwise.train import Recipe, recipe
 
 RESULTS = Path(__file__).with_name("results") / "train"
 SEEDS = (0, 1, 2)
+NORMAL = 1.96
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Standard errors to each side that hold the mean with 95 %, by the number of seeds; more count as 5."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,24 @@ def run_id(experiment: Experiment, label: str, size: str, seed: int) -> str:
     return "-".join(words).replace(" ", "_").replace("/", "_")
 
 
-def error(rows: Sequence[Row], metric: str) -> float:
-    """Standard error of the difference of two means: of seeds where there are several, of what was judged.
+def margin(rows: Sequence[Row], metric: str, table: Table) -> float:
+    """Half of the 95 % interval of the difference of two means: of seeds, and of the examples judged.
 
-    An accuracy p on n examples has √(p (1 − p) / n), as if rows were judged on examples of their own.
+    Seeds count by Student's t of the fewest of them. A row of one seed has the median spread of those rows of
+    its table that have several; where there are none, the error of seeds is not known and left out. An
+    accuracy p on n examples has a standard error of √(p (1 − p) / n), as if rows were judged on their own.
     """
-    squares = 0.0
+    seeded = [row for row in table.values() if len(row.runs) > 1]
+    usual = statistics.median(row.spread(metric) for row in seeded) if seeded else 0.0
+    seeds = examples = 0.0
     for row in rows:
-        if len(row.runs) > 1:
-            squares += row.spread(metric) ** 2 / len(row.runs)
+        seeds += (row.spread(metric) if row in seeded else usual) ** 2 / len(row.runs)
         if metric == "accuracy":
             share = row.mean(metric)
-            squares += share * (1 - share) / judged(row.runs[0])
-    return math.sqrt(squares)
+            examples += share * (1 - share) / judged(row.runs[0])
+    counts = [len(row.runs) for row in rows if row in seeded] or [len(row.runs) for row in seeded]
+    sure = STUDENT[min([*counts, max(STUDENT)])]
+    return math.sqrt(sure**2 * seeds + NORMAL**2 * examples)
 
 
 def judged(run: Mapping[str, Any]) -> int:
@@ -114,12 +122,14 @@ def judged(run: Mapping[str, Any]) -> int:
     return test if most is None else min(most, test)
 
 
-def beyond(distance: float, rows: Sequence[Row], metric: str, floor: float = -math.inf) -> bool | None:
-    """Whether a difference of two means, less its margin, is above 0.
+def beyond(
+    distance: float, rows: Sequence[Row], metric: str, table: Table, floor: float = -math.inf
+) -> bool | None:
+    """Whether a difference of two means, less its bar, is above 0.
 
-    None within two standard errors, and where no row's mean is above ``floor``.
+    None within `margin`, and where no row's mean is above ``floor``.
     """
-    if abs(distance) < 2 * error(rows, metric) or max(row.mean(metric) for row in rows) <= floor:
+    if abs(distance) < margin(rows, metric, table) or max(row.mean(metric) for row in rows) <= floor:
         return None
     return distance > 0
 
@@ -132,31 +142,31 @@ def below(
     def judge(table: Table) -> Verdict:
         rows = table[better], table[worse]
         low, high = (row.mean(metric) for row in rows)
-        return beyond(high - low - by, rows, metric, floor), f"{low:.3f} against {high:.3f}"
+        return beyond(high - low - by, rows, metric, table, floor), f"{low:.3f} against {high:.3f}"
 
     more = f" by more than {by:g}" if by else ""
     return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), judge)
 
 
-def alike(
-    one: str, other: str, margin: float, metric: str = "accuracy", floor: float = -math.inf
-) -> Expectation:
-    """The means of two rows differ by less than ``margin``; None if none is above ``floor``."""
+def alike(one: str, other: str, by: float, metric: str = "accuracy", floor: float = -math.inf) -> Expectation:
+    """The means of two rows differ by less than ``by``; None if none is above ``floor``."""
 
     def judge(table: Table) -> Verdict:
         rows = table[one], table[other]
         first, second = (row.mean(metric) for row in rows)
-        return beyond(margin - abs(first - second), rows, metric, floor), f"{first:.3f} against {second:.3f}"
+        return beyond(
+            by - abs(first - second), rows, metric, table, floor
+        ), f"{first:.3f} against {second:.3f}"
 
-    return Expectation(f"{metric} of {one} is within {margin:g} of that of {other}", (one, other), judge)
+    return Expectation(f"{metric} of {one} is within {by:g} of that of {other}", (one, other), judge)
 
 
-def within(near: str, of: str, margin: float, metric: str = "loss") -> Expectation:
-    """The mean of one row lies less than ``margin`` above that of another."""
+def within(near: str, of: str, by: float, metric: str = "loss") -> Expectation:
+    """The mean of one row lies less than ``by`` above that of another."""
 
     def judge(table: Table) -> Verdict:
         rows = table[near], table[of]
         gap = rows[0].mean(metric) - rows[1].mean(metric)
-        return beyond(margin - gap, rows, metric), f"{gap:+.3f}"
+        return beyond(by - gap, rows, metric, table), f"{gap:+.3f}"
 
-    return Expectation(f"{metric} of {near} is less than {margin:g} above that of {of}", (near, of), judge)
+    return Expectation(f"{metric} of {near} is less than {by:g} above that of {of}", (near, of), judge)

@@ -18,9 +18,11 @@ from rankwise.sweep import (
     Job,
     Result,
     WorkerDiedError,
+    in_worker,
     is_finished,
     jobs_of,
     merged,
+    result_of,
     sweep,
 )
 from rankwise.tasks import AuditTask
@@ -203,6 +205,29 @@ def test_what_is_finished_is_run_again_where_a_file_it_reads_has_changed(factory
     assert "net.py-build/data is run again: the model changed since" in done.output
     assert "1 audits done, 0 kept" in done.output
     assert "0 audits done, 1 kept" in CliRunner().invoke(app, asked).output
+
+
+def test_a_model_that_changed_during_a_sweep_has_no_report_and_the_others_have_theirs(
+    factory, tmp_path
+) -> None:
+    other = tmp_path / "other.py"
+    other.write_text(Path(factory).read_text(encoding="utf-8"), encoding="utf-8")
+    jobs, out = jobs_of(AuditTask(model=""), [f"{factory}:build", f"{other}:build"]), tmp_path / "out"
+    outcome = sweep(jobs, out, lambda these: ((job, result_of(*in_worker(job.task))) for job in these))
+    assert len(outcome.done) == 2
+    with Path(factory).open("a", encoding="utf-8") as code:
+        code.write("# other weights\n")
+    changed, same = merged(jobs, out).values()
+    assert "changed since net.py-build/data was audited: model" in str(changed)
+    assert "--resume" in str(changed)
+    assert isinstance(same, Audit)
+
+
+def test_a_model_without_a_report_is_said_and_leaves_with_status_1(factory, tmp_path, monkeypatch) -> None:
+    refused = RankwiseError("audits of net.py-build", wanted="x", got="y", fix="z")
+    monkeypatch.setattr("rankwise.sweep._merged", lambda jobs, out: refused)
+    done = CliRunner().invoke(app, ["sweep", f"{factory}:build", "--out", str(tmp_path / "out")])
+    assert (done.exit_code, "no report of net.py-build: audits of" in done.output) == (1, True), done.output
 
 
 def test_sources_change_with_any_file_in_a_folder_and_with_nothing_else(tmp_path) -> None:

@@ -36,9 +36,18 @@ def collapse(table: Table) -> str:
     lines = ["By step: μ/‖Y‖ of the last layer's tokens, and their effective rank.", ""]
     lines += markdown(
         ("", *(f"step {step}" for step in steps(next(iter(table.values()))))),
-        [(label, *(_last(row, step) for step in steps(row))) for label, row in table.items()],
+        [(row.label, *(_last(row, step) for step in steps(row))) for row in each_seed(table)],
     )
     return "\n".join(lines)
+
+
+def each_seed(table: Table) -> list[Row]:
+    """A row for each run: the mean of a stack that collapsed and one that did not is neither."""
+    return [
+        Row(label if len(row.runs) == 1 else f"{label}, seed {run['provenance']['seed']}", [run])
+        for label, row in table.items()
+        for run in row.runs
+    ]
 
 
 def _last(row: Row, step: int) -> str:

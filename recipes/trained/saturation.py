@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from recipes.experiment import Expectation, Experiment, Row, Table, Verdict, error
+from recipes.experiment import Expectation, Experiment, Row, Table, Verdict, margin
 from recipes.trained.reading import by_layer, markdown
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -28,11 +28,11 @@ def curves(table: Table, tied: bool) -> tuple[list[float], list[float]]:
     return ranks, [row.mean("accuracy") for row in rows]
 
 
-def places(rows: Sequence[Row]) -> tuple[int, int]:
-    """Between which widths accuracy begins to be nearly the largest, within two standard errors."""
+def places(rows: Sequence[Row], table: Table) -> tuple[int, int]:
+    """Between which widths accuracy begins to be nearly the largest, within `margin`."""
     bar = NEARLY * max(row.mean("accuracy") for row in rows)
     above = {width: row.mean("accuracy") - bar for width, row in zip(WIDTHS, rows, strict=True)}
-    sure = {width: 2 * error([row], "accuracy") for width, row in zip(WIDTHS, rows, strict=True)}
+    sure = {width: margin([row], "accuracy", table) for width, row in zip(WIDTHS, rows, strict=True)}
     least = next(width for width in WIDTHS if above[width] >= -sure[width])
     most = next(
         (width for width in WIDTHS if above[width] >= sure[width]), max(above, key=lambda at: above[at])
@@ -45,7 +45,7 @@ def same_place(tied: bool) -> Expectation:
 
     def judge(table: Table) -> Verdict:
         rank = saturated(curves(table, tied)[0])
-        least, most = places([table[label(width, tied)] for width in WIDTHS])
+        least, most = places([table[label(width, tied)] for width in WIDTHS], table)
         possible = [width for width in WIDTHS if least <= width <= most]
         said = f"rank at K={rank}, accuracy at K={least}{f' to {most}' if most > least else ''}"
         if rank == WIDTHS[0] or most == WIDTHS[0]:  # at its largest everywhere: no agreement

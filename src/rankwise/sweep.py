@@ -186,24 +186,41 @@ def changed_since(job: Job, out: Path) -> list[str] | None:
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
-def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit]:
-    """The audit of each model and revision over all its data, by its folder; of those that have all parts.
+def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit | RankwiseError]:
+    """The audit of each model and revision over all its data, by its folder, or why there is none.
 
     Args:
         jobs: of the sweep.
         out: its folder.
 
-    Raises:
-        RecordError: if parts cannot be merged.
+    Returns:
+        Nothing of a model without all its audits; an error where they cannot be merged, or files of some
+        have changed since.
     """
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(job.folder, []).append(job)
-    return {
-        folder: Audit.merge([Audit.load(job.path(out)) for job in group])
+    whole = {
+        folder: group
         for folder, group in groups.items()
-        if all(is_finished(job, out) for job in group)
+        if all(changed_since(job, out) is not None for job in group)
     }
+    return {folder: _merged(group, out) for folder, group in whole.items()}
+
+
+def _merged(jobs: Sequence[Job], out: Path) -> Audit | RankwiseError:
+    for job in jobs:
+        if names := changed_since(job, out):
+            return RecordError(
+                f"audits of {job.folder}",
+                wanted="files that stay while a sweep runs",
+                got=f"changed since {job.name} was audited: {', '.join(names)}",
+                fix="Run the sweep again with --resume: it audits anew what has changed.",
+            )
+    try:
+        return Audit.merge([Audit.load(job.path(out)) for job in jobs])
+    except RankwiseError as error:
+        return error
 
 
 def in_worker(task: AuditTask) -> tuple[str, dict[str, str]]:

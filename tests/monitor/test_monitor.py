@@ -186,6 +186,7 @@ def test_ctrl_c_during_an_audit_reaches_the_training():
     [
         ({"probe": "text"}, "`probe`"),
         ({"probe": []}, "`probe`"),
+        ({"probe": torch.randn(0, 5, WIDTH)}, r"`probe`: wanted at least one sequence.*got 0 \(0, 5, "),
         ({"every": 0}, "`every`"),
         ({"every": 1.5}, "`every`"),
         ({"every": True}, "`every`"),
@@ -195,6 +196,15 @@ def test_ctrl_c_during_an_audit_reaches_the_training():
 def test_wrong_settings_are_refused_before_training(settings, named):
     with unchecked(), pytest.raises(InputError, match=named):
         rw.RankMonitor(**{"probe": probe()} | settings)
+
+
+def test_a_probe_stays_whatever_the_caller_does_to_his_own():
+    mine, model = torch.randn(1, 5, WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
+    monitor = rw.RankMonitor(mine, every=1)
+    first = monitor.step(model, 0)
+    mine.zero_()
+    again = monitor.step(model, 1)
+    assert [head.row_entropy for head in again.heads] == [head.row_entropy for head in first.heads]
 
 
 def test_a_model_that_holds_no_mixer_is_refused_at_its_first_step():

@@ -2,12 +2,13 @@
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recipes import early, results, run
-from recipes.experiment import RESULTS, Experiment, Row, alike, below, beyond, run_id, within
+from recipes.experiment import NORMAL, RESULTS, STUDENT, Experiment, Row, alike, below, beyond, run_id, within
 from recipes.trained import EXPERIMENTS
 from recipes.trained.saturation import WIDTHS, curves, label, same_place
 from tests.train.tiny import pairs
@@ -55,7 +56,7 @@ def kept(folder: Path, label: str, seed: int, loss: float) -> None:
 
 
 def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
-    for seed, loss in enumerate((1.9, 2.0, 2.1)):
+    for seed, loss in enumerate((1.98, 2.0, 2.02)):
         kept(tmp_path, "transformer", seed, loss)
     kept(tmp_path, "tost", 0, 1.5)
     kept(tmp_path, "tost-uniform", 0, 1.75)
@@ -63,14 +64,14 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
     assert page.index("| no |") < page.index("| yes |") < waiting
     kept(tmp_path, "tost", 1, 2.3)
-    kept(tmp_path, "tost-uniform", 0, 4.0)
+    kept(tmp_path, "tost-uniform", 0, 40.0)
     page_of_two = results.page([LANGUAGE], tmp_path)
-    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.900 | 2 |"
+    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.900 | 3 and 2 |"
     assert page_of_two.index("| unclear |") < page_of_two.index("| yes |")
     assert said in page_of_two
-    assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 1 |" in page
+    assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 3 and 1 |" in page
     assert "loss of tost is below that of tost-uniform | yes | 1.500 against 1.750 | 1 |" in page
-    assert "| transformer | 2.000 ± 0.100 | 0.500 ± 0.000 | 2.84" in page
+    assert "| transformer | 2.000 ± 0.020 | 0.500 ± 0.000 | 2.84" in page
     assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     assert "\nrankwise train language model=tost\n" in page
@@ -89,27 +90,31 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
     assert alike("transformer", "tost", 0.3, "loss").judge(table)[0] is True
 
 
-def test_two_standard_errors_decide() -> None:
+def test_differences_within_their_interval_decide_nothing() -> None:
     def rows(*losses: float) -> list[Row]:
         return [Row("", [{"scores": {"loss": loss + more}} for more in (-1.0, 0.0, 1.0)]) for loss in losses]
 
-    error = (2 / 3) ** 0.5  # of the difference of two means of three seeds with standard deviation 1
-    assert [beyond(distance * error, rows(0, 0), "loss") for distance in (-2.01, -1.99, 1.99, 2.01)] == [
-        False,
-        None,
-        None,
-        True,
-    ]
-    single = [Row("", row.runs[:1]) for row in rows(0, 0)]
-    assert beyond(0.1, single, "loss") is True, "one seed has no spread"
+    def told(rows: list[Row], *distances: float, more: Sequence[Row] = ()) -> list[bool | None]:
+        table = {str(at): row for at, row in enumerate([*rows, *more])}
+        return [beyond(distance, rows, "loss", table) for distance in distances]
+
+    three = rows(0, 0)
+    error = STUDENT[3] * (2 / 3) ** 0.5  # of two means of three seeds with standard deviation 1
+    assert told(three, -1.01 * error, -0.99 * error, 0.99 * error, 1.01 * error) == [False, None, None, True]
+    single = [Row("", row.runs[:1]) for row in three]
+    assert told(single, 0.1) == [True], "no row of the table says how far seeds are apart"
+    error = STUDENT[3] * 2**0.5
+    assert told(single, 0.99 * error, 1.01 * error, more=rows(5)) == [None, True], "the spread of the others"
 
 
 def test_few_examples_tell_little_of_an_accuracy() -> None:
     judging = {"data": {"test": 500}, "configuration": {"evaluation": {"examples": 400}}}
     two = [Row("", [{"scores": {"accuracy": share}, **judging}]) for share in (0.5, 0.8)]
-    error = ((0.25 + 0.16) / 400) ** 0.5
-    assert [beyond(times * error, two, "accuracy") for times in (-2.01, 1.99, 2.01)] == [False, None, True]
-    assert beyond(1.0, two, "accuracy", floor=0.8) is None, "nothing was learned"
+    table = dict(zip("ab", two, strict=True))
+    error = NORMAL * ((0.25 + 0.16) / 400) ** 0.5
+    told = [beyond(times * error, two, "accuracy", table) for times in (-1.01, 0.99, 1.01)]
+    assert told == [False, None, True]
+    assert beyond(1.0, two, "accuracy", table, floor=0.8) is None, "nothing was learned"
 
 
 def test_a_run_is_done_once_and_a_failed_one_is_told(

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from rankwise.errors import TrainingError
 from rankwise.train import train
-from rankwise.train.checkpoints import checkpoints, whole_checkpoints
+from rankwise.train.checkpoints import MARK, checkpoints, whole_checkpoints
 from rankwise.train.damage import check_readable
 from rankwise.train.lock import LOCK
 
@@ -104,6 +104,17 @@ def test_a_run_is_refused_for_damage_and_goes_on_from_the_checkpoint_before(
         train(stopped[1], out, resume=True)
     shutil.rmtree(out / "checkpoint-4")
     assert train(stopped[1], out, resume=True)["evaluations"][-1][0] == 6
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "1"])
+def test_a_mark_that_holds_no_recipe_is_refused(
+    stopped: tuple[Path, Any], tmp_path: Path, content: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(stopped[0], out)
+    (out / "checkpoint-4" / MARK).write_text(content)
+    with pytest.raises(TrainingError, match=rf"checkpoint-4: wanted a {MARK} that can be read"):
+        train(stopped[1], out, resume=True)
 
 
 def test_the_best_checkpoint_is_needed_as_well(stopped: tuple[Path, Any], tmp_path: Path) -> None:

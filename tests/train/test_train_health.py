@@ -40,9 +40,12 @@ def test_random_logits_are_not_above_the_bound_and_larger_ones_are() -> None:
     assert (means(2.0) > bound).all()  # ln C + 2
 
 
-def judged(recipe: Recipe, losses: dict[int, float]) -> HealthCheck:
+def judged(recipe: Recipe, losses: dict[int, float], first: bool = True) -> HealthCheck:
     check = HealthCheck(recipe, "", 256)
-    control, state = type("C", (), {"should_training_stop": False})(), type("S", (), {})()
+    control, state = (
+        type("C", (), {"should_training_stop": False})(),
+        type("S", (), {"is_world_process_zero": first})(),
+    )
     for step, loss in losses.items():
         state.global_step = step
         check.on_log(None, state, control, {"loss": loss})
@@ -65,6 +68,16 @@ def test_a_loss_above_a_uniform_guess_counts_once_warmup_is_over(tmp_path: Path)
     assert error is not None
     assert "wanted at most 6.36" in str(error)
     assert judged(stops, {60: 6.3}).error is None
+    at_once = recipe.model_copy(update={"optimiser": recipe.optimiser.model_copy(update={"warmup": 20})})
+    assert not judged(at_once, {}).warnings([{"step": 39, "loss": 484.0}])
+    assert judged(at_once, {}).warnings([{"step": 40, "loss": 484.0}]), "steps 20 to 40 are after warmup"
+
+
+def test_the_first_process_alone_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny(tmp_path, batch=8, log_every=20, warmup=10)
+    for first in (False, True):
+        judged(recipe, {60: 484.0}, first)
+        assert capsys.readouterr().err.count("warning: loss at step 60") == first
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
@@ -132,7 +145,7 @@ def test_a_monitor_takes_no_unknown_setting() -> None:
 
 def test_a_finding_stops_a_run_and_is_named(tmp_path: Path) -> None:
     collapsing = {"model": "softmax", "model.options.skip_init": 0.1, "model.options.norm_position": "post"}
-    watched = {"monitor": True, "monitor_every": 2, "monitor_stop_on": ["COLLAPSE"], "layers": 12}
+    watched = {"monitor_every": 2, "monitor_stop_on": ["COLLAPSE"], "layers": 12}
     scale = {"width": 16, "model.options.initializer_range": 0.5}
     with pytest.raises(TrainingError, match=r"step 0: wanted no finding of monitor_stop_on.*got COLLAPSE at"):
         train(tiny(tmp_path, **collapsing, **watched, **scale), tmp_path / "out")

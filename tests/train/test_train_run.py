@@ -3,11 +3,13 @@
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.train.tiny import pairs, tiny
+from tests.unchecked import unchecked
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
@@ -15,8 +17,11 @@ from rankwise.cli import app
 from rankwise.errors import InputError, TrainingError
 from rankwise.train import run as running
 from rankwise.train import train
+from rankwise.train.callbacks import Clock
 from rankwise.train.checkpoints import checkpoints, whole_checkpoints
-from rankwise.train.settings import EarlyLoss
+from rankwise.train.models import build_model
+from rankwise.train.results import gather
+from rankwise.train.settings import EarlyLoss, EvaluationSettings
 from rankwise.train.tasks import make_task
 
 pytest.importorskip("accelerate")
@@ -48,6 +53,29 @@ def test_a_run_leaves_its_best_model_its_card_and_its_numbers(tmp_path: Path) ->
     assert checkpoints(out) == []
     with pytest.raises(TrainingError, match="a folder without a finished run"):
         train(recipe, out)
+
+
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 2), ("loss", 1)])
+def test_the_best_evaluation_is_the_score(metric: str, best: int, tmp_path: Path) -> None:
+    recipe = tiny(tmp_path).model_copy(update={"evaluation": EvaluationSettings(every=1, metric=metric)})
+    scores = {1: (1.0, 0.2), 2: (3.0, 0.6), 3: (2.0, 0.4)}
+    log = [{"step": at, "eval_loss": loss, "eval_accuracy": right} for at, (loss, right) in scores.items()]
+    task, clock = make_task(recipe), Clock()
+    clock.seconds = clock.cpu_seconds = 1.0
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(log_history=log, global_step=3),
+        callback_handler=SimpleNamespace(callbacks=[clock]),
+        model=build_model(recipe.model, task, task.length),
+    )
+    with unchecked():
+        found = gather(recipe, trainer, task, None)
+    assert (found["best_step"], found["scores"]["loss"], found["scores"]["accuracy"]) == (best, *scores[best])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator has bfloat16 of its own")
+def test_bfloat16_trains_without_a_gpu(tmp_path: Path) -> None:
+    results = train(tiny(tmp_path, dtype="bfloat16"), tmp_path / "out")
+    assert results["configuration"]["dtype"] == "bfloat16"
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:

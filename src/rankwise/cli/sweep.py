@@ -107,12 +107,12 @@ def command(
             outcome = sweep(jobs, out, runner, resume=resume, retries=retries, on_result=teller.tell)
         except KeyboardInterrupt:
             stopped = True
-    _write(jobs, out)
+    unmerged = _write(jobs, out)
     if stopped:
         print(f"rankwise: stopped; `--resume` runs what is missing in {out}", file=sys.stderr)
         raise typer.Exit(130)
     print(f"{len(outcome.done)} audits done, {len(outcome.kept)} kept, {len(outcome.failed)} failed: {out}")
-    if outcome.failed:
+    if outcome.failed or unmerged:
         raise typer.Exit(1)
 
 
@@ -138,14 +138,20 @@ class _Teller:
             print(f"rankwise: {job.name}: {result}", file=sys.stderr)
 
 
-def _write(jobs: "Sequence[Job]", out: Path) -> None:
-    """The report of each model whose audits are all there, and the page of them all."""
+def _write(jobs: "Sequence[Job]", out: Path) -> int:
+    """The report of each model whose audits are all there, and the page of them all; how many have none."""
+    from rankwise.audit import Audit
     from rankwise.cli.audit_history import write_history_page
     from rankwise.cli.output import write_report
     from rankwise.sweep import merged
 
-    found = merged(jobs, out)
+    of_models = merged(jobs, out)
+    found = {folder: audit for folder, audit in of_models.items() if isinstance(audit, Audit)}
+    for folder, audit in of_models.items():
+        if not isinstance(audit, Audit):
+            print(f"rankwise: no report of {folder}: {audit}", file=sys.stderr)
     for folder, audit in found.items():
         write_report(audit, out / folder, brief=True)
     if len(found) > 1:
         write_history_page([(folder, folder, audit) for folder, audit in found.items()], out)
+    return len(of_models) - len(found)

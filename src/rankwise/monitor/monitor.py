@@ -19,7 +19,7 @@ from rankwise.audit.records import Finding
 from rankwise.errors import InputError, did_you_mean
 from rankwise.files import write_whole
 from rankwise.monitor.scalars import scalars
-from rankwise.running import Batch, device_of, evaluating, tensors_of
+from rankwise.running import Batch, changed, device_of, evaluating, tensors_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -206,7 +206,14 @@ def _batches(probe: Any) -> list[Batch]:
                 got=type(batch).__name__,
                 fix="Take a batch of the evaluation data: `next(iter(loader))`.",
             )
-    return batches
+        if any(not tensor.numel() for tensor in tensors_of(batch).values()):
+            raise InputError(
+                "`probe`",
+                wanted="at least one sequence of one token",
+                got=", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors_of(batch).items()),
+                fix="Take a batch of the evaluation data: `next(iter(loader))`.",
+            )
+    return [changed(batch, Tensor.clone) for batch in batches]  # the caller may write into its own
 
 
 def _known(settings: dict[str, Any]) -> dict[str, Any]:

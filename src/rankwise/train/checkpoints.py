@@ -135,6 +135,8 @@ def last_whole(out: Path, content: dict[str, Any]) -> Path | None:
         return None
     try:
         kept = parse_json((whole[-1] / MARK).read_text(encoding="utf-8"))
+        if not isinstance(kept, dict):
+            raise ValueError(f"no object but {type(kept).__name__}")
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"checkpoint {whole[-1]}",

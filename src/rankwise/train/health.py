@@ -72,7 +72,7 @@ class HealthCheck(TrainerCallback):
                 fix="Lower optimiser.learning_rate or raise optimiser.warmup; checkpoints before it stay.",
             )
         else:
-            self._judge(step, loss)
+            self._judge(step, loss, state.is_world_process_zero)
         if self.error is not None:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
@@ -92,15 +92,15 @@ class HealthCheck(TrainerCallback):
             for entry in above[:1]
         ]
 
-    def _judge(self, step: int, loss: float) -> None:
+    def _judge(self, step: int, loss: float, first: bool) -> None:
         entry = {"step": step, "loss": loss}
         if self._strange(step, loss):
-            self._say(entry, self._early_wanted(step), "Look at the data and at what changed")
+            self._say(entry, self._early_wanted(step), "Look at the data and at what changed", first)
         elif self._above(step, loss) and not self._bound_told:
             self._bound_told = True
-            self._say(entry, self._bound_wanted(), "Lower optimiser.learning_rate")
+            self._say(entry, self._bound_wanted(), "Lower optimiser.learning_rate", first)
 
-    def _say(self, entry: Mapping[str, Any], wanted: str, fix: str) -> None:
+    def _say(self, entry: Mapping[str, Any], wanted: str, fix: str, first: bool) -> None:
         if self.recipe.when_early_fails == "stop":
             self.error = TrainingError(
                 f"loss at step {entry['step']}",
@@ -108,7 +108,7 @@ class HealthCheck(TrainerCallback):
                 got=f"{entry['loss']:.3f}",
                 fix=f"{fix}; when_early_fails=warn goes on all the same.",
             )
-        else:
+        elif first:  # all processes log the same loss
             print(f"warning: {self._told(entry, wanted)}", file=sys.stderr, flush=True)
 
     @staticmethod

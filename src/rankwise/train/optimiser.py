@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from rankwise.train.settings import OptimiserSettings
@@ -111,19 +111,3 @@ class Together(Optimizer):
         for part, kept in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(kept)
         self._share()
-
-
-def state_tensors(optimiser: Optimizer) -> list[Tensor]:
-    """Every tensor that an optimiser keeps between steps.
-
-    Args:
-        optimiser: the optimiser.
-    """
-    parts = optimiser.parts if isinstance(optimiser, Together) else [optimiser]
-    return [
-        value
-        for part in parts
-        for kept in part.state.values()
-        for value in kept.values()
-        if isinstance(value, Tensor)
-    ]

@@ -207,7 +207,7 @@ def _refused(error: ValidationError, key: str = "") -> InputError:
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     allowed = first.get("ctx", {}).get("expected")
     value = first.get("input")
-    fix = f"For instance: {place}=VALUE with another VALUE."
+    fix = f"Give {place} such a value; `rankwise train RECIPE --show` has the one of the recipe."
     if allowed and isinstance(value, str):
         guess = did_you_mean(value, [word.strip("' ") for word in allowed.replace(" or ", ",").split(",")])
         fix = guess or fix

@@ -94,7 +94,8 @@ def _train(
     _check_copies(trainer)
     check = HealthCheck(recipe, task.provenance.sha256, task.num_labels or task.vocab_size or 2)
     _set_callbacks(trainer, [check, LastEvaluation(), Clock()], progress)
-    monitor = _monitor(recipe, trainer, task, out, start) if recipe.monitor else None
+    watched = recipe.monitor or recipe.monitor_stop_on
+    monitor = _monitor(recipe, trainer, task, out, start) if watched else None
     with full_disk_told(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
@@ -206,7 +207,7 @@ def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> Tra
         warmup_steps=optimiser.warmup,
         max_grad_norm=optimiser.clip,
         seed=recipe.seed,
-        use_cpu=recipe.device == "cpu",
+        use_cpu=recipe.device == "cpu" or torch.accelerator.current_accelerator(check_available=True) is None,
         bf16=recipe.dtype == "bfloat16",
         eval_strategy="steps",
         eval_steps=recipe.evaluation.every,

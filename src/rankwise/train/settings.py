@@ -126,7 +126,7 @@ class Recipe(Settings):
     """bfloat16: autocast; weights and optimiser stay float32."""
     log_every: int = Field(default=20, ge=1)
     monitor: bool = False
-    """Whether a `rankwise.RankMonitor` audits a probe while the model trains."""
+    """Whether a `rankwise.RankMonitor` audits a probe while the model trains; so with ``monitor_stop_on``."""
     monitor_every: int = Field(default=200, ge=1)
     monitor_tokens: int = Field(default=128, ge=2)
     """Tokens that the sequences of the probe are cut to: exact ranks cost O(T³)."""

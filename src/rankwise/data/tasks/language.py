@@ -108,7 +108,7 @@ def cut(ids: np.ndarray, length: int, subject: str, windows: int | None = None, 
     """
     need_whole("length", length, 2)
     if len(ids) < length:
-        fix = f"Give a longer text, or length={max(len(ids), 2)} or less."
+        fix = f"Give a longer text, or {max(len(ids), 2)} tokens or less (task.tokens of a recipe)."
         raise InputError(subject, wanted=f"{length} tokens for one window", got=f"{len(ids)} tokens", fix=fix)
     if windows is None:
         starts = np.arange((len(ids) - 1) // (length - 1)) * (length - 1)

@@ -43,7 +43,8 @@ class HubData(NamedTuple):
         """How to come by it."""
         folder = self.files[0].split(".")[0] if len(self.files) == 1 else self.repository.split("/")[-1]
         command = f'python -c "import datasets; {self.call}.save_to_disk({folder!r})"'
-        return f"Where there is a network, run {command}; then give source={folder!r}."
+        given = f"source={folder!r} (task.path={folder} of a recipe)"
+        return f"Where there is a network, run {command}; then give {given}."
 
 
 def local_files(source: str | Path, data: HubData) -> list[Path] | None:
