@@ -97,8 +97,10 @@ def spread(row: Row, name: str, digits: int) -> str:
 def loss(row: Row) -> str:
     """Nats; of a model of tokens nats a byte beside those a token."""
     told = spread(row, "loss", 3)
-    bytes_per_token = row.runs[0].get("bytes_per_token")
-    return f"{told} a token, {row.mean('loss') / bytes_per_token:.3f} a byte" if bytes_per_token else told
+    bytes_per_token = row.runs[0].get("bytes_per_token") or 1
+    return (
+        told if bytes_per_token == 1 else f"{told} a token, {row.mean('loss') / bytes_per_token:.3f} a byte"
+    )
 
 
 def commands(table: Table) -> list[str]:

@@ -78,6 +78,14 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
 
 
+def test_losses_a_token_are_given_a_byte_as_well() -> None:
+    def told(**more: float) -> str:
+        return results.loss(Row("", [{"scores": {"loss": 3.0}, **more}]))
+
+    assert told(bytes_per_token=2.0) == "3.000 a token, 1.500 a byte"
+    assert told() == told(bytes_per_token=1.0) == "3.000"
+
+
 def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
     kept(tmp_path, "tost", 0, 1.5)
     kept(tmp_path, "transformer", 0, 1.25)
