@@ -106,11 +106,11 @@ def margin(rows: Sequence[Row], metric: str, table: Table) -> float:
     usual = statistics.median(row.spread(metric) for row in seeded) if seeded else 0.0
     seeds = examples = 0.0
     for row in rows:
-        seeds += (row.spread(metric) if row in seeded else usual) ** 2 / len(row.runs)
+        seeds += (row.spread(metric) if len(row.runs) > 1 else usual) ** 2 / len(row.runs)
         if metric == "accuracy":
             share = row.mean(metric)
             examples += share * (1 - share) / judged(row.runs[0])
-    counts = [len(row.runs) for row in rows if row in seeded] or [len(row.runs) for row in seeded]
+    counts = [len(row.runs) for row in rows if len(row.runs) > 1] or [len(row.runs) for row in seeded]
     sure = STUDENT[min([*counts, max(STUDENT)])]
     return math.sqrt(sure**2 * seeds + NORMAL**2 * examples)
 
