@@ -39,8 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Few threads: the tests are many small operations, and several workers may share a machine."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    """One thread: the tests are many small operations, and the workers share the cores."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
