@@ -1,4 +1,8 @@
-"""What happens beside a training: a last evaluation, time, a line for the log."""
+"""What happens beside a training: a last evaluation, time, a line for the log.
+
+Hooks are given what `transformers.TrainerCallback` says: the arguments of the training, where it is, and
+what it does next.
+"""
 
 import sys
 import time
@@ -13,14 +17,7 @@ class LastEvaluation(TrainerCallback):
     """Asks for an evaluation at the last step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate at the last step, too.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            **kwargs: not needed.
-        """
+        """Ask for it."""
         if state.global_step == state.max_steps:
             control.should_evaluate = True
 
@@ -36,25 +33,11 @@ class Clock(TrainerCallback, ExportableState):
         self._began = (0.0, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            **kwargs: not needed.
-        """
+        """Read the clock."""
         self._began = _read(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add up.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            **kwargs: not needed.
-        """
+        """Read it again, and add the step to the sums."""
         seconds, cpu_seconds = _read(args.device)
         self.seconds += seconds - self._began[0]
         self.cpu_seconds += cpu_seconds - self._began[1]
@@ -74,15 +57,7 @@ class Lines(TrainerCallback):
     """A line on standard error for each log, where there is no terminal for a bar."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print it.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            logs: what is logged.
-            **kwargs: not needed.
-        """
+        """Print the losses and the accuracy that are logged; other logs print nothing."""
         names = ("loss", "eval_loss", "eval_accuracy")
         told = [f"{name} {logs[name]:.4f}" for name in names if name in (logs or {})]
         if told and state.is_world_process_zero:

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -52,15 +51,7 @@ class HealthCheck(TrainerCallback):
         self._bound_told = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Look at the loss that is logged.
-
-        Args:
-            args: of the training.
-            state: where it is.
-            control: what it does next.
-            logs: what is logged.
-            **kwargs: not needed.
-        """
+        """Judge a training loss; other logs, such as those of an evaluation, are left alone."""
         loss, step = (logs or {}).get("loss"), state.global_step
         if loss is None:
             return
@@ -71,8 +62,17 @@ class HealthCheck(TrainerCallback):
                 got=str(loss),
                 fix="Lower optimiser.learning_rate or raise optimiser.warmup; checkpoints before it stay.",
             )
-        else:
-            self._judge(step, loss, state.is_world_process_zero)
+        elif (judgement := self._judgement(step, loss)) is not None:
+            wanted, fix = judgement
+            if self.recipe.when_early_fails == "stop":
+                self.error = TrainingError(
+                    f"loss at step {step}",
+                    wanted=wanted,
+                    got=f"{loss:.3f}",
+                    fix=f"{fix}; when_early_fails=warn goes on all the same.",
+                )
+            elif state.is_world_process_zero:  # all processes log the same loss
+                print(f"warning: {_told(step, loss, wanted)}", file=sys.stderr, flush=True)
         if self.error is not None:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
@@ -83,37 +83,23 @@ class HealthCheck(TrainerCallback):
         Args:
             history: the log of the Trainer, which its checkpoints keep.
         """
-        logged = [entry for entry in history if "loss" in entry]
-        above = [entry for entry in logged if self._above(entry["step"], entry["loss"])]
-        strange = [entry for entry in logged if self._strange(entry["step"], entry["loss"])]
-        found = [self._told(entry, self._early_wanted(entry["step"])) for entry in strange]
+        logged = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+        above = [entry for entry in logged if self._above(*entry)]
+        strange = [entry for entry in logged if self._strange(*entry)]
+        found = [_told(*entry, self._early_wanted(entry[0])) for entry in strange]
         return found + [
-            f"{self._told(entry, self._bound_wanted())}; {len(above)} of {len(logged)} logs are above it"
+            f"{_told(*entry, self._bound_wanted())}; {len(above)} of {len(logged)} logs are above it"
             for entry in above[:1]
         ]
 
-    def _judge(self, step: int, loss: float, first: bool) -> None:
-        entry = {"step": step, "loss": loss}
+    def _judgement(self, step: int, loss: float) -> tuple[str, str] | None:
+        """What was wanted of an unhealthy loss, and what to do; of those above the bound, of the first."""
         if self._strange(step, loss):
-            self._say(entry, self._early_wanted(step), "Look at the data and at what changed", first)
-        elif self._above(step, loss) and not self._bound_told:
+            return self._early_wanted(step), "Look at the data and at what changed"
+        if self._above(step, loss) and not self._bound_told:
             self._bound_told = True
-            self._say(entry, self._bound_wanted(), "Lower optimiser.learning_rate", first)
-
-    def _say(self, entry: Mapping[str, Any], wanted: str, fix: str, first: bool) -> None:
-        if self.recipe.when_early_fails == "stop":
-            self.error = TrainingError(
-                f"loss at step {entry['step']}",
-                wanted=wanted,
-                got=f"{entry['loss']:.3f}",
-                fix=f"{fix}; when_early_fails=warn goes on all the same.",
-            )
-        elif first:  # all processes log the same loss
-            print(f"warning: {self._told(entry, wanted)}", file=sys.stderr, flush=True)
-
-    @staticmethod
-    def _told(entry: Mapping[str, Any], wanted: str) -> str:
-        return f"loss at step {entry['step']}: expected {wanted}, got {entry['loss']:.3f}"
+            return self._bound_wanted(), "Lower optimiser.learning_rate"
+        return None
 
     def _strange(self, step: int, loss: float) -> bool:
         expected = self.early.get(step)
@@ -133,3 +119,7 @@ class HealthCheck(TrainerCallback):
             f"at most {self.bound:.2f} after warmup (a uniform guess among {self.choices} "
             f"has {math.log(self.choices):.2f})"
         )
+
+
+def _told(step: int, loss: float, wanted: str) -> str:
+    return f"loss at step {step}: expected {wanted}, got {loss:.3f}"
