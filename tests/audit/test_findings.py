@@ -135,6 +135,14 @@ def test_nonfinite_states() -> None:
     assert (finding.code, finding.severity, finding.where.layer) == ("NONFINITE", "error", 1)
 
 
+@pytest.mark.parametrize(("site", "named"), [("h.0.attn", "h.0.attn"), ("", "the model itself")])
+def test_nonfinite_attention_names_its_module(site: str, named: str) -> None:
+    """A mixer that is itself the model has no name in it."""
+    [finding] = find([head(site=site, nonfinite=2)], (), ())
+    assert finding.code == "NONFINITE"
+    assert finding.meaning.startswith(f"Attention of {named}: ")
+
+
 def test_unseen_modules_are_counted_by_class() -> None:
     modules = [
         Unseen(name=f"h.{at}.mamba", type="Mamba", reason="called, but nothing was seen") for at in range(3)

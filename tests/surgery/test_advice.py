@@ -232,6 +232,13 @@ def test_a_drowned_mixer_is_found_beside_a_feed_forward_part_at_work() -> None:
     assert finding.evidence["mixer_share"] == pytest.approx(certified.price, rel=0.2)
 
 
+def test_a_drowned_mixer_that_is_the_model_is_called_so() -> None:
+    model = Average(1.0).eval()
+    rw.add_lambda_skip(model, example=tokens())[""].data.fill_(1e5)
+    (finding,) = [one for one in advised(model, tokens()).findings if one.code == "SWITCHED_OFF"]
+    assert finding.meaning.startswith("The mixer at the model itself adds hardly anything")
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-5])
 def test_a_mixer_that_layer_scale_closes_is_found(scale: float) -> None:
     torch.manual_seed(0)

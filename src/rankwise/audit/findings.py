@@ -84,7 +84,7 @@ def _nonfinite(heads: Sequence[HeadRecord], layers: Sequence[LayerRecord]) -> It
                 where=place_of(broken[0]),
                 evidence={"heads": len(broken), "sequences": max(head.nonfinite for head in broken)},
                 heads=[head.head for head in broken],
-                meaning=f"Attention of {site[2]}: {meaning}",
+                meaning=f"Attention of {site[2] or 'the model itself'}: {meaning}",
                 remedy=NONFINITE_REMEDY,
             )
     for layer in layers:

@@ -203,8 +203,8 @@ def _drowned_mixer(site: str, share: float) -> Finding:
         severity="warning",
         where=Place(site=site),
         evidence={"mixer_share": share},
-        meaning=f"The mixer at {site} adds hardly anything to its tokens: {share:.1g} of what its skip "
-        "connection gives.",
+        meaning=f"The mixer at {site or 'the model itself'} adds hardly anything to its tokens: "
+        f"{share:.1g} of what its skip connection gives.",
         remedy=f"{SWITCHED_OFF_REMEDY}set the weights of its output projection to 0 and compare the loss",
     )
 
