@@ -1,5 +1,6 @@
 """Disks that are full, checkpoints that are damaged, folders that others use."""
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 from tests.train.tiny import tiny
 from transformers import Trainer
@@ -17,6 +19,7 @@ from rankwise.train import train
 from rankwise.train.checkpoints import MARK, checkpoints, whole_checkpoints
 from rankwise.train.damage import check_readable
 from rankwise.train.lock import LOCK
+from rankwise.train.saving import saving
 
 pytest.importorskip("accelerate")
 
@@ -61,6 +64,29 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         with pytest.raises(TrainingError, match=r"inline_container.*from checkpoint-4 with --resume"):
             train(recipe, folder / "out")
     return folder / "out", recipe
+
+
+def test_wherever_a_file_of_torch_is_cut_the_disk_is_named(tmp_path: Path) -> None:
+    """torch says it in other words where the end of a file is cut; a limit on files stands for a disk."""
+    content, path = {"weight": torch.zeros(3000)}, tmp_path / "weights.pt"
+    torch.save(content, path)
+    size, before = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    causes = []
+    for most in (0, size // 2, size - 1):
+        told = pytest.raises(TrainingError, match=r"could not write to its end.*Make room")
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+            with told as error, saving(tmp_path):
+                torch.save(content, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        causes.append(str(error.value.__cause__))
+    assert ["iostream" in cause for cause in causes] == [False, False, True]
+
+
+def test_other_errors_of_torch_stay_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), saving(tmp_path):
+        raise RuntimeError("out of memory")
 
 
 def test_errors_that_are_not_of_the_disk_stay_as_they_are(

@@ -15,8 +15,9 @@ from rankwise.train.checkpoints import begin, mark, remove_broken, whole_checkpo
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a system says where no byte more can be written: no room, the user's share used up, file too large."""
-TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
-"""Names in what `torch.save` says, in place of the system's error, where its file could not be written."""
+TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
+"""Words in what `torch.save` says, in place of the system's error, where its file could not be written: the
+last where the end of the file had no room, which C++ keeps back until it closes the file."""
 
 
 class MarkingTrainer(Trainer):
@@ -90,6 +91,8 @@ def _not_written(out: Path, error: Exception) -> TrainingError:
     room = f"room for a checkpoint ({_size(_bytes(whole[-1]))})" if whole else "room for a checkpoint"
     chain = (error, error.__cause__, error.__context__)
     why = next((one.strerror for one in chain if isinstance(one, OSError) and one.strerror), None)
+    if why is None and isinstance(error, RuntimeError):
+        why = f"a file that torch could not write to its end ({first_line(error)})"
     return TrainingError(
         f"--out {out}",
         wanted=f"a folder that can be written, with {room}",
