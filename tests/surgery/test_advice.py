@@ -18,7 +18,6 @@ import rankwise as rw
 from rankwise.audit import Finding, Place, Provenance
 from rankwise.audit.findings import TURN
 from rankwise.errors import CaptureError, InputError, RankwiseError
-from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.surgery import advice
 from rankwise.surgery import remedy as remedies
 from rankwise.surgery.remedy import collapse_with
@@ -186,16 +185,6 @@ def test_a_model_that_cannot_be_certified_is_still_audited() -> None:
     assert "lambda_sound" not in finding.evidence
     assert finding.remedy == advice.BY_HAND  # the command would fail as the certificate did
     assert any(note.startswith("no λ is named for COLLAPSE") for note in audit.provenance.notes)
-
-
-@pytest.mark.parametrize("skip", ["fixed", "learned"])
-def test_a_skip_of_the_config_is_raised_there(skip: str) -> None:
-    """λx + f(x) leaves no place for another λ."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = ToSTForCausalLM(ToSTConfig(**sizes, layer_types="softmax", skip=skip, skip_init=0.01)).eval()
-    (finding,) = [one for one in advised(model, text_inputs()).findings if one.code == "COLLAPSE"]
-    assert finding.remedy == advice.BY_HAND
 
 
 def test_a_block_that_gives_back_what_it_reads_is_found() -> None:

@@ -15,6 +15,7 @@ from rankwise.audit.records import SEVERITY_ORDER, AuditRecord, Finding, Place
 from rankwise.errors import InputError, RankwiseError
 from rankwise.running import Batch, batch_size, device_of, first_sequences, moved, run_model, tensors_of
 from rankwise.surgery.certify import NoResidualError, certify_skip
+from rankwise.surgery.own_skips import own_skips, with_own_remedy
 from rankwise.surgery.probe import check_traceable, find_skip_locations, probing
 from rankwise.surgery.remedy import KEEP, collapse_with, with_remedy
 from rankwise.surgery.skip_sums import skip_sums
@@ -45,16 +46,20 @@ def advise(
     """Add to an audit what takes another look at the skip connections of its model.
 
     To every COLLAPSE the λ that each bound asks for, and the command that puts it in, or words where none can
-    be told; and a SWITCHED_OFF for each mixer that a λ-skip or LayerScale drowns in a block that is otherwise
-    at work: its share, the mean over tokens of ‖b‖/‖λy + b‖ with b what the mixer adds to its state y, is
-    below 0.01. Of a dict the first four sequences are looked at, of any other batch all.
+    be told. No bound is known where a ToST model has a λ of its own that is not 1 (`ToSTConfig.skip`): there
+    the least |λ| of 1, 2, 4 and 8 is named with which an audit finds no COLLAPSE, and where it stands.
+
+    A SWITCHED_OFF for each mixer that a λ-skip or LayerScale drowns in a block that is otherwise at work: its
+    share, the mean over tokens of ‖b‖/‖λy + b‖ with b what the mixer adds to its state y, is below 0.01. Of a
+    dict the first four sequences are looked at, of any other batch all.
 
     The model runs in evaluation mode. LayerScale that is closed (all 0) is opened for one pass and closed
     again; parameters, buffers, modes and random state are afterwards what they were.
 
     Range: `mixer_share` in [0, ∞), λ in (0, ∞).
     Cost: nothing without a COLLAPSE, λ-skips and LayerScale; else one forward pass, about 25 more for a
-    COLLAPSE, and an audit where a λ is below 1, one for λ-skips, and for LayerScale a backward pass more.
+    COLLAPSE, and an audit where a λ is below 1 (of a ToST model's own λ up to four audits alone), one for
+    λ-skips, and for LayerScale a backward pass more.
 
     Args:
         audit: of this model; it is not changed.
@@ -112,8 +117,15 @@ def advise(
     if any(finding.code == "COLLAPSE" for finding in found):
         try:
             _check_runs(model, sample)
-            say("the certificate of a collapse")
-            found = _named(found, model, sample, say, notes)
+            own = own_skips(model)
+            if own:
+                found = [
+                    with_own_remedy(each, model, own, sample, say) if each.code == "COLLAPSE" else each
+                    for each in found
+                ]
+            else:
+                say("the certificate of a collapse")
+                found = _named(found, model, sample, say, notes)
         except NoResidualError as error:  # that is the answer
             notes.append(f"{UNNAMED}: {error}")
             found = _by_hand(found)

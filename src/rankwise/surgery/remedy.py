@@ -119,9 +119,19 @@ def collapse_with(
     sums = scaled_sums(sites, {**given, **scales})
     try:
         with unhooked(model), probing(model), torch.no_grad(), replacing_sums(model, sums):
-            found = audit(model, [batch]).findings
+            return collapse_of(model, batch, stack)
     except CaptureError as error:
         on_unknown(str(error))
         return None
-    there = (each for each in found if each.code == "COLLAPSE" and each.where.stack == stack)
-    return next(there, None)
+
+
+def collapse_of(model: nn.Module, batch: Batch, stack: str) -> Finding | None:
+    """The COLLAPSE of a stack in an audit of a model as it is.
+
+    Args:
+        model: any module, in evaluation mode.
+        batch: what to audit it on, on its device.
+        stack: the stack of blocks that is looked at.
+    """
+    found = audit(model, [batch]).findings
+    return next((each for each in found if each.code == "COLLAPSE" and each.where.stack == stack), None)
