@@ -1,6 +1,6 @@
 """What tests a claim about training: a recipe, the rows of a table, the paper's numbers, expectations."""
 
-import json
+import glob
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rankwise.errors import RecordError
 from rankwise.train import Recipe, recipe
+from recipes.kept import differing, read
 
 RESULTS = Path(__file__).with_name("results") / "train"
 SEEDS = (0, 1, 2)
@@ -79,17 +81,32 @@ class Experiment:
         return recipe(self.recipe, **{"size": size, "seed": seed, **self.rows[label], **given})
 
     def table(self, size: str, folder: Path = RESULTS) -> Table:
-        """Every row that has a run of this size."""
-        found = {}
+        """Every row that has a run of this size, its runs by seed.
+
+        Raises:
+            RecordError: for a file that is no results, or those of another configuration than its name says.
+        """
+        runs: dict[str, list[dict[str, Any]]] = {label: [] for label in self.rows}
         for label in self.rows:
-            paths = [folder / f"{run_id(self, label, size, seed)}.json" for seed in range(100)]
-            runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
-            if runs:
-                found[label] = Row(label, runs)
-        return found
+            start = run_id(self, label, size, "")
+            for path in folder.glob(f"{glob.escape(start)}[0-9]*.json"):
+                run, seed = read(path), int(path.stem.removeprefix(start))
+                if different := differing(run, self.configuration(label, size, seed)):
+                    raise RecordError(
+                        str(path),
+                        wanted=f"the row “{label}” of {self.name} at seed {seed}",
+                        got=f"another {', '.join(different)}",
+                        fix="Move it away, or give it the name of its own row.",
+                    )
+                runs[label].append(run)
+        return {
+            label: Row(label, sorted(some, key=lambda run: run["configuration"]["seed"]))
+            for label, some in runs.items()
+            if some
+        }
 
 
-def run_id(experiment: Experiment, label: str, size: str, seed: int) -> str:
+def run_id(experiment: Experiment, label: str, size: str, seed: int | str) -> str:
     """Name of a run's file: experiment, row, size where it is not the small one, seed."""
     words = [experiment.name, label, *([size] if size != "small" else []), f"seed{seed}"]
     return "-".join(words).replace(" ", "_").replace("/", "_")
@@ -99,11 +116,13 @@ def margin(rows: Sequence[Row], metric: str, table: Table) -> float:
     """Half of the 95 % interval of the difference of two means: of seeds, and of the examples judged.
 
     Seeds count by Student's t of the fewest of them. A row of one seed has the median spread of those rows of
-    its table that have several; where there are none, the error of seeds is not known and left out. An
-    accuracy p on n examples has a standard error of √(p (1 − p) / n), as if rows were judged on their own.
+    its table that have several; where there are none, nothing is known and it is infinite. An accuracy p on
+    n examples has a standard error of √(p (1 − p) / n), as if rows were judged on their own.
     """
     seeded = [row for row in table.values() if len(row.runs) > 1]
-    usual = statistics.median(row.spread(metric) for row in seeded) if seeded else 0.0
+    if not seeded:
+        return math.inf
+    usual = statistics.median(row.spread(metric) for row in seeded)
     seeds = examples = 0.0
     for row in rows:
         seeds += (row.spread(metric) if len(row.runs) > 1 else usual) ** 2 / len(row.runs)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rankwise.errors import RecordError
 from rankwise.files import write_whole
 from recipes.experiment import RESULTS, Experiment, Row, Table, judged
 from recipes.trained import EXPERIMENTS
@@ -115,7 +116,16 @@ def commands(table: Table) -> list[str]:
         }
     )
     read = sorted({data(run) for row in table.values() for run in row.runs})
-    on = f"On {'; '.join(machines)}. Data: {'; '.join(read)}."
+    trained = sorted(
+        {
+            (one["steps"], one["batch"])
+            for row in table.values()
+            for run in row.runs
+            for one in [run["configuration"]]
+        }
+    )
+    length = "; ".join(f"{steps:,} steps of {batch}" for steps, batch in trained)
+    on = f"{length}. On {'; '.join(machines)}. Data: {'; '.join(read)}."
     folded = [
         '<details markdown="1"><summary>Commands</summary>',
         "",
@@ -143,7 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
-    write_whole(chosen.page, page(list(EXPERIMENTS.values()), chosen.results), "page")
+    if not any(chosen.results.glob("*.json")):
+        parser.error(f"--results {chosen.results}: no results there; `python -m recipes.run` writes them")
+    try:
+        written = page(list(EXPERIMENTS.values()), chosen.results)
+    except RecordError as error:
+        parser.error(str(error))
+    write_whole(chosen.page, written, "page")
     print(f"wrote {chosen.page}")
 
 

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rankwise.errors import RecordError
 from rankwise.files import write_whole
-from rankwise.train.checkpoints import MAY_DIFFER
-from rankwise.train.overrides import changes, fields, parse_pairs
-from rankwise.train.provenance import shown
+from rankwise.train.overrides import changes, parse_pairs
 from rankwise.train.recipes import RECIPES
-from rankwise.train.settings import Recipe
 from recipes.experiment import RESULTS, Experiment, run_id
+from recipes.kept import differing, read
 from recipes.trained import EXPERIMENTS
 
 
@@ -50,7 +49,7 @@ def run(
     kept = results / f"{name}.json"
     made = experiment.configuration(label, size, seed, **given)
     for there in (kept, work / name / "results.json"):
-        if there.is_file() and (different := differing(there, made)):
+        if there.is_file() and (different := differing(read(there), made)):
             print(
                 f"{name}: {there} is of another configuration ({', '.join(different)}); "
                 "move it away, or choose other --results and --work",
@@ -74,18 +73,6 @@ def run(
     return True
 
 
-def differing(kept: Path, made: Recipe) -> list[str]:
-    """Fields that decide a run and differ between a result and a configuration.
-
-    A field that is newer than the result had the value that is its default now.
-    """
-    content = json.loads(kept.read_text(encoding="utf-8"))["configuration"]
-    there, here = (fields(one) for one in (Recipe.model_validate(content), made))
-    options = {name: shown(name, value) for name, value in made.task.options.items()}
-    here["task.options"] = options  # as the result tells them, without folders
-    return sorted(name for name in here if name not in MAY_DIFFER and there[name] != here[name])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; the exit status says whether all runs ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -107,11 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(experiment.rows)}")
     given = parse_pairs(chosen.pairs)
     seeds = experiment.seeds if chosen.seeds is None else chosen.seeds
-    ended = [
-        run(experiment, label, chosen.size, seed, chosen.work, chosen.results, given, chosen.keep)
-        for seed in seeds
-        for label in labels
-    ]
+    try:
+        ended = [
+            run(experiment, label, chosen.size, seed, chosen.work, chosen.results, given, chosen.keep)
+            for seed in seeds
+            for label in labels
+        ]
+    except RecordError as error:
+        parser.error(str(error))
     return 0 if all(ended) else 1
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rankwise.data.tasks.examples import Examples
 from rankwise.data.tasks.language import BYTE_VOCABULARY
 from rankwise.data.tasks.task import Provenance, Task
 from rankwise.models.mixers import build_mixer
@@ -65,7 +66,8 @@ def state_numbers(run: Mapping[str, Any]) -> int:
     if settings.name == "transformer":
         return 2 * settings.layers * settings.width * tokens
     origin = Provenance("bytes", "none", None, 0, 0, "")
-    task = Task("bytes", "language", [], [], tokens, origin, vocab_size=BYTE_VOCABULARY)  # type: ignore[arg-type]
+    none = Examples({})
+    task = Task("bytes", "language", none, none, tokens, origin, vocab_size=BYTE_VOCABULARY)
     config = model_config(settings, task, tokens)
     with torch.device("meta"):
         return sum(build_mixer(config, layer).state_size(tokens) for layer in range(settings.layers))
@@ -101,9 +103,9 @@ not, since the kernels give them no gradient: short-lives has them from 1 to 16 
 128."""
 SETTING = """\
 Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above, all with the weights of the
-transformer within 0.2 %, and of one seed: differences under about 0.03 say nothing. The transformer is
-far from the end of its training here. `softmax` is attention in the frame of the other rows, transformer
-that of Llama; hybrid has softmax attention in the last of its four layers."""
+transformer within 0.2 %. The transformer is far from the end of its training here. `softmax` is attention
+in the frame of the other rows, transformer that of Llama; hybrid has softmax attention in the last of its
+four layers."""
 
 LANGUAGE_PARTS = Experiment(
     name="language-parts",
@@ -122,6 +124,7 @@ LANGUAGE_PARTS = Experiment(
         within("hybrid", "transformer", 0.03),
         within("hybrid-conv-scan16", "transformer", 0.03),
         below("decayed-conv-scan16", "decayed-conv", by=0.03),
+        below("decayed-conv-scan16-gate", "decayed-conv-scan16", by=0.03),
         below("decayed-conv-scan16", "linear"),
     ),
     notes=WHY + "\n\n" + SETTING,
@@ -155,7 +158,7 @@ RECALL_PARTS = Experiment(
         below("tost", "decayed-conv-scan16", "accuracy", by=0.1),
         below("decayed", "decayed-conv-scan16", "accuracy", by=0.1),
     ),
-    notes="Two layers of width 64, 2 pairs of keys and values in 16 tokens, 1,000 steps; not of equal "
+    notes="Two layers of width 64, 2 pairs of keys and values in 16 tokens; not of equal "
     "parameters. Half of the answers are right where a model tells the values of a sequence but not "
     "their keys.",
 )

@@ -34,9 +34,7 @@ def places(rows: Sequence[Row], table: Table) -> tuple[int, int]:
     above = {width: row.mean("accuracy") - bar for width, row in zip(WIDTHS, rows, strict=True)}
     sure = {width: margin([row], "accuracy", table) for width, row in zip(WIDTHS, rows, strict=True)}
     least = next(width for width in WIDTHS if above[width] >= -sure[width])
-    most = next(
-        (width for width in WIDTHS if above[width] >= sure[width]), max(above, key=lambda at: above[at])
-    )
+    most = next((width for width in WIDTHS if above[width] >= sure[width]), WIDTHS[-1])
     return least, most
 
 

@@ -1,20 +1,26 @@
 """Experiments on training: their commands make their configurations, and the page says what the runs say."""
 
 import json
+import math
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from recipes import early, results, run
 from recipes.experiment import NORMAL, RESULTS, STUDENT, Experiment, Row, alike, below, beyond, run_id, within
 from recipes.trained import EXPERIMENTS
+from recipes.trained.language_parts import frontier
+from recipes.trained.long_range import RATES, at_rate, best_rates
+from recipes.trained.reading import by_layer, collapse
 from recipes.trained.saturation import WIDTHS, curves, label, same_place
 from tests.train.tiny import pairs
 from typer.testing import CliRunner
 
 from rankwise.cli import app
+from rankwise.errors import RecordError
 from rankwise.train import recipe
 from rankwise.train.early import KEPT
 from rankwise.train.overrides import parse_pairs
@@ -37,7 +43,11 @@ def test_rows_that_are_spoken_of_are_there(experiment: Experiment) -> None:
     assert spoken <= set(experiment.rows)
 
 
-def kept(folder: Path, label: str, seed: int, loss: float) -> None:
+def kept(
+    folder: Path, label: str, seed: int, loss: float, experiment: Experiment = LANGUAGE, **changed: Any
+) -> Path:
+    """A file as `recipes.run` leaves it: of the row's configuration, but for what is ``changed`` in it."""
+    configuration = experiment.configuration(label, "small", seed).model_dump(mode="json")
     hardware = {"processor": "a processor", "threads": 1}
     made = {"command": f"rankwise train language model={label}", "seed": seed, "hardware": hardware}
     content: dict[str, Any] = {
@@ -48,11 +58,13 @@ def kept(folder: Path, label: str, seed: int, loss: float) -> None:
         "cpu_seconds": 60.0,
         "peak_memory": 2**30,
         "chance": None,
-        "data": {"source": "a text", "train": 1000, "test": 50},
-        "configuration": {"evaluation": {"examples": 20}},
+        "data": {"source": "a text", "train": 1000, "test": 20},
+        "configuration": configuration | changed,
         "provenance": {**made, "torch": "2", "transformers": "5"},
     }
-    (folder / f"{run_id(LANGUAGE, label, 'small', seed)}.json").write_text(json.dumps(content))
+    path = folder / f"{run_id(experiment, label, 'small', seed)}.json"
+    path.write_text(json.dumps(content))
+    return path
 
 
 def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
@@ -76,6 +88,51 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     assert "\nrankwise train language model=tost\n" in page
     assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
+    assert "\n600 steps of 8. On a processor, 1 threads at most" in page
+
+
+def test_only_runs_of_the_rows_own_configuration_are_counted(tmp_path: Path) -> None:
+    for seed in (0, 100):
+        kept(tmp_path, "tost", seed, 1.5)
+    assert LANGUAGE.table("small", tmp_path)["tost"].scores("loss") == [1.5, 1.5]
+    changed = kept(tmp_path, "tost", 1, 9.0, steps=20)
+    with pytest.raises(RecordError, match=r"tost-seed1.json: wanted the row “tost” .* got another steps"):
+        LANGUAGE.table("small", tmp_path)
+    changed.unlink()
+    kept(tmp_path, "tost", 2, 9.0).rename(changed)
+    with pytest.raises(RecordError, match="got another seed"):
+        LANGUAGE.table("small", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", '{"scores": {', "[]", '{"scores": {}}'])
+def test_a_damaged_file_is_named_and_no_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    damaged, page = tmp_path / f"{run_id(LANGUAGE, 'tost', 'small', 0)}.json", tmp_path / "page.md"
+    damaged.write_text(content)
+    for main, arguments in (
+        (results.main, ["--page", str(page)]),
+        (run.main, ["language", "--rows", "tost"]),
+    ):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--results", str(tmp_path)])
+        assert str(damaged) in capsys.readouterr().err
+    assert not page.exists()
+
+
+def test_no_page_is_made_of_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(SystemExit):
+            results.main(["--results", str(folder), "--page", str(tmp_path / "page.md")])
+        assert "no results there" in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_every_kept_run_is_in_the_page() -> None:
+    tables = [one.table(size) for one in EXPERIMENTS.values() for size in ("small", "paper")]
+    assert sum(len(row.runs) for table in tables for row in table.values()) == len(
+        list(RESULTS.glob("*.json"))
+    )
 
 
 def test_losses_a_token_are_given_a_byte_as_well() -> None:
@@ -87,42 +144,128 @@ def test_losses_a_token_are_given_a_byte_as_well() -> None:
 
 
 def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
-    kept(tmp_path, "tost", 0, 1.5)
-    kept(tmp_path, "transformer", 0, 1.25)
+    for seed in (0, 1):  # no spread, so that every margin is 0
+        kept(tmp_path, "tost", seed, 1.5)
+        kept(tmp_path, "transformer", seed, 1.25)
     table = LANGUAGE.table("small", tmp_path)
     assert below("transformer", "tost").judge(table)[0]
     assert not below("transformer", "tost", by=0.25).judge(table)[0]
     assert within("tost", "transformer", 0.26).judge(table) == (True, "+0.250")
     assert within("tost", "transformer", 0.25).judge(table)[0] is False
-    assert alike("tost", "transformer", 0.2, "loss").judge(table)[0] is False
-    assert alike("transformer", "tost", 0.3, "loss").judge(table)[0] is True
+    for pair in (("tost", "transformer"), ("transformer", "tost")):
+        assert alike(*pair, 0.2, "loss").judge(table)[0] is False
+        assert alike(*pair, 0.3, "loss").judge(table)[0] is True
+
+
+def losses(*values: float) -> Row:
+    return Row("", [{"scores": {"loss": value}} for value in values])
+
+
+def told(rows: list[Row], *distances: float, more: Sequence[Row] = ()) -> list[bool | None]:
+    """Verdicts on distances of two rows, in a table with ``more``."""
+    table = {str(at): row for at, row in enumerate([*rows, *more])}
+    return [beyond(distance, rows, "loss", table) for distance in distances]
+
+
+def test_the_table_of_student_is_that_of_his_distribution() -> None:
+    # two degrees of freedom have a closed form: P(|t| < x) = x / √(2 + x²)
+    assert STUDENT[3] == pytest.approx(0.95 * (2 / (1 - 0.95**2)) ** 0.5, abs=0.005)
+    # one degree is Cauchy's: tan(0.95 π / 2)
+    assert STUDENT[2] == pytest.approx(math.tan(0.95 * math.pi / 2), abs=0.005)
+    draws = np.random.default_rng(0).standard_normal((400_000, 5))
+    for seeds in (4, 5):
+        some = draws[:, :seeds]
+        ratios = np.abs(some.mean(1)) * seeds**0.5 / some.std(1, ddof=1)
+        outside, error = (ratios > STUDENT[seeds]).mean(), (0.05 * 0.95 / len(draws)) ** 0.5
+        assert outside == pytest.approx(0.05, abs=5 * error)
 
 
 def test_differences_within_their_interval_decide_nothing() -> None:
-    def rows(*losses: float) -> list[Row]:
-        return [Row("", [{"scores": {"loss": loss + more}} for more in (-1.0, 0.0, 1.0)]) for loss in losses]
-
-    def told(rows: list[Row], *distances: float, more: Sequence[Row] = ()) -> list[bool | None]:
-        table = {str(at): row for at, row in enumerate([*rows, *more])}
-        return [beyond(distance, rows, "loss", table) for distance in distances]
-
-    three = rows(0, 0)
+    three = [losses(-1, 0, 1), losses(-1, 0, 1)]
     error = STUDENT[3] * (2 / 3) ** 0.5  # of two means of three seeds with standard deviation 1
     assert told(three, -1.01 * error, -0.99 * error, 0.99 * error, 1.01 * error) == [False, None, None, True]
-    single = [Row("", row.runs[:1]) for row in three]
-    assert told(single, 0.1) == [True], "no row of the table says how far seeds are apart"
-    error = STUDENT[3] * 2**0.5
-    assert told(single, 0.99 * error, 1.01 * error, more=rows(5)) == [None, True], "the spread of the others"
+    two = losses(-(0.5**0.5), 0.5**0.5)
+    error = STUDENT[2] * (1 / 3 + 1 / 2) ** 0.5
+    assert told([three[0], two], 0.99 * error, 1.01 * error) == [None, True], "by the fewest seeds"
+
+
+def test_a_single_seed_has_the_spread_of_the_others_or_none_is_known() -> None:
+    single = [losses(0), losses(1)]
+    assert told(single, 0.1, 1e9, -1e9) == [None, None, None]
+    more = [losses(*(width * x for x in (-1, 0, 1))) for width in (1, 2, 9)]
+    error = 2 * STUDENT[3] * 2**0.5  # the median spread
+    assert told(single, 0.99 * error, 1.01 * error, more=more) == [None, True]
 
 
 def test_few_examples_tell_little_of_an_accuracy() -> None:
-    judging = {"data": {"test": 500}, "configuration": {"evaluation": {"examples": 400}}}
-    two = [Row("", [{"scores": {"accuracy": share}, **judging}]) for share in (0.5, 0.8)]
-    table = dict(zip("ab", two, strict=True))
-    error = NORMAL * ((0.25 + 0.16) / 400) ** 0.5
-    told = [beyond(times * error, two, "accuracy", table) for times in (-1.01, 0.99, 1.01)]
-    assert told == [False, None, True]
+    def rows(test: int, most: int | None) -> list[Row]:
+        judging = {"data": {"test": test}, "configuration": {"evaluation": {"examples": most}}}
+        return [Row("", [{"scores": {"accuracy": share}, **judging}] * 2) for share in (0.5, 0.8)]
+
+    error = NORMAL * ((0.25 + 0.16) / 400) ** 0.5  # whatever the number of seeds: their examples are the same
+    for two in (rows(500, 400), rows(400, 500), rows(400, None)):
+        table = dict(zip("ab", two, strict=True))
+        verdicts = [beyond(times * error, two, "accuracy", table) for times in (-1.01, 0.99, 1.01)]
+        assert verdicts == [False, None, True]
     assert beyond(1.0, two, "accuracy", table, floor=0.8) is None, "nothing was learned"
+    assert beyond(1.0, two, "accuracy", table, floor=0.7) is True, "one of them has learned"
+
+
+def test_tokens_a_second_are_of_cpu_time_and_on_a_gpu_of_the_clock() -> None:
+    def row(**hardware: str) -> Row:
+        run = {"tokens_per_second": 300.0, "seconds": 10.0, "cpu_seconds": 5.0}
+        return Row("", [{**run, "provenance": {"hardware": hardware}}])
+
+    assert results.speed(row(processor="a processor")) == 600
+    assert results.speed(row(processor="a processor", gpu="a GPU")) == 300
+
+
+def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None:
+    def run(seed: int, last: float) -> dict[str, Any]:
+        audits = {
+            str(step): {
+                f"rank/states_{name}/layers.{layer:02}": value
+                for name in ("relative_collapse", "effective_rank")
+                for layer in (0, 1)
+            }
+            for step, value in ((0, 0.5), (20, last), (100, last / 2))
+        }
+        return {"rank": audits, "provenance": {"seed": seed}}
+
+    row = Row("deep", [run(0, 1.0), run(1, 3.0)])
+    assert by_layer(row, "states_effective_rank") == [1.0, 1.0]
+    assert by_layer(row, "states_effective_rank", 20) == [2.0, 2.0]
+    shown = collapse({"deep": row}).splitlines()
+    assert shown[2] == "|  | step 0 | step 20 | step 100 |"
+    assert shown[4:] == [
+        "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | 0.500, 0.5 |",
+        "| deep, seed 1 | 0.500, 0.5 | 3.000, 3.0 | 1.500, 1.5 |",
+    ]
+
+
+def test_the_best_rate_of_a_model_is_named_once_all_were_run(tmp_path: Path) -> None:
+    def row(accuracy: float) -> Row:
+        return Row("", [{"scores": {"accuracy": accuracy}}])
+
+    table = {"linear": row(0.2), at_rate("linear", RATES[0]): row(0.4)}
+    assert best_rates(table) == ""
+    table[at_rate("linear", RATES[1])] = row(0.3)
+    assert best_rates(table).splitlines()[-1] == "| linear | 0.0003 | 0.400 |"
+
+
+def test_the_frontier_holds_what_no_smaller_state_beats(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["language-parts"]
+    for name, loss in (("tost", 2.0), ("decayed", 2.5), ("linear", 1.5), ("transformer", 1.0)):
+        kept(tmp_path, name, 0, loss, experiment)
+    lines = [line.split(" | ") for line in frontier(experiment.table("small", tmp_path)).splitlines()[4:]]
+    sizes = [int(cells[1].replace(",", "")) for cells in lines]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 4 * 2 * 4 * 64 * 128, "keys and values of four layers, float32"
+    losses_so_far = [float(cells[2]) for cells in lines]
+    on = [loss == min(losses_so_far[: at + 1]) for at, loss in enumerate(losses_so_far)]
+    assert [cells[4].startswith("yes") for cells in lines] == on
+    assert 0 < sum(on) < 4
+    assert lines[-1][3] == "+0.000"
 
 
 def test_a_run_is_done_once_and_a_failed_one_is_told(
@@ -171,8 +314,9 @@ def test_early_losses_are_those_of_the_kept_runs() -> None:
         ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.1, 0.4), 10_000, False),
         ((1, 1, 1, 1, 1, 1), (0.4, 0.4, 0.4, 0.4, 0.4, 0.4), 10_000, False),
         ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 3, None),
+        ((1, 1, 3.7, 3.7, 3.7, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 10_000, False),
     ],
-    ids=["at one width", "apart", "flat", "of few examples"],
+    ids=["at one width", "apart", "flat", "of few examples", "rank grows to the end"],
 )
 def test_flat_curves_do_not_saturate_together(
     ranks: tuple, scores: tuple, examples: int, holds: bool | None
@@ -186,6 +330,6 @@ def test_flat_curves_do_not_saturate_together(
         }
         judged = {"configuration": {"evaluation": {"examples": None}}, "data": {"test": examples}}
         run = {"scores": {"accuracy": score}, "rank": {"0": found}} | judged
-        table[label(width, False)] = Row(label(width, False), [run])
+        table[label(width, False)] = Row(label(width, False), [run] * 2)
     assert same_place(False).judge(table)[0] is holds
     assert curves(table, False) == (list(ranks), list(scores))

@@ -1,0 +1,46 @@
+"""Kept results of runs: read, and held against the configuration that they should be of."""
+
+from pathlib import Path
+from typing import Any
+
+from rankwise.errors import RecordError
+from rankwise.files import parse_json
+from rankwise.train import Recipe
+from rankwise.train.checkpoints import MAY_DIFFER
+from rankwise.train.overrides import fields
+from rankwise.train.provenance import shown
+
+WANTED = {"configuration", "scores", "data", "provenance"}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The results of a run.
+
+    Raises:
+        RecordError: if the file cannot be read, or is no results.
+    """
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        got = str(error)
+    else:
+        if isinstance(content, dict) and content.keys() >= WANTED:
+            return content
+        got = "other JSON"
+    raise RecordError(
+        str(path),
+        wanted="results of a run",
+        got=got,
+        fix="Move it away and run `python -m recipes.run` again.",
+    )
+
+
+def differing(kept: dict[str, Any], made: Recipe) -> list[str]:
+    """Fields that decide a run and differ between its results and a configuration.
+
+    A field that is newer than the results had the value that is its default now.
+    """
+    there, here = (fields(one) for one in (Recipe.model_validate(kept["configuration"]), made))
+    options = {name: shown(name, value) for name, value in made.task.options.items()}
+    here["task.options"] = options  # as the results tell them, without folders
+    return sorted(name for name in here if name not in MAY_DIFFER and there[name] != here[name])
