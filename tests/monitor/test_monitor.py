@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.audit.history import History
-from rankwise.errors import InputError
+from rankwise.errors import InputError, RankwiseError
 from rankwise.monitor import scalars
 
 WIDTH, TOKENS = 16, 10
@@ -186,16 +186,40 @@ def test_ctrl_c_during_an_audit_reaches_the_training():
     [
         ({"probe": "text"}, "`probe`"),
         ({"probe": []}, "`probe`"),
-        ({"probe": torch.randn(0, 5, WIDTH)}, r"`probe`: wanted at least one sequence.*got 0 \(0, 5, "),
+        ({"probe": torch.randn(0, 5, WIDTH)}, r"`probe`: wanted at least one sequence.*got .*\(0, 5, "),
+        ({"probe": {}}, "`probe`: wanted at least one tensor.* got a dict without tensors"),
+        ({"probe": ()}, "`probe`: wanted at least one tensor"),
+        ({"probe": [probe(), {"a": 1}]}, "`probe`: wanted at least one tensor"),
         ({"every": 0}, "`every`"),
         ({"every": 1.5}, "`every`"),
         ({"every": True}, "`every`"),
         ({"stop_on": ["COLAPSE"]}, "COLLAPSE"),
+        ({"stop_on": 3}, "code 3"),
+        ({"log": "wandb"}, "`log`"),
+        ({"delta": "x"}, "`delta`: wanted a finite number above 0, got x"),
+        ({"method": "fast"}, "`method`"),
+        ({"sites": ["layers.0"]}, "`sites`"),
+        ({"blocks": 3}, "`blocks`"),
+        ({"baseline": "yes"}, "`baseline`"),
+        ({"texts": ["a"]}, "`texts`: wanted a setting"),
     ],
 )
 def test_wrong_settings_are_refused_before_training(settings, named):
-    with unchecked(), pytest.raises(InputError, match=named):
+    with unchecked(), pytest.raises(RankwiseError, match=named):
         rw.RankMonitor(**{"probe": probe()} | settings)
+
+
+@pytest.mark.parametrize("step", ["0", None, 0.0, -1])
+def test_a_step_that_is_no_number_is_refused(step):
+    monitor = rw.RankMonitor(probe())
+    with unchecked(), pytest.raises(InputError, match=r"`step`: wanted a whole number"):
+        monitor.step(encoder(), step)
+
+
+def test_a_probe_may_hold_its_tensors_deeper_in_a_batch():
+    given = ({"x": probe()},)
+    (kept,) = rw.RankMonitor(given).batches
+    assert torch.equal(kept[0]["x"], probe())
 
 
 def test_a_probe_stays_whatever_the_caller_does_to_his_own():

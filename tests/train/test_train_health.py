@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_built_is_named_by_its_settings(
 
 
 def test_a_large_seed_trains_and_a_finding_can_stop(tmp_path: Path) -> None:
-    found = {"monitor": True, "monitor_every": 2, "monitor_stop_on": ["NOTHING"]}
+    found = {"monitor": True, "monitor_every": 2, "monitor_stop_on": "NOTHING"}
     with pytest.raises(InputError, match="NOTHING"):
         train(tiny(tmp_path, **found), tmp_path / "out")
     given = [*pairs(tmp_path, seed=20261123, steps=2), "--out", str(tmp_path / "large")]

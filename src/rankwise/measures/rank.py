@@ -291,7 +291,11 @@ def check_delta(delta: float) -> None:
     Raises:
         RankwiseError: if it is not.
     """
-    if not (math.isfinite(delta) and delta > 0):
+    try:
+        sound = math.isfinite(delta) and delta > 0
+    except TypeError:
+        sound = False
+    if not sound:
         raise RankwiseError(
             "`delta`",
             wanted="a finite number above 0",

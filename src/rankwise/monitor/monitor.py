@@ -1,25 +1,29 @@
 """`RankMonitor`: audit a probe batch every so many steps of training, without a trace in the training."""
 
-import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.audit import Audit, audit
 from rankwise.audit.finding_changes import finding_changes
-from rankwise.audit.findings import check_codes
 from rankwise.audit.history import History
 from rankwise.audit.records import Finding
-from rankwise.errors import InputError, did_you_mean
+from rankwise.audit.settings import check_callable, check_settings
 from rankwise.files import write_whole
 from rankwise.monitor.scalars import scalars
-from rankwise.running import Batch, changed, device_of, evaluating, tensors_of
+from rankwise.monitor.settings import (
+    probe_batches,
+    step_number,
+    steps_between,
+    stopping_codes,
+)
+from rankwise.running import Batch, device_of, evaluating, tensors_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -54,8 +58,8 @@ class RankMonitor:
         **settings: passed on to `rankwise.audit`: ``delta``, ``method``, ``sites``, ``blocks``.
 
     Raises:
-        InputError: if ``every`` is no positive number, the probe is no batch, or a code or setting is not
-            known.
+        RankwiseError: if ``every`` is no positive number, the probe is no batch or holds no tensor, a code or
+            setting is not known, or `rankwise.audit` does not take a setting's value.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -78,9 +82,9 @@ class RankMonitor:
         on_finding: OnFinding | None = None,
         **settings: Any,
     ) -> None:
-        self.batches = _batches(probe)
-        self.every = _positive(every)
-        self.stop_on = frozenset(check_codes([stop_on] if isinstance(stop_on, str) else stop_on))
+        self.batches = probe_batches(probe)
+        self.every = steps_between(every, EVERY)
+        self.stop_on = stopping_codes(stop_on)
         self.folder = None if folder is None else Path(folder)
         self.history = History()
         self.stopped_by: Finding | None = None
@@ -88,7 +92,9 @@ class RankMonitor:
         it to None to train on."""
         self.seconds = 0.0
         """Time that the audits took."""
-        self._log, self._on_finding, self._settings = log, on_finding, _known(settings)
+        check_callable("log", log)
+        check_callable("on_finding", on_finding)
+        self._log, self._on_finding, self._settings = log, on_finding, check_settings(settings)
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe if it is time to; call it after every step of training.
@@ -103,8 +109,10 @@ class RankMonitor:
         Raises:
             AuditError: if the model cannot run on the probe.
             CaptureError: if it holds no mixer that can be captured.
+            InputError: if the step is no whole number from 0 on.
             KeyboardInterrupt: if it was pressed during the audit; what was measured is dropped.
         """
+        step = step_number(step)
         if step % self.every or step in self.history.steps:
             return None
         began = time.perf_counter()
@@ -191,50 +199,6 @@ class RankMonitor:
         }
         write_whole(self.folder / "probe.safetensors", lambda path: save_file(tensors, path), "probe")
         return self.folder
-
-
-def _batches(probe: Any) -> list[Batch]:
-    many = (
-        isinstance(probe, list) and bool(probe) and not all(isinstance(item, int | float) for item in probe)
-    )
-    batches = list(probe) if many else [probe]
-    for batch in batches:
-        if not isinstance(batch, Mapping | tuple | Tensor):
-            raise InputError(
-                "`probe`",
-                wanted="a batch (dict, tuple or tensor) or a list of batches",
-                got=type(batch).__name__,
-                fix="Take a batch of the evaluation data: `next(iter(loader))`.",
-            )
-        if any(not tensor.numel() for tensor in tensors_of(batch).values()):
-            raise InputError(
-                "`probe`",
-                wanted="at least one sequence of one token",
-                got=", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors_of(batch).items()),
-                fix="Take a batch of the evaluation data: `next(iter(loader))`.",
-            )
-    return [changed(batch, Tensor.clone) for batch in batches]  # the caller may write into its own
-
-
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(audit).parameters if name not in ("model", "batches")]
-    for name in settings:
-        if name not in known:
-            raise InputError(
-                f"`{name}`",
-                wanted="a setting of `rankwise.audit`",
-                got="an unknown one",
-                fix=did_you_mean(name, known),
-            )
-    return settings
-
-
-def _positive(every: int) -> int:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise InputError(
-            "`every`", wanted="a number of steps, 1 or more", got=repr(every), fix=f"Take {EVERY}."
-        )
-    return every
 
 
 def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:

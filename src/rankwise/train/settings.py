@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Size = Literal["small", "paper"]
 """``small``: minutes on a CPU core, ``paper``: the published setting, or near it, on a GPU."""
@@ -96,6 +96,10 @@ class EarlyLoss(Settings):
     tolerance: float = Field(gt=0)
 
 
+def _several(codes: Any) -> Any:
+    return (codes,) if isinstance(codes, str) else codes
+
+
 class Recipe(Settings):
     """All that decides a run.
 
@@ -130,8 +134,8 @@ class Recipe(Settings):
     monitor_every: int = Field(default=200, ge=1)
     monitor_tokens: int = Field(default=128, ge=2)
     """Tokens that the sequences of the probe are cut to: exact ranks cost O(T³)."""
-    monitor_stop_on: tuple[str, ...] = ()
-    """Codes of findings that end the training, such as COLLAPSE."""
+    monitor_stop_on: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    """Codes of findings that end the training, such as COLLAPSE; a single code needs no list."""
     early: tuple[EarlyLoss, ...] = ()
     """Numbers of kept runs; they hold for the recipe as it is, and are left out where it is changed."""
     early_data: str | None = None
