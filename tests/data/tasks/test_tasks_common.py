@@ -1,13 +1,18 @@
 """What holds for every task: items, masks, batches, validation, records."""
 
+import inspect
 import json
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.unchecked import unchecked
 
 from rankwise.data import tasks
 from rankwise.errors import InputError
+from rankwise.train.tasks import PLACES, TASKS
 
 
 def rows() -> tasks.Examples:
@@ -78,3 +83,32 @@ def test_accuracy_counts_no_ignored_label() -> None:
     logits = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
     assert tasks.accuracy(logits, torch.tensor([1, -100, 1])) == 0.5
     assert np.isnan(tasks.accuracy(logits, torch.tensor([-100, -100, -100])))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_seed_of_another_type_is_refused_before_anything_is_read(name: str) -> None:
+    """All tasks that take a seed; the files of those that read some are not there."""
+    parameters = inspect.signature(TASKS[name]).parameters
+    assert "seed" in parameters
+    nowhere = {place: "nowhere" for place in PLACES if place in parameters}
+    for seed in ("x", -1, 1.5, True):
+        message = f"seed: wanted a whole number, 0 or more, got {seed!r}"
+        with unchecked(), pytest.raises(InputError, match=re.escape(message)):
+            TASKS[name](**nowhere, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (tasks.mqar, {"power": "a"}, "power: wanted a number, 0 or more, got 'a'. Give power=0.1"),
+        (tasks.needle, {"depth": "half"}, "depth: wanted a number, from 0 to 1, got 'half'"),
+        (tasks.needle, {"depth": True}, "depth: wanted a number, from 0 to 1, got True"),
+        (tasks.needle, {"length": "long"}, "length: wanted a whole number, 1 or more, got 'long'"),
+        (tasks.pathfinder, {"size": [32]}, "size: wanted one of 32, 128, 256, got [32]"),
+        (tasks.pathfinder, {"size": 32.0}, "size: wanted one of 32, 128, 256, got 32.0"),
+    ],
+)
+def test_numbers_of_another_type_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    place = {"source": "nowhere"} if make is tasks.needle else {}
+    with unchecked(), pytest.raises(InputError, match=re.escape(message)):
+        make(**place, **options)

@@ -72,7 +72,7 @@ def test_tokens_take_the_place_of_bytes(file: Path) -> None:
     [
         ({"length": 78}, r"length: wanted room .* got 78\. Give length=80 or more"),
         ({"length": 600}, r"the text: wanted \d+ tokens in each part, got 458 tokens"),
-        ({"depth": 1.5}, r"depth: wanted a share from 0 to 1, got 1\.5"),
+        ({"depth": 1.5}, r"depth: wanted a number, from 0 to 1, got 1\.5"),
         ({"test": 0}, "test: wanted a whole number, 1 or more, got 0"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rankwise.data.tasks.checks import need_share, need_whole
+from rankwise.data.tasks.checks import need_number, need_share, need_whole
 from rankwise.data.tasks.examples import IGNORED, Examples
 from rankwise.data.tasks.language import BYTE_VOCABULARY, byte_ids
 from rankwise.data.tasks.task import Task, make_task
@@ -63,8 +63,10 @@ def needle(
     need_whole("train", train)
     need_whole("test", test)
     need_share("validation_share", validation_share)
-    if depth is not None and not 0 <= depth <= 1:
-        raise InputError("depth", wanted="a share from 0 to 1", got=repr(depth), fix="Give depth=0.5.")
+    if depth is not None:
+        need_number("depth", depth, 0, 1, example=0.5)
+    need_whole("length", length)
+    need_whole("seed", seed, 0)
     text = read_text(source)
     boundary = int(len(text) * (1 - validation_share))
     splits = [

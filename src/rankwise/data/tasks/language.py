@@ -68,6 +68,7 @@ def byte_language_model(
         (11, 1, 259)
     """
     need_share("validation_share", validation_share)
+    need_whole("seed", seed, 0)
     text = read_text(path)
     boundary = int(len(text) * (1 - validation_share))
     parts = {"train": byte_ids(text[:boundary]), "test": byte_ids(text[boundary:])}

@@ -70,6 +70,7 @@ def listops(
     need_whole("max_length", max_length, min_length + 2)
     need_whole("max_depth", max_depth, 2)
     need_whole("max_arguments", max_arguments, 2)
+    need_whole("seed", seed, 0)
     rule = Rule(min_length, max_length, max_depth, max_arguments)
     seen: set[bytes] = set()
     tested, trained = (

@@ -56,6 +56,7 @@ def token_language_model(
         (tensor([100, 101, 102,   1]), 2, 1)
     """
     need_share("validation_share", validation_share)
+    need_whole("seed", seed, 0)
     is_file = isinstance(documents, str | Path)
     texts = load_text(documents) if isinstance(documents, str | Path) else list(documents)
     parts = _split(texts, validation_share)

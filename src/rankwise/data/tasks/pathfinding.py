@@ -79,10 +79,11 @@ def pathfinder(
     """
     need_whole("train", train)
     need_whole("test", test)
-    if size not in RULES:
+    if not isinstance(size, int) or size not in RULES:
         sizes = ", ".join(map(str, RULES))
         raise InputError("size", wanted=f"one of {sizes}", got=repr(size), fix="Give size=32.")
     need_whole("contour_length", contour_length, 3, 16)
+    need_whole("seed", seed, 0)
     splits = []
     for part, count in enumerate((train, test)):
         drawn = draw_pictures(count, size, contour_length, [seed, part])

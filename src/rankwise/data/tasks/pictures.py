@@ -244,6 +244,7 @@ def _read(
     pictures: Pictures, source: str | Path | None, options: dict[str, int | None], seed: int
 ) -> tuple[list[Split], str]:
     """Pictures (N, H, W, 3) and classes of both splits, and what the record calls their source."""
+    need_whole("seed", seed, 0)
     name, classes, data, _ = pictures
     files = None if source is None else local_files(source, data)
     if files is not None:

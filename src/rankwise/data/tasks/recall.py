@@ -4,7 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from rankwise.data.tasks.checks import need_whole
+from rankwise.data.tasks.checks import need_number, need_whole
 from rankwise.data.tasks.examples import IGNORED, Examples
 from rankwise.data.tasks.task import Task, make_task
 from rankwise.errors import InputError
@@ -60,8 +60,8 @@ def mqar(
     need_whole("pairs", pairs)
     need_whole("length", length, 4 * pairs)
     need_whole("vocab_size", vocab_size, 2 * pairs + 2)
-    if not 0 <= power < float("inf"):
-        raise InputError("power", wanted="a number, 0 or more", got=repr(power), fix="Give power=0.1.")
+    need_number("power", power, 0, example=0.1)
+    need_whole("seed", seed, 0)
     if fill not in ("zero", "random"):
         raise InputError("fill", wanted="'zero' or 'random'", got=repr(fill), fix="Give fill='zero'.")
     options = {"vocab_size": vocab_size, "length": length, "pairs": pairs, "power": power, "fill": fill}

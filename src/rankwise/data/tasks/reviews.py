@@ -42,6 +42,7 @@ def imdb_bytes(
         InputError: if source or Hub does not give these reviews.
     """
     need_whole("length", length)
+    need_whole("seed", seed, 0)
     files = None if source is None else local_files(source, IMDB)
     if files is not None:
         parts = [read_labelled_rows(file) for file in files]

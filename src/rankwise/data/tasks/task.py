@@ -91,6 +91,7 @@ class Task:
         """
         total = self.provenance.train
         need_whole("examples", examples, 1, total - 1)
+        need_whole("seed", seed, 0)
         order = np.random.default_rng(seed).permutation(total).tolist()
         rest, taken = sorted(order[examples:]), sorted(order[:examples])
         record = replace(self.provenance, train=len(rest), validation=examples)
