@@ -81,6 +81,10 @@ def test_unknown_models_and_options_are_named(task: Task) -> None:
         build_model(ModelSettings(name="tots"), task, 16)
     with pytest.raises(InputError, match=r"`model.options.norm_postion`.*Did you mean norm_position"):
         build_model(ModelSettings(name="tost", options={"norm_postion": "post"}), task, 16)
+    with pytest.raises(InputError, match=r"`model.options.zzz`") as told:
+        build_model(ModelSettings(name="transformer", width=16, heads=2, options={"zzz": 1}), task, 16)
+    assert "attention_bias" in told.value.fix
+    assert not [word for word in told.value.fix.replace(",", " ").split() if word.startswith("_")]
 
 
 def small_tost() -> ToSTForCausalLM:

@@ -160,7 +160,8 @@ def _mixers(mixer: str, **fixed: Any) -> MakeConfig:
 
 def _made(kind: Any, settings: ModelSettings, task: Task, content: dict[str, Any], wide: int) -> Any:
     """A configuration; options have the last word, and must be fields that it has."""
-    known = {**vars(kind(**content, intermediate_size=wide)), "num_labels": task.num_labels}
+    made = vars(kind(**content, intermediate_size=wide))
+    known = {"num_labels", *(field for field in made if not field.startswith("_"))}
     for name in settings.options:
         if name not in known:
             raise InputError(
