@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from tests.train.tiny import tiny
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from rankwise.errors import TrainingError
 from rankwise.train import train
 from rankwise.train.checkpoints import MARK, checkpoints, whole_checkpoints
 from rankwise.train.damage import check_readable
 from rankwise.train.lock import LOCK
-from rankwise.train.saving import saving
+from rankwise.train.models import build_model
+from rankwise.train.saving import MarkingTrainer, saving
+from rankwise.train.tasks import make_task
 
 pytest.importorskip("accelerate")
 
@@ -87,6 +90,41 @@ def test_wherever_a_file_of_torch_is_cut_the_disk_is_named(tmp_path: Path) -> No
 def test_other_errors_of_torch_stay_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"), saving(tmp_path):
         raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("name", ["transformer", "tost"])
+def test_tied_weights_come_back_with_the_best_checkpoint_and_only_lost_ones_are_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file holds them once; loading writes into the tensor they share."""
+    recipe = tiny(tmp_path, **{"model.name": name})
+    task, best = make_task(recipe), tmp_path / "checkpoint-1"
+    model = build_model(recipe.model, task, task.length)
+    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = MarkingTrainer({}, model=model, args=settings)
+    trainer.save_model(str(best))
+    trainer.state.best_model_checkpoint = str(best)
+    wanted = {key: weight.clone() for key, weight in model.state_dict().items()}
+    held = load_file(best / "model.safetensors")
+    assert wanted.keys() - held.keys() == {"lm_head.weight"}
+    told: list[str] = []
+    monkeypatch.setattr("transformers.trainer.logger.warning", told.append)
+
+    def load_again() -> None:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 1
+        trainer._load_best_model()
+
+    load_again()
+    assert told == []
+    assert all(weight.equal(wanted[key]) for key, weight in model.state_dict().items())
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    for lost in ("model.norm.weight", "model.embed_tokens.weight"):
+        save_file({key: weight for key, weight in held.items() if key != lost}, best / "model.safetensors")
+        load_again()
+        assert lost in told[-1]
+        assert ("lm_head.weight" in told[-1]) == (lost == "model.embed_tokens.weight")
 
 
 def test_errors_that_are_not_of_the_disk_stay_as_they_are(

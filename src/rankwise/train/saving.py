@@ -47,6 +47,21 @@ class MarkingTrainer(Trainer):
             if self.is_world_process_zero():
                 mark(out / f"checkpoint-{step}", self.content)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of weights that a checkpoint does not hold, but not of tied ones.
+
+        A checkpoint holds weights that are tied once, and loading writes into the tensor that they share:
+        the Trainer's own step warns of the other names as missing all the same.
+
+        Args:
+            load_result: missing and unexpected keys.
+        """
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(load_result.missing_keys)
+        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
+        truly = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=truly))
+
 
 @contextmanager
 def saving(out: Path) -> Iterator[None]:
