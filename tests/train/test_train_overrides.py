@@ -1,15 +1,20 @@
 """What a user may write after the name of a recipe, and what is refused."""
 
-import pytest
-from tests.train.tiny import TINY
+from pathlib import Path
 
-from rankwise.cli.train import _run_name
+import pytest
+from tests.train.tiny import TEXT, TINY
+from typer.testing import CliRunner
+
+from rankwise.cli import app
+from rankwise.cli.train import HELP, _run_name
 from rankwise.errors import InputError
 from rankwise.train import RECIPES, recipe
 from rankwise.train.overrides import build, changes, parse_pairs
 from rankwise.train.provenance import command
 from rankwise.train.results import variant
 from rankwise.train.settings import EarlyLoss, Recipe
+from rankwise.train.tasks import make_task
 
 
 def test_values_are_json_or_text() -> None:
@@ -34,6 +39,10 @@ def test_what_is_no_pair_is_refused(pairs: list[str]) -> None:
         ({"learning_rate": float("inf")}, r"`optimiser\.learning_rate`: wanted a finite number, got inf"),
         ({"seed": 2**32}, "`seed`: wanted less than or equal to 4294967295"),
         ({"steps": "many"}, "`steps`: wanted a valid integer.*got 'many'"),
+        ({"batch": True}, "`batch`: wanted a valid integer, got True"),
+        ({"seed": True}, "`seed`: wanted a valid integer, got True"),
+        ({"feed_forward": False}, "`model.feed_forward`: wanted a valid integer, got False"),
+        ({"clip": True}, "`optimiser.clip`: wanted a valid number, got True"),
         ({"steps": 0}, "`steps`: wanted greater than or equal to 1, got 0"),
         ({"learning_rate": -1}, "`optimiser.learning_rate`"),
         ({"model": "tots"}, "Did you mean tost"),
@@ -49,6 +58,27 @@ def test_bad_keys_and_values_are_named(given: dict[str, object], message: str | 
         return
     with pytest.raises(InputError, match=message):
         build(RECIPES["language"], given)
+
+
+def test_whole_numbers_may_be_written_as_powers_and_switches_stay_switches() -> None:
+    given = parse_pairs(["steps=1e3", "monitor=true", "clip=1"])
+    made = recipe("language", **given)
+    assert (made.steps, made.monitor, made.optimiser.clip) == (1000, True, 1.0)
+
+
+def test_each_example_of_the_help_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that train find their data where the text is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shakespeare.txt").write_text(TEXT)
+    lines = [line.split()[2:] for line in HELP.splitlines() if line.startswith("  rankwise train ")]
+    trained = 0
+    for words in lines:
+        said = CliRunner().invoke(app, ["train", *words, "--show"])
+        assert said.exit_code == 0, said.exception
+        if "--show" not in words:
+            make_task(Recipe.model_validate_json(said.output))
+            trained += 1
+    assert trained == 3
 
 
 def test_an_unknown_recipe_is_named() -> None:

@@ -22,7 +22,7 @@ with its card (model/) and results.json; a run that was killed goes on with --re
 
   rankwise train language model=tost seed=1 task.path=shakespeare.txt
 
-  rankwise train language model=tost monitor=true steps=100 --out try
+  rankwise train language model=tost monitor=true steps=100 task.path=shakespeare.txt --out try
 
   rankwise train language size=paper model=tost-decayed --show
 

@@ -3,13 +3,14 @@
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_type_hints
+from functools import partial
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.train.early import early_losses
-from rankwise.train.settings import Recipe, Settings
+from rankwise.train.settings import Recipe, Settings, no_boolean
 
 RecipeFunction = Callable[..., Recipe]
 KEEPS_EARLY = {
@@ -196,7 +197,8 @@ def _at(recipe: Recipe, path: str) -> Any:
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(value)
+        checked: Any = Annotated[kind, BeforeValidator(partial(no_boolean, kind=kind))]
+        return TypeAdapter(checked).validate_python(value)
     except ValidationError as error:
         raise _refused(error, key) from error
 

@@ -1,9 +1,10 @@
 """A recipe's configuration: everything that decides a training run, typed and checked."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core import PydanticKnownError
 
 Size = Literal["small", "paper"]
 """``small``: minutes on a CPU core, ``paper``: the published setting, or near it, on a GPU."""
@@ -13,6 +14,27 @@ class Settings(BaseModel):
     """Base of all parts: no unknown fields, finite numbers, never changed in place."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, field: Any) -> Any:
+        return no_boolean(value, cls.model_fields[field.field_name or ""].annotation)
+
+
+def no_boolean(value: Any, kind: Any) -> Any:
+    """Refuse true and false where a number is wanted, which pydantic takes for 1 and 0.
+
+    Args:
+        value: what was given.
+        kind: annotation of what it is for.
+
+    Raises:
+        PydanticKnownError: in a validator, pydantic's own for another type.
+    """
+    kinds = {kind, *get_args(kind)}
+    if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+        raise PydanticKnownError("int_type" if int in kinds else "float_type")
+    return value
 
 
 def unit_scale(width: int) -> float:
