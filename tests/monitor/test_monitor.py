@@ -73,6 +73,33 @@ def test_a_training_is_bit_identical_with_and_without_it():
     assert monitor.seconds > 0
 
 
+class Counting(nn.Module):
+    """Writes its buffers in evaluation mode too: one in place, one anew, one that autograd keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+        for name in ("calls", "anew", "kept"):
+            self.register_buffer(name, torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.anew = self.anew + 1
+        return self.inner(x * self.kept)
+
+
+def test_an_audit_puts_buffers_back_and_spoils_no_backward_pass():
+    model = Counting().train()
+    calls, anew = model.calls, model.anew
+    loss = model(probe().requires_grad_()).square().mean()
+    replaced = model.anew
+    assert rw.RankMonitor(probe()).step(model, 0) is not None
+    loss.backward()
+    assert model.calls is calls
+    assert model.anew is replaced
+    assert (model.calls.item(), model.anew.item(), anew.item()) == (2, 2, 1)
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_a_compiled_model_is_watched_without_a_trace():
     monitor = rw.RankMonitor(probe(), every=1)
@@ -138,14 +165,14 @@ def test_it_stops_on_a_collapse_and_keeps_probe_and_audit(tmp_path, caplog):
 
 
 def test_a_stop_stays_through_clean_audits_and_is_told_once(caplog):
-    monitor = rw.RankMonitor(probe(), 1, stop_on=("COLLAPSE",))
-    torch.manual_seed(0)
+    monitor, model = rw.RankMonitor(probe(), 1, stop_on=("COLLAPSE",)), collapsing()
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
-        monitor.step(collapsing(), 0)
-        first = monitor.stopped_by
-        clean = monitor.step(nn.Sequential(*(Weak(5.0) for _ in range(3))), 1)
-        assert "COLLAPSE" not in {finding.code for finding in clean.findings}
-        monitor.step(collapsing(), 2)
+        for step, skip in enumerate((0.01, 5.0, 0.01)):
+            for layer in model:
+                layer.skip = skip
+            found = monitor.step(model, step)
+            assert ("COLLAPSE" in {finding.code for finding in found.findings}) == (skip < 1)
+            first = monitor.stopped_by if step == 0 else first
     assert first is not None
     assert monitor.stopped_by is first
     assert caplog.text.count("training stops on COLLAPSE") == 1

@@ -2,8 +2,8 @@
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from rankwise.audit.finding_changes import finding_changes
 from rankwise.audit.history import History
 from rankwise.audit.records import Finding
 from rankwise.audit.settings import check_callable, check_settings
-from rankwise.files import write_whole
+from rankwise.errors import InputError
+from rankwise.monitor.record import Record
 from rankwise.monitor.scalars import scalars
 from rankwise.monitor.settings import (
     probe_batches,
@@ -23,7 +24,8 @@ from rankwise.monitor.settings import (
     steps_between,
     stopping_codes,
 )
-from rankwise.running import Batch, device_of, evaluating, tensors_of
+from rankwise.monitor.untouched import buffers_kept, random_state_kept
+from rankwise.running import Batch, device_of, evaluating
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -40,19 +42,26 @@ logger = logging.getLogger("rankwise.monitor")
 class RankMonitor:
     """Audits a fixed probe batch every ``every`` steps and tells what it finds.
 
-    An audit runs in evaluation mode, without gradients, with the random state of torch put aside: a training
-    is bit-identical with and without it. Each new finding is logged once as a warning (logger
-    ``rankwise.monitor``). With ``torch.distributed`` every process audits, so that sharded models run as they
-    must; the first process writes, logs, and with ``stop_on`` decides for all whether to stop.
+    An audit runs in evaluation mode, without gradients, with the random state of torch and the model's
+    buffers put aside: a training is bit-identical with and without it. Not put back is what else a model
+    changes in evaluation mode: its own `torch.Generator`, random numbers of NumPy and Python, and Python
+    attributes, such as a counter that is no buffer. A monitor serves one training. Each new finding is
+    logged once as a warning (logger ``rankwise.monitor``). With ``torch.distributed`` every process audits,
+    so that sharded models run as they must; the first process writes, logs, and with ``stop_on`` decides
+    for all whether to stop.
 
-    Cost: one audit of the probe every ``every`` steps; `seconds` is what they took.
+    Cost: one audit of the probe every ``every`` steps, and a copy of the model's buffers while it runs;
+    `seconds` is what they took.
 
     Args:
         probe: a batch, or a list of batches: dicts, tuples or tensors, as `rankwise.audit` takes them.
         every: steps between two audits; step 0 is audited, too.
         stop_on: codes of findings that end the training.
         folder: where each audit goes as ``step-N/audit.json``; `history` is saved there with its page by
-            `finish`. Nothing is written where it is None.
+            `finish`. Nothing is written where it is None. It holds one training: the first step is refused
+            where there are other audits. A disk that fills up later is warned of once; the training goes on.
+        resume: whether the training goes on from a checkpoint with the same folder: audits before the first
+            step are read into `history`; later ones are removed, as the training comes to their steps again.
         log: called with the scalars of each audit and its step, such as ``wandb.log``.
         on_finding: called with the step and each new finding.
         **settings: passed on to `rankwise.audit`: ``delta``, ``method``, ``sites``, ``blocks``.
@@ -78,6 +87,7 @@ class RankMonitor:
         *,
         stop_on: Sequence[str] = (),
         folder: str | Path | None = None,
+        resume: bool = False,
         log: Log | None = None,
         on_finding: OnFinding | None = None,
         **settings: Any,
@@ -87,6 +97,10 @@ class RankMonitor:
         self.stop_on = stopping_codes(stop_on)
         self.folder = None if folder is None else Path(folder)
         self.history = History()
+        self._record = None if self.folder is None else Record(self.folder)
+        self._resume = resume
+        self._last: tuple[weakref.ref[nn.Module], int] | None = None
+        """The model, and the last step that was asked for."""
         self.stopped_by: Finding | None = None
         """The first finding that ends the training, once there is one; audits after it leave it as it is. Set
         it to None to train on."""
@@ -104,19 +118,21 @@ class RankMonitor:
             step: the number of the step, from 0.
 
         Returns:
-            The audit; None at the steps between.
+            The audit; None at the steps between, and at a step asked for again.
 
         Raises:
             AuditError: if the model cannot run on the probe.
             CaptureError: if it holds no mixer that can be captured.
-            InputError: if the step is no whole number from 0 on.
+            InputError: if the step is no whole number from 0 on, or of another training: smaller than the
+                last, or of another model; at the first step, if the folder cannot be used.
             KeyboardInterrupt: if it was pressed during the audit; what was measured is dropped.
         """
         step = step_number(step)
+        self._refuse_another(model, step)
         if step % self.every or step in self.history.steps:
             return None
         began = time.perf_counter()
-        with evaluating(model), _random_state_kept(model):
+        with evaluating(model), random_state_kept(model), buffers_kept(model):
             found = audit(model, self.batches, **self._settings)
         self.seconds += time.perf_counter() - began
         if not found.complete:
@@ -164,16 +180,33 @@ class RankMonitor:
         """Write the history with its page into the folder; the callbacks call it at the end of training.
 
         Returns:
-            The page; None where there is no folder, no audit, or another process writes.
+            The page; None where there is no folder, no audit, or another process writes, and where it cannot
+            be written, which a warning says.
         """
-        if self.folder is None or not len(self.history) or not _first_process():
+        if self._record is None or not len(self.history) or not _first_process():
             return None
-        self.history.save(self.folder)
-        return self.folder / "index.html"
+        return self._record.finish(self.history)
+
+    def _refuse_another(self, model: nn.Module, step: int) -> None:
+        """Audits of two trainings would be mixed, and steps of the first not be audited in the second."""
+        if self._last is None:
+            if self._record is not None:
+                for at, audit in self._record.begin(step, self._resume, _first_process()):
+                    self.history.add(at, audit)
+            self._last = weakref.ref(model), step
+        known, last = self._last
+        if known() is not model or step < last:
+            raise InputError(
+                "`RankMonitor.step`",
+                wanted=f"the model of the steps before, at step {last} or later",
+                got=f"step {step}" if step < last else "another model",
+                fix="Make a new RankMonitor for another training; in one training pass the same object at "
+                "each step, either the model or what wraps it.",
+            )
+        self._last = known, step
 
     def _tell(self, step: int, found: Audit, new: Sequence[Finding], stops: bool) -> None:
-        if self.folder is not None:
-            found.save(self.folder / f"step-{step}" / "audit.json")
+        lost = {} if self._record is None else {"audit": self._record.write(step, found)}
         for finding in new:
             if finding.severity != "info" or finding.code in self.stop_on:
                 logger.warning("step %d: %s at %s: %s", step, finding.code, finding.where, finding.meaning)
@@ -182,31 +215,12 @@ class RankMonitor:
         if self._log is not None:
             self._log(scalars(found) | {"rank/seconds": self.seconds}, step)
         if stops and self.stopped_by is not None:
-            kept = self._keep_probe()
-            where = f"; audit and probe in {kept}" if kept else ""
+            where = ""
+            if self._record is not None:
+                lost["probe"] = self._record.write_probe(self.batches)
+                causes = [f"{name} not saved ({cause})" for name, cause in lost.items() if cause]
+                where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
             logger.error("step %d: training stops on %s%s", step, self.stopped_by.code, where)
-
-    def _keep_probe(self) -> Path | None:
-        """Write the probe beside the audits, so that the stop can be looked into."""
-        if self.folder is None:
-            return None
-        from safetensors.torch import save_file
-
-        tensors = {
-            f"{at}.{name}": tensor.detach().cpu().contiguous()
-            for at, batch in enumerate(self.batches)
-            for name, tensor in tensors_of(batch).items()
-        }
-        write_whole(self.folder / "probe.safetensors", lambda path: save_file(tensors, path), "probe")
-        return self.folder
-
-
-def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
-    devices = {
-        parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")
-    }
-    kind = next(iter(devices)).type if devices else "cuda"
-    return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
 
 
 def _several_processes() -> bool:

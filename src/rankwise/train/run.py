@@ -11,7 +11,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from rankwise.audit import Audit
 from rankwise.data.tasks import Task
 from rankwise.device_maps import checked_device
 from rankwise.errors import InputError, RankwiseError, TrainingError
@@ -95,7 +94,7 @@ def _train(
     check = HealthCheck(recipe, task.provenance.sha256, task.num_labels or task.vocab_size or 2)
     _set_callbacks(trainer, [check, LastEvaluation(), Clock()], progress)
     watched = recipe.monitor or recipe.monitor_stop_on
-    monitor = _monitor(recipe, trainer, task, out, start) if watched else None
+    monitor = _monitor(recipe, trainer, task, out) if watched else None
     with full_disk_told(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
@@ -245,7 +244,7 @@ def _set_callbacks(trainer: Trainer, callbacks: list[Any], progress: bool) -> No
         trainer.add_callback(callback)
 
 
-def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path, start: Path | None) -> RankMonitor:
+def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMonitor:
     data = _validation(recipe, task)
     probe = dict(task.collate([data[at] for at in range(min(PROBE, len(data)))]))
     device = trainer.args.device
@@ -254,11 +253,11 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path, start: Pat
         for name, tensor in probe.items()
     }
     monitor = RankMonitor(
-        moved, every=recipe.monitor_every, stop_on=recipe.monitor_stop_on, folder=out / "rank"
+        moved,
+        every=recipe.monitor_every,
+        stop_on=recipe.monitor_stop_on,
+        folder=out / "rank",
+        resume=True,  # from the checkpoint, or from step 0 where a run was killed before its first
     )
-    until = -1 if start is None else int(start.name.partition("-")[2])
-    before = {int(one.parent.name.partition("-")[2]): one for one in (out / "rank").glob("step-*/audit.json")}
-    for step in sorted(step for step in before if step <= until):
-        monitor.history.add(step, Audit.load(before[step]))
     monitor.attach(trainer)
     return monitor

@@ -1,0 +1,99 @@
+"""A monitor's folder holds one training, a full disk ends none, and a monitor serves one."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from tests.monitor.test_monitor import collapsing, encoder, probe
+
+import rankwise as rw
+from rankwise.audit.history import History
+from rankwise.errors import InputError
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A disk that takes no byte more once the list says so."""
+    state, write = [False], Path.write_text
+
+    def limited(path: Path, *args: object, **kwargs: object) -> int:
+        if state[0]:
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", limited)
+    return state
+
+
+def test_a_disk_that_fills_up_is_warned_of_once_and_ends_no_training(tmp_path, caplog, full):
+    monitor, model = rw.RankMonitor(probe(), every=1, folder=tmp_path), encoder()
+    with caplog.at_level(logging.WARNING, "rankwise.monitor"):
+        for step in range(3):
+            full[0] = step > 0
+            assert monitor.step(model, step) is not None
+        assert monitor.history.steps == [0, 1, 2]
+        assert caplog.text.count("could not be written") == 1
+        assert str(tmp_path) in caplog.text
+        assert "No space left on device" in caplog.text
+        assert monitor.finish() is None
+        assert "the history could not be written" in caplog.text
+    full[0] = False
+    assert monitor.finish() == tmp_path / "index.html"
+    assert History.load(tmp_path).steps == [0, 1, 2]
+
+
+def test_a_stop_on_a_full_disk_still_stops_and_says_what_is_lost(tmp_path, caplog, full, monkeypatch):
+    def no_room(*args: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("rankwise.monitor.record.save_file", no_room)
+    monitor, full[0] = rw.RankMonitor(probe(), stop_on="COLLAPSE", folder=tmp_path), True
+    with caplog.at_level(logging.ERROR, "rankwise.monitor"):
+        monitor.step(collapsing(), 0)
+    assert monitor.stopped_by.code == "COLLAPSE"
+    assert (
+        "stops on COLLAPSE; audit not saved (No space left on device) and probe not saved (I/O" in caplog.text
+    )
+
+
+def test_errors_of_an_audit_are_no_matter_of_the_disk(tmp_path):
+    monitor = rw.RankMonitor(probe(), folder=tmp_path)
+    with pytest.raises(rw.RankwiseError, match=r"mixing operator"):
+        monitor.step(torch.nn.Linear(16, 16), 0)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_first_step(tmp_path):
+    (tmp_path / "rank").write_text("a file")
+    with pytest.raises(InputError, match=r"`folder` .*rank: wanted a folder that can be written"):
+        rw.RankMonitor(probe(), folder=tmp_path / "rank").step(encoder(), 0)
+
+
+def test_another_training_needs_another_monitor():
+    monitor, model = rw.RankMonitor(probe(), every=2), encoder()
+    assert monitor.step(model, 0) is not None
+    assert monitor.step(model, 0) is None  # hooks ask twice
+    with pytest.raises(InputError, match=r"got another model.*new RankMonitor"):
+        monitor.step(encoder(), 0)
+    assert monitor.step(model, 3) is None
+    with pytest.raises(InputError, match=r"at step 3 or later, got step 0"):
+        monitor.step(model, 0)
+    assert monitor.step(model, 4) is not None
+    assert monitor.history.steps == [0, 4]
+
+
+def test_a_folder_holds_one_training(tmp_path):
+    model = encoder()
+    first = rw.RankMonitor(probe(), every=1, folder=tmp_path)
+    for step in range(4):
+        first.step(model, step)
+    with pytest.raises(InputError, match=r"got step-0, step-1, step-2, step-3.*resume=True"):
+        rw.RankMonitor(probe(), folder=tmp_path).step(model, 0)
+    again = rw.RankMonitor(probe(), every=2, folder=tmp_path, resume=True)
+    assert again.step(model, 2) is not None  # the checkpoint of step 2
+    assert again.history.steps == [0, 1, 2]
+    assert History.load(tmp_path).steps == [0, 1, 2]
+    anew = rw.RankMonitor(probe(), folder=tmp_path, resume=True)
+    anew.step(model, 0)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0"]
