@@ -1,6 +1,7 @@
 """Who of several processes this is, and what is made of what all of them say."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from tests.audit.same_audits import compared
 from torch import nn
 
 import rankwise as rw
-from rankwise.cli.audit_one import merged_shares
+from rankwise.audit.merge import NO_WIDTH
+from rankwise.audit.widths import keeping_moments
+from rankwise.cli.audit_one import Share, merged_shares
 from rankwise.data import Shard
 from rankwise.errors import InputError, RankwiseError
 from rankwise.processes import Processes, from_environment, raise_first
@@ -57,23 +60,45 @@ def test_an_error_that_all_have_names_no_process() -> None:
     raise_first([None, None])
 
 
+def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
+    """Its keys have one channel of four; scores are large enough that it counts."""
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight[:16] *= 5
+        layer.self_attn.in_proj_weight[13:16] = 0
+        layer.self_attn.in_proj_bias[13:16] = 0
+
+
+def share(layer: nn.Module, batch: torch.Tensor) -> Share:
+    with keeping_moments() as moments:
+        audit = rw.audit(layer, [batch], matrices="all")
+    return audit.model_dump_json(), None, False, pickle.loads(pickle.dumps(moments))
+
+
 def test_shares_of_processes_become_an_audit() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     batches = [torch.randn(1, 9, 8) for _ in range(2)]
-    texts = [rw.audit(layer, [batch], matrices="all").model_dump_json() for batch in batches]
-    shares = [(texts[0], None, False), ("", None, False), (texts[1], None, False)]
+    narrow_second_head(layer)
+    shares = [share(layer, batches[0]), ("", None, False, []), share(layer, batches[1])]
     found = merged_shares(shares, "all")
     assert found.failure is None
-    assert compared(found.audit, rw.audit(layer, batches)) == []
+    whole = rw.audit(layer, batches)
+    assert compared(found.audit, whole, of_all=set()) == []
+    [finding] = [finding for finding in found.audit.findings if finding.code == "OVER_WIDE"]
+    assert finding.heads == [1], "of both together alone there are tokens enough for each channel"
+    assert "OVER_WIDE" not in shares[0][0]
+    unkept = merged_shares([(text, said, ended, [None, None]) for text, said, ended, _ in shares[::2]], "all")
+    assert all(math.isnan(head.needed_width) for head in unkept.audit.heads)
+    assert NO_WIDTH in unkept.audit.provenance.notes
+    assert NO_WIDTH not in found.audit.provenance.notes
     assert found.audit.heads[0].picture is not None
     flagged = {finding.where.head for finding in found.audit.findings}
     kept = merged_shares(shares, "flagged").audit.heads
     assert all((head.picture is not None) == (head.head in flagged) for head in kept)
     said = Processes(1, 1, 3).said(OSError("gone"))
-    failed = merged_shares([shares[0], ("", said, False), shares[2]], None)
+    failed = merged_shares([shares[0], ("", said, False, []), shares[2]], None)
     assert "process 1 of 3: audit: wanted no error, got OSError: gone" in str(failed.failure)
     assert not failed.audit.complete
-    stopped = merged_shares([shares[0], ("", None, True)], None)
+    stopped = merged_shares([shares[0], ("", None, True, [])], None)
     assert (stopped.interrupted, stopped.audit.complete) == (True, False)
-    assert merged_shares([("", said, False)], None).audit is None
+    assert merged_shares([("", said, False, [])], None).audit is None

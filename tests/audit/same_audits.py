@@ -8,7 +8,7 @@ import rankwise as rw
 OF_THE_FIRST = {"picture", "second_picture", "spectrum", "membership_map", "membership_grid"}
 """Fields that are of the first sequence."""
 OF_ALL = {"needed_width"}
-"""Fields that need all sequences at once."""
+"""Fields that need all sequences at once, or moments that are kept beside audits."""
 TOLD = {"created", "command", "notes", "audits", "batches", "parts"}
 """What is said of how an audit was made, and differs with it."""
 
@@ -34,10 +34,12 @@ def differences(first: Any, other: Any, at: str = "", without: frozenset[str] = 
     return [] if first == other else [f"{at}: {first!r} and {other!r}"]
 
 
-def compared(first: rw.Audit, other: rw.Audit, without: set[str] = frozenset()) -> list[str]:
+def compared(
+    first: rw.Audit, other: rw.Audit, without: set[str] = frozenset(), of_all: set[str] = OF_ALL
+) -> list[str]:
     """Where two audits differ by more than rounding.
 
     What is of the first sequence is left out, and what is told of how they were made.
     """
-    left_out = frozenset(OF_THE_FIRST | OF_ALL | TOLD | without)
+    left_out = frozenset(OF_THE_FIRST | of_all | TOLD | without)
     return differences(first.model_dump(), other.model_dump(), without=left_out)

@@ -28,7 +28,7 @@ from rankwise.audit.records import HeadRecord, RankAt
 from rankwise.audit.single_sequences import SingleSequences
 from rankwise.audit.site_keys import HeadKey, SiteKey, SiteKeys
 from rankwise.audit.token_names import TokenNames
-from rankwise.audit.widths import RunningWidth, moments_of
+from rankwise.audit.widths import HeadMoments, RunningWidth, moments_of
 from rankwise.capture import MixerSite
 from rankwise.errors import ShapeError
 from rankwise.operators import sampled_channels
@@ -227,6 +227,10 @@ class HeadTable:
             ranks = np.stack(site.ranks) if site.ranks else np.empty((0, len(site.channels), len(BAND), 2))
             for at, record in enumerate(_records(site, self.delta)):
                 yield (*site.key, record.head), record, ranks[:, at]
+
+    def moments(self) -> HeadMoments:
+        """Second moments of the queries and keys of each head, in the order of `records`."""
+        return [head for site in self._sites.values() for head in site.logits.of_heads(len(site.channels))]
 
     def records(self, known: Mapping[HeadKey, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
         """One record a head, in the order of the model.

@@ -11,6 +11,7 @@ from rankwise.audit.merge_worth import LEFT_OUT, merged_record, with_correlation
 from rankwise.audit.numbers import method_of
 from rankwise.audit.pooled import by_key
 from rankwise.audit.records import AuditRecord, HeadRecord, Provenance, Unseen
+from rankwise.audit.widths import HeadMoments
 from rankwise.audit.worth_records import WorthRecord
 from rankwise.errors import InputError, RecordError
 
@@ -31,12 +32,13 @@ ADVISED = "skip connections are to be looked at again: rw.advise(audit, model, b
 NEVER_CALLED = "never called"
 
 
-def merge(audits: Sequence[A], names: Sequence[str] = ()) -> A:
+def merge(audits: Sequence[A], names: Sequence[str] = (), moments: Sequence[HeadMoments] = ()) -> A:
     """Join audits; see `Audit.merge`.
 
     Args:
         audits: of one model, on other sequences each.
         names: what an error calls them; their numbers where none are given.
+        moments: what `keeping_moments` has kept of each; without them no width needed is known.
     """
     if not audits:
         raise InputError(
@@ -57,7 +59,9 @@ def merge(audits: Sequence[A], names: Sequence[str] = ()) -> A:
     worths = [audit.worth for audit in audits]
     pictured = next((audit for audit in audits if any(head.picture for head in audit.heads)), None)
     heads = merged_heads(
-        [audit.heads if audit is pictured else _without_pictures(audit.heads) for audit in audits], worths
+        [audit.heads if audit is pictured else _without_pictures(audit.heads) for audit in audits],
+        worths,
+        moments,
     )
     layers = merged_layers([audit.layers for audit in audits])
     worth = _worth([worth for worth in worths if worth is not None], len(audits), heads)
@@ -124,8 +128,8 @@ def _provenance(audits: Sequence[AuditRecord], heads: Sequence[HeadRecord]) -> P
     abouts = [audit.provenance for audit in audits]
     notes = [note for about in abouts for note in about.notes]
     notes += [NO_BASELINE] if any(audit.baseline for audit in audits) else []
-    widths = (head.needed_width for audit in audits for head in audit.heads)
-    notes += [NO_WIDTH] if not all(map(math.isnan, widths)) else []
+    before = any(_has_width(audit.heads) for audit in audits)
+    notes += [NO_WIDTH] if before and not _has_width(heads) else []
     notes += [LEFT_OUT] if len({audit.worth is None for audit in audits}) > 1 else []
     notes += [ADVISED] if any(about.advised for about in abouts) else []
     libraries = _distinct(name for about in abouts for name in about.versions)
@@ -147,6 +151,10 @@ def _provenance(audits: Sequence[AuditRecord], heads: Sequence[HeadRecord]) -> P
         name: _all_of([getattr(about, name) for about in abouts], joint) for name, joint in JOINED.items()
     }
     return abouts[0].model_copy(update=said | sums | joined)
+
+
+def _has_width(heads: Sequence[HeadRecord]) -> bool:
+    return not all(math.isnan(head.needed_width) for head in heads)
 
 
 def _all_of(texts: Sequence[str], joint: str) -> str:

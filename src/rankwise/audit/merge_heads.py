@@ -12,27 +12,36 @@ from rankwise.audit.numbers import AVERAGED, ERRORS, RANKS_AT
 from rankwise.audit.pooled import Moments, by_key, pooled, weighted_mean
 from rankwise.audit.records import HeadRecord, LayerRecord, RankAt
 from rankwise.audit.token_names import commonest
+from rankwise.audit.widths import HeadMoments, merged_width
 from rankwise.audit.worth_records import WorthRecord
 from rankwise.errors import RecordError
+from rankwise.measures import LogitMoments
 
 R = TypeVar("R", HeadRecord, LayerRecord)
 SAME_MODEL = "Merge audits of the same model only, each of other sequences."
 
 
 def merged_heads(
-    parts: Sequence[Sequence[HeadRecord]], worths: Sequence[WorthRecord | None]
+    parts: Sequence[Sequence[HeadRecord]],
+    worths: Sequence[WorthRecord | None],
+    moments: Sequence[HeadMoments] = (),
 ) -> list[HeadRecord]:
     """The records of all heads, in the order of the model.
 
     Args:
         parts: the heads of each audit.
         worths: the worth of each audit.
+        moments: of the heads of each audit, where they are known.
 
     Raises:
         RecordError: if one of them is of another model.
     """
-    pairs = [[(head, worth) for head in heads] for heads, worth in zip(parts, worths, strict=True)]
-    merged = [_head(group) for group in by_key(pairs, lambda pair: (*_site_of(pair[0]), pair[0].head))]
+    known = moments or [[None] * len(heads) for heads in parts]
+    found = [
+        [(head, worth, moment) for head, moment in zip(heads, of_heads, strict=True)]
+        for heads, worth, of_heads in zip(parts, worths, known, strict=True)
+    ]
+    merged = [_head(group) for group in by_key(found, lambda one: (*_site_of(one[0]), one[0].head))]
     turns: Counter[tuple[Any, ...]] = Counter()
     calls: dict[tuple[Any, ...], list[HeadRecord]] = {}
     for head in merged:  # a mixer may run twice in a block
@@ -78,8 +87,8 @@ def _layer(records: Sequence[LayerRecord]) -> LayerRecord:
     return first.model_copy(update={name: moments.mean for name, moments in numbers.items()} | said)
 
 
-def _head(pairs: Sequence[tuple[HeadRecord, WorthRecord | None]]) -> HeadRecord:
-    records = [head for head, _ in pairs]
+def _head(found: Sequence[tuple[HeadRecord, WorthRecord | None, LogitMoments | None]]) -> HeadRecord:
+    records = [head for head, _, _ in found]
     first = records[0]
     _same(records, "kind", f"head {first.head} of {first.site!r}")
     means = {
@@ -97,7 +106,7 @@ def _head(pairs: Sequence[tuple[HeadRecord, WorthRecord | None]]) -> HeadRecord:
     pictured = _first(records, lambda record: record.picture)
     mapped = _first(records, lambda record: record.membership_map)
     whole = merging is None or len(mapped.membership_map) == merging.longest
-    worth = merged_worth([(head.worth, of) for head, of in pairs])
+    worth = merged_worth([(head.worth, of) for head, of, _ in found])
     peak, agreeing = ("", 0) if merging is None else commonest(merging.names, merging.named)
     said = {
         "sequences": sequences,
@@ -117,7 +126,7 @@ def _head(pairs: Sequence[tuple[HeadRecord, WorthRecord | None]]) -> HeadRecord:
         "spectrum": _first(records, lambda record: record.spectrum).spectrum,
         "worth": worth,
         "removal_cost": math.nan if worth is None else worth.cost,
-        "needed_width": math.nan,
+        "needed_width": merged_width([moments for _, _, moments in found]),
         "baseline": None,
         "fresh_numerical_rank": math.nan,
         "fresh_effective_rank": math.nan,

@@ -23,6 +23,7 @@ from rankwise.audit.records import HeadRecord, Provenance, Unseen
 from rankwise.audit.result import Audit
 from rankwise.audit.site_keys import SiteKey
 from rankwise.audit.token_names import TokenNames
+from rankwise.audit.widths import leave_moments
 from rankwise.audit.worth_numbers import WorthWanted, check_worth, head_worths, worth_record
 from rankwise.capture import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.capture.wrappers import sharded_again, without_copies
@@ -285,6 +286,7 @@ class Run:
         baselines = head_baselines(self.heads, [heads for heads, _ in fresh]) if fresh else {}
         known = {place: worths.get(place, {}) | baselines.get(place, {}) for place in {**worths, **baselines}}
         heads = self.heads.records(known)
+        leave_moments(self.heads.moments)
         layers = self.layers.records()
         at_layers = layer_baselines(layers, [layers.records() for _, layers in fresh])
         layers = [

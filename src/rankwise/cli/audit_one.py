@@ -3,8 +3,8 @@
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.audit import Audit
+    from rankwise.audit.widths import HeadMoments
     from rankwise.processes import Processes
     from rankwise.tasks import AuditTask, Ready
 
@@ -31,6 +32,8 @@ class Found:
     audit: "Audit | None" = None
     failure: Exception | None = None
     interrupted: bool = False
+    moments: "HeadMoments" = field(default_factory=list)
+    """Of each head of the audit, where several processes share the sequences."""
 
 
 def audit_one(
@@ -126,17 +129,23 @@ def _measured(
 ) -> Found:
     """What this process finds; of several, whatever happens the others are to hear of it."""
     from rankwise.audit import AuditError
+    from rankwise.audit.widths import keeping_moments
     from rankwise.tasks import run
 
     sequences = len(range(processes.rank, ready.task.sequences, processes.world))
+    moments: HeadMoments = []
+    keeping: AbstractContextManager[HeadMoments] = (
+        keeping_moments() if processes.several else nullcontext(moments)
+    )
     try:
         if processes.several and ready.is_empty:
             return Found()
-        audit = run(ready, facts, lambda done, site: say(_doing(done, sequences, site)))
+        with keeping as moments:
+            audit = run(ready, facts, lambda done, site: say(_doing(done, sequences, site)))
     except AuditError as error:
         if error.audit is None and not processes.several:
             raise
-        return Found(error.audit, error)
+        return Found(error.audit, error, moments=moments)
     except KeyboardInterrupt:
         if not processes.several:
             raise
@@ -145,7 +154,7 @@ def _measured(
         if not processes.several:
             raise
         return Found(failure=error)
-    return Found(audit, interrupted=processes.several and not audit.complete)
+    return Found(audit, interrupted=processes.several and not audit.complete, moments=moments)
 
 
 def _doing(done: int, sequences: int, what: str) -> str:
@@ -158,7 +167,7 @@ def _joined(found: Found, task: "AuditTask", out: Path, processes: "Processes") 
     found.audit = None if found.audit is None else _of_share(found.audit, processes)
     text = "" if found.audit is None else found.audit.model_dump_json()
     try:
-        shares = processes.to_first((text, said, found.interrupted))
+        shares = processes.to_first((text, said, found.interrupted, found.moments))
     except RankwiseError as error:
         if found.audit is not None:
             path = _rescued(found.audit, out / f"process-{processes.rank}.json")
@@ -185,8 +194,8 @@ def _rescued(audit: "Audit", path: Path) -> Path:
         return audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / path.name)
 
 
-Share = tuple[str, dict[str, str] | None, bool]
-"""What a process found: its audit as JSON, its error, and whether it was interrupted."""
+Share = tuple[str, dict[str, str] | None, bool, "HeadMoments"]
+"""What a process found: its audit as JSON, its error, whether it was interrupted, and moments of heads."""
 
 
 def merged_shares(
@@ -201,18 +210,19 @@ def merged_shares(
         interrupted: whether Ctrl-C came while they were collected.
     """
     from rankwise.audit import Audit, chosen_heads
+    from rankwise.audit.merge import merge
     from rankwise.processes import raise_first
 
-    stopped = interrupted or any(one for _, _, one in shares)
+    stopped = interrupted or any(one for _, _, one, _ in shares)
     failure: Exception | None = None
     try:
-        raise_first([said for _, said, _ in shares], own)
+        raise_first([said for _, said, _, _ in shares], own)
     except RankwiseError as error:
         failure = error
-    audits = [Audit.model_validate_json(text) for text, _, _ in shares if text]
+    audits = [Audit.model_validate_json(text) for text, *_ in shares if text]
     if not audits:
         return Found(None, failure, stopped)
-    merged = Audit.merge(audits)
+    merged = merge(audits, moments=[moments for text, _, _, moments in shares if text])
     chosen = chosen_heads(matrices)
     heads = merged.heads if chosen is None else chosen.kept(merged.heads, merged.findings)
     notes = [*merged.provenance.notes, f"sequences shared by {len(shares)} processes"]
