@@ -251,9 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: of the command line.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="12 layers, 4 steps, one seed")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="12 layers, 4 steps, one seed; kept in no file")
+    parser.add_argument("--results", type=Path, help=f"default: {RESULTS.name}, and none with --quick")
     chosen = parser.parse_args(arguments)
+    to = chosen.results or (None if chosen.quick else RESULTS)
     recipe = Recipe(depth=12, steps=4, every=2, seeds=(0,)) if chosen.quick else Recipe()
     runs = [train(recipe, recipe.scales[0], recipe.seeds[0], stop=True)]
     print(table(runs), flush=True)
@@ -269,7 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "threads": torch.get_num_threads(),
         "runs": runs,
     }
-    write_whole(chosen.results, json.dumps(record, indent=1) + "\n", "results")
+    if to is not None:
+        write_whole(to, json.dumps(record, indent=1) + "\n", "results")
 
 
 if __name__ == "__main__":

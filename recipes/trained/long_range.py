@@ -1,5 +1,6 @@
 """Long Range Arena by mixer, at equal parameters and with one set of hyper-parameters."""
 
+import math
 from typing import get_args
 
 from rankwise.train.recipes.long_range import Model
@@ -14,7 +15,13 @@ NOTES = (
     "except Pathfinder. One set of hyper-parameters, but where a row says another learning rate. "
     "s4d and mamba2 read left to right."
 )
+COUNTING = {"listops": 0.312}
+"""Accuracy of what only counts tokens (`python -m recipes.listops_baselines`): below it nothing is learned of
+their order."""
 MORE = {
+    "listops": " The most common value of the first operation is right in 25.2 % of the test split, a linear "
+    "classifier of it and the counts of the tokens in 31.2 %, with a loss of 1.822 (`python -m "
+    "recipes.listops_baselines`).",
     "pathfinder": " Contours of 6 dashes: the distance of the two dots alone tells 60.3 % of the answers "
     "([Tasks](how-to/tasks.md)).",
 }
@@ -54,7 +61,10 @@ def experiment(task: str, name: str) -> Experiment:
             for rate in rates
         },
         metric="accuracy",
-        expectations=(alike("tost", "softmax", 0.03), below("tost-uniform", "tost", "accuracy", by=0.01)),
+        expectations=(
+            alike("tost", "softmax", 0.03, floor=COUNTING.get(task, -math.inf)),
+            below("tost-uniform", "tost", "accuracy", by=0.01, floor=COUNTING.get(task, -math.inf)),
+        ),
         notes=NOTES + MORE.get(task, ""),
         more=best_rates if rates else None,
     )

@@ -86,3 +86,11 @@ def test_trainer_stops_where_a_finding_says_so(tmp_path):
     assert monitor.history.steps[0] == 0
     assert trainer.state.global_step == 1, "the trainer asks whether to stop at the end of a step"
     assert all(map(torch.equal, before, model.parameters())), "a step was taken after the stop"
+
+
+def test_a_trainer_that_is_given_the_monitor_itself_is_told_what_to_be_given(tmp_path):
+    monitor = rw.RankMonitor(probe())
+    with pytest.raises(AttributeError, match=r"monitor.attach\(trainer\).*monitor.lightning\(\)"):
+        Trainer(model=bert(), args=TrainingArguments(str(tmp_path), report_to="none"), callbacks=[monitor])
+    with pytest.raises(AttributeError, match=r"no attribute 'steps'$"):
+        _ = monitor.steps

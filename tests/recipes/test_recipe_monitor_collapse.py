@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from recipes.monitor_collapse import RESULTS, Recipe, table, train
+from recipes.monitor_collapse import RESULTS, Recipe, main, table, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md"
 
@@ -18,6 +18,15 @@ def test_a_deep_post_norm_model_is_stopped_with_its_layer_and_a_larger_scale_goe
     assert not larger["stopped"]
     assert larger["steps"] == 1
     assert larger["relative_collapse"][0] > stopped["relative_collapse"][0]
+
+
+def test_a_quick_run_leaves_the_kept_record_alone(monkeypatch, capsys):
+    before = RESULTS.read_text()
+    run = json.loads(before)["runs"][-1]
+    monkeypatch.setattr("recipes.monitor_collapse.train", lambda *args, **kwargs: run)
+    main(["--quick"])
+    assert RESULTS.read_text() == before
+    assert f"{run['loss']:.3f}" in capsys.readouterr().out
 
 
 def test_the_page_shows_what_was_recorded():

@@ -17,6 +17,7 @@ from rankwise.train.optimiser import Together, make_optimiser, weights_by_treatm
 from rankwise.train.recipes import recipe
 from rankwise.train.recipes.language import Model as Language
 from rankwise.train.recipes.long_range import Model as LongRange
+from rankwise.train.run import _check_mixed
 from rankwise.train.scores import accuracy, right_and_asked
 from rankwise.train.settings import ModelSettings, OptimiserSettings
 from rankwise.train.stream import Stream
@@ -188,3 +189,18 @@ def test_accuracy_is_that_of_the_task(task: Task) -> None:
     assert 0 < ours < 1
     classes = right_and_asked(torch.eye(3), torch.tensor([0, 2, 2]))
     assert classes.tolist() == [[1, 1], [0, 1], [1, 1]]
+
+
+def test_the_first_of_examples_that_are_sorted_by_class_judge_nothing() -> None:
+    ordered, mixed = [0] * 250 + [1] * 250, [0, 1] * 250
+    with pytest.raises(
+        InputError, match=r"`evaluation.examples`.* got class 0 in 100% of the first, 50% of all"
+    ):
+        _check_mixed(ordered, 100)
+    with pytest.raises(InputError, match="class 0 in 83%"):
+        _check_mixed(ordered, 300)
+    _check_mixed(mixed, 100)
+    _check_mixed(ordered, 20)  # too few to tell
+    draw = torch.Generator().manual_seed(0)
+    for most in (1, 10, 100, 900):
+        _check_mixed(torch.randint(10, (1000,), generator=draw).tolist(), most)

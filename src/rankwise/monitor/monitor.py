@@ -151,6 +151,16 @@ class RankMonitor:
             self._tell(step, found, new, stops)
         return found
 
+    def __getattr__(self, name: str) -> Any:
+        """Tell a trainer that is given the monitor itself what it should be given."""
+        hint = ""
+        if name.startswith("on_"):
+            hint = (
+                ". A monitor is no callback itself: `monitor.attach(trainer)` for transformers, "
+                "`callbacks=[monitor.lightning()]` for Lightning, `monitor.step(model, step)` in a loop"
+            )
+        raise AttributeError(f"'RankMonitor' object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def attach(self, trainer: "Trainer") -> "TrainerCallback":
         """Let a Hugging Face `Trainer` call this monitor; scalars go to its own loggers.
 

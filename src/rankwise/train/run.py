@@ -1,7 +1,9 @@
 """Train a recipe with Hugging Face's Trainer, from the first step or from the last whole checkpoint."""
 
+import math
 import os
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +33,8 @@ from rankwise.train.tasks import make_task
 
 PROBE = 2
 """Validation examples that a monitor audits."""
+UNLIKELY = 6
+"""Standard deviations by which a class is not more frequent among the first than among all by chance."""
 
 
 def train(
@@ -189,7 +193,24 @@ def _positions(recipe: Recipe, task: Task) -> int:
 def _validation(recipe: Recipe, task: Task) -> Any:
     data: Any = task.test if task.validation is None else task.validation
     most = recipe.evaluation.examples
-    return data if most is None or most >= len(data) else torch.utils.data.Subset(data, range(most))
+    if most is None or most >= len(data):
+        return data
+    if task.num_labels is not None:
+        _check_mixed([int(data[at]["labels"]) for at in range(len(data))], most)
+    return torch.utils.data.Subset(data, range(most))
+
+
+def _check_mixed(labels: list[int], most: int) -> None:
+    """The first examples of data that are sorted by class tell nothing of the others."""
+    label, count = Counter(labels[:most]).most_common(1)[0]
+    share = labels.count(label) / len(labels)
+    if count - most * share > UNLIKELY * math.sqrt(most * share * (1 - share)):
+        raise InputError(
+            "`evaluation.examples`",
+            wanted=f"held-out examples in an order in which the first {most} are like all {len(labels)}",
+            got=f"class {label} in {count / most:.0%} of the first, {share:.0%} of all",
+            fix="Shuffle the examples of the file, or leave evaluation.examples out to judge by all.",
+        )
 
 
 def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> TrainingArguments:
@@ -245,7 +266,7 @@ def _set_callbacks(trainer: Trainer, callbacks: list[Any], progress: bool) -> No
 
 
 def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMonitor:
-    data = _validation(recipe, task)
+    data: Any = trainer.eval_dataset
     probe = dict(task.collate([data[at] for at in range(min(PROBE, len(data)))]))
     device = trainer.args.device
     moved = {

@@ -61,6 +61,9 @@ def test_validation_is_taken_out_of_training_and_noted() -> None:
     assert (held.provenance.train, held.provenance.validation, held.provenance.test) == (20, 10, 4)
     assert held.provenance.sha256 == task.provenance.sha256
     assert task.validation is None
+    assert held.provenance.options["validation_seed"] == 3, "enough to take them out again"
+    with pytest.raises(InputError, match="10 examples taken out already"):
+        held.with_validation(5)
     with pytest.raises(InputError, match="examples: wanted a whole number, from 1 to 29, got 30"):
         task.with_validation(30)
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset
 
 from rankwise.data.tasks.checks import need_whole
 from rankwise.data.tasks.examples import IGNORED, Examples, Item, Windows, collate
+from rankwise.errors import InputError
 
 Kind = Literal["language", "sequence", "image"]
 """The head that a task asks for: ``AutoModelForCausalLM``, ``…ForSequenceClassification``,
@@ -87,14 +88,22 @@ class Task:
             The same task with ``validation``, and a training split without it.
 
         Raises:
-            InputError: if there are not more training examples than that.
+            InputError: if there are not more training examples than that, or they were taken out before.
         """
+        if self.validation is not None:
+            raise InputError(
+                "`with_validation`",
+                wanted="a task without a validation split",
+                got=f"{self.provenance.validation} examples taken out already",
+                fix="Call it once, on the task as it was made.",
+            )
         total = self.provenance.train
         need_whole("examples", examples, 1, total - 1)
         need_whole("seed", seed, 0)
         order = np.random.default_rng(seed).permutation(total).tolist()
         rest, taken = sorted(order[examples:]), sorted(order[:examples])
-        record = replace(self.provenance, train=len(rest), validation=examples)
+        options = {**self.provenance.options, "validation_seed": seed}
+        record = replace(self.provenance, train=len(rest), validation=examples, options=options)
         return replace(
             self, train=Subset(self.train, rest), validation=Subset(self.train, taken), provenance=record
         )
