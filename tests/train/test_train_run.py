@@ -20,7 +20,7 @@ from rankwise.train import train
 from rankwise.train.callbacks import Clock
 from rankwise.train.checkpoints import checkpoints, whole_checkpoints
 from rankwise.train.models import build_model
-from rankwise.train.results import gather
+from rankwise.train.results import gather, of_all_processes
 from rankwise.train.settings import EarlyLoss, EvaluationSettings
 from rankwise.train.tasks import make_task
 
@@ -168,3 +168,15 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     kept = json.loads((folder / "results.json").read_text())
     assert kept["variant"]["model"] == "tost"
     assert kept["variant"]["changed"]["model.width"] == 16
+
+
+def test_processor_time_and_memory_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_all_processes(2.5) == 2.5
+
+    def gathered(values: list[float], value: float) -> None:
+        values[:] = [value, 4.0, 8.0]
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gathered)
+    assert of_all_processes(2.5) == 14.5

@@ -25,7 +25,7 @@ RESULTS = "results.json"
 
 
 def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | None) -> dict[str, Any]:
-    """What a run was, and what came out; every number of it is plain JSON.
+    """What a run was, and what came out; every number of it is plain JSON. All processes of a run call it.
 
     Args:
         recipe: its configuration.
@@ -61,13 +61,26 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
         "evaluations": [[one["step"], one["eval_loss"], one["eval_accuracy"]] for one in evaluated],
         "lambdas": lambdas(trainer.model),
         "seconds": clock.seconds,
-        "cpu_seconds": clock.cpu_seconds,
+        "cpu_seconds": of_all_processes(clock.cpu_seconds),
         "tokens_per_second": tokens / clock.seconds,
-        "peak_memory": peak_memory(),
+        "peak_memory": of_all_processes(peak_memory()),
         "rank": ranks(monitor),
         "data": task.provenance.to_dict(),
         "provenance": provenance(recipe),
     }
+
+
+def of_all_processes(value: int | float) -> int | float:
+    """The sum over the processes that train together; every one of them calls this.
+
+    Args:
+        value: of this process.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    values: list[int | float] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return sum(values)
 
 
 def variant(recipe: Recipe) -> dict[str, Any]:
