@@ -42,7 +42,7 @@ ALLOWED = {
         "rank_correlation",
     },
     "report": {"errors", "files", "rank_correlation", "audit"},
-    "monitor": {"audit", "errors", "files", "running"},
+    "monitor": {"torch_internals", "audit", "errors", "files", "running"},
     "plan": {
         "errors",
         "files",

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from rankwise.torch_internals import changes_in_place
+
 
 def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Afterwards torch draws the numbers that it would have drawn, on the CPU and the model's devices.
@@ -48,4 +50,4 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 def _changes(buffer: Tensor) -> int:
     """How often it was written to; torch does not count, nor allow, writes to tensors of inference mode."""
-    return 0 if buffer.is_inference() else buffer._version
+    return 0 if buffer.is_inference() else int(changes_in_place(buffer))
