@@ -1,6 +1,5 @@
 """What tests a claim about training: a recipe, the rows of a table, the paper's numbers, expectations."""
 
-import glob
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -86,24 +85,26 @@ class Experiment:
         Raises:
             RecordError: for a file that is no results, or those of another configuration than its name says.
         """
-        runs: dict[str, list[dict[str, Any]]] = {label: [] for label in self.rows}
+        found = {}
         for label in self.rows:
             start = run_id(self, label, size, "")
-            for path in folder.glob(f"{glob.escape(start)}[0-9]*.json"):
-                run, seed = read(path), int(path.stem.removeprefix(start))
-                if different := differing(run, self.configuration(label, size, seed)):
-                    raise RecordError(
-                        str(path),
-                        wanted=f"the row “{label}” of {self.name} at seed {seed}",
-                        got=f"another {', '.join(different)}",
-                        fix="Move it away, or give it the name of its own row.",
-                    )
-                runs[label].append(run)
-        return {
-            label: Row(label, sorted(some, key=lambda run: run["configuration"]["seed"]))
-            for label, some in runs.items()
-            if some
-        }
+            names = (path.stem.removeprefix(start) for path in folder.glob(f"{start}*.json"))
+            seeds = sorted(int(name) for name in names if name.isdecimal())
+            if seeds:
+                found[label] = Row(label, [self._kept(label, size, seed, folder) for seed in seeds])
+        return found
+
+    def _kept(self, label: str, size: str, seed: int, folder: Path) -> dict[str, Any]:
+        path = folder / f"{run_id(self, label, size, seed)}.json"
+        run = read(path)
+        if different := differing(run, self.configuration(label, size, seed)):
+            raise RecordError(
+                str(path),
+                wanted=f"the row “{label}” of {self.name} at seed {seed}",
+                got=f"another {', '.join(different)}",
+                fix="Move it away, or give it the name of its own row.",
+            )
+        return run
 
 
 def run_id(experiment: Experiment, label: str, size: str, seed: int | str) -> str:

@@ -116,14 +116,8 @@ def commands(table: Table) -> list[str]:
         }
     )
     read = sorted({data(run) for row in table.values() for run in row.runs})
-    trained = sorted(
-        {
-            (one["steps"], one["batch"])
-            for row in table.values()
-            for run in row.runs
-            for one in [run["configuration"]]
-        }
-    )
+    configured = [run["configuration"] for row in table.values() for run in row.runs]
+    trained = sorted({(one["steps"], one["batch"]) for one in configured})
     length = "; ".join(f"{steps:,} steps of {batch}" for steps, batch in trained)
     on = f"{length}. On {'; '.join(machines)}. Data: {'; '.join(read)}."
     folded = [

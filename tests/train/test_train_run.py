@@ -20,7 +20,7 @@ from rankwise.train import train
 from rankwise.train.callbacks import Clock
 from rankwise.train.checkpoints import checkpoints, whole_checkpoints
 from rankwise.train.models import build_model
-from rankwise.train.results import gather, of_all_processes
+from rankwise.train.results import gather
 from rankwise.train.settings import EarlyLoss, EvaluationSettings
 from rankwise.train.tasks import make_task
 
@@ -56,7 +56,11 @@ def test_a_run_leaves_its_best_model_its_card_and_its_numbers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", 2), ("loss", 1)])
-def test_the_best_evaluation_is_the_score(metric: str, best: int, tmp_path: Path) -> None:
+def test_the_best_evaluation_is_the_score_and_time_that_of_all_processes(
+    metric: str, best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three = SimpleNamespace(all_of=lambda value: [value, 4.0, 8.0])
+    monkeypatch.setattr("rankwise.train.results.from_environment", lambda: three)
     recipe = tiny(tmp_path).model_copy(update={"evaluation": EvaluationSettings(every=1, metric=metric)})
     scores = {1: (1.0, 0.2), 2: (3.0, 0.6), 3: (2.0, 0.4)}
     log = [{"step": at, "eval_loss": loss, "eval_accuracy": right} for at, (loss, right) in scores.items()]
@@ -69,6 +73,8 @@ def test_the_best_evaluation_is_the_score(metric: str, best: int, tmp_path: Path
     )
     with unchecked():
         found = gather(recipe, trainer, task, None)
+    assert found["cpu_seconds"] == 13.0
+    assert found["peak_memory"] > 12
     assert (found["best_step"], found["scores"]["loss"], found["scores"]["accuracy"]) == (best, *scores[best])
 
 
@@ -168,15 +174,3 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     kept = json.loads((folder / "results.json").read_text())
     assert kept["variant"]["model"] == "tost"
     assert kept["variant"]["changed"]["model.width"] == 16
-
-
-def test_processor_time_and_memory_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert of_all_processes(2.5) == 2.5
-
-    def gathered(values: list[float], value: float) -> None:
-        values[:] = [value, 4.0, 8.0]
-
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gathered)
-    assert of_all_processes(2.5) == 14.5

@@ -85,4 +85,6 @@ def check_callable(name: str, given: Any) -> None:
         InputError: if it is neither.
     """
     if given is not None and not callable(given):
-        raise InputError(f"`{name}`", wanted="a function", got=repr(given), fix="Such as `wandb.log`.")
+        raise InputError(
+            f"`{name}`", wanted="a function", got=repr(given), fix="Give a function, or leave it out."
+        )

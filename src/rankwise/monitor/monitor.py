@@ -128,7 +128,7 @@ class RankMonitor:
             KeyboardInterrupt: if it was pressed during the audit; what was measured is dropped.
         """
         step = step_number(step)
-        self._refuse_another(model, step)
+        self._begin_or_go_on(model, step)
         if step % self.every or step in self.history.steps:
             return None
         began = time.perf_counter()
@@ -197,8 +197,8 @@ class RankMonitor:
             return None
         return self._record.finish(self.history)
 
-    def _refuse_another(self, model: nn.Module, step: int) -> None:
-        """Audits of two trainings would be mixed, and steps of the first not be audited in the second."""
+    def _begin_or_go_on(self, model: nn.Module, step: int) -> None:
+        """Open the folder at the first step; later, refuse a second training: audits would be mixed."""
         if self._last is None:
             if self._record is not None:
                 for at, audit in self._record.begin(step, self._resume, _first_process()):

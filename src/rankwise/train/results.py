@@ -13,6 +13,7 @@ from rankwise.data.tasks.language import BYTE_VOCABULARY
 from rankwise.files import write_whole
 from rankwise.models import LambdaSkip
 from rankwise.monitor import RankMonitor, scalars
+from rankwise.processes import from_environment
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
 from rankwise.train.checkpoints import MAY_DIFFER, checkpoints
@@ -38,6 +39,7 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
     better = max if recipe.evaluation.metric == "accuracy" else min
     best = better(evaluated, key=lambda entry: entry[f"eval_{recipe.evaluation.metric}"])
     clock = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Clock))
+    processes = from_environment()
     tokens = recipe.steps * recipe.batch * recipe.task.tokens
     configuration = recipe.model_dump(mode="json")
     told = configuration["task"]
@@ -61,26 +63,13 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
         "evaluations": [[one["step"], one["eval_loss"], one["eval_accuracy"]] for one in evaluated],
         "lambdas": lambdas(trainer.model),
         "seconds": clock.seconds,
-        "cpu_seconds": of_all_processes(clock.cpu_seconds),
+        "cpu_seconds": sum(processes.all_of(clock.cpu_seconds)),
         "tokens_per_second": tokens / clock.seconds,
-        "peak_memory": of_all_processes(peak_memory()),
+        "peak_memory": sum(processes.all_of(peak_memory())),
         "rank": ranks(monitor),
         "data": task.provenance.to_dict(),
         "provenance": provenance(recipe),
     }
-
-
-def of_all_processes(value: int | float) -> int | float:
-    """The sum over the processes that train together; every one of them calls this.
-
-    Args:
-        value: of this process.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    values: list[int | float] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return sum(values)
 
 
 def variant(recipe: Recipe) -> dict[str, Any]:
