@@ -157,9 +157,10 @@ def selective_scan(
         for a, x in zip(decay.unbind(), added.unbind(), strict=True):
             state = torch.addcmul(x, a, state)
             states.append(state)
-        read = left[..., part, None, :]
-        outputs.append((read @ torch.stack(states, dim=-3))[..., 0, :])
-    return torch.cat(outputs, dim=-2)
+        # summed products: many small matrix products take longer on a CPU
+        read = left[..., part, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
+        outputs.append((read * torch.stack(states)).sum(-2))
+    return torch.cat(outputs).movedim(0, -2)
 
 
 def selective_scan_transposed(
