@@ -9,10 +9,11 @@ from typing import Any
 
 from rankwise.errors import RecordError
 from rankwise.train import Recipe, recipe
-from recipes.kept import differing, read
+from recipes.kept import SameData, differing, read
 
 RESULTS = Path(__file__).with_name("results") / "train"
 SEEDS = (0, 1, 2)
+BYTE_LOSS = "loss a byte"
 NORMAL = 1.96
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Standard errors to each side that hold the mean with 95 %, by the number of seeds; more count as 5."""
@@ -26,7 +27,12 @@ class Row:
     runs: Sequence[Mapping[str, Any]]
 
     def scores(self, name: str) -> list[float]:
-        """A score of every run: ``loss``, ``accuracy``, or a number beside them such as ``parameters``."""
+        """A score of every run: ``loss``, ``accuracy``, or a number beside them such as ``parameters``.
+
+        `BYTE_LOSS` is the loss of a model of tokens for each byte of the text.
+        """
+        if name == BYTE_LOSS:
+            return [run["scores"]["loss"] / run["bytes_per_token"] for run in self.runs]
         return [run["scores"].get(name, run.get(name)) for run in self.runs]
 
     def mean(self, name: str) -> float:
@@ -83,20 +89,23 @@ class Experiment:
         """Every row that has a run of this size, its runs by seed.
 
         Raises:
-            RecordError: for a file that is no results, or those of another configuration than its name says.
+            RecordError: for a file that is no results, or those of another configuration than its name says,
+                or of other data than the runs beside it.
         """
         found = {}
+        same = SameData()
         for label in self.rows:
             start = run_id(self, label, size, "")
             names = (path.stem.removeprefix(start) for path in folder.glob(f"{start}*.json"))
             seeds = sorted(int(name) for name in names if name.isdecimal())
             if seeds:
-                found[label] = Row(label, [self._kept(label, size, seed, folder) for seed in seeds])
+                found[label] = Row(label, [self._kept(label, size, seed, folder, same) for seed in seeds])
         return found
 
-    def _kept(self, label: str, size: str, seed: int, folder: Path) -> dict[str, Any]:
+    def _kept(self, label: str, size: str, seed: int, folder: Path, same: SameData) -> dict[str, Any]:
         path = folder / f"{run_id(self, label, size, seed)}.json"
         run = read(path)
+        same.check(path, run["data"])
         if different := differing(run, self.configuration(label, size, seed)):
             raise RecordError(
                 str(path),
@@ -116,23 +125,31 @@ def run_id(experiment: Experiment, label: str, size: str, seed: int | str) -> st
 def margin(rows: Sequence[Row], metric: str, table: Table) -> float:
     """Half of the 95 % interval of the difference of two means: of seeds, and of the examples judged.
 
-    Seeds count by Student's t of the fewest of them. A row of one seed has the median spread of those rows of
-    its table that have several; where there are none, nothing is known and it is infinite. An accuracy p on
-    n examples has a standard error of √(p (1 − p) / n), as if rows were judged on their own.
+    Seeds count by Student's t of the fewest of them. A row of one seed has the spread of that row of its
+    table, among those that have several, that has the largest; where there are none, nothing is known and it
+    is infinite. An accuracy p on n examples has a standard error of √(p (1 − p) / n), as if rows were judged
+    on their own.
     """
     seeded = [row for row in table.values() if len(row.runs) > 1]
     if not seeded:
         return math.inf
-    usual = statistics.median(row.spread(metric) for row in seeded)
-    seeds = examples = 0.0
-    for row in rows:
-        seeds += (row.spread(metric) if len(row.runs) > 1 else usual) ** 2 / len(row.runs)
-        if metric == "accuracy":
-            share = row.mean(metric)
-            examples += share * (1 - share) / judged(row.runs[0])
-    counts = [len(row.runs) for row in rows if len(row.runs) > 1] or [len(row.runs) for row in seeded]
-    sure = STUDENT[min([*counts, max(STUDENT)])]
+    widest = max(seeded, key=lambda row: row.spread(metric))
+    known = [row if len(row.runs) > 1 else widest for row in rows]
+    seeds = sum(by.spread(metric) ** 2 / len(row.runs) for row, by in zip(rows, known, strict=True))
+    examples = 0.0
+    if metric == "accuracy":
+        shares = [row.mean(metric) for row in rows]
+        examples = sum(p * (1 - p) / judged(row.runs[0]) for p, row in zip(shares, rows, strict=True))
+    sure = STUDENT[min([*(len(row.runs) for row in known), max(STUDENT)])]
     return math.sqrt(sure**2 * seeds + NORMAL**2 * examples)
+
+
+def has_learned(rows: Sequence[Row], metric: str, floor: float = -math.inf) -> bool:
+    """Whether the best of some rows is above a floor, and an accuracy above that of the commonest answer."""
+    if metric == "accuracy":
+        chances = (run["chance"] for row in rows for run in row.runs)
+        floor = max([floor, *(chance for chance in chances if chance is not None)])
+    return max(row.mean(metric) for row in rows) > floor
 
 
 def judged(run: Mapping[str, Any]) -> int:
@@ -147,9 +164,9 @@ def beyond(
 ) -> bool | None:
     """Whether a difference of two means, less its bar, is above 0.
 
-    None within `margin`, and where no row's mean is above ``floor``.
+    None within `margin`, and where no row `has_learned`.
     """
-    if abs(distance) < margin(rows, metric, table) or max(row.mean(metric) for row in rows) <= floor:
+    if abs(distance) < margin(rows, metric, table) or not has_learned(rows, metric, floor):
         return None
     return distance > 0
 
@@ -157,7 +174,7 @@ def beyond(
 def below(
     better: str, worse: str, metric: str = "loss", by: float = 0.0, floor: float = -math.inf
 ) -> Expectation:
-    """The mean of one row lies below that of another by more than ``by``; None if none is above ``floor``."""
+    """The mean of one row lies below that of another by more than ``by``; None if no row `has_learned`."""
 
     def judge(table: Table) -> Verdict:
         rows = table[better], table[worse]
@@ -169,7 +186,7 @@ def below(
 
 
 def alike(one: str, other: str, by: float, metric: str = "accuracy", floor: float = -math.inf) -> Expectation:
-    """The means of two rows differ by less than ``by``; None if none is above ``floor``."""
+    """The means of two rows differ by less than ``by``; None if no row `has_learned`."""
 
     def judge(table: Table) -> Verdict:
         rows = table[one], table[other]
@@ -190,3 +207,13 @@ def within(near: str, of: str, by: float, metric: str = "loss") -> Expectation:
         return beyond(by - gap, rows, metric, table), f"{gap:+.3f}"
 
     return Expectation(f"{metric} of {near} is less than {by:g} above that of {of}", (near, of), judge)
+
+
+def exceeds(label: str, bar: float, whose: str, metric: str = "accuracy") -> Expectation:
+    """The mean of a row is above a number that is known."""
+
+    def judge(table: Table) -> Verdict:
+        row = table[label]
+        return beyond(row.mean(metric) - bar, [row], metric, table), f"{row.mean(metric):.3f}"
+
+    return Expectation(f"{metric} of {label} is above {bar:g}, {whose}", [label], judge)

@@ -6,11 +6,12 @@ from typing import Any
 from rankwise.errors import RecordError
 from rankwise.files import parse_json
 from rankwise.train import Recipe
-from rankwise.train.checkpoints import MAY_DIFFER
 from rankwise.train.overrides import fields
 from rankwise.train.provenance import shown
 
 WANTED = {"configuration", "scores", "data", "provenance"}
+ELSEWHERE = {"task.path", "device", "claim", "early", "early_data", "when_early_fails"}
+"""Fields that change nothing in the results of a run, the monitor's numbers among them."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -43,4 +44,27 @@ def differing(kept: dict[str, Any], made: Recipe) -> list[str]:
     there, here = (fields(one) for one in (Recipe.model_validate(kept["configuration"]), made))
     options = {name: shown(name, value) for name, value in made.task.options.items()}
     here["task.options"] = options  # as the results tell them, without folders
-    return sorted(name for name in here if name not in MAY_DIFFER and there[name] != here[name])
+    return sorted(name for name in here if name not in ELSEWHERE and there[name] != here[name])
+
+
+class SameData:
+    """Remembers the data of a table's runs, and refuses a run that read other data of the same name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[Path, Any]] = {}
+
+    def check(self, path: Path, data: dict[str, Any]) -> None:
+        """Hold the data of a run against those of the runs before it.
+
+        Raises:
+            RecordError: if their checksums differ.
+        """
+        name = str([data.get("name"), data.get("options")])
+        first, checksum = self.seen.setdefault(name, (path, data.get("sha256")))
+        if data.get("sha256") != checksum:
+            raise RecordError(
+                str(path),
+                wanted=f"a run on the data of {first.name}, sha256 {checksum}",
+                got=f"sha256 {data.get('sha256')}",
+                fix="Run one of the two again, on the data of the other.",
+            )

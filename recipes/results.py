@@ -61,6 +61,8 @@ def section(experiment: Experiment, size: str, table: Table) -> str:
     lines += [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
     lines += [line(row, experiment.paper.get(label, "–")) for label, row in table.items()]
     lines += ["", *commands(table), ""]
+    if missing := [label for label in experiment.rows if label not in table]:
+        lines += [f"Without a run: {'; '.join(missing)}.", ""]
     if experiment.more is not None and (more := experiment.more(table)):
         lines += [more, ""]
     return "\n".join(lines)

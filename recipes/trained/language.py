@@ -3,7 +3,7 @@
 from typing import get_args
 
 from rankwise.train.recipes.language import Model
-from recipes.experiment import Experiment, below, within
+from recipes.experiment import BYTE_LOSS, Experiment, below, within
 
 SCALE = 0.088
 """Of initial weights, 128^−1/2 for a width of 128; other rows have 0.02, as GPT-2 and the released ToST."""
@@ -67,6 +67,8 @@ WIKITEXT = Experiment(
         within("tost-decayed", "transformer", 0.10),
         within("tost-scan", "transformer", 0.10),
         within("tost-scan-hybrid", "transformer", 0.03),
+        within("tost-decayed, tokens", "transformer, tokens", 0.10, BYTE_LOSS),
+        within("tost-scan, tokens", "transformer, tokens", 0.10, BYTE_LOSS),
     ),
     notes="As on tiny Shakespeare, on the 1.1 MB of WikiText-2's validation file, whose first nine tenths "
     "are read and whose last tenth is judged: these losses cannot be held against published ones. "

@@ -113,7 +113,6 @@ LANGUAGE_PARTS = Experiment(
     source="none: the question is why causal ToST trails, and which part closes it at linear cost",
     recipe="language",
     rows=ROWS,
-    seeds=(0,),
     expectations=(
         below("decayed-gate", "decayed", by=0.03),
         below("decayed-short-lives", "decayed", by=0.03),
@@ -153,7 +152,6 @@ RECALL_PARTS = Experiment(
         "decayed-conv-scan16": recall("tost-decayed", conv_tokens=4, features=16),
     },
     metric="accuracy",
-    seeds=(0,),
     expectations=(
         below("tost", "decayed-conv-scan16", "accuracy", by=0.1),
         below("decayed", "decayed-conv-scan16", "accuracy", by=0.1),

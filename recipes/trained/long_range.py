@@ -4,7 +4,7 @@ import math
 from typing import get_args
 
 from rankwise.train.recipes.long_range import Model
-from recipes.experiment import Experiment, Table, alike, below
+from recipes.experiment import Experiment, Table, alike, below, exceeds
 from recipes.trained.reading import markdown
 
 RATES = (3e-4, 3e-3)
@@ -64,6 +64,11 @@ def experiment(task: str, name: str) -> Experiment:
         expectations=(
             alike("tost", "softmax", 0.03, floor=COUNTING.get(task, -math.inf)),
             below("tost-uniform", "tost", "accuracy", by=0.01, floor=COUNTING.get(task, -math.inf)),
+            *(
+                exceeds(model, COUNTING[task], "that of counting tokens")
+                for model in get_args(Model)
+                if task in COUNTING
+            ),
         ),
         notes=NOTES + MORE.get(task, ""),
         more=best_rates if rates else None,

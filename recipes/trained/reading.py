@@ -34,9 +34,11 @@ def steps(row: Row) -> list[int]:
 def collapse(table: Table) -> str:
     """How far apart the tokens of the last layer are, and their effective rank, by step."""
     lines = ["By step: μ/‖Y‖ of the last layer's tokens, and their effective rank.", ""]
+    rows = each_seed(table)
+    audited = sorted({step for row in rows for step in steps(row)})
     lines += markdown(
-        ("", *(f"step {step}" for step in steps(next(iter(table.values()))))),
-        [(row.label, *(_last(row, step) for step in steps(row))) for row in each_seed(table)],
+        ("", *(f"step {step}" for step in audited)),
+        [(row.label, *(_last(row, step) if step in steps(row) else "–" for step in audited)) for row in rows],
     )
     return "\n".join(lines)
 

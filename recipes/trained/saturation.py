@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from recipes.experiment import Expectation, Experiment, Row, Table, Verdict, margin
+from recipes.experiment import Expectation, Experiment, Row, Table, Verdict, has_learned, margin
 from recipes.trained.reading import by_layer, markdown
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -42,10 +42,13 @@ def same_place(tied: bool) -> Expectation:
     """Rank and accuracy saturate at one width."""
 
     def judge(table: Table) -> Verdict:
+        rows = [table[label(width, tied)] for width in WIDTHS]
         rank = saturated(curves(table, tied)[0])
-        least, most = places([table[label(width, tied)] for width in WIDTHS], table)
+        least, most = places(rows, table)
         possible = [width for width in WIDTHS if least <= width <= most]
         said = f"rank at K={rank}, accuracy at K={least}{f' to {most}' if most > least else ''}"
+        if not has_learned(rows, "accuracy"):
+            return None, said
         if rank == WIDTHS[0] or most == WIDTHS[0]:  # at its largest everywhere: no agreement
             return False, f"{said}: a curve that is flat from the first K on has no place of saturation"
         answers = {WIDTHS[0] < width and rank / 2 <= width <= 2 * rank for width in possible}

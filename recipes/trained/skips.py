@@ -1,5 +1,6 @@
 """λ by mixer on LRA Image and on associative recall."""
 
+import math
 from itertools import product
 from typing import Any, get_args
 
@@ -13,8 +14,8 @@ SECOND_HAND = {1: "0.423 (a fixed λ; second-hand)", "learned": "0.389 (second-h
 PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
 
 
-FLOOR = {"image": 0.1, "recall": 0.6}
-"""Accuracy at which nothing of what is asked has been learned."""
+FLOOR = {"recall": 0.6}
+"""Accuracy at which nothing of what is asked has been learned, where that is above the commonest answer's."""
 NOTES = {
     "image": "Pixels shrunk to 16×16, 8 layers as in the paper, of width 64.",
     "recall": "2 layers, 2 pairs in 16 tokens. An accuracy near 0.5 is that of a model that tells the values "
@@ -32,6 +33,7 @@ def gated(mixer: str, skip: Any) -> str:
 
 
 def experiment(task: str, title: str, paper: dict[str, str]) -> Experiment:
+    floor = FLOOR.get(task, -math.inf)
     return Experiment(
         name=f"skips-{task}",
         title=title,
@@ -48,11 +50,9 @@ def experiment(task: str, title: str, paper: dict[str, str]) -> Experiment:
         },
         metric="accuracy",
         paper=paper,
-        expectations=[
-            below(label(mixer, 0), label(mixer, 1), "accuracy", 0.02, FLOOR[task]) for mixer in MIXERS
-        ]
-        + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", 0.02, FLOOR[task])]
-        + [alike(label(mixer, 1), label(mixer, "learned"), 0.02, floor=FLOOR[task]) for mixer in MIXERS],
+        expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", 0.02, floor) for mixer in MIXERS]
+        + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", 0.02, floor)]
+        + [alike(label(mixer, 1), label(mixer, "learned"), 0.02, floor=floor) for mixer in MIXERS],
         notes="λ is around the mixer alone; the feed-forward part keeps its own skip. learned: one λ for "
         "each layer, from −1; channel: one for each channel of each layer. gate: the mixer's output is "
         "multiplied by a gate that its input gives. Pre-norm. " + NOTES[task],

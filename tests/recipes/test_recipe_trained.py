@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from recipes import early, results, run
-from recipes.experiment import NORMAL, RESULTS, STUDENT, Experiment, Row, alike, below, beyond, run_id, within
+from recipes.experiment import (
+    BYTE_LOSS,
+    NORMAL,
+    RESULTS,
+    STUDENT,
+    Experiment,
+    Row,
+    alike,
+    below,
+    beyond,
+    exceeds,
+    run_id,
+    within,
+)
 from recipes.trained import EXPERIMENTS
 from recipes.trained.language_parts import frontier
 from recipes.trained.long_range import RATES, at_rate, best_rates
@@ -58,7 +71,7 @@ def kept(
         "cpu_seconds": 60.0,
         "peak_memory": 2**30,
         "chance": None,
-        "data": {"source": "a text", "train": 1000, "test": 20},
+        "data": {"source": "a text", "train": 1000, "test": 20, "sha256": "abc"},
         "configuration": configuration | changed,
         "provenance": {**made, "torch": "2", "transformers": "5"},
     }
@@ -75,6 +88,7 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
     page = results.page([LANGUAGE], tmp_path)
     waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
     assert page.index("| no |") < page.index("| yes |") < waiting
+    assert "\nWithout a run: softmax; softmax-rotary; tost-decayed; tost-hybrid;" in page
     kept(tmp_path, "tost", 1, 2.3)
     kept(tmp_path, "tost-uniform", 0, 40.0)
     page_of_two = results.page([LANGUAGE], tmp_path)
@@ -102,6 +116,19 @@ def test_only_runs_of_the_rows_own_configuration_are_counted(tmp_path: Path) -> 
     kept(tmp_path, "tost", 2, 9.0).rename(changed)
     with pytest.raises(RecordError, match="got another seed"):
         LANGUAGE.table("small", tmp_path)
+    kept(tmp_path, "tost", 1, 9.0, monitor_tokens=16)
+    with pytest.raises(RecordError, match="got another monitor_tokens"):
+        LANGUAGE.table("small", tmp_path)
+
+
+def test_runs_on_other_data_are_not_counted(tmp_path: Path) -> None:
+    kept(tmp_path, "transformer", 0, 1.5)
+    other = kept(tmp_path, "tost", 0, 1.5)
+    content = json.loads(other.read_text())
+    content["data"]["sha256"] = "def"
+    other.write_text(json.dumps(content))
+    with pytest.raises(RecordError, match=r"tost-seed0.json: wanted .*transformer-seed0.json, sha256 abc"):
+        LANGUAGE.table("small", tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", '{"scores": {', "[]", '{"scores": {}}'])
@@ -128,6 +155,10 @@ def test_no_page_is_made_of_no_results(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "page.md").exists()
 
 
+def test_the_page_in_the_docs_is_of_the_kept_runs() -> None:
+    assert results.PAGE.read_text(encoding="utf-8") == results.page(list(EXPERIMENTS.values()))
+
+
 def test_every_kept_run_is_in_the_page() -> None:
     tables = [one.table(size) for one in EXPERIMENTS.values() for size in ("small", "paper")]
     assert sum(len(row.runs) for table in tables for row in table.values()) == len(
@@ -141,6 +172,7 @@ def test_losses_a_token_are_given_a_byte_as_well() -> None:
 
     assert told(bytes_per_token=2.0) == "3.000 a token, 1.500 a byte"
     assert told() == told(bytes_per_token=1.0) == "3.000"
+    assert Row("", [{"scores": {"loss": 3.0}, "bytes_per_token": 2.0}]).mean(BYTE_LOSS) == 1.5
 
 
 def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
@@ -155,6 +187,8 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
     for pair in (("tost", "transformer"), ("transformer", "tost")):
         assert alike(*pair, 0.2, "loss").judge(table)[0] is False
         assert alike(*pair, 0.3, "loss").judge(table)[0] is True
+    for bar in (1.25, 1.75):
+        assert exceeds("tost", bar, "a bar", "loss").judge(table) == (bar < 1.5, "1.500")
 
 
 def losses(*values: float) -> Row:
@@ -189,18 +223,23 @@ def test_differences_within_their_interval_decide_nothing() -> None:
     assert told([three[0], two], 0.99 * error, 1.01 * error) == [None, True], "by the fewest seeds"
 
 
-def test_a_single_seed_has_the_spread_of_the_others_or_none_is_known() -> None:
+def test_a_single_seed_has_the_largest_spread_of_the_others_or_none_is_known() -> None:
     single = [losses(0), losses(1)]
     assert told(single, 0.1, 1e9, -1e9) == [None, None, None]
-    more = [losses(*(width * x for x in (-1, 0, 1))) for width in (1, 2, 9)]
-    error = 2 * STUDENT[3] * 2**0.5  # the median spread
+    more = [losses(*(width * x for x in (-1, 0, 1))) for width in (1, 9, 2)]
+    error = 9 * STUDENT[3] * 2**0.5
     assert told(single, 0.99 * error, 1.01 * error, more=more) == [None, True]
+    two = losses(-0.1, 0.1)  # their few seeds say nothing of how sure the spread of the others is
+    assert told(single, 0.99 * error, 1.01 * error, more=[*more, two]) == [None, True]
+    error = 9 * STUDENT[3] * (1 / 3 + 1) ** 0.5
+    assert told([more[1], single[0]], 0.99 * error, 1.01 * error, more=[two]) == [None, True]
 
 
 def test_few_examples_tell_little_of_an_accuracy() -> None:
-    def rows(test: int, most: int | None) -> list[Row]:
+    def rows(test: int, most: int | None, chance: float | None = None) -> list[Row]:
         judging = {"data": {"test": test}, "configuration": {"evaluation": {"examples": most}}}
-        return [Row("", [{"scores": {"accuracy": share}, **judging}] * 2) for share in (0.5, 0.8)]
+        run = {"chance": chance, **judging}
+        return [Row("", [{"scores": {"accuracy": share}, **run}] * 2) for share in (0.5, 0.8)]
 
     error = NORMAL * ((0.25 + 0.16) / 400) ** 0.5  # whatever the number of seeds: their examples are the same
     for two in (rows(500, 400), rows(400, 500), rows(400, None)):
@@ -209,6 +248,9 @@ def test_few_examples_tell_little_of_an_accuracy() -> None:
         assert verdicts == [False, None, True]
     assert beyond(1.0, two, "accuracy", table, floor=0.8) is None, "nothing was learned"
     assert beyond(1.0, two, "accuracy", table, floor=0.7) is True, "one of them has learned"
+    for chance, verdict in ((0.8, None), (0.7, True)):
+        two = rows(400, None, chance)
+        assert beyond(1.0, two, "accuracy", dict(zip("ab", two, strict=True))) is verdict
 
 
 def test_tokens_a_second_are_of_cpu_time_and_on_a_gpu_of_the_clock() -> None:
@@ -241,6 +283,14 @@ def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None
         "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | 0.500, 0.5 |",
         "| deep, seed 1 | 0.500, 0.5 | 3.000, 3.0 | 1.500, 1.5 |",
     ]
+    often = run(0, 1.0)
+    often["rank"]["50"] = often["rank"]["20"]
+    unwatched = {"rank": {}, "provenance": {"seed": 0}}
+    several = {"unwatched": Row("unwatched", [unwatched]), "deep": row, "often": Row("often", [often])}
+    shown = collapse(several).splitlines()
+    assert shown[2] == "|  | step 0 | step 20 | step 50 | step 100 |"
+    assert shown[4] == "| unwatched | – | – | – | – |"
+    assert shown[5] == "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | – | 0.500, 0.5 |"
 
 
 def test_the_best_rate_of_a_model_is_named_once_all_were_run(tmp_path: Path) -> None:
@@ -311,12 +361,24 @@ def test_early_losses_are_those_of_the_kept_runs() -> None:
     ("ranks", "scores", "examples", "holds"),
     [
         ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 10_000, True),
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.4, 0.4, 0.4), 10_000, True),
+        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.4, 0.4), 10_000, False),
+        ((1, 2, 4, 4, 4, 4), (0.01, 0.02, 0.04, 0.04, 0.04, 0.04), 10_000, None),
         ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.1, 0.4), 10_000, False),
         ((1, 1, 1, 1, 1, 1), (0.4, 0.4, 0.4, 0.4, 0.4, 0.4), 10_000, False),
         ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 3, None),
         ((1, 1, 3.7, 3.7, 3.7, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 10_000, False),
     ],
-    ids=["at one width", "apart", "flat", "of few examples", "rank grows to the end"],
+    ids=[
+        "at one width",
+        "a factor of 2",
+        "a factor of 4",
+        "nothing learned",
+        "apart",
+        "flat",
+        "of few examples",
+        "rank grows to the end",
+    ],
 )
 def test_flat_curves_do_not_saturate_together(
     ranks: tuple, scores: tuple, examples: int, holds: bool | None
@@ -329,7 +391,7 @@ def test_flat_curves_do_not_saturate_together(
             "rank/heads_effective_rank/layers.01.cross": 1.0,
         }
         judged = {"configuration": {"evaluation": {"examples": None}}, "data": {"test": examples}}
-        run = {"scores": {"accuracy": score}, "rank": {"0": found}} | judged
+        run = {"scores": {"accuracy": score}, "rank": {"0": found}, "chance": 0.05} | judged
         table[label(width, False)] = Row(label(width, False), [run] * 2)
     assert same_place(False).judge(table)[0] is holds
     assert curves(table, False) == (list(ranks), list(scores))
