@@ -207,6 +207,19 @@ def test_what_is_finished_is_run_again_where_a_file_it_reads_has_changed(factory
     assert "0 audits done, 1 kept" in CliRunner().invoke(app, asked).output
 
 
+def test_a_finished_job_that_is_not_kept_is_said(factory, tmp_path) -> None:
+    asked = ["sweep", f"{factory}:build", "--out", str(tmp_path / "out"), "--resume"]
+    first = CliRunner().invoke(app, asked)
+    assert (first.exit_code, "is run again" in first.output) == (0, False)
+    other = CliRunner().invoke(app, [*asked, "--sequences", "2"])
+    assert "net.py-build/data is run again: its audit is of `rankwise audit" in other.output
+    part = tmp_path / "out" / "net.py-build" / "parts" / "data.json"
+    part.write_text(part.read_text()[:500])
+    damaged = CliRunner().invoke(app, [*asked, "--sequences", "2"])
+    assert "net.py-build/data is run again: its audit cannot be read (" in damaged.output
+    assert "1 audits done, 0 kept" in damaged.output
+
+
 def test_a_model_that_changed_during_a_sweep_has_no_report_and_the_others_have_theirs(
     factory, tmp_path
 ) -> None:

@@ -186,6 +186,27 @@ def changed_since(job: Job, out: Path) -> list[str] | None:
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
+def why_again(job: Job, out: Path) -> str:
+    """Why a job that was finished is run again, in words; empty where it was not, or is kept.
+
+    Args:
+        job: the job.
+        out: the folder of the sweep.
+    """
+    if not job.path(out).exists():
+        return ""
+    if names := changed_since(job, out):
+        return (
+            " and ".join(f"--{name}" if name != "model" else "the model" for name in names) + " changed since"
+        )
+    if names is not None:
+        return ""
+    try:
+        return f"its audit is of `{Audit.load(job.path(out)).provenance.command}`"
+    except (InputError, RecordError) as error:
+        return f"its audit cannot be read ({error.got})"
+
+
 def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit | RankwiseError]:
     """The audit of each model and revision over all its data, by its folder, or why there is none.
 

@@ -138,6 +138,16 @@ def test_scalars_name_each_layer_and_hold_means_over_heads():
     assert named["rank/states_relative_collapse/layers.02"] == audit.layers[2].relative_collapse
     assert named["rank/findings/error"] == 0
     assert all(isinstance(value, float) for value in named.values())
+    cross = [head.model_copy(update={"cross": True, "effective_rank": 1.0}) for head in audit.heads]
+    both = scalars(audit.model_copy(update={"heads": [*audit.heads, *cross]}))
+    assert both["rank/heads_effective_rank/layers.01.cross"] == 1.0
+    assert {name: both[name] for name in named} == named
+
+
+def test_a_probe_is_brought_to_the_device_of_the_model(device):
+    found = rw.RankMonitor([probe(), probe()]).step(encoder().to(device), 0)
+    assert found is not None
+    assert all(head.effective_rank >= 1 for head in found.heads)
 
 
 def test_it_stops_on_a_collapse_and_keeps_probe_and_audit(tmp_path, caplog):

@@ -94,6 +94,8 @@ def test_a_folder_holds_one_training(tmp_path):
     assert again.step(model, 2) is not None  # the checkpoint of step 2
     assert again.history.steps == [0, 1, 2]
     assert History.load(tmp_path).steps == [0, 1, 2]
+    (tmp_path / "probe.safetensors").touch()  # of a stop
     anew = rw.RankMonitor(probe(), folder=tmp_path, resume=True)
     anew.step(model, 0)
+    assert not (tmp_path / "probe.safetensors").exists()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0"]

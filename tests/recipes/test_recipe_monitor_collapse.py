@@ -20,6 +20,14 @@ def test_a_deep_post_norm_model_is_stopped_with_its_layer_and_a_larger_scale_goe
     assert larger["relative_collapse"][0] > stopped["relative_collapse"][0]
 
 
+def test_the_scale_of_the_advised_command_goes_on():
+    recipe = Recipe(depth=36, steps=1, seeds=(0,), tokens=32, batch=2)
+    advised = train(recipe, 0.5, 0, stop=True, source="command")
+    assert not advised["stopped"]
+    assert advised["steps"] == 1
+    assert advised["scale"] > 1
+
+
 def test_a_quick_run_leaves_the_kept_record_alone(monkeypatch, capsys):
     before = RESULTS.read_text()
     run = json.loads(before)["runs"][-1]

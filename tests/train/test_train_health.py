@@ -53,7 +53,7 @@ def judged(recipe: Recipe, losses: dict[int, float], first: bool = True) -> Heal
 
 
 def test_a_loss_above_a_uniform_guess_counts_once_warmup_is_over(tmp_path: Path) -> None:
-    recipe = tiny(tmp_path, batch=8, log_every=20, warmup=10)
+    recipe = tiny(tmp_path, batch=8, log_every=20, warmup=10, **{"evaluation.every": 100})
     far = {20: 400.0, 40: 6.3}
     history = [{"step": step, "loss": loss} for step, loss in far.items()]
     assert judged(recipe, far).warnings(history) == [], "20 steps before step 20 hold warmup"
@@ -69,8 +69,49 @@ def test_a_loss_above_a_uniform_guess_counts_once_warmup_is_over(tmp_path: Path)
     assert "wanted at most 6.36" in str(error)
     assert judged(stops, {60: 6.3}).error is None
     at_once = recipe.model_copy(update={"optimiser": recipe.optimiser.model_copy(update={"warmup": 20})})
-    assert not judged(at_once, {}).warnings([{"step": 39, "loss": 484.0}])
+    late = recipe.model_copy(update={"optimiser": recipe.optimiser.model_copy(update={"warmup": 21})})
+    assert not judged(late, {}).warnings([{"step": 40, "loss": 484.0}])
     assert judged(at_once, {}).warnings([{"step": 40, "loss": 484.0}]), "steps 20 to 40 are after warmup"
+
+
+def test_the_bound_is_of_the_steps_since_the_log_before(tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, batch=8, log_every=20, warmup=10, **{"evaluation.every": 50})
+    for step, steps in ((40, 20), (50, 10), (60, 10), (80, 20), (100, 20)):
+        bound = worst_healthy_loss(256, 8 * steps)
+        for loss, warnings in ((bound + 0.01, 1), (bound - 0.01, 0)):
+            history = [{"step": step, "loss": loss}]
+            assert len(judged(recipe, {}).warnings(history)) == warnings, (step, loss)
+
+
+def test_every_setting_of_a_recipe_reaches_the_trainer(tmp_path: Path) -> None:
+    changes = {
+        "learning_rate": 0.007,
+        "warmup": 3,
+        "clip": 0.3,
+        "schedule": "linear",
+        "seed": 5,
+        "steps": 17,
+        "log_every": 4,
+        "evaluation.every": 9,
+    }
+    wanted = {
+        "learning_rate": 0.007,
+        "warmup_steps": 3,
+        "max_grad_norm": 0.3,
+        "lr_scheduler_type": "linear",
+        "seed": 5,
+        "max_steps": 17,
+        "logging_steps": 4,
+        "eval_steps": 9,
+        "save_steps": 9,
+    }
+    plain = running._arguments(tiny(tmp_path), tmp_path / "out", 1, False)
+    assert not [name for name, value in wanted.items() if getattr(plain, name) == value]
+    made = running._arguments(tiny(tmp_path, **changes), tmp_path / "out", 1, False)
+    assert {name: getattr(made, name) for name in wanted} == wanted
+    for metric, greater in (("loss", False), ("accuracy", True)):
+        made = running._arguments(tiny(tmp_path, **{"evaluation.metric": metric}), tmp_path / "o", 1, False)
+        assert (made.metric_for_best_model, made.greater_is_better) == (metric, greater)
 
 
 def test_the_first_process_alone_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +151,7 @@ def test_a_batch_is_not_multiplied_by_gpus(
     monkeypatch.setattr(TrainingArguments, "__post_init__", with_four)
     recipe = tiny(tmp_path, batch=4)
     made = running._arguments(recipe, tmp_path / "out", 1, False)
+    running._use_one_gpu(made)
     assert (made.train_batch_size, made.eval_batch_size, made.n_gpu) == (4, 4, 1)
     assert "torchrun --nproc-per-node 4" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ from rankwise.train.checkpoints import whole_checkpoints
 
 pytest.importorskip("accelerate")
 LONG = {"steps": 60, "evaluation.every": 10, "model": "tost", "evaluation.metric": "accuracy"}
-LONG |= {"monitor": True, "monitor_every": 10}
+LONG |= {"monitor": True, "monitor_every": 10, "log_every": 7}
 LONG |= {"model.options.dropout": 0.1}  # what is dropped depends on the random state that goes on
 
 

@@ -84,10 +84,28 @@ def test_bfloat16_trains_without_a_gpu(tmp_path: Path) -> None:
     assert results["configuration"]["dtype"] == "bfloat16"
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"loss at step 4: wanted a finite number, got (nan|inf)"):
-        train(tiny(tmp_path, learning_rate=1e30, clip=1e30, log_every=1, warmup=3), tmp_path / "out")
-    assert [one.name for one in whole_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
+@pytest.mark.parametrize(
+    ("every", "subject", "kept"),
+    [(6, "loss at step 4", []), (1, "held-out loss at step 3", ["checkpoint-1", "checkpoint-2"])],
+    ids=["training", "held-out"],
+)
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
+    every: int, subject: str, kept: list[str], tmp_path: Path
+) -> None:
+    diverging = {"learning_rate": 1e30, "clip": 1e30, "log_every": 1, "warmup": 3, "evaluation.every": every}
+    with pytest.raises(TrainingError, match=rf"^{subject}: wanted a finite number, got (nan|inf)"):
+        train(tiny(tmp_path, **diverging), tmp_path / "out")
+    assert [one.name for one in whole_checkpoints(tmp_path / "out")] == kept
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_audits_of_a_run_that_did_not_finish_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "out" / "rank" / "step-0").mkdir(parents=True)
+    audit = tmp_path / "out" / "rank" / "step-0" / "audit.json"
+    audit.write_text("{}")
+    with pytest.raises(TrainingError, match=r"got rank/step-0/audit\.json of a run that did not finish"):
+        train(tiny(tmp_path, monitor=True), tmp_path / "out")
+    assert audit.read_text() == "{}"
 
 
 @pytest.mark.parametrize("when", ["warn", "stop"])

@@ -70,7 +70,7 @@ def command(
     from rankwise.cli.output import quiet_libraries, show_progress
     from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
-    from rankwise.sweep import changed_since, jobs_of, run_here, sweep
+    from rankwise.sweep import jobs_of, run_here, sweep, why_again
     from rankwise.sweep_ray import ray_tasks
     from rankwise.tasks import AuditTask
 
@@ -94,9 +94,8 @@ def command(
     prepare_folder(out)
     quiet_libraries()
     for job in jobs if resume else ():
-        if changed := changed_since(job, out):
-            said = " and ".join(f"--{name}" if name != "model" else "the model" for name in changed)
-            print(f"rankwise: {job.name} is run again: {said} changed since", file=sys.stderr)
+        if why := why_again(job, out):
+            print(f"rankwise: {job.name} is run again: {why}", file=sys.stderr)
     stopped = False
     with (
         show_progress() as say,

@@ -16,6 +16,7 @@ from rankwise.files import prepare_folder, write_whole
 from rankwise.running import Batch, tensors_of
 
 logger = logging.getLogger("rankwise.monitor")
+PROBE = "probe.safetensors"
 
 
 class Record:
@@ -64,6 +65,8 @@ class Record:
                 path.unlink(missing_ok=True)
                 with suppress(OSError):  # of what else is in it
                     path.parent.rmdir()
+            with suppress(OSError):  # of a training that was stopped; what stops this one writes it anew
+                (self.folder / PROBE).unlink(missing_ok=True)
         return History((at, Audit.load(path)) for at, path in found.items() if at < step and resume)
 
     def write(self, step: int, found: Audit) -> str:
@@ -102,7 +105,7 @@ class Record:
             for at, batch in enumerate(batches)
             for name, tensor in tensors_of(batch).items()
         }
-        path = self.folder / "probe.safetensors"
+        path = self.folder / PROBE
         return _cause(lambda: write_whole(path, lambda partial: save_file(tensors, partial), "probe"))
 
     def finish(self, history: History) -> Path | None:

@@ -22,6 +22,19 @@ class LastEvaluation(TrainerCallback):
             control.should_evaluate = True
 
 
+class LogAtCheckpoints(TrainerCallback):
+    """Asks for a log wherever a checkpoint is written.
+
+    The Trainer logs the mean loss since its last log, and no checkpoint holds the part of that mean which
+    lies before it: a resumed run would log another one.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for it."""
+        if state.global_step % args.save_steps == 0:
+            control.should_log = True
+
+
 class Clock(TrainerCallback, ExportableState):
     """Seconds spent in steps, over all processes that the run was resumed in.
 

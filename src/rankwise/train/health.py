@@ -29,12 +29,16 @@ def worst_healthy_loss(choices: int, examples: int) -> float:
     return math.log(choices) + 0.5 + 4 / math.sqrt(examples)
 
 
+LOSSES = {"loss": "loss", "eval_loss": "held-out loss"}
+"""Names in a log of the Trainer, and what an error calls them."""
+
+
 class HealthCheck(TrainerCallback):
     """Looks at each loss that is logged, and warns of it or ends the run.
 
-    A loss that is no number ends any run. A loss further from the recipe's early number than its tolerance,
-    and one after warmup that is above `worst_healthy_loss`, is a warning, or ends the run where
-    ``when_early_fails`` is ``stop``.
+    A loss that is no number ends any run, before a checkpoint is written of it. A training loss further from
+    the recipe's early number than its tolerance, and one after warmup that is above `worst_healthy_loss`, is
+    a warning, or ends the run where ``when_early_fails`` is ``stop``.
 
     Args:
         recipe: whose numbers hold.
@@ -46,23 +50,23 @@ class HealthCheck(TrainerCallback):
         known = recipe.early_data in (None, data)
         self.early = {one.step: one for one in recipe.early if known}
         self.recipe, self.choices = recipe, choices
-        self.bound = worst_healthy_loss(choices, recipe.batch * recipe.log_every)
         self.error: TrainingError | None = None
         self._bound_told = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Judge a training loss; other logs, such as those of an evaluation, are left alone."""
-        loss, step = (logs or {}).get("loss"), state.global_step
-        if loss is None:
-            return
-        if not math.isfinite(loss):
-            self.error = TrainingError(
-                f"loss at step {step}",
-                wanted="a finite number",
-                got=str(loss),
-                fix="Lower optimiser.learning_rate or raise optimiser.warmup; checkpoints before it stay.",
-            )
-        elif (judgement := self._judgement(step, loss)) is not None:
+        """Judge a training loss, and see that a held-out one is a number; other logs are left alone."""
+        losses, step = {name: logs[name] for name in LOSSES if name in (logs or {})}, state.global_step
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                self.error = TrainingError(
+                    f"{LOSSES[name]} at step {step}",
+                    wanted="a finite number",
+                    got=str(loss),
+                    fix="Lower optimiser.learning_rate or raise optimiser.warmup, and take another --out; "
+                    "checkpoints before it stay.",
+                )
+        loss = losses.get("loss")
+        if self.error is None and loss is not None and (judgement := self._judgement(step, loss)) is not None:
             wanted, fix = judgement
             if self.recipe.when_early_fails == "stop":
                 self.error = TrainingError(
@@ -88,7 +92,7 @@ class HealthCheck(TrainerCallback):
         strange = [entry for entry in logged if self._strange(*entry)]
         found = [_told(*entry, self._early_wanted(entry[0])) for entry in strange]
         return found + [
-            f"{_told(*entry, self._bound_wanted())}; {len(above)} of {len(logged)} logs are above it"
+            f"{_told(*entry, self._bound_wanted(entry[0]))}; {len(above)} of {len(logged)} logs are above it"
             for entry in above[:1]
         ]
 
@@ -98,7 +102,7 @@ class HealthCheck(TrainerCallback):
             return self._early_wanted(step), "Look at the data and at what changed"
         if self._above(step, loss) and not self._bound_told:
             self._bound_told = True
-            return self._bound_wanted(), "Lower optimiser.learning_rate"
+            return self._bound_wanted(step), "Lower optimiser.learning_rate"
         return None
 
     def _strange(self, step: int, loss: float) -> bool:
@@ -106,17 +110,24 @@ class HealthCheck(TrainerCallback):
         return expected is not None and abs(loss - expected.loss) > expected.tolerance
 
     def _above(self, step: int, loss: float) -> bool:
-        since = step - self.recipe.log_every
-        return since >= self.recipe.optimiser.warmup and loss > self.bound
+        return self._logged_before(step) >= self.recipe.optimiser.warmup and loss > self._bound(step)
+
+    def _bound(self, step: int) -> float:
+        steps = step - self._logged_before(step)
+        return worst_healthy_loss(self.choices, self.recipe.batch * steps)
+
+    def _logged_before(self, step: int) -> int:
+        """The step of the log before: a loss is the mean of the steps since."""
+        return max((step - 1) // n * n for n in (self.recipe.log_every, self.recipe.evaluation.every))
 
     def _early_wanted(self, step: int) -> str:
         return (
             f"{self.early[step].loss:g} ± {self.early[step].tolerance:g}, as in the runs that are kept of it"
         )
 
-    def _bound_wanted(self) -> str:
+    def _bound_wanted(self, step: int) -> str:
         return (
-            f"at most {self.bound:.2f} after warmup (a uniform guess among {self.choices} "
+            f"at most {self._bound(step):.2f} after warmup (a uniform guess among {self.choices} "
             f"has {math.log(self.choices):.2f})"
         )
 

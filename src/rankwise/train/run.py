@@ -17,7 +17,7 @@ from rankwise.data.tasks import Task
 from rankwise.device_maps import checked_device
 from rankwise.errors import InputError, RankwiseError, TrainingError
 from rankwise.monitor import RankMonitor
-from rankwise.train.callbacks import Clock, LastEvaluation, Lines
+from rankwise.train.callbacks import Clock, LastEvaluation, Lines, LogAtCheckpoints
 from rankwise.train.checkpoints import checkpoints, identity, last_whole, refuse_foreign, remove_broken
 from rankwise.train.damage import check_readable
 from rankwise.train.health import HealthCheck
@@ -31,6 +31,8 @@ from rankwise.train.settings import Recipe
 from rankwise.train.stream import Stream
 from rankwise.train.tasks import make_task
 
+RANK = "rank"
+"""Where a monitor writes, in the folder of a run."""
 PROBE = 2
 """Validation examples that a monitor audits."""
 UNLIKELY = 6
@@ -83,10 +85,12 @@ def _train(
         check_readable(start)
     set_seed(recipe.seed)
     model = _model(recipe, task)
+    arguments = _arguments(recipe, out, processes, progress)
+    _use_one_gpu(arguments)
     trainer = MarkingTrainer(
         content,
         model=model,
-        args=_arguments(recipe, out, processes, progress),
+        args=arguments,
         train_dataset=Stream(task.train, recipe.steps * recipe.batch, recipe.seed),
         eval_dataset=_validation(recipe, task),
         data_collator=task.collate,
@@ -96,7 +100,7 @@ def _train(
     )
     _check_copies(trainer)
     check = HealthCheck(recipe, task.provenance.sha256, task.num_labels or task.vocab_size or 2)
-    _set_callbacks(trainer, [check, LastEvaluation(), Clock()], progress)
+    _set_callbacks(trainer, [check, LastEvaluation(), LogAtCheckpoints(), Clock()], progress)
     watched = recipe.monitor or recipe.monitor_stop_on
     monitor = _monitor(recipe, trainer, task, out) if watched else None
     with full_disk_told(out):
@@ -109,7 +113,7 @@ def _train(
             f"step {monitor.history.steps[-1]}",
             wanted=f"no finding of monitor_stop_on ({', '.join(recipe.monitor_stop_on)})",
             got=f"{finding.code} at {finding.where}: {finding.meaning.rstrip('.')}",
-            fix=f"Look at {out / 'rank'}; without monitor_stop_on the training goes on all the same.",
+            fix=f"Look at {out / RANK}; without monitor_stop_on the training goes on all the same.",
         )
     results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings(trainer.state.log_history)}
     if trainer.is_world_process_zero():
@@ -152,11 +156,12 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
             fix="Choose another --out, or remove that folder to train again.",
         )
     refuse_foreign(out)
-    if checkpoints(out) and not resume:
+    unfinished = [*checkpoints(out), *sorted((out / RANK).glob("step-*/audit.json"))]
+    if unfinished and not resume:
         raise TrainingError(
             f"--out {out}",
-            wanted="a folder without checkpoints",
-            got=f"{checkpoints(out)[-1].name} of a run that did not finish",
+            wanted="a folder without checkpoints and audits",
+            got=f"{unfinished[-1].relative_to(out)} of a run that did not finish",
             fix="Go on from it with --resume, or choose another --out.",
         )
     start = last_whole(out, content)
@@ -216,7 +221,7 @@ def _check_mixed(labels: list[int], most: int) -> None:
 def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> TrainingArguments:
     """The recipe in the Trainer's words."""
     each, optimiser = recipe.batch // processes, recipe.optimiser
-    made = TrainingArguments(
+    return TrainingArguments(
         output_dir=str(out),
         max_steps=recipe.steps,
         per_device_train_batch_size=each,
@@ -245,16 +250,18 @@ def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> Tra
         disable_tqdm=not progress,
         dataloader_pin_memory=torch.cuda.is_available() and recipe.device != "cpu",
     )
-    if made.n_gpu > 1:
-        # the Trainer would copy the model to each GPU at every step, and take ``batch`` for each of them
+
+
+def _use_one_gpu(arguments: TrainingArguments) -> None:
+    """Keep the Trainer from copying the model to each GPU at every step, with ``batch`` for each of them."""
+    if arguments.n_gpu > 1:
         print(
-            f"one of {made.n_gpu} GPUs is used; all are by: "
-            f"torchrun --nproc-per-node {made.n_gpu} -m rankwise train …",
+            f"one of {arguments.n_gpu} GPUs is used; all are by: "
+            f"torchrun --nproc-per-node {arguments.n_gpu} -m rankwise train …",
             file=sys.stderr,
             flush=True,
         )
-        made._n_gpu = 1
-    return made
+        arguments._n_gpu = 1
 
 
 def _set_callbacks(trainer: Trainer, callbacks: list[Any], progress: bool) -> None:
@@ -277,7 +284,7 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMon
         moved,
         every=recipe.monitor_every,
         stop_on=recipe.monitor_stop_on,
-        folder=out / "rank",
+        folder=out / RANK,
         resume=True,  # from the checkpoint, or from step 0 where a run was killed before its first
     )
     monitor.attach(trainer)

@@ -109,8 +109,12 @@ def cut(ids: np.ndarray, length: int, subject: str, windows: int | None = None, 
     """
     need_whole("length", length, 2)
     if len(ids) < length:
-        fix = f"Give a longer text, or {max(len(ids), 2)} tokens or less (task.tokens of a recipe)."
-        raise InputError(subject, wanted=f"{length} tokens for one window", got=f"{len(ids)} tokens", fix=fix)
+        fix = "Give a longer text"
+        if len(ids) >= 2:
+            fix += f", or {len(ids)} tokens or less (task.tokens of a recipe)"
+        raise InputError(
+            subject, wanted=f"{length} tokens for one window", got=f"{len(ids)} tokens", fix=f"{fix}."
+        )
     if windows is None:
         starts = np.arange((len(ids) - 1) // (length - 1)) * (length - 1)
     else:

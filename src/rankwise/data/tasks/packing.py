@@ -105,6 +105,13 @@ def _tokenizer(given: Any, vocab_size: int | None, texts: list[str]) -> tuple[An
 
 
 def _bytes(text: str) -> int:
+    if not isinstance(text, str):
+        raise InputError(
+            f"the document {text!r}"[:60],
+            wanted="text",
+            got=type(text).__name__,
+            fix="Leave it out, or make it a string.",
+        )
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
