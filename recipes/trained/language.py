@@ -1,12 +1,45 @@
 """Language models on bytes by mixer, at equal parameters."""
 
-from typing import get_args
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
 
 from rankwise.train.recipes.language import Model
-from recipes.experiment import BYTE_LOSS, Experiment, below, within
+from recipes.experiment import BYTE_LOSS, Experiment, Table, below, within
+from recipes.trained.reading import markdown
 
 SCALE = 0.088
 """Of initial weights, 128^−1/2 for a width of 128; other rows have 0.02, as GPT-2 and the released ToST."""
+
+
+BY_CONTEXT = Path(__file__).parents[2] / "benchmarks" / "results" / "language.json"
+
+
+def by_context(table: Table) -> str:
+    """Time, memory and decoding state by context, as `benchmarks/language.py` measured them."""
+    measured = json.loads(BY_CONTEXT.read_text(encoding="utf-8"))
+    rows = {(row["model"], row["tokens"]): row for row in measured["rows"]}
+    contexts = sorted({tokens for _, tokens in rows})
+    lines = [
+        (model, *(_measured(rows[model, tokens]) for tokens in contexts))
+        for model in dict.fromkeys(name for name, _ in rows)
+    ]
+    said = (
+        "By context: a step of training on 4,096 tokens, in times of the transformer's at that context (and "
+        "the interval that holds it in 95 % of runs), the memory of that step beside model and optimiser, "
+        "and what decoding keeps of one sequence. limit: a product with as many weights in one matrix. "
+        f"`python benchmarks/language.py` on {measured['machine']['cpu']}, "
+        f"{measured['machine']['torch_threads']} thread."
+    )
+    return "\n".join([said, "", *markdown(("", *(f"{tokens:,} tokens" for tokens in contexts)), lines)])
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    time = "{:.2f} ({:.2f} to {:.2f})".format(*row["time"])
+    if row["state"] is None:
+        return time
+    return f"{time}, {row['memory']:,.0f} MiB, {row['state'] / 1024:,.0f} KiB"
 
 
 def scaled(model: str) -> str:
@@ -45,6 +78,7 @@ LANGUAGE = Experiment(
     "but where a row says another. tost-hybrid is the decayed one with softmax attention in every "
     "fourth layer; tost-scan has a short convolution and a scan of 16 features with memberships as "
     "steps (`rankwise.models.TokenStatisticsAttention`), tost-scan-hybrid too.",
+    more=by_context,
 )
 
 TOKEN_WEIGHTS = 918_144
