@@ -185,6 +185,7 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     assert "wanted none: this task is generated" in str(given.exception)
     wrong = run.invoke(app, ["train", "language", "task.path=nothing.txt"])
     assert "nothing.txt" in str(wrong.exception)
+    assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
     done = run.invoke(app, ["train", "language", *pairs(tmp_path, model="tost")])
     assert done.exit_code == 0, done.exception
     assert "held-out loss" in done.output

@@ -43,7 +43,6 @@ def command(
 ) -> None:
     """Train a recipe, or list them."""
     from rankwise.cli.output import quiet_libraries
-    from rankwise.files import prepare_folder
 
     quiet_libraries()
     from rankwise.train import recipe as make_recipe
@@ -58,7 +57,6 @@ def command(
         print(json.dumps(chosen.model_dump(mode="json"), indent=1))
         return
     folder = out or Path("runs") / _run_name(chosen)
-    prepare_folder(folder)
     try:
         results = train(chosen, folder, resume=resume, progress=sys.stderr.isatty())
     except KeyboardInterrupt:
