@@ -29,10 +29,10 @@ class Row:
     def scores(self, name: str) -> list[float]:
         """A score of every run: ``loss``, ``accuracy``, or a number beside them such as ``parameters``.
 
-        `BYTE_LOSS` is the loss of a model of tokens for each byte of the text.
+        `BYTE_LOSS` is the loss for each byte of the text, of models of tokens as well.
         """
         if name == BYTE_LOSS:
-            return [run["scores"]["loss"] / run["bytes_per_token"] for run in self.runs]
+            return [run["scores"]["loss"] / (run.get("bytes_per_token") or 1) for run in self.runs]
         return [run["scores"].get(name, run.get(name)) for run in self.runs]
 
     def mean(self, name: str) -> float:
@@ -97,7 +97,7 @@ class Experiment:
         for label in self.rows:
             start = run_id(self, label, size, "")
             names = (path.stem.removeprefix(start) for path in folder.glob(f"{start}*.json"))
-            seeds = sorted(int(name) for name in names if name.isdecimal())
+            seeds = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
             if seeds:
                 found[label] = Row(label, [self._kept(label, size, seed, folder, same) for seed in seeds])
         return found
@@ -145,11 +145,15 @@ def margin(rows: Sequence[Row], metric: str, table: Table) -> float:
 
 
 def has_learned(rows: Sequence[Row], metric: str, floor: float = -math.inf) -> bool:
-    """Whether the best of some rows is above a floor, and an accuracy above that of the commonest answer."""
+    """Whether the best of some rows is above a floor.
+
+    An accuracy is also above that of always the commonest answer, by more than its examples leave open.
+    """
+    best = max(rows, key=lambda row: row.mean(metric))
     if metric == "accuracy":
-        chances = (run["chance"] for row in rows for run in row.runs)
-        floor = max([floor, *(chance for chance in chances if chance is not None)])
-    return max(row.mean(metric) for row in rows) > floor
+        for chance in (run["chance"] for row in rows for run in row.runs if run["chance"] is not None):
+            floor = max(floor, chance + NORMAL * math.sqrt(chance * (1 - chance) / judged(best.runs[0])))
+    return best.mean(metric) > floor
 
 
 def judged(run: Mapping[str, Any]) -> int:
@@ -214,6 +218,8 @@ def exceeds(label: str, bar: float, whose: str, metric: str = "accuracy") -> Exp
 
     def judge(table: Table) -> Verdict:
         row = table[label]
-        return beyond(row.mean(metric) - bar, [row], metric, table), f"{row.mean(metric):.3f}"
+        distance = row.mean(metric) - bar
+        known = abs(distance) >= margin([row], metric, table)
+        return distance > 0 if known else None, f"{row.mean(metric):.3f}"
 
     return Expectation(f"{metric} of {label} is above {bar:g}, {whose}", [label], judge)

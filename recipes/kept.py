@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from rankwise.errors import RecordError
+from pydantic import ValidationError
+
+from rankwise.errors import RecordError, first_line
 from rankwise.files import parse_json
 from rankwise.train import Recipe
 from rankwise.train.overrides import fields
@@ -25,9 +27,14 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         got = str(error)
     else:
-        if isinstance(content, dict) and content.keys() >= WANTED:
-            return content
         got = "other JSON"
+        if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in WANTED):
+            try:
+                Recipe.model_validate(content["configuration"])
+            except ValidationError as error:
+                got = f"a configuration that is none: {first_line(error)}"
+            else:
+                return content
     raise RecordError(
         str(path),
         wanted="results of a run",

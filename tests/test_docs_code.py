@@ -92,6 +92,10 @@ def test_calls_in_the_documentation_are_calls_of_what_is_there(page: Path) -> No
         check(code, known)
 
 
+def test_many_calls_are_held_against_signatures() -> None:
+    assert sum(check(code, dict(CONTEXT)) for page in PAGES for code in blocks(page)) > 30
+
+
 def test_wrong_names_and_arguments_are_found() -> None:
     assert check("rw.audit(model, batches)", dict(CONTEXT)) == 1
     assert check("from rankwise.data import tasks\ntasks.listops(2000, 500)", {}) == 1

@@ -131,7 +131,12 @@ def test_runs_on_other_data_are_not_counted(tmp_path: Path) -> None:
         LANGUAGE.table("small", tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", '{"scores": {', "[]", '{"scores": {}}'])
+EMPTY = '{"scores": {}, "data": {}, "provenance": {}, "configuration": %s}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"scores": {', "[]", '{"scores": {}}', EMPTY % "[]", EMPTY % "{}", EMPTY % "null"]
+)
 def test_a_damaged_file_is_named_and_no_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
@@ -172,7 +177,8 @@ def test_losses_a_token_are_given_a_byte_as_well() -> None:
 
     assert told(bytes_per_token=2.0) == "3.000 a token, 1.500 a byte"
     assert told() == told(bytes_per_token=1.0) == "3.000"
-    assert Row("", [{"scores": {"loss": 3.0}, "bytes_per_token": 2.0}]).mean(BYTE_LOSS) == 1.5
+    runs = [{"scores": {"loss": 3.0}, "bytes_per_token": 2.0}, {"scores": {"loss": 3.0}}]
+    assert Row("", runs).scores(BYTE_LOSS) == [1.5, 3.0]
 
 
 def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
@@ -187,7 +193,7 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
     for pair in (("tost", "transformer"), ("transformer", "tost")):
         assert alike(*pair, 0.2, "loss").judge(table)[0] is False
         assert alike(*pair, 0.3, "loss").judge(table)[0] is True
-    for bar in (1.25, 1.75):
+    for bar in (1.25, 1.75, 9.0):
         assert exceeds("tost", bar, "a bar", "loss").judge(table) == (bar < 1.5, "1.500")
 
 
@@ -248,7 +254,8 @@ def test_few_examples_tell_little_of_an_accuracy() -> None:
         assert verdicts == [False, None, True]
     assert beyond(1.0, two, "accuracy", table, floor=0.8) is None, "nothing was learned"
     assert beyond(1.0, two, "accuracy", table, floor=0.7) is True, "one of them has learned"
-    for chance, verdict in ((0.8, None), (0.7, True)):
+    above = 0.8 + NORMAL * (0.16 / 400) ** 0.5
+    for chance, verdict in ((0.8, None), (0.7, True), (1.6 - above, None), (1.58 - above, True)):
         two = rows(400, None, chance)
         assert beyond(1.0, two, "accuracy", dict(zip("ab", two, strict=True))) is verdict
 

@@ -17,7 +17,7 @@ from rankwise.train import callbacks, train
 from rankwise.train import run as running
 from rankwise.train.callbacks import Clock
 from rankwise.train.health import HealthCheck, worst_healthy_loss
-from rankwise.train.settings import Recipe
+from rankwise.train.settings import EarlyLoss, Recipe
 
 pytest.importorskip("accelerate")
 
@@ -81,6 +81,14 @@ def test_the_bound_is_of_the_steps_since_the_log_before(tmp_path: Path) -> None:
         for loss, warnings in ((bound + 0.01, 1), (bound - 0.01, 0)):
             history = [{"step": step, "loss": loss}]
             assert len(judged(recipe, {}).warnings(history)) == warnings, (step, loss)
+
+
+def test_an_early_loss_is_held_against_a_mean_over_as_many_steps_alone(tmp_path: Path) -> None:
+    early = {"early": (EarlyLoss(step=40, loss=5.0, tolerance=0.1),), "early_data": None}
+    for every, warnings in ((100, 1), (40, 1), (30, 0)):
+        made = tiny(tmp_path, log_every=20, **{"evaluation.every": every}).model_copy(update=early)
+        history = [{"step": 40, "loss": 5.2}]
+        assert len(judged(made, {}).warnings(history)) == warnings, every
 
 
 def test_every_setting_of_a_recipe_reaches_the_trainer(tmp_path: Path) -> None:

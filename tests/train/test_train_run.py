@@ -108,6 +108,26 @@ def test_audits_of_a_run_that_did_not_finish_are_not_written_over(tmp_path: Path
     assert audit.read_text() == "{}"
 
 
+def test_audits_without_a_checkpoint_are_gone_on_from_by_their_own_run_alone(tmp_path: Path) -> None:
+    stopping = {"monitor": True, "monitor_every": 1, "learning_rate": 1e30, "clip": 1e30, "log_every": 1}
+    stopping |= {"evaluation.every": 6}
+    with pytest.raises(TrainingError, match="wanted a finite number"):
+        train(tiny(tmp_path, **stopping), tmp_path / "out")
+    audits = {path: path.read_bytes() for path in tmp_path.glob("out/rank/step-*/audit.json")}
+    assert audits
+    other = tiny(tmp_path, **(stopping | {"learning_rate": 1e-3}))
+    with pytest.raises(TrainingError, match=r"^audits .*learning_rate: 1e\+30 there, 0\.001 here"):
+        train(other, tmp_path / "out", resume=True)
+    assert audits == {path: path.read_bytes() for path in audits}
+    with pytest.raises(TrainingError, match="wanted a finite number"):
+        train(tiny(tmp_path, **stopping), tmp_path / "out", resume=True)
+
+
+def test_the_curve_has_every_step(tmp_path: Path) -> None:
+    found = train(tiny(tmp_path, steps=5, log_every=4, **{"evaluation.every": 3}), tmp_path / "out")
+    assert [step for step, _ in found["curve"]] == [3, 4, 5]
+
+
 @pytest.mark.parametrize("when", ["warn", "stop"])
 def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) -> None:
     far = {
@@ -166,7 +186,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     with pytest.raises(TrainingError, match="checkpoint-3 of a run that did not finish"):
         train(recipe, out)
-    with pytest.raises(TrainingError, match=r"another one \(batch: 2 there, 4 here\)"):
+    with pytest.raises(TrainingError, match=r"another run's \(batch: 2 there, 4 here\)"):
         train(tiny(tmp_path, batch=4), out, resume=True)
     assert train(recipe, out, resume=True)["evaluations"][-1][0] == 6
 

@@ -127,8 +127,8 @@ def selective_scan(
 
     `scan` with a decay for each feature: token by token, through a state of N×V numbers.
 
-    Cost: O(T N V) time and O(T V + N V) memory for each leading axis, and as many tokens' states at once as
-    hold ``numbers`` numbers, over all leading axes.
+    Cost: O(T N V) time and O(T V + N V) memory for each leading axis, and twice as many tokens' states at
+    once as hold ``numbers`` numbers, over all leading axes.
 
     Args:
         left: one vector a row; its leading axes and those of the others broadcast.

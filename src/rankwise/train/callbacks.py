@@ -31,7 +31,7 @@ class LogAtCheckpoints(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ask for it."""
-        if state.global_step % args.save_steps == 0:
+        if state.global_step % args.save_steps == 0 or state.global_step == state.max_steps:
             control.should_log = True
 
 

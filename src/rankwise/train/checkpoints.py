@@ -55,10 +55,10 @@ def begin(out: Path, step: int) -> None:
 
 
 def mark(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Say that a checkpoint is whole.
+    """Say that a checkpoint is whole, or whose audits a folder holds.
 
     Args:
-        checkpoint: its folder.
+        checkpoint: the folder.
         content: `identity` of the run.
     """
     write_whole(checkpoint / MARK, json.dumps(content, indent=1) + "\n", "checkpoint")
@@ -133,16 +133,31 @@ def last_whole(out: Path, content: dict[str, Any]) -> Path | None:
     whole = whole_checkpoints(out)
     if not whole:
         return None
+    refuse_other(whole[-1], content)
+    return whole[-1]
+
+
+def refuse_other(folder: Path, content: dict[str, Any], kind: str = "checkpoint") -> None:
+    """See that what a folder holds is of this run.
+
+    Args:
+        folder: that was marked.
+        content: `identity` of the run.
+        kind: what an error calls it.
+
+    Raises:
+        TrainingError: if it is of another recipe, configuration or text, naming what differs.
+    """
     try:
-        kept = parse_json((whole[-1] / MARK).read_text(encoding="utf-8"))
+        kept = parse_json((folder / MARK).read_text(encoding="utf-8"))
         if not isinstance(kept, dict):
             raise ValueError(f"no object but {type(kept).__name__}")
     except (OSError, ValueError) as error:
         raise TrainingError(
-            f"checkpoint {whole[-1]}",
+            f"{kind} {folder}",
             wanted=f"a {MARK} that can be read",
             got=str(error),
-            fix="Remove that folder; the checkpoint before it is taken then.",
+            fix="Remove that folder; the run goes on from what is before it.",
         ) from error
     different = sorted(name for name in {*kept, *content} if kept.get(name) != content.get(name))
     if different:
@@ -150,12 +165,11 @@ def last_whole(out: Path, content: dict[str, Any]) -> Path | None:
             f"{name}: {_short(kept, name)} there, {_short(content, name)} here" for name in different[:4]
         )
         raise TrainingError(
-            f"checkpoint {whole[-1]}",
-            wanted=f"a checkpoint of {content['name']} with this configuration",
-            got=f"another one ({first})",
+            f"{kind} {folder}",
+            wanted=f"those of {content['name']} with this configuration",
+            got=f"another run's ({first})",
             fix="Give the keys it was started with, or another --out.",
         )
-    return whole[-1]
 
 
 def _short(content: dict[str, Any], name: str) -> str:

@@ -18,7 +18,15 @@ from rankwise.device_maps import checked_device
 from rankwise.errors import InputError, RankwiseError, TrainingError
 from rankwise.monitor import RankMonitor
 from rankwise.train.callbacks import Clock, LastEvaluation, Lines, LogAtCheckpoints
-from rankwise.train.checkpoints import checkpoints, identity, last_whole, refuse_foreign, remove_broken
+from rankwise.train.checkpoints import (
+    checkpoints,
+    identity,
+    last_whole,
+    mark,
+    refuse_foreign,
+    refuse_other,
+    remove_broken,
+)
 from rankwise.train.damage import check_readable
 from rankwise.train.health import HealthCheck
 from rankwise.train.lock import alone
@@ -103,6 +111,9 @@ def _train(
     _set_callbacks(trainer, [check, LastEvaluation(), LogAtCheckpoints(), Clock()], progress)
     watched = recipe.monitor or recipe.monitor_stop_on
     monitor = _monitor(recipe, trainer, task, out) if watched else None
+    if watched and _first():
+        (out / RANK).mkdir(exist_ok=True)
+        mark(out / RANK, content)
     with full_disk_told(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
@@ -165,6 +176,8 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
             fix="Go on from it with --resume, or choose another --out.",
         )
     start = last_whole(out, content)
+    if unfinished and start is None:
+        refuse_other(out / RANK, content, "audits")
     if _first():
         remove_broken(out)
     return start

@@ -101,6 +101,8 @@ def test_no_expression_comes_twice_and_the_seed_decides() -> None:
     assert np.array_equal(task.train.arrays["input_ids"], longer.train.arrays["input_ids"][:300])
     assert tasks.listops(300, 60, **small, seed=1).provenance.sha256 != task.provenance.sha256
     assert task.provenance.sha256 == SHA256
+    assert "Nangia" in task.provenance.source
+    assert "Long Range Arena" not in task.provenance.source, "these are not its lengths"
 
 
 def test_what_no_expression_has_is_refused() -> None:

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.unchecked import unchecked
 from transformers import ByT5Tokenizer
 
 from rankwise.data import tasks
@@ -48,6 +50,7 @@ def test_files_give_the_same_as_documents(tmp_path: Path) -> None:
         (["a", "b"], {}, "the training part: wanted 256 tokens for one window, got 2 tokens"),
         (["a", ""], {"length": 2}, "the validation part: wanted 2 tokens for one window, got 0 tokens"),
         (["a", "b"], {"validation_share": 0.0}, r"validation_share: .* got 0\.0"),
+        (["", ""], {"length": 2}, r"got 0 tokens\. Give a longer text\.$"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(
@@ -55,6 +58,20 @@ def test_what_cannot_be_packed_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         tasks.token_language_model(documents, ByT5Tokenizer(), **options)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (3, "wanted a text file, .* got int"),
+        (None, "wanted a text file, .* got NoneType"),
+        (b"text", "wanted a text file, .* got bytes"),
+        ([None, "b"], "the document None: wanted text, got NoneType"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(documents: Any, message: str) -> None:
+    with unchecked(), pytest.raises(InputError, match=message):
+        tasks.token_language_model(documents, ByT5Tokenizer())
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Language modelling of tokens: documents one behind the other, cut into windows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ def token_language_model(
     need_share("validation_share", validation_share)
     need_whole("seed", seed, 0)
     is_file = isinstance(documents, str | Path)
+    if not is_file and (isinstance(documents, bytes) or not isinstance(documents, Iterable)):
+        raise InputError(
+            "documents",
+            wanted="a text file, a .jsonl file, or a list of texts",
+            got=type(documents).__name__,
+            fix="Give the path of a file, or decode what was read and give it in a list.",
+        )
     texts = load_text(documents) if isinstance(documents, str | Path) else list(documents)
     parts = _split(texts, validation_share)
     sizes = [sum(map(_bytes, part)) for part in parts]
