@@ -39,7 +39,7 @@ from rankwise.train.settings import Recipe
 from rankwise.train.stream import Stream
 from rankwise.train.tasks import make_task
 
-RANK = "rank"
+AUDITS = "rank"
 """Where a monitor writes, in the folder of a run."""
 PROBE = 2
 """Validation examples that a monitor audits."""
@@ -112,8 +112,8 @@ def _train(
     watched = recipe.monitor or recipe.monitor_stop_on
     monitor = _monitor(recipe, trainer, task, out) if watched else None
     if watched and _first():
-        (out / RANK).mkdir(exist_ok=True)
-        mark(out / RANK, content)
+        (out / AUDITS).mkdir(exist_ok=True)
+        mark(out / AUDITS, content)
     with full_disk_told(out):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     if check.error is not None:
@@ -124,7 +124,7 @@ def _train(
             f"step {monitor.history.steps[-1]}",
             wanted=f"no finding of monitor_stop_on ({', '.join(recipe.monitor_stop_on)})",
             got=f"{finding.code} at {finding.where}: {finding.meaning.rstrip('.')}",
-            fix=f"Look at {out / RANK}; without monitor_stop_on the training goes on all the same.",
+            fix=f"Look at {out / AUDITS}; without monitor_stop_on the training goes on all the same.",
         )
     results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings(trainer.state.log_history)}
     if trainer.is_world_process_zero():
@@ -167,7 +167,7 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
             fix="Choose another --out, or remove that folder to train again.",
         )
     refuse_foreign(out)
-    unfinished = [*checkpoints(out), *sorted((out / RANK).glob("step-*/audit.json"))]
+    unfinished = [*checkpoints(out), *sorted((out / AUDITS).glob("step-*/audit.json"))]
     if unfinished and not resume:
         raise TrainingError(
             f"--out {out}",
@@ -177,7 +177,7 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
         )
     start = last_whole(out, content)
     if unfinished and start is None:
-        refuse_other(out / RANK, content, "audits")
+        refuse_other(out / AUDITS, content, "audits")
     if _first():
         remove_broken(out)
     return start
@@ -297,7 +297,7 @@ def _monitor(recipe: Recipe, trainer: Trainer, task: Task, out: Path) -> RankMon
         moved,
         every=recipe.monitor_every,
         stop_on=recipe.monitor_stop_on,
-        folder=out / RANK,
+        folder=out / AUDITS,
         resume=True,  # from the checkpoint, or from step 0 where a run was killed before its first
     )
     monitor.attach(trainer)
