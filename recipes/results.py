@@ -13,7 +13,7 @@ from typing import Any
 
 from rankwise.errors import RecordError
 from rankwise.files import write_whole
-from recipes.experiment import RESULTS, Experiment, Row, Table, judged
+from recipes.experiment import BYTE_LOSS, RESULTS, Experiment, Row, Table, judged
 from recipes.trained import EXPERIMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -101,9 +101,7 @@ def loss(row: Row) -> str:
     """Nats; of a model of tokens nats a byte beside those a token."""
     told = spread(row, "loss", 3)
     bytes_per_token = row.runs[0].get("bytes_per_token") or 1
-    return (
-        told if bytes_per_token == 1 else f"{told} a token, {row.mean('loss') / bytes_per_token:.3f} a byte"
-    )
+    return told if bytes_per_token == 1 else f"{told} a token, {row.mean(BYTE_LOSS):.3f} a byte"
 
 
 def commands(table: Table) -> list[str]:
