@@ -9,7 +9,7 @@ from recipes.experiment import Experiment, alike, below
 from recipes.trained.reading import collapse, joined, learned
 
 MIXERS = get_args(Mixer)
-SKIPS = (-2, -1, 0, 1, 2, "learned", "channel")
+SKIPS = (-2, -1, 0, 1, 2, "shared", "learned", "channel")
 SECOND_HAND = {1: "0.423 (a fixed λ; second-hand)", "learned": "0.389 (second-hand)"}
 PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
 
@@ -53,9 +53,9 @@ def experiment(task: str, title: str, paper: dict[str, str]) -> Experiment:
         expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", 0.02, floor) for mixer in MIXERS]
         + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", 0.02, floor)]
         + [alike(label(mixer, 1), label(mixer, "learned"), 0.02, floor=floor) for mixer in MIXERS],
-        notes="λ is around the mixer alone; the feed-forward part keeps its own skip. learned: one λ for "
-        "each layer, from −1; channel: one for each channel of each layer. gate: the mixer's output is "
-        "multiplied by a gate that its input gives. Pre-norm. " + NOTES[task],
+        notes="λ is around the mixer alone; the feed-forward part keeps its own skip. shared: one λ learned "
+        "for all layers, from −1; learned: one for each layer; channel: one for each channel of each layer. "
+        "gate: the mixer's output is multiplied by a gate that its input gives. Pre-norm. " + NOTES[task],
         more=joined(learned, collapse),
     )
 

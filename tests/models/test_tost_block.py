@@ -49,17 +49,17 @@ def test_the_block_is_its_formula(
     assert isinstance(block.mixer_scale, LayerScale) == (scale is not None)
 
 
-@pytest.mark.parametrize("kind", ["none", "fixed", "learned", "channel"])
+@pytest.mark.parametrize("kind", ["none", "fixed", "learned", "channel", "shared"])
 @pytest.mark.parametrize("init", [1.0, -2.0, 0.5])
 def test_skips(kind: str, init: float) -> None:
     skip, update = LambdaSkip(WIDTH, kind, init).double(), torch.ones_like(X)
     expected = update if kind == "none" else init * X + update
     torch.testing.assert_close(skip(X, update), expected, **CLOSE)
-    shapes = {"learned": [()], "channel": [(WIDTH,)]}
+    shapes = {"learned": [()], "shared": [()], "channel": [(WIDTH,)]}
     assert [tuple(p.shape) for p in skip.parameters()] == shapes.get(kind, [])
     for parameter in skip.parameters():
         skip(X, update).sum().backward()
-        wanted = X.sum() if kind == "learned" else X.sum((0, 1))
+        wanted = X.sum() if kind != "channel" else X.sum((0, 1))
         torch.testing.assert_close(parameter.grad, wanted, **CLOSE)
     assert repr(skip) == f"LambdaSkip({kind}, init={init:g})"
 

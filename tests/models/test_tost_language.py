@@ -4,13 +4,20 @@ import copy
 
 import pytest
 import torch
+from safetensors import safe_open
 from tests.unchecked import unchecked
 from torch.nn import functional as F
 from tost_cases import LIMIT, VARIANTS, config, stirred, texts
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rankwise.errors import InputError
-from rankwise.models import MixerCache, ToSTConfig, ToSTForCausalLM, ToSTModel
+from rankwise.models import (
+    MixerCache,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForSequenceClassification,
+    ToSTModel,
+)
 
 # float64 models of two layers, logits of order 10: rounding stays under 1e-10
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -217,6 +224,38 @@ def test_saved_and_loaded(variant: str, tmp_path) -> None:
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is ToSTModel
     assert torch.equal(base(ids).last_hidden_state, lm.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("made", [ToSTForCausalLM, ToSTForSequenceClassification])
+def test_a_shared_skip_is_one_weight(made: type, tied: bool, tmp_path) -> None:
+    lm = made(config(skip="shared", skip_init=-1.0, num_hidden_layers=3, tie_word_embeddings=tied))
+    with torch.no_grad():
+        lm.model.layers[2].skip.weight.fill_(0.5)
+    lm.save_pretrained(tmp_path)
+    for one in (lm, made.from_pretrained(tmp_path), copy.deepcopy(lm), copy.deepcopy(lm).to(torch.float64)):
+        skips = [layer.skip.weight for layer in one.model.layers]
+        assert all(skip is skips[0] for skip in skips)
+        assert skips[0].item() == 0.5
+        assert sum("skip" in name for name, _ in one.named_parameters()) == 1
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert sum("skip" in name for name in file.keys()) == 1  # noqa: SIM118  (it is no dict)
+
+
+def test_a_shared_skip_is_learned_from_every_layer() -> None:
+    """Its gradient is the sum of those that a λ of each layer has at the same value."""
+    ids = texts(2, 6)
+
+    def gradients(kind: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        lm = ToSTForCausalLM(config(skip=kind, skip_init=-1.0)).double()
+        lm(ids, labels=ids).loss.backward()
+        return torch.stack([value.grad for name, value in lm.named_parameters() if "skip" in name])
+
+    apart, shared = gradients("learned"), gradients("shared")
+    assert apart.shape == (2,)
+    assert (apart != 0).all()
+    torch.testing.assert_close(shared, apart.sum(0, keepdim=True), **CLOSE)
 
 
 def test_what_a_file_lacks_starts_as_a_new_model_does(tmp_path) -> None:

@@ -13,7 +13,7 @@ WIDTH, HEADS, LIMIT = 12, 3, 24
 VARIANTS = {
     "tssa": {"layer_types": "tssa"},
     "tssa-decayed": {"layer_types": "tssa", "half_life": [2.0, None, 9.0]},
-    "tssa-uniform": {"layer_types": "tssa", "membership": "uniform"},
+    "tssa-uniform": {"layer_types": "tssa", "membership": "uniform", "skip": "shared", "skip_init": -1.0},
     "softmax": {"layer_types": "softmax"},
     "hybrid": {"layer_types": ["tssa", "softmax"]},
     "unbounded": {"layer_types": "tssa", "half_life": 4.0, "position_embeddings": "none"},

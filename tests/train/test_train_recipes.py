@@ -62,7 +62,7 @@ def test_a_recipe_trains(name: str, data: Path, tmp_path: Path) -> None:
         assert {key.split("/")[1] for key in results["rank"]["0"]} >= {"heads_effective_rank"}
 
 
-@pytest.mark.parametrize("skip", [-2, 0, 2, "learned", "channel"])
+@pytest.mark.parametrize("skip", [-2, 0, 2, "learned", "channel", "shared"])
 def test_skips_are_as_asked(skip: Any) -> None:
     made = recipe(
         "skips", task="recall", skip=skip, width=16, **{"task.options.train": 2, "task.options.test": 2}
@@ -74,5 +74,6 @@ def test_skips_are_as_asked(skip: Any) -> None:
     wanted = -1.0 if isinstance(skip, str) else float(skip)
     assert all(torch.equal(one(x, 0 * x), wanted * x) for one in kept)
     assert [0 if one.weight is None else one.weight.numel() for one in kept] == (
-        [{"learned": 1, "channel": 16}.get(skip, 0)] * len(kept)
+        [{"learned": 1, "shared": 1, "channel": 16}.get(skip, 0)] * len(kept)
     )
+    assert len({id(one.weight) for one in kept}) == (2 if skip in ("learned", "channel") else 1)

@@ -10,6 +10,7 @@ from transformers import initialization as init
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
+from rankwise.models.skip import LambdaSkip
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """What transformers' losses take."""
@@ -28,6 +29,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
     config: ToSTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _tied_weights_keys: dict[str, str] | None = None
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers reads a list)
     _is_stateful = True  # a state cannot be rolled back, so no assisted decoding
 
@@ -42,6 +44,24 @@ class ToSTPreTrainedModel(PreTrainedModel):
         reset = getattr(module, "reset_parameters", None)
         if reset is not None and type(module).__module__.startswith("rankwise."):
             reset()
+
+    def post_init(self) -> None:
+        """Name a shared λ among the weights that saving writes once, then start as transformers does."""
+        self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self._shared_skips()}
+        super().post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Which weights are tied to which: a shared λ also where embeddings are not.
+
+        Args:
+            all_submodels: of transformers.
+        """
+        return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
+
+    def _shared_skips(self) -> dict[str, str]:
+        named = self.named_modules()
+        skips = [name for name, one in named if isinstance(one, LambdaSkip) and one.kind == "shared"]
+        return {f"{name}.weight": f"{skips[0]}.weight" for name in skips[1:]}
 
     def _loss_options(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """Of further keyword arguments those of a loss; the rest must be harmless.

@@ -16,7 +16,7 @@ from rankwise.models.mixers.base import head_width
 CHOICES = {
     "norm": ("layer", "rms", "none"),
     "norm_position": ("pre", "post"),
-    "skip": ("none", "fixed", "learned", "channel"),
+    "skip": ("none", "fixed", "learned", "channel", "shared"),
     "membership": ("softmax", "uniform"),
     "position_embeddings": ("learned", "none"),
     "pooling": ("last", "mean"),
@@ -66,8 +66,8 @@ class ToSTConfig(PreTrainedConfig):
         norm_eps: its ε.
         use_bias: biases in linear layers and norms.
         layer_scale: initial value of a learned scale by channel on what each part adds; None: no scale.
-        skip: what the mixer's output is added to: λ x, with λ ``fixed``, ``learned``, or learned for each
-            ``channel``; or to nothing: ``none``.
+        skip: what the mixer's output is added to: λ x, with λ ``fixed``, ``learned`` for each layer, or for
+            each ``channel`` of each layer, or once for all layers: ``shared``; or to nothing: ``none``.
         skip_init: λ, or what it is learned from.
         gate: multiply the mixer's output by SiLU of a linear map of its input.
         dropout: rate on embeddings and on what each part adds.

@@ -13,7 +13,8 @@ class LambdaSkip(nn.Module):
 
     Args:
         hidden_size: D.
-        kind: ``none``: no skip; ``fixed``: λ stays; ``learned``: one λ; ``channel``: D of them.
+        kind: ``none``: no skip; ``fixed``: λ stays; ``learned``: one λ; ``channel``: D of them;
+            ``shared``: one that the model ties to those of its other layers.
         init: λ at the start.
 
     Examples:
@@ -26,7 +27,7 @@ class LambdaSkip(nn.Module):
     def __init__(self, hidden_size: int, kind: str = "fixed", init: float = 1.0) -> None:
         super().__init__()
         self.kind, self.init = kind, float(init)
-        sizes = {"learned": (), "channel": (hidden_size,)}
+        sizes = {"learned": (), "shared": (), "channel": (hidden_size,)}
         self.weight = nn.Parameter(torch.empty(sizes[kind])) if kind in sizes else None
         self.reset_parameters()
 

@@ -13,7 +13,7 @@ from rankwise.train.settings import (
 )
 
 Mixer = Literal["softmax", "linear", "s4d", "mamba", "mamba2"]
-Skip = int | Literal["learned", "channel"]
+Skip = int | Literal["learned", "channel", "shared"]
 FROM = -1.0
 """Where the paper's learned λ starts."""
 
@@ -33,7 +33,8 @@ def skips(
             width 128 (recall: 4 layers), pictures of 32×32.
         task: pixels of grey CIFAR-10 in a row, or multi-query associative recall.
         mixer: what mixes tokens.
-        skip: λ, or ``learned`` from −1 for each layer, or for each ``channel`` of each layer.
+        skip: λ, or ``learned`` from −1 for each layer, for each ``channel`` of each layer, or once for all
+            layers: ``shared``.
         gate: whether the mixer's output is gated.
         seed: of weights and of the order of examples.
     """
