@@ -235,6 +235,25 @@ def test_every_wrong_batch_names_its_own_cure(bert: nn.Module, tokenizer: Any) -
         assert "shorter sequences" not in str(caught.value)
 
 
+def test_a_row_of_nothing_but_padding_is_refused_and_what_came_before_is_kept(bert: nn.Module) -> None:
+    ids = torch.randint(1, 300, (3, 5))
+    mask = torch.ones_like(ids)
+    mask[2, 1:] = 0
+    good = {"input_ids": ids, "attention_mask": mask.clone()}
+    mask[1] = 0
+    said = "`attention_mask` of batch 2: .* nothing but padding in row 1"
+    with pytest.raises(AuditError, match=said) as told:
+        rw.audit(bert, [good, {"input_ids": ids, "attention_mask": mask}])
+    assert told.value.audit is not None
+    assert told.value.audit.provenance.sequences == 3
+
+
+def test_weights_on_the_device_meta_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(5, 8), nn.TransformerEncoderLayer(8, 2, batch_first=True)).to("meta")
+    with pytest.raises(AuditError, match="weights on the device meta"):
+        rw.audit(model, [torch.tensor([[1, 2, 3]])])
+
+
 def test_whole_batches_before_a_wrong_one_are_kept(bert: nn.Module, tokenizer: Any) -> None:
     from rankwise.audit import AuditError
 

@@ -70,6 +70,29 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
     return batch, ""
 
 
+def check_rows(batch: Any, number: int) -> None:
+    """Refuse a sequence of nothing but padding: it has no token that a measure could be of.
+
+    Args:
+        batch: as the model is to be given it.
+        number: of the batch, from 1.
+
+    Raises:
+        InputError: naming the row.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
+        return
+    empty = (mask == 0).all(1).nonzero().flatten().tolist()
+    if empty:
+        raise InputError(
+            f"`attention_mask` of batch {number}",
+            wanted="a token that is not padding in every row",
+            got=f"nothing but padding in row {empty[0]}, counted from 0",
+            fix="Leave the row out: an empty text is the usual cause.",
+        )
+
+
 def from_texts(
     model: nn.Module,
     batches: object,

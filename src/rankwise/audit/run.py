@@ -9,7 +9,7 @@ from torch import nn
 
 from rankwise.audit.baseline_numbers import head_baselines, layer_baselines
 from rankwise.audit.baseline_records import BaselineRecord
-from rankwise.audit.batches import check_batches, from_texts, readable
+from rankwise.audit.batches import check_batches, check_rows, from_texts, readable
 from rankwise.audit.digests import DataDigest, weights_digest
 from rankwise.audit.failures import batch_failed, measuring, step_failed
 from rankwise.audit.findings import find
@@ -201,6 +201,7 @@ class Run:
             batch, left_out = readable(self.model, given)
             self.notes += [left_out] if left_out and left_out not in self.notes else []
             self._current = batch
+            check_rows(batch, self.batches + 1)
             run_model(self.model, moved(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()
