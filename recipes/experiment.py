@@ -202,15 +202,16 @@ def alike(one: str, other: str, by: float, metric: str = "accuracy", floor: floa
     return Expectation(f"{metric} of {one} is within {by:g} of that of {other}", (one, other), judge)
 
 
-def within(near: str, of: str, by: float, metric: str = "loss") -> Expectation:
-    """The mean of one row lies less than ``by`` above that of another."""
+def within(near: str, of: str, by: float, metric: str = "loss", floor: float = -math.inf) -> Expectation:
+    """The mean of one row is worse than that of another by less than ``by``; None if no row `has_learned`."""
+    worse, side = (-1, "below") if metric == "accuracy" else (1, "above")
 
     def judge(table: Table) -> Verdict:
         rows = table[near], table[of]
         gap = rows[0].mean(metric) - rows[1].mean(metric)
-        return beyond(by - gap, rows, metric, table), f"{gap:+.3f}"
+        return beyond(by - worse * gap, rows, metric, table, floor), f"{gap:+.3f}"
 
-    return Expectation(f"{metric} of {near} is less than {by:g} above that of {of}", (near, of), judge)
+    return Expectation(f"{metric} of {near} is less than {by:g} {side} that of {of}", (near, of), judge)
 
 
 def exceeds(label: str, bar: float, whose: str, metric: str = "accuracy") -> Expectation:

@@ -151,7 +151,7 @@ def verdicts(there: Mapping[str, Sequence[Run]]) -> list[str]:
         same = [orders(run)[GUIDES["worth"]] == orders(run)[GUIDES["rank"]] for run in runs]
         lines += [
             f"{NAMES[kind]} in all {len(layers)} layers adds {spread(added, 2)} nats a byte. "
-            f"Tuning the model with no layer replaced changes its loss by {spread(alone, 3)}.",
+            f"Tuning alone, with no layer replaced, adds {spread(alone, 3)}.",
             f"{NAMES[kind]}: worth and effective rank give the same order in {sum(same)} of {len(runs)} "
             f"seeds. How many orders are better than each that is compared, by the mean loss with one to "
             f"{len(layers) - 1} layers replaced: {places(runs)}.",

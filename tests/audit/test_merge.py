@@ -152,6 +152,23 @@ def test_estimates_keep_their_errors_and_unknown_ranks_stay_unknown() -> None:
     assert whole.provenance.method.startswith("estimated")
 
 
+def test_the_mask_is_that_of_the_longest_sequences() -> None:
+    """A short sequence may fit into a window, or be all that a causal mask shows."""
+    head = rw.audit(
+        nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval(), [torch.randn(2, 9, 16)]
+    ).heads[0]
+    short = head.model_copy(update={"mask": "causal", "tokens": 4.0, "merging": None})
+    long = head.model_copy(update={"mask": "window 5", "tokens": 9.0, "merging": None})
+    for parts in ([[short], [long]], [[long], [short]]):
+        assert merged_heads(parts, [None, None])[0].mask == "window 5"
+
+
+def test_a_whole_of_which_a_shard_is_incomplete_is_incomplete(shards) -> None:
+    stopped = shards[1].model_copy(update={"complete": False})
+    assert rw.Audit.merge(shards[:2]).complete
+    assert not rw.Audit.merge([shards[0], stopped]).complete
+
+
 def test_a_rank_that_is_unknown_in_one_shard_is_unknown_in_all() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()

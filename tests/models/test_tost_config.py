@@ -33,6 +33,7 @@ REFUSED = {
     "dropout": ({"dropout": 2.0}, r"`dropout`: wanted a rate from 0 to 1, got 2.0"),
     "scale": ({"layer_scale": float("nan")}, r"`layer_scale`: wanted a finite number, got nan"),
     "λ": ({"skip_init": float("inf")}, r"`skip_init`: wanted a finite number, got inf"),
+    "gate of text": ({"gate": "false"}, r"`gate`: wanted true or false, got 'false'"),
     "activation": ({"hidden_act": "gleu"}, r"`hidden_act`.* Did you mean .*gelu"),
     "options": ({"mixer_options": {"tsa": {}}}, r"`mixer_options`: .* got 'tsa'. Did you mean tssa"),
     "keyword": ({"hal_life": 3.0}, r"`hal_life`: wanted a known field.* Did you mean half_life\?"),

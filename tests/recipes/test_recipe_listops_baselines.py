@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from recipes.listops_baselines import by_counts, by_first
+from recipes.listops_baselines import by_counts, by_first, told
+from recipes.trained import EXPERIMENTS
 
 from rankwise.data.tasks import Examples
 from rankwise.data.tasks.list_operations import CLOSE, MAX, MIN
@@ -32,3 +33,9 @@ def test_counting_tells_what_does_not_depend_on_order(values: str, first: float,
     share, loss = by_counts(*two)
     assert share == pytest.approx(counts, abs=error if counts < 1 else 0)
     assert loss < 0.7 if counts == 1 else loss > 0.2
+
+
+def test_what_was_kept_is_of_the_data_of_the_runs() -> None:
+    table = EXPERIMENTS["long-range-listops"].table("small")
+    read = {run["data"]["sha256"] for row in table.values() for run in row.runs}
+    assert read == {told()["sha256"]}

@@ -197,6 +197,21 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
         assert exceeds("tost", bar, "a bar", "loss").judge(table) == (bar < 1.5, "1.500")
 
 
+def test_a_lower_accuracy_is_worse() -> None:
+    run = {"chance": None, "data": {"test": 10**9}, "configuration": {"evaluation": {"examples": None}}}
+    shares = {"low": 0.5, "high": 0.75}
+    table = {
+        label: Row(label, [{"scores": {"accuracy": share}, **run}] * 2) for label, share in shares.items()
+    }
+    assert within("low", "high", 0.26, "accuracy").judge(table) == (True, "-0.250")
+    assert within("low", "high", 0.24, "accuracy").judge(table)[0] is False
+    assert within("high", "low", 0.01, "accuracy").judge(table) == (True, "+0.250")
+    assert within("low", "high", 0.24, "accuracy", floor=0.8).judge(table)[0] is None
+    assert (
+        within("low", "high", 0.24, "accuracy").says == "accuracy of low is less than 0.24 below that of high"
+    )
+
+
 def losses(*values: float) -> Row:
     return Row("", [{"scores": {"loss": value}} for value in values])
 
@@ -337,7 +352,7 @@ def test_a_run_is_done_once_and_a_failed_one_is_told(
         return subprocess.CompletedProcess(command, done.exit_code)
 
     monkeypatch.setattr(subprocess, "run", in_this_process)
-    monkeypatch.setattr("rankwise.train.provenance.commit", lambda: "abc")
+    monkeypatch.setattr("rankwise.train.run.commit", lambda: "abc")
     where = ["--rows", "transformer", "--seeds", "0", "--work", str(tmp_path / "w")]
     where += ["--results", str(tmp_path / "r")]
     arguments = ["language", *pairs(tmp_path), *where]

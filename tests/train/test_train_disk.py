@@ -1,5 +1,6 @@
 """Disks that are full, checkpoints that are damaged, folders that others use."""
 
+import json
 import resource
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 from rankwise.errors import TrainingError
 from rankwise.train import train
-from rankwise.train.checkpoints import MARK, checkpoints, whole_checkpoints
+from rankwise.train.checkpoints import MARK, STATE, checkpoints, find_best_beside, whole_checkpoints
 from rankwise.train.damage import check_readable
 from rankwise.train.lock import LOCK
 from rankwise.train.models import build_model
@@ -200,6 +201,44 @@ def test_checkpoints_of_other_programs_are_left_alone(resume: bool, tmp_path: Pa
     with pytest.raises(TrainingError, match=r"checkpoint-500 without recipe\.json"):
         train(tiny(tmp_path), tmp_path / "out", resume=resume)
     assert (foreign / "pytorch_model.bin").read_text() == "months of work"
+
+
+@pytest.mark.parametrize("files", [0, 1, 100])
+def test_a_checkpoint_that_was_being_removed_is_no_other_programs(
+    stopped: tuple[Path, Any], tmp_path: Path, files: int
+) -> None:
+    """The Trainer removes old checkpoints file by file, in any order, and may be killed between two."""
+    out = tmp_path / "out"
+    shutil.copytree(stopped[0], out)
+    old = out / "checkpoint-2"
+    (old / MARK).unlink()
+    for file in sorted(old.iterdir())[:files]:
+        file.unlink()
+    assert train(stopped[1], out, resume=True)["evaluations"][-1][0] == 6
+    assert not list(out.glob(".checkpoint-*"))
+
+
+def test_a_run_that_was_moved_keeps_its_best_checkpoint(
+    stopped: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, told = tmp_path / "moved", []
+    shutil.copytree(stopped[0], out)
+    path = out / "checkpoint-4" / STATE
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"best_model_checkpoint": "not/here/checkpoint-4"}))
+    monkeypatch.setattr("transformers.trainer.logger.warning", lambda *said, **_: told.append(str(said)))
+    assert train(stopped[1], out, resume=True)["evaluations"][-1][0] == 6
+    assert not [said for said in told if "does not exist" in said]
+
+
+@pytest.mark.parametrize("best", ["not/here/checkpoint-2", "not/here/checkpoint-4", None])
+def test_the_best_checkpoint_is_looked_for_beside(tmp_path: Path, best: str | None) -> None:
+    newest = tmp_path / "checkpoint-4"
+    newest.mkdir()
+    (newest / STATE).write_text(json.dumps({"best_model_checkpoint": best, "epoch": 1}))
+    find_best_beside(newest)
+    there = best if best is None or best.endswith("2") else str(newest)
+    assert json.loads((newest / STATE).read_text()) == {"best_model_checkpoint": there, "epoch": 1}
 
 
 def test_a_folder_in_use_is_refused_until_its_process_is_killed(tmp_path: Path) -> None:

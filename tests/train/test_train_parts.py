@@ -12,12 +12,12 @@ from transformers import EvalPrediction
 from rankwise.data.tasks import Task, mqar
 from rankwise.errors import InputError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
+from rankwise.train.checks import check_mixed
 from rankwise.train.models import MODELS, build_model, count_parameters, model_config
 from rankwise.train.optimiser import Together, make_optimiser, weights_by_treatment
 from rankwise.train.recipes import recipe
 from rankwise.train.recipes.language import Model as Language
 from rankwise.train.recipes.long_range import Model as LongRange
-from rankwise.train.run import _check_mixed
 from rankwise.train.scores import accuracy, right_and_asked
 from rankwise.train.settings import ModelSettings, OptimiserSettings
 from rankwise.train.stream import Stream
@@ -37,6 +37,32 @@ def test_models_get_the_size_that_is_asked_for(name: str, task: Task) -> None:
     unit = 4 * 3 * 16  # a unit of feed-forward width in 4 layers has at most three rows of the model's width
     assert abs(count - 20_000) <= unit
     assert model(**task.collate([task.train[0]])).loss.isfinite()
+
+
+FRAME = {"membership": "softmax", "half_life": None, "mixer_options": {}, "gate": False}
+DECAYED = {"half_life": [4.0, 16.0]}  # of two heads and 16 tokens
+CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
+ROTARY = {"softmax": {"rotary_base": 10_000.0}}
+EVERY_FOURTH = {"layer_types": ["tssa", "tssa", "tssa", "softmax"]}
+NAMED: dict[str, dict[str, Any]] = {
+    "tost": {},
+    "tost-decayed": DECAYED,
+    "tost-uniform": {"membership": "uniform"},
+    "tost-hybrid": DECAYED | EVERY_FOURTH | {"mixer_options": ROTARY},
+    "tost-scan": DECAYED | {"mixer_options": CONTENT},
+    "tost-scan-hybrid": DECAYED | EVERY_FOURTH | {"mixer_options": CONTENT | ROTARY},
+    "softmax-rotary": {"mixer_options": ROTARY},
+    **{name: {} for name in ("softmax", "linear", "s4d", "mamba", "mamba2")},
+}
+"""What the tables of the results say that these models are."""
+
+
+@pytest.mark.parametrize("name", set(MODELS) - {"transformer"})
+def test_models_are_what_their_names_say(name: str, task: Task) -> None:
+    config = model_config(ModelSettings(name=name, width=16, layers=4, heads=2), task, 16)
+    mixer = {"layer_types": ["tssa" if name.startswith("tost") else name.split("-")[0]] * 4}
+    wanted = FRAME | mixer | NAMED[name]
+    assert {field: getattr(config, field) for field in wanted} == wanted
 
 
 SIZED = (
@@ -88,6 +114,13 @@ def test_unknown_models_and_options_are_named(task: Task) -> None:
     assert not [word for word in told.value.fix.replace(",", " ").split() if word.startswith("_")]
 
 
+def test_a_vocabulary_too_small_for_the_task_is_refused(task: Task) -> None:
+    for name in ("transformer", "tost"):
+        settings = ModelSettings(name=name, width=16, layers=4, heads=2, options={"vocab_size": 31})
+        with pytest.raises(InputError, match=r"vocab_size`: wanted at least 32, .* got 31"):
+            build_model(settings, task, 16)
+
+
 def small_tost() -> ToSTForCausalLM:
     torch.manual_seed(0)
     config = ToSTConfig(
@@ -111,6 +144,21 @@ def test_only_weights_that_multiply_decay(name: str) -> None:
     wanted = {f"{key}.weight" for key, one in model.named_modules() if isinstance(one, layers)}
     assert shrunk == wanted & before.keys()
     assert not any("skip" in key for key in shrunk)
+
+
+def test_steps_of_muon_are_as_large_as_those_of_adamw() -> None:
+    """RMS 0.2 of the rate, whatever the shape; its orthogonal factors have singular values of 0.7 to 1.2."""
+    model = small_tost()
+    optimiser = make_optimiser(model, OptimiserSettings(name="muon", weight_decay=0.0, learning_rate=0.1))
+    matrices = weights_by_treatment(model)["matrices"]
+    before = [one.detach().clone() for one in matrices]
+    for one in model.parameters():
+        one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel()))
+    optimiser.step()
+    assert len({one.shape for one in matrices}) > 1
+    for one, start in zip(matrices, before, strict=True):
+        step = (one.detach() - start).square().mean().sqrt().item()
+        assert 0.7 * 0.02 < step < 1.2 * 0.02
 
 
 def test_every_weight_is_in_one_group() -> None:
@@ -196,11 +244,11 @@ def test_the_first_of_examples_that_are_sorted_by_class_judge_nothing() -> None:
     with pytest.raises(
         InputError, match=r"`evaluation.examples`.* got class 0 in 100% of the first, 50% of all"
     ):
-        _check_mixed(ordered, 100)
+        check_mixed(ordered, 100)
     with pytest.raises(InputError, match="class 0 in 83%"):
-        _check_mixed(ordered, 300)
-    _check_mixed(mixed, 100)
-    _check_mixed(ordered, 20)  # too few to tell
+        check_mixed(ordered, 300)
+    check_mixed(mixed, 100)
+    check_mixed(ordered, 20)  # too few to tell
     draw = torch.Generator().manual_seed(0)
     for most in (1, 10, 100, 900):
-        _check_mixed(torch.randint(10, (1000,), generator=draw).tolist(), most)
+        check_mixed(torch.randint(10, (1000,), generator=draw).tolist(), most)

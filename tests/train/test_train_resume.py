@@ -27,10 +27,10 @@ def test_killed_in_the_middle_and_resumed_is_the_same_to_the_bit(tmp_path: Path)
     process = subprocess.Popen(
         [*command, *pairs(tmp_path, **LONG), "--out", str(out)], env=environment, stderr=subprocess.DEVNULL
     )
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not (out / "checkpoint-20").exists():
         assert process.poll() is None, "the run ended by itself"
-        assert time.monotonic() < until, "no checkpoint in two minutes"
+        assert time.monotonic() < until, "no checkpoint in ten minutes"
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)  # while checkpoint 20 is being written, mostly
     assert process.wait() == -signal.SIGKILL

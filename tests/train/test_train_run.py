@@ -19,6 +19,7 @@ from rankwise.train import run as running
 from rankwise.train import train
 from rankwise.train.callbacks import Clock
 from rankwise.train.checkpoints import checkpoints, whole_checkpoints
+from rankwise.train.checks import check_copies
 from rankwise.train.models import build_model
 from rankwise.train.results import gather
 from rankwise.train.settings import EarlyLoss, EvaluationSettings
@@ -72,8 +73,9 @@ def test_the_best_evaluation_is_the_score_and_time_that_of_all_processes(
         model=build_model(recipe.model, task, task.length),
     )
     with unchecked():
-        found = gather(recipe, trainer, task, None)
+        found = gather(recipe, trainer, task, None, "abc")
     assert found["cpu_seconds"] == 13.0
+    assert found["provenance"]["commit"] == "abc"
     assert found["peak_memory"] > 12
     assert (found["best_step"], found["scores"]["loss"], found["scores"]["accuracy"]) == (best, *scores[best])
 
@@ -150,7 +152,16 @@ def test_models_split_by_accelerate_are_refused(used: str) -> None:
     trainer = object.__new__(Trainer)
     trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = used == "fsdp", used == "deepspeed"
     with pytest.raises(TrainingError, match=r"\(DDP\), got (FSDP|DeepSpeed).*torchrun --nproc-per-node"):
-        running._check_copies(trainer)
+        check_copies(trainer)
+
+
+def test_a_training_without_accelerate_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.train.checks.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"accelerate, .* pip install 'rankwise\[train\]'"):
+        train(tiny(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -23,6 +23,7 @@ CHOICES = {
 }
 """Fields that are one of a few words."""
 
+FLAGS = ("causal", "position_bias", "use_bias", "gate", "use_cache", "tokens_norm", "tie_word_embeddings")
 POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "image_size",
             "num_channels", "max_position_embeddings")  # fmt: skip
 """Fields that are at least 1."""
@@ -191,6 +192,7 @@ class ToSTConfig(PreTrainedConfig):
             InputError: for a value that is out of range or unknown.
         """
         _check_sizes(self)
+        _check_flags(self)
         _check_numbers(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
@@ -245,6 +247,16 @@ def _check_keywords(others: Mapping[str, Any]) -> None:
                 wanted="a known field",
                 got="an unknown one",
                 fix=f"Did you mean {near[0]}?",
+            )
+
+
+def _check_flags(config: ToSTConfig) -> None:
+    """Refuse words such as ``"false"``, which Python takes for true."""
+    for name in FLAGS:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise InputError(
+                f"ToSTConfig `{name}`", wanted="true or false", got=repr(value), fix="Leave the quotes out."
             )
 
 

@@ -12,8 +12,11 @@ from rankwise.train.settings import Recipe
 
 MARK = "recipe.json"
 """Written into a checkpoint last: where it is missing, the process ended before the checkpoint was whole."""
-BEGAN = ".rankwise"
-"""Written into a checkpoint first: where it is missing, another program made the folder."""
+BEGAN = ".{}.rankwise"
+"""Beside a checkpoint from before it is made until it is gone: where it is missing, another program made the
+folder. It is not inside, for the Trainer removes old checkpoints file by file, and may be killed at any."""
+STATE = "trainer_state.json"
+"""Where the Trainer writes what it goes on from."""
 MAY_DIFFER = {
     "task.path",
     "device",
@@ -42,16 +45,17 @@ def identity(recipe: Recipe, provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin(out: Path, step: int) -> None:
-    """Make the folder of a checkpoint, with the file that says whose it is there from the start.
+    """Say, before there is anything of it, that a checkpoint is ours.
 
     Args:
         out: folder of the run.
         step: of the checkpoint.
     """
-    partial = out / f".checkpoint-{step}.part"
-    partial.mkdir(exist_ok=True)
-    (partial / BEGAN).touch()
-    partial.rename(out / f"checkpoint-{step}")
+    _began(out / f"checkpoint-{step}").touch()
+
+
+def _began(checkpoint: Path) -> Path:
+    return checkpoint.with_name(BEGAN.format(checkpoint.name))
 
 
 def mark(checkpoint: Path, content: dict[str, Any]) -> None:
@@ -92,9 +96,13 @@ def remove_broken(out: Path) -> list[Path]:
     Returns:
         What was removed.
     """
-    broken = [one for one in checkpoints(out) if (one / BEGAN).is_file() and not (one / MARK).is_file()]
+    broken = [one for one in checkpoints(out) if _began(one).is_file() and not (one / MARK).is_file()]
     for one in broken:
         shutil.rmtree(one)
+    there = {_began(one).name for one in checkpoints(out)}
+    for left in out.glob(BEGAN.format("checkpoint-*")):
+        if left.name not in there:
+            left.unlink()
     return broken
 
 
@@ -107,7 +115,7 @@ def refuse_foreign(out: Path) -> None:
     Raises:
         TrainingError: naming what another program wrote.
     """
-    foreign = [one for one in checkpoints(out) if not any((one / name).is_file() for name in (BEGAN, MARK))]
+    foreign = [one for one in checkpoints(out) if not (_began(one).is_file() or (one / MARK).is_file())]
     if foreign:
         raise TrainingError(
             f"--out {out}",
@@ -135,6 +143,20 @@ def last_whole(out: Path, content: dict[str, Any]) -> Path | None:
         return None
     refuse_other(whole[-1], content)
     return whole[-1]
+
+
+def find_best_beside(checkpoint: Path) -> None:
+    """Name the best checkpoint by where it is now: its path may be relative, or the folder have been moved.
+
+    Args:
+        checkpoint: that the run is to go on from.
+    """
+    path = checkpoint / STATE
+    state = json.loads(path.read_text(encoding="utf-8"))
+    best = state.get("best_model_checkpoint")
+    here = None if best is None else checkpoint.parent / Path(best).name
+    if here is not None and here.is_dir() and str(here) != best:
+        write_whole(path, json.dumps(state | {"best_model_checkpoint": str(here)}, indent=2), "state")
 
 
 def refuse_other(folder: Path, content: dict[str, Any], kind: str = "checkpoint") -> None:

@@ -11,9 +11,9 @@ from transformers.trainer_pt_utils import safe_globals
 
 from rankwise.errors import TrainingError, first_line
 from rankwise.files import parse_json
+from rankwise.train.checkpoints import STATE
 
 WEIGHTS = "model.safetensors"
-STATE = "trainer_state.json"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError)
 """What readers of torch and of JSON raise for bytes that are not what they expect."""
 

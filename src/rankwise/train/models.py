@@ -170,6 +170,7 @@ def _made(kind: Any, settings: ModelSettings, task: Task, content: dict[str, Any
                 got="an unknown one",
                 fix=did_you_mean(name, known).partition(" Known:")[0] or "Leave it out.",
             )
+    _check_words(settings, task)
     labels = {"num_labels": task.num_labels} if task.kind != "language" else {}
     options = {**settings.options}
     if isinstance(mixers := options.get("mixer_options"), dict):  # what it does not name stays
@@ -178,6 +179,17 @@ def _made(kind: Any, settings: ModelSettings, task: Task, content: dict[str, Any
             name: {**own.get(name, {}), **mixers.get(name, {})} for name in {**own, **mixers}
         }
     return kind(**{**content, "intermediate_size": wide, **labels, **options})
+
+
+def _check_words(settings: ModelSettings, task: Task) -> None:
+    words = settings.options.get("vocab_size")
+    if task.kind != "image" and isinstance(words, int) and words < (task.vocab_size or 0):
+        raise InputError(
+            "`model.options.vocab_size`",
+            wanted=f"at least {task.vocab_size:,}, the tokens of the task",
+            got=f"{words:,}",
+            fix="Leave it out.",
+        )
 
 
 def _every_fourth(settings: ModelSettings, _: int) -> list[str]:

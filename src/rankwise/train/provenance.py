@@ -20,16 +20,17 @@ from rankwise.train.recipes import RECIPES
 from rankwise.train.settings import Recipe
 
 
-def provenance(recipe: Recipe) -> dict[str, Any]:
+def provenance(recipe: Recipe, source: str | None) -> dict[str, Any]:
     """What made a result; paths are told by their last part alone.
 
     Args:
         recipe: the configuration.
+        source: `commit` when the training began: files of the source may change while it runs.
     """
     known = RECIPES.get(recipe.name)
     return {
         "rankwise": rankwise.__version__,
-        "commit": commit(),
+        "commit": source,
         "command": None if known is None else command(recipe.name, changes(recipe, known)),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": recipe.seed,

@@ -16,7 +16,7 @@ from rankwise.monitor import RankMonitor, scalars
 from rankwise.processes import from_environment
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
-from rankwise.train.checkpoints import MAY_DIFFER, checkpoints
+from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, remove_broken
 from rankwise.train.overrides import beside
 from rankwise.train.provenance import peak_memory, provenance, shown
 from rankwise.train.recipes import RECIPES
@@ -25,7 +25,9 @@ from rankwise.train.settings import Recipe
 RESULTS = "results.json"
 
 
-def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | None) -> dict[str, Any]:
+def gather(
+    recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | None, source: str | None
+) -> dict[str, Any]:
     """What a run was, and what came out; every number of it is plain JSON. All processes of a run call it.
 
     Args:
@@ -33,6 +35,7 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
         trainer: that has trained.
         task: what was learned.
         monitor: what watched it.
+        source: `rankwise.train.provenance.commit` when it began.
     """
     history = trainer.state.log_history
     evaluated = [entry for entry in history if "eval_loss" in entry]
@@ -68,7 +71,7 @@ def gather(recipe: Recipe, trainer: Trainer, task: Task, monitor: RankMonitor | 
         "peak_memory": sum(processes.all_of(peak_memory())),
         "rank": ranks(monitor),
         "data": task.provenance.to_dict(),
-        "provenance": provenance(recipe),
+        "provenance": provenance(recipe, source),
     }
 
 
@@ -126,3 +129,4 @@ def write(out: Path, model: PreTrainedModel, results: dict[str, Any], tokenizer:
     write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
     for one in checkpoints(out):
         shutil.rmtree(one)
+    remove_broken(out)

@@ -1,9 +1,7 @@
 """Train a recipe with Hugging Face's Trainer, from the first step or from the last whole checkpoint."""
 
-import math
 import os
 import sys
-from collections import Counter
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +18,7 @@ from rankwise.monitor import RankMonitor
 from rankwise.train.callbacks import Clock, LastEvaluation, Lines, LogAtCheckpoints
 from rankwise.train.checkpoints import (
     checkpoints,
+    find_best_beside,
     identity,
     last_whole,
     mark,
@@ -27,11 +26,13 @@ from rankwise.train.checkpoints import (
     refuse_other,
     remove_broken,
 )
+from rankwise.train.checks import check_batch, check_copies, check_installed, check_mixed
 from rankwise.train.damage import check_readable
 from rankwise.train.health import HealthCheck
 from rankwise.train.lock import alone
 from rankwise.train.models import build_model
 from rankwise.train.optimiser import make_optimiser
+from rankwise.train.provenance import commit
 from rankwise.train.results import RESULTS, gather, write
 from rankwise.train.saving import MarkingTrainer, full_disk_told, saving
 from rankwise.train.scores import accuracy, right_and_asked
@@ -43,8 +44,6 @@ AUDITS = "rank"
 """Where a monitor writes, in the folder of a run."""
 PROBE = 2
 """Validation examples that a monitor audits."""
-UNLIKELY = 6
-"""Standard deviations by which a class is not more frequent among the first than among all by chance."""
 
 
 def train(
@@ -78,7 +77,8 @@ def train(
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.device != "auto":
         checked_device(recipe.device, "`device`")
-    _check_batch(recipe, processes)
+    check_batch(recipe, processes)
+    check_installed()
     task = make_task(recipe)
     with alone(out) if _first() else nullcontext():
         return _train(recipe, task, out, resume, processes, progress)
@@ -87,10 +87,12 @@ def train(
 def _train(
     recipe: Recipe, task: Task, out: Path, resume: bool, processes: int, progress: bool
 ) -> dict[str, Any]:
-    content = identity(recipe, task.provenance.to_dict())
+    content, source = identity(recipe, task.provenance.to_dict()), commit()
     start = _starting_point(out, content, resume)
     if start is not None:
         check_readable(start)
+        if _first():
+            find_best_beside(start)
     set_seed(recipe.seed)
     model = _model(recipe, task)
     arguments = _arguments(recipe, out, processes, progress)
@@ -106,7 +108,7 @@ def _train(
         preprocess_logits_for_metrics=right_and_asked,
         optimizers=(make_optimiser(model, recipe.optimiser), None),
     )
-    _check_copies(trainer)
+    check_copies(trainer)
     check = HealthCheck(recipe, task.provenance.sha256, task.num_labels or task.vocab_size or 2)
     _set_callbacks(trainer, [check, LastEvaluation(), LogAtCheckpoints(), Clock()], progress)
     watched = recipe.monitor or recipe.monitor_stop_on
@@ -126,35 +128,12 @@ def _train(
             got=f"{finding.code} at {finding.where}: {finding.meaning.rstrip('.')}",
             fix=f"Look at {out / AUDITS}; without monitor_stop_on the training goes on all the same.",
         )
-    results = gather(recipe, trainer, task, monitor) | {"warnings": check.warnings(trainer.state.log_history)}
+    results = gather(recipe, trainer, task, monitor, source)
+    results["warnings"] = check.warnings(trainer.state.log_history)
     if trainer.is_world_process_zero():
         with saving(out):
             write(out, trainer.model, results, task.tokenizer)
     return results
-
-
-def _check_batch(recipe: Recipe, processes: int) -> None:
-    if recipe.batch % processes:
-        raise TrainingError(
-            "`batch`",
-            wanted=f"a number that {processes} processes divide",
-            got=str(recipe.batch),
-            fix=f"Take batch={recipe.batch // processes * processes + processes}.",
-        )
-
-
-def _check_copies(trainer: Trainer) -> None:
-    """Refuse what accelerate was told besides: checkpoints and results are written of whole models."""
-    split = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
-    named = [name for name, used in split.items() if used]
-    if named:
-        raise TrainingError(
-            "accelerate's configuration",
-            wanted="a copy of the model in each process (DDP)",
-            got=named[0],
-            fix="Start it by `torchrun --nproc-per-node N -m rankwise train …`, without an accelerate "
-            "configuration and without ACCELERATE_USE_FSDP or ACCELERATE_USE_DEEPSPEED.",
-        )
 
 
 def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | None:
@@ -214,21 +193,8 @@ def _validation(recipe: Recipe, task: Task) -> Any:
     if most is None or most >= len(data):
         return data
     if task.num_labels is not None:
-        _check_mixed([int(data[at]["labels"]) for at in range(len(data))], most)
+        check_mixed([int(data[at]["labels"]) for at in range(len(data))], most)
     return torch.utils.data.Subset(data, range(most))
-
-
-def _check_mixed(labels: list[int], most: int) -> None:
-    """The first examples of data that are sorted by class tell nothing of the others."""
-    label, count = Counter(labels[:most]).most_common(1)[0]
-    share = labels.count(label) / len(labels)
-    if count - most * share > UNLIKELY * math.sqrt(most * share * (1 - share)):
-        raise InputError(
-            "`evaluation.examples`",
-            wanted=f"held-out examples in an order in which the first {most} are like all {len(labels)}",
-            got=f"class {label} in {count / most:.0%} of the first, {share:.0%} of all",
-            fix="Shuffle the examples of the file, or leave evaluation.examples out to judge by all.",
-        )
 
 
 def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> TrainingArguments:

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-IGNORED = -100
+from rankwise.data.tasks.task import answered
 
 
 def right_and_asked(logits: Any, labels: Int[Tensor, "..."]) -> Int[Tensor, "B 2"]:
@@ -18,14 +18,8 @@ def right_and_asked(logits: Any, labels: Int[Tensor, "..."]) -> Int[Tensor, "B 2
         logits: (B, classes), or (B, T, vocabulary); a tuple whose first item that is.
         labels: (B,) or (B, T), −100 where nothing is asked.
     """
-    told: Float[Tensor, "*B C"] = logits[0] if isinstance(logits, tuple | list) else logits
-    predicted = told.argmax(-1)
-    if labels.ndim == 2:
-        predicted, labels = predicted[:, :-1], labels[:, 1:]
-    else:
-        predicted, labels = predicted[:, None], labels[:, None]
-    asked = labels != IGNORED
-    return torch.stack([((predicted == labels) & asked).sum(1), asked.sum(1)], 1)
+    right, asked = answered(logits[0] if isinstance(logits, tuple | list) else logits, labels)
+    return torch.stack([one.reshape(len(one), -1).sum(1) for one in (right & asked, asked)], 1)
 
 
 def accuracy(evaluated: Any) -> dict[str, float]:

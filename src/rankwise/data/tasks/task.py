@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -167,7 +167,19 @@ def accuracy(
         >>> accuracy(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1, 1]))
         0.5
     """
+    right, counted = answered(logits, labels)
+    return right[counted].double().mean().item()
+
+
+def answered(
+    logits: Float[Tensor, "B C"] | Float[Tensor, "B T V"], labels: Int[Tensor, "B"] | Int[Tensor, "B T"]
+) -> tuple[Bool[Tensor, "B *S"], Bool[Tensor, "B *S"]]:
+    """Whether each largest logit is at its label, and whether that label counts, as `accuracy` shifts them.
+
+    Args:
+        logits: of a classifier (B, C), or of a language model (B, T, V).
+        labels: of the batch, as the task gives them.
+    """
     if labels.ndim == 2:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    counted = labels != IGNORED
-    return (logits.argmax(-1) == labels)[counted].double().mean().item()
+    return logits.argmax(-1) == labels, labels != IGNORED
