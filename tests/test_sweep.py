@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import rankwise as rw
 from rankwise.audit import Audit, History
 from rankwise.cli import app
-from rankwise.errors import InputError, RankwiseError
+from rankwise.errors import InputError, RankwiseError, RecordError
 from rankwise.sources import PIECE, WHOLE
 from rankwise.sweep import (
     Job,
@@ -24,7 +24,9 @@ from rankwise.sweep import (
     merged,
     result_of,
     sweep,
+    why_again,
 )
+from rankwise.sweep_names import named
 from rankwise.tasks import AuditTask
 
 FACTORY = """
@@ -154,7 +156,7 @@ def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch) -> None:
 
     def until_full(self: Path, *given: object, **named: object) -> int:
         written.append(self)
-        if len(written) > 2:
+        if len(written) > 3:  # the names, and two audits
             raise OSError(errno.ENOSPC, "No space left on device")
         return whole(self, *given, **named)
 
@@ -189,7 +191,7 @@ def test_ctrl_c_in_an_audit_ends_the_sweep_and_what_it_was_at_is_not_done(factor
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 130, done.output
     assert "stopped; `--resume` runs what is missing" in done.output
-    assert not list(out.rglob("*.json"))
+    assert not list(out.rglob("parts/*.json"))
     assert not (tmp_path / "built").exists(), "the next job was started"
     (tmp_path / "goes-on").touch()
     done = CliRunner().invoke(app, [*asked, "--resume"])
@@ -214,6 +216,9 @@ def test_a_finished_job_that_is_not_kept_is_said(factory, tmp_path) -> None:
     other = CliRunner().invoke(app, [*asked, "--sequences", "2"])
     assert "net.py-build/data is run again: its audit is of `rankwise audit" in other.output
     part = tmp_path / "out" / "net.py-build" / "parts" / "data.json"
+    Audit.load(part).model_copy(update={"complete": False}).save(part)
+    half = CliRunner().invoke(app, [*asked, "--sequences", "2"])
+    assert "net.py-build/data is run again: its audit is not complete" in half.output
     part.write_text(part.read_text()[:500])
     damaged = CliRunner().invoke(app, [*asked, "--sequences", "2"])
     assert "net.py-build/data is run again: its audit cannot be read (" in damaged.output
@@ -271,3 +276,82 @@ def test_data_that_a_model_would_read_twice_is_refused_before_it_runs(tmp_path) 
     assert "b.txt" in str(told.value)
     assert "a.txt" in str(told.value)
     assert not workers.ran
+
+
+def texts(tmp_path: Path, *names: str) -> list[dict[str, Path]]:
+    return [{"text": tmp_path / name} for name in names]
+
+
+def test_what_is_finished_is_kept_where_models_or_data_of_the_same_file_name_come_and_go(tmp_path) -> None:
+    task, out = AuditTask(model=""), tmp_path / "out"
+
+    def resumed(models: list[str], revisions: list[str], *names: str) -> tuple[int, int]:
+        jobs = jobs_of(task, models, revisions, texts(tmp_path, *names), out)
+        outcome = sweep(jobs, out, Workers(), resume=True)
+        assert len(merged(jobs, out)) == len({job.folder for job in jobs})
+        return len(outcome.kept), len(outcome.done)
+
+    assert resumed(["org/m"], [], "ta/x.txt") == (0, 1)
+    assert (out / "m" / "parts" / "x.txt.json").exists()
+    assert resumed(["org/m"], [], "ta/x.txt", "tb/x.txt") == (1, 1)
+    assert resumed(["org/m"], [], "tb/x.txt") == (1, 0)
+    assert resumed(["other/m", "org/m"], [], "tb/x.txt", "ta/x.txt", "tc/X.txt") == (2, 4)
+    assert resumed(["other/m", "org/m"], ["r", "s"], "ta/x.txt") == (0, 4)
+    assert resumed(["other/m"], ["s"], "ta/x.txt") == (1, 0)
+    assert resumed(["org/m"], [], "tc/X.txt", "ta/x.txt") == (2, 0)
+    assert len(list(out.glob("*/parts/*.json"))) == 10, "an audit was replaced, or has two names"
+
+
+def test_a_sweep_without_resume_replaces_nothing_of_other_data(tmp_path) -> None:
+    for name in ("ta/x.txt", "tb/x.txt"):
+        jobs = jobs_of(AuditTask(model=""), ["m"], data=texts(tmp_path, name), out=tmp_path)
+        sweep(jobs, tmp_path, Workers())
+    assert len(list(tmp_path.glob("m/parts/*.json"))) == 2
+
+
+def test_names_that_were_given_stay_and_new_ones_are_free() -> None:
+    assert named(["b-x", "b/x", "A-x"], {"x": "a/x"}) == [
+        "001-b-x",
+        "002-b-x",
+        "003-A-x",
+    ]
+    given = {"001-b-x": "y", "x": "a/x"}
+    first = named(["b/x", "b-x"], given)
+    again = named(["b-x", "b/x", "c"], given | dict(zip(first, ["b/x", "b-x"], strict=True)))
+    assert again == [*reversed(first), "c"]
+    assert len({*first, *given}) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "JSONDecodeError"), ("[]", "TypeError"), ('{"models": {}, "data": {"../x": "x"}}', "'../x'")],
+)
+def test_damaged_names_are_refused_before_anything_runs(content, said, tmp_path) -> None:
+    (tmp_path / "names.json").write_text(content)
+    with pytest.raises(RecordError, match=r"names .*names\.json: wanted .*Remove it") as told:
+        jobs_of(AuditTask(model=""), ["m"], out=tmp_path)
+    assert said in str(told.value)
+    workers = Workers()
+    with pytest.raises(RecordError):
+        sweep(four(), tmp_path, workers)
+    assert not workers.ran
+
+
+@pytest.mark.parametrize("option", ["--cpus", "--gpus", "--retries"])
+def test_options_of_ray_are_refused_without_it(option, tmp_path) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["sweep", "m", option, "1", "--out", str(out)])
+    assert isinstance(done.exception, InputError)
+    assert f"{option} 1: wanted --ray beside it" in str(done.exception)
+    assert ("--device cuda" in str(done.exception)) == (option == "--gpus")
+    assert not out.exists()
+
+
+def test_an_audit_that_is_not_kept_is_read_once(tmp_path, monkeypatch) -> None:
+    job = four()[0]
+    job.path(tmp_path).parent.mkdir(parents=True)
+    job.path(tmp_path).write_text("{")
+    read, load = [], Audit.load
+    monkeypatch.setattr(Audit, "load", lambda path: (read.append(path), load(path))[1])
+    assert "cannot be read" in why_again(job, tmp_path)
+    assert len(read) == 1

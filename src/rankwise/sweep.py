@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.audit import Audit
-from rankwise.audit.history import folder_name
 from rankwise.errors import InputError, RankwiseError, RecordError
 from rankwise.files import write_whole
 from rankwise.sources import source_digests
+from rankwise.sweep_names import KINDS, named, read_names, write_names
 from rankwise.tasks import AuditTask, prepare, run
 
 RETRIES = 3
@@ -34,6 +34,17 @@ class Job:
     def name(self) -> str:
         """What a reader calls it."""
         return f"{self.folder}/{self.part}"
+
+    @property
+    def model(self) -> str:
+        """What its folder stands for."""
+        task = self.task
+        return f"{task.model}@{task.revision}" if task.revision else task.model
+
+    @property
+    def data(self) -> str:
+        """What its part stands for."""
+        return str(self.task.text or self.task.images or self.task.dataset or "data")
 
     def path(self, out: Path) -> Path:
         """Of its audit.
@@ -65,6 +76,7 @@ def jobs_of(
     models: Sequence[str],
     revisions: Sequence[str] = (),
     data: Sequence[Mapping[str, Any]] = ({},),
+    out: Path | None = None,
 ) -> list[Job]:
     """A job for each model, revision and data set.
 
@@ -73,29 +85,27 @@ def jobs_of(
         models: names or folders.
         revisions: of each model; none for what is newest.
         data: of each job ``text``, ``images`` or ``dataset``.
+        out: the folder of the sweep: what has a name there keeps it.
+
+    Raises:
+        RecordError: if the names in the folder are damaged.
 
     Examples:
         >>> jobs = jobs_of(AuditTask(model=""), ["org/a", "b"], data=[{"dataset": "x"}, {"dataset": "y"}])
         >>> [job.name for job in jobs]
         ['a/x', 'a/y', 'b/x', 'b/y']
     """
-    kinds = list(product(dict.fromkeys(models), dict.fromkeys(revisions) or [None]))
-    folders = _names([f"{model}@{revision}" if revision else model for model, revision in kinds])
-    parts = _names([str(next(iter(given.values()), "data")) for given in data])
-    return [
-        Job(replace(task, model=model, revision=revision, **given), folder, part)
-        for (model, revision), folder in zip(kinds, folders, strict=True)
-        for given, part in zip(data, parts, strict=True)
+    kinds = product(dict.fromkeys(models), dict.fromkeys(revisions) or [None], data)
+    jobs = [
+        Job(replace(task, model=model, revision=revision, **given), "", "")
+        for model, revision, given in kinds
     ]
-
-
-def _names(names: Sequence[str]) -> list[str]:
-    """Names of files: the last part of each, whole where these are not all different, else numbered."""
-    for names_tried in ([name.rstrip("/").rpartition("/")[2] for name in names], names):
-        files = [folder_name(name) for name in names_tried]
-        if len({name.lower() for name in files}) == len(files):  # disks may not tell case
-            return files
-    return [f"{number:03d}-{name}" for number, name in enumerate(files)]
+    of_models, of_data = ({}, {}) if out is None else (read_names(out)[kind] for kind in KINDS)
+    folders = named([job.model for job in jobs], of_models)
+    parts = named([job.data for job in jobs], of_data)
+    return [
+        replace(job, folder=folder, part=part) for job, folder, part in zip(jobs, folders, parts, strict=True)
+    ]
 
 
 def sweep(
@@ -119,8 +129,10 @@ def sweep(
 
     Raises:
         InputError: if an audit cannot be written, those before it are; if a model has the same data twice.
+        RecordError: if the names in the folder are damaged.
     """
     _check_apart(jobs)
+    write_names(out, {job.folder: job.model for job in jobs}, {job.part: job.data for job in jobs})
     tell = on_result or (lambda job, result: None)
     outcome = Outcome(kept=[job for job in jobs if resume and is_finished(job, out)])
     pending = [job for job in jobs if job not in outcome.kept]
@@ -163,25 +175,25 @@ def is_finished(job: Job, out: Path) -> bool:
         job: the job.
         out: the folder of the sweep.
     """
-    return changed_since(job, out) == []
+    found = _found(job, out)
+    return isinstance(found, Audit) and not _changed(job, found)
 
 
-def changed_since(job: Job, out: Path) -> list[str] | None:
-    """Which local files have changed since a job was finished, by the options that name them.
-
-    Args:
-        job: the job.
-        out: the folder of the sweep.
-
-    Returns:
-        The options; None where there is no whole audit of the same task.
-    """
+def _found(job: Job, out: Path) -> Audit | str:
+    """The whole audit of the task of a job, or why there is none, in words; empty where it was not run."""
+    if not job.path(out).exists():
+        return ""
     try:
         found = Audit.load(job.path(out))
-    except (InputError, RecordError):
-        return None
-    if not found.complete or found.provenance.command != job.task.command:
-        return None
+    except (InputError, RecordError) as error:
+        return f"its audit cannot be read ({error.got})"
+    if found.provenance.command != job.task.command:
+        return f"its audit is of `{found.provenance.command}`"
+    return found if found.complete else "its audit is not complete"
+
+
+def _changed(job: Job, found: Audit) -> list[str]:
+    """Which local files have changed since a job was finished, by the options that name them."""
     before, now = found.provenance.sources, job.task.sources()
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
@@ -193,18 +205,11 @@ def why_again(job: Job, out: Path) -> str:
         job: the job.
         out: the folder of the sweep.
     """
-    if not job.path(out).exists():
-        return ""
-    if names := changed_since(job, out):
-        return (
-            " and ".join(f"--{name}" if name != "model" else "the model" for name in names) + " changed since"
-        )
-    if names is not None:
-        return ""
-    try:
-        return f"its audit is of `{Audit.load(job.path(out)).provenance.command}`"
-    except (InputError, RecordError) as error:
-        return f"its audit cannot be read ({error.got})"
+    found = _found(job, out)
+    if isinstance(found, str):
+        return found
+    names = [f"--{name}" if name != "model" else "the model" for name in _changed(job, found)]
+    return " and ".join(names) + " changed since" if names else ""
 
 
 def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit | RankwiseError]:
@@ -221,17 +226,17 @@ def merged(jobs: Sequence[Job], out: Path) -> dict[str, Audit | RankwiseError]:
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(job.folder, []).append(job)
-    whole = {
-        folder: group
-        for folder, group in groups.items()
-        if all(changed_since(job, out) is not None for job in group)
-    }
-    return {folder: _merged(group, out) for folder, group in whole.items()}
+    joined: dict[str, Audit | RankwiseError] = {}
+    for folder, group in groups.items():
+        audits = [audit for job in group if isinstance(audit := _found(job, out), Audit)]
+        if len(audits) == len(group):
+            joined[folder] = _merged(group, audits)
+    return joined
 
 
-def _merged(jobs: Sequence[Job], out: Path) -> Audit | RankwiseError:
-    for job in jobs:
-        if names := changed_since(job, out):
+def _merged(jobs: Sequence[Job], audits: Sequence[Audit]) -> Audit | RankwiseError:
+    for job, audit in zip(jobs, audits, strict=True):
+        if names := _changed(job, audit):
             return RecordError(
                 f"audits of {job.folder}",
                 wanted="files that stay while a sweep runs",
@@ -239,7 +244,7 @@ def _merged(jobs: Sequence[Job], out: Path) -> Audit | RankwiseError:
                 fix="Run the sweep again with --resume: it audits anew what has changed.",
             )
     try:
-        return Audit.merge([Audit.load(job.path(out)) for job in jobs])
+        return Audit.merge(audits)
     except RankwiseError as error:
         return error
 

@@ -269,14 +269,63 @@ def test_what_would_be_counted_twice_is_refused_and_named(model, sequences, shar
     for audits, named in doubled:
         with pytest.raises(RecordError, match=f"each sequence in one of them, got the same in {named}"):
             rw.Audit.merge(audits)
-    with pytest.raises(RecordError, match="Leave audit 3 out: it was merged of audits that are here, too"):
-        rw.Audit.merge([*shards[:2], both])
     files = [
         str(audit.save(tmp_path / f"{name}.json"))
         for name, audit in zip("ab", [shards[0], both], strict=True)
     ]
     with pytest.raises(RecordError, match=r"got the same in .*a\.json and .*b\.json"):
         merge_files(files, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def called(audit: rw.Audit, data: str) -> rw.Audit:
+    about = audit.provenance.model_copy(update={"data": data})
+    return audit.model_copy(update={"provenance": about})
+
+
+def test_what_is_left_out_as_counted_twice_is_in_the_others_and_the_overlap_alone_is_named(shards) -> None:
+    a, b, c = (called(audit, name) for audit, name in zip(shards, ("a.txt", "b.txt", "c.txt"), strict=False))
+    ab, bc = rw.Audit.merge([a, b]), rw.Audit.merge([b, c])
+    neither = "Neither lies whole in the others: merge the audits that they were merged of, each once."
+    cases = [
+        ([ab, b], "audit 1 and audit 2 (b.txt). Leave audit 2 out"),
+        ([b, ab], "audit 1 and audit 2 (b.txt). Leave audit 1 out"),
+        ([a, b, ab], ".txt). Leave audit 3 out"),
+        ([a, called(a, "copy.txt")], "audit 1 and audit 2 (a.txt). Leave audit 2 out"),
+        ([ab, bc], f"audit 1 and audit 2 (b.txt). {neither}"),
+        ([ab, bc, c], "audit 1 and audit 2 (b.txt). Leave audit 2 out"),
+        ([ab, rw.Audit.merge([called(b, "copy.txt"), c])], f"audit 1 and audit 2. {neither}"),
+    ]
+    for audits, wanted in cases:
+        with pytest.raises(RecordError) as told:
+            rw.Audit.merge(audits)
+        assert wanted in str(told.value)
+
+
+def test_of_a_merged_audit_that_holds_an_older_file_no_more_is_claimed_than_is_known(shards) -> None:
+    about = shards[0].provenance.model_copy(update={"parts": []})
+    mixed = rw.Audit.merge([shards[0].model_copy(update={"provenance": about}), shards[1]])
+    with pytest.raises(RecordError, match="Leave audit 2 out: all of its data are in the others"):
+        rw.Audit.merge([mixed, shards[1]])
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_merge_that_would_replace_an_audit_it_reads_is_refused(linked, shards, tmp_path) -> None:
+    files = [audit.save(tmp_path / name / "audit.json") for name, audit in zip("ab", shards, strict=False)]
+    out, before = tmp_path / "a", files[0].read_bytes()
+    if linked:
+        out = tmp_path / "linked"
+        out.symlink_to(tmp_path / "a", target_is_directory=True)
+    for path in (tmp_path / "a", files[0]):
+        with pytest.raises(InputError, match="none of those to merge, got that of") as told:
+            merge_files([str(tmp_path / "b"), str(path)], out)
+        assert str(path) in str(told.value)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "audit.json").symlink_to(files[0])
+    with pytest.raises(InputError, match="none of those to merge"):
+        merge_files([str(file) for file in files], tmp_path / "c")
+    assert files[0].read_bytes() == before
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["audit.json"] * 3
 
 
 def test_files_of_before_there_were_digests_merge_as_they_did(shards) -> None:

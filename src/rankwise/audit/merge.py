@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from rankwise.audit.findings import find
 from rankwise.audit.merge_heads import SAME_MODEL, merged_heads, merged_layers
-from rankwise.audit.merge_parts import check_apart
+from rankwise.audit.merge_parts import JOINT, check_apart
 from rankwise.audit.merge_worth import LEFT_OUT, merged_record, with_correlation
 from rankwise.audit.numbers import method_of
 from rankwise.audit.pooled import by_key
@@ -19,7 +19,7 @@ A = TypeVar("A", bound=AuditRecord)
 
 SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "measure_dtype")
 """What audits must have in common."""
-JOINED = {"data": "; ", "command": " ; ", "device": ", "}
+JOINED = {"data": JOINT, "command": " ; ", "device": ", "}
 """What is told of each, and what stands between."""
 SUMS = ("batches", "sequences", "audits")
 NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"

@@ -225,15 +225,29 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
     Args:
         paths: of the files, or the folders they lie in.
         out: the folder of the report.
+
+    Raises:
+        InputError: if the audit of the report would replace one of them.
     """
     from rankwise.audit import Audit
     from rankwise.audit.merge import merge
-    from rankwise.cli.output import write_report
-    from rankwise.files import prepare_folder
+    from rankwise.cli.output import new_folder, write_report
+    from rankwise.errors import InputError
 
-    prepare_folder(out)
-    merged = merge([Audit.load(path) for path in paths], [str(path) for path in paths])
-    write_report(merged, out)
+    audits = [Audit.load(path) for path in paths]
+    written = out / "audit.json"
+    for path in paths:
+        read = Path(path) / "audit.json" if Path(path).is_dir() else Path(path)
+        if written.exists() and written.samefile(read):
+            raise InputError(
+                f"--out {out}",
+                wanted="a folder whose audit.json is none of those to merge",
+                got=f"that of {path}",
+                fix="Name another folder: the merged audit would replace it.",
+            )
+    with new_folder(out):
+        merged = merge(audits, [str(path) for path in paths])
+        write_report(merged, out)
     return merged
 
 

@@ -16,7 +16,8 @@ HELP = """Audit many models, revisions and data sets, here or as tasks of a Ray 
 
 Each model is audited on each data set by a job of its own, and its audits are merged into one. An audit is
 written as soon as it is there; a job whose worker dies is run again, with --resume what is finished is not.
-Writes MODEL/audit.json with its page and tables, MODEL/parts/DATA.json, and of several models index.html.
+Writes MODEL/audit.json with its page and tables, MODEL/parts/DATA.json, and of several models index.html;
+names.json tells what MODEL and DATA stand for, and a name stays when models or data are added.
 
 [bold]Examples[/bold]
 
@@ -50,9 +51,18 @@ def command(
     ray: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster, or local; without it jobs run here in turn.")
     ] = None,
-    cpus: Annotated[float, typer.Option(min=0, help="CPUs that Ray gives each job.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs that Ray gives each job.")] = 0,
-    retries: Annotated[int, typer.Option(min=0, help="How often a job is run again whose worker died.")] = 3,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, help="With --ray: CPUs that each job takes (1 by default).")
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="With --ray: GPUs that each job takes (none by default).")
+    ] = None,
+    retries: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --ray: how often a job whose worker died is run again (3 by default)."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of each data set.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
@@ -70,10 +80,14 @@ def command(
     from rankwise.cli.output import quiet_libraries, show_progress
     from rankwise.files import prepare_folder
     from rankwise.measures import check_delta
-    from rankwise.sweep import jobs_of, run_here, sweep, why_again
+    from rankwise.sweep import RETRIES, jobs_of, run_here, sweep, why_again
     from rankwise.sweep_ray import ray_tasks
     from rankwise.tasks import AuditTask
 
+    if ray is None:
+        _refuse_without_ray({"--cpus": cpus, "--gpus": gpus, "--retries": retries})
+    cpus, gpus = 1 if cpus is None else cpus, gpus or 0
+    retries = RETRIES if retries is None else retries
     check_delta(delta)
     task = AuditTask(
         model="",
@@ -90,7 +104,7 @@ def command(
     data: list[dict[str, Any]] = [{"text": path.resolve()} for path in text or []]
     data += [{"images": path.resolve()} for path in images or []]
     data += [{"dataset": name} for name in dataset or []]
-    jobs = jobs_of(task, [_located(model) for model in models], revision or [], data or [{}])
+    jobs = jobs_of(task, [_located(model) for model in models], revision or [], data or [{}], out)
     prepare_folder(out)
     quiet_libraries()
     for job in jobs if resume else ():
@@ -113,6 +127,21 @@ def command(
     print(f"{len(outcome.done)} audits done, {len(outcome.kept)} kept, {len(outcome.failed)} failed: {out}")
     if outcome.failed or unmerged:
         raise typer.Exit(1)
+
+
+def _refuse_without_ray(given: dict[str, float | int | None]) -> None:
+    """Jobs that run here in turn take what there is, and have no worker that could die alone."""
+    from rankwise.errors import InputError
+
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"{option} {value:g}",
+                wanted="--ray beside it, whose tasks it is about",
+                got="none",
+                fix="Pass --ray local, or leave it out"
+                + ("; --device cuda runs each job here on a GPU." if option == "--gpus" else "."),
+            )
 
 
 def _located(model: str) -> str:
