@@ -71,6 +71,47 @@ def test_every_module_gets_its_mode_back(fails: bool) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
+class Noting(nn.Module):
+    """Notes what mode it was called to take."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.called = nn.ModuleList(inner), []
+
+    def train(self, mode: bool = True) -> "Noting":
+        self.called.append(mode)
+        super().train(mode)
+        return self
+
+
+def test_modules_are_called_to_take_the_mode_they_were_in() -> None:
+    frozen, within, beside = Noting(), Noting(), Noting()
+    model = nn.Sequential(Noting(frozen, within), nn.Sequential(beside), nn.Dropout()).train()
+    frozen.eval()
+    modes = [module.training for module in model.modules()]
+    for module in (model[0], frozen, within, beside):
+        module.called.clear()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
+    assert model[0].called == within.called == beside.called == [False, True]
+    assert frozen.called[-1] is False
+
+
+def test_modes_come_back_where_a_module_fails_to_take_its_own() -> None:
+    class Failing(nn.Module):
+        def train(self, mode: bool = True) -> "Failing":
+            super().train(mode)
+            if mode:
+                raise KeyError
+            return self
+
+    model = nn.Sequential(Failing(), nn.Dropout())
+    with pytest.raises(KeyError), evaluating(model):
+        pass
+    assert all(module.training for module in model.modules())
+
+
 def test_tensors_are_found_and_moved_wherever_they_lie() -> None:
     batch = {"n": 3, "x": torch.ones(2, 3), "more": Pair(torch.ones(1), [torch.ones(1)])}
     there = moved(batch, torch.device("meta"))

@@ -255,6 +255,20 @@ def test_without_forward_hooks() -> None:
     )
 
 
+def test_registered_buffers_kept() -> None:
+    module = nn.Module()
+    module.register_buffer("none", None)
+    module.register_buffer("kept", torch.ones(1), persistent=False)
+    kept = module.kept
+    with torch_internals.registered_buffers_kept(module):
+        module.none, module.kept = torch.ones(1), torch.zeros(1)
+        module.register_buffer("added", torch.ones(1))
+    assert module.none is None, "buffers are kept elsewhere"
+    assert module.kept is kept
+    assert not hasattr(module, "added")
+    assert not module.state_dict(), "the note on what a state dict leaves out is kept elsewhere"
+
+
 def test_reset() -> None:
     attention = nn.MultiheadAttention(2, 1)
     nn.init.constant_(attention.in_proj_weight, 7.0)

@@ -69,16 +69,60 @@ def second_taken_as(model: nn.Module) -> str:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module is in the mode it was in.
 
+    Modules that do something of their own in ``train(mode)``, such as LoRA layers that merge their factors
+    into a weight for evaluation, are called to undo it.
+
     Args:
         model: the model.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
+        with weights_cast_anew(model):
+            model.eval()
+            yield
+    finally:
+        try:
+            for module, training in modes:  # outer ones first: they call those inside, which may differ
+                if acts_on_mode(module) and module.training != training:
+                    module.train(training)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def acts_on_mode(module: nn.Module) -> bool:
+    """Whether a module does something of its own in ``train(mode)`` and ``eval()``.
+
+    Args:
+        module: the module.
+    """
+    return getattr(module.train, "__func__", None) is not nn.Module.train
+
+
+@contextmanager
+def weights_cast_anew(model: object) -> Iterator[None]:
+    """Inside ``torch.autocast``, leave no cast of a weight to the passes that follow.
+
+    Autocast keeps the first cast of each weight until its outermost block ends. A cast made without gradients
+    cuts the weight off from every later pass in that block.
+
+    Args:
+        model: what runs in this block.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        torch.set_autocast_cache_enabled(kept)
+        if isinstance(model, nn.Module) and any(map(_may_bring_autocast, model.modules())):
+            torch.clear_autocast_cache()
+
+
+def _may_bring_autocast(module: nn.Module) -> bool:
+    """Whether it may enter an autocast that was made before, with its casts kept, as accelerate makes it."""
+    held = any(isinstance(value, torch.autocast) for value in vars(module).values())
+    return held or hasattr(module.forward, "__wrapped__")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -182,6 +182,22 @@ def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) ->
 
 
 @contextmanager
+def registered_buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module has the buffers it had, the same tensors or None; later ones are gone."""
+    kept = [
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, buffers, left_out in kept:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(left_out)
+
+
+@contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
     """A model without some of its hooks as long as the block runs, then with all it had, in their order."""
     kept = [

@@ -149,6 +149,15 @@ def cure(model: nn.Module, batch: Any, error: Exception) -> str:
         Sentences for the end of an error.
     """
     names, _ = _parameters(model)
+    if isinstance(error, NotImplementedError) and f"[{type(model).__name__}] is missing" in str(error):
+        lists = (nn.ModuleList, nn.ModuleDict)
+        inner = [name for name, module in model.named_children() if not isinstance(module, lists)]
+        name = next(iter(inner), "inner")
+        return (
+            "An audit calls the model, and a `training_step`, as Lightning has it, is not called: define "
+            f"`forward`, such as `def forward(self, x): return self.{name}(x)`, or audit the module inside "
+            f"that has it, such as `model.{name}`."
+        )
     if _trips_the_fast_path(model, error):
         return (
             "PyTorch's fast path of TransformerEncoderLayer reads weights as tensors, which quantised layers "

@@ -30,7 +30,7 @@ from rankwise.capture.wrappers import sharded_again, without_copies
 from rankwise.errors import CaptureError, InputError
 from rankwise.measures import DELTA, check_delta
 from rankwise.parallel import one_thread
-from rankwise.running import Batch, batch_size, device_of, moved, run_model
+from rankwise.running import Batch, batch_size, device_of, moved, run_model, weights_cast_anew
 from rankwise.worth import Worth, WorthSettings, measure_worth
 
 Progress = Callable[[int, str], None]
@@ -174,7 +174,7 @@ class Run:
         copies: FreshCopies | None = None,
     ) -> None:
         """Run all batches, or as many as can be run; then copies at fresh weights and worth, if wanted."""
-        with sharded_again(self.model), ExitStack() as stack:
+        with sharded_again(self.model), weights_cast_anew(self.model), ExitStack() as stack:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.notes.append("the compiled model was run uncompiled, with the same weights")

@@ -24,7 +24,7 @@ from rankwise.monitor.settings import (
     steps_between,
     stopping_codes,
 )
-from rankwise.monitor.untouched import buffers_kept, random_state_kept
+from rankwise.monitor.untouched import buffers_kept, random_state_kept, weights_kept
 from rankwise.running import Batch, device_of, evaluating
 
 if TYPE_CHECKING:
@@ -43,15 +43,16 @@ class RankMonitor:
     """Audits a fixed probe batch every ``every`` steps and tells what it finds.
 
     An audit runs in evaluation mode, without gradients, with the random state of torch and the model's
-    buffers put aside: a training is bit-identical with and without it. Not put back is what else a model
-    changes in evaluation mode: its own `torch.Generator`, random numbers of NumPy and Python, and Python
-    attributes, such as a counter that is no buffer. A monitor serves one training. Each new finding is
+    buffers put aside: a training is bit-identical with and without it. Layers that merge weights for
+    evaluation are called to undo it. Not put back is what else a model changes in evaluation mode: its own
+    `torch.Generator`, random numbers of NumPy and Python, and Python attributes, such as a counter that is no
+    buffer. A monitor serves one training. Each new finding is
     logged once as a warning (logger ``rankwise.monitor``). With ``torch.distributed`` every process audits,
     so that sharded models run as they must; the first process writes, logs, and with ``stop_on`` decides
     for all whether to stop.
 
-    Cost: one audit of the probe every ``every`` steps, and a copy of the model's buffers while it runs;
-    `seconds` is what they took.
+    Cost: one audit of the probe every ``every`` steps, and while it runs a copy of the model's buffers and of
+    the weights of layers that have a ``train`` of their own; `seconds` is what they took.
 
     Args:
         probe: a batch, or a list of batches: dicts, tuples or tensors, as `rankwise.audit` takes them.
@@ -132,7 +133,7 @@ class RankMonitor:
         if step % self.every or step in self.history.steps:
             return None
         began = time.perf_counter()
-        with evaluating(model), random_state_kept(model), buffers_kept(model):
+        with random_state_kept(model), buffers_kept(model), weights_kept(model), evaluating(model):
             found = audit(model, self.batches, **self._settings)
         self.seconds += time.perf_counter() - began
         if not found.complete:

@@ -1,4 +1,4 @@
-"""What an audit leaves in a training as it was: random state and buffers."""
+"""What an audit leaves in a training as it was: random state, buffers, and weights that layers merge."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from rankwise.torch_internals import changes_in_place
+from rankwise.running import acts_on_mode
+from rankwise.torch_internals import changes_in_place, registered_buffers_kept
 
 
 def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
@@ -24,7 +25,7 @@ def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards every buffer is the tensor it was, with the values it had; nothing else is put back.
+    """Afterwards the model has the buffers it had, those that were None as None, with the values they had.
 
     Cost: a copy of the buffers. Values are written back only where torch counted a change: a write would
     spoil a backward pass that still needs the buffer.
@@ -32,20 +33,42 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model.
     """
+    before = [(buffer, _changes(buffer), buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with registered_buffers_kept(model):
+            yield
+    finally:
+        for buffer, changes, copy in before:
+            if _changes(buffer) != changes:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the weights of layers that merge them for evaluation have the bits they had.
+
+    w + BA − BA is w but for its rounding. Only a module that has a ``train`` of its own and is in training
+    mode is looked at, and only the parameters that are its own, not those of modules in it.
+
+    Cost: a copy of these parameters.
+
+    Args:
+        model: the model.
+    """
     before = [
-        (module, name, buffer, _changes(buffer), buffer.detach().clone())
+        (weight, weight.detach().clone())
         for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        if module.training and acts_on_mode(module)
+        for weight in module.parameters(recurse=False)
+        if not weight.is_meta
     ]
     try:
         yield
     finally:
-        for module, name, buffer, changes, copy in before:
-            if _changes(buffer) != changes:
-                with torch.no_grad():
-                    buffer.copy_(copy)
-            if getattr(module, name, None) is not buffer:
-                setattr(module, name, buffer)
+        for weight, copy in before:
+            if not torch.equal(weight, copy):
+                weight.data.copy_(copy)  # past autograd, as layers merge: a backward pass may still need it
 
 
 def _changes(buffer: Tensor) -> int:

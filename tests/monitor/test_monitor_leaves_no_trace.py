@@ -1,0 +1,180 @@
+"""A training gives the same bits with a monitor, inside autocast too, and with layers that act on modes."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rankwise as rw
+from rankwise.audit import AuditError
+
+WIDTH = 8
+PROBE = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+BFLOAT16 = ("cpu", torch.bfloat16)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
+class BringsAutocast(nn.Module):
+    """Enters an autocast that was made before the audit began, as a model prepared by accelerate does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cast = encoder(), torch.autocast(*BFLOAT16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.cast:
+            return self.inner(x)
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+
+    @torch.autocast(*BFLOAT16)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Merging(nn.Linear):
+    """A linear layer beside B A, which it adds to its weight for evaluation, as loralib's does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.merged = False
+        self.a, self.b = (nn.Parameter(torch.randn(shape) / 10) for shape in ((2, WIDTH), (WIDTH, 2)))
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (self.b @ self.a) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.merged != self.training
+        beside = 0 if self.merged else F.linear(x, self.b @ self.a)
+        return F.linear(x, self.weight, self.bias) + beside
+
+
+def with_merging() -> nn.Module:
+    return nn.Sequential(encoder(), Merging(), Merging())
+
+
+def trained(
+    make: Callable[[], nn.Module], watched: bool, cast: Callable[[], Any] = nullcontext, between: bool = False
+) -> dict[str, Tensor]:
+    """Weights after two steps of two forward passes each, audited before them or between the two."""
+    torch.manual_seed(0)
+    model = make().train()
+    monitor = rw.RankMonitor(PROBE, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        loss = torch.zeros(())
+        with cast():
+            for audits in (not between, between):
+                if watched and audits:
+                    monitor.step(model, step)
+                loss = loss + model(torch.randn(2, 6, WIDTH)).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+        optimizer.step()
+    return model.state_dict()
+
+
+def outer() -> torch.autocast:
+    return torch.autocast(*BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("make", "cast", "between"),
+    [
+        (encoder, outer, False),
+        (encoder, outer, True),
+        (BringsAutocast, outer, False),
+        (Decorated, outer, False),
+        (Decorated, nullcontext, True),
+        (with_merging, nullcontext, False),
+        (with_merging, nullcontext, True),
+        (with_merging, outer, False),
+    ],
+)
+def test_a_training_is_bit_identical(make: Any, cast: Any, between: bool) -> None:
+    watched, alone = (trained(make, each, cast, between) for each in (True, False))
+    assert watched.keys() == alone.keys()
+    assert all(torch.equal(watched[name], alone[name]) for name in alone)
+
+
+def test_an_audit_inside_autocast_leaves_weights_their_gradients() -> None:
+    model = encoder().eval()
+    with outer():
+        rw.audit(model, [PROBE])
+        model(PROBE).float().square().mean().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_an_audit_runs_in_the_dtype_of_autocast() -> None:
+    model = encoder().eval()
+    with outer():
+        half = rw.RankMonitor(PROBE).step(model, 0)
+        assert torch.is_autocast_cache_enabled()
+    whole = rw.RankMonitor(PROBE).step(model, 0)
+    assert half is not None
+    assert whole is not None
+    assert half.heads[0].row_entropy != whole.heads[0].row_entropy
+    assert half.heads[0].row_entropy == pytest.approx(whole.heads[0].row_entropy, rel=2**-8)
+
+
+class Caching(nn.Module):
+    """In evaluation mode it fills a buffer that was None, adds one, and drops one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+        self.register_buffer("cache", None)
+        self.register_buffer("hidden", None, persistent=False)
+        self.register_buffer("dropped", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.cache is None:
+            self.cache = self.hidden = x.mean(1)
+            self.register_buffer("added", torch.ones(1), persistent=False)
+            del self.dropped
+        return self.inner(x)
+
+
+def test_buffers_that_were_none_added_or_dropped_are_as_before() -> None:
+    model = Caching().train()
+    names, dropped = list(model.state_dict()), model.dropped
+    assert rw.RankMonitor(PROBE).step(model, 0) is not None
+    assert list(model.state_dict()) == names
+    assert model.cache is None
+    assert model.hidden is None
+    assert model.dropped is dropped
+    assert not hasattr(model, "added")
+    model.hidden = torch.ones(1)
+    assert "hidden" not in model.state_dict()  # still left out of it
+
+
+def test_a_module_with_a_training_step_alone_is_told_what_to_define() -> None:
+    class Trains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts, self.inner = nn.ModuleList(), encoder()
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    wanted = r"define `forward`, such as .*return self\.inner\(x\)`, or audit .*`model\.inner`"
+    with pytest.raises(AuditError, match=wanted):
+        rw.RankMonitor(PROBE).step(Trains(), 0)
