@@ -355,3 +355,12 @@ def test_an_audit_that_is_not_kept_is_read_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Audit, "load", lambda path: (read.append(path), load(path))[1])
     assert "cannot be read" in why_again(job, tmp_path)
     assert len(read) == 1
+
+
+def test_two_jobs_never_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text file and a data set of the same name."""
+    monkeypatch.chdir(tmp_path)
+    Path("x").write_text("a text")
+    jobs = jobs_of(AuditTask(model=""), ["m"], data=[{"text": Path("x")}, {"dataset": "x"}])
+    with pytest.raises(InputError, match="data x: wanted data of different names"):
+        sweep(jobs, tmp_path / "out", lambda jobs: iter(()))

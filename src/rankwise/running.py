@@ -77,7 +77,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with weights_cast_anew(model):
+        with weights_cast_anew():
             model.eval()
             yield
     finally:
@@ -93,36 +93,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def acts_on_mode(module: nn.Module) -> bool:
     """Whether a module does something of its own in ``train(mode)`` and ``eval()``.
 
+    A ``train`` with other arguments, such as one that fits a model to data, switches no mode.
+
     Args:
         module: the module.
     """
-    return getattr(module.train, "__func__", None) is not nn.Module.train
+    own = getattr(module.train, "__func__", None)
+    return own is not nn.Module.train and list(inspect.signature(module.train).parameters) == ["mode"]
 
 
 @contextmanager
-def weights_cast_anew(model: object) -> Iterator[None]:
-    """Inside ``torch.autocast``, leave no cast of a weight to the passes that follow.
+def weights_cast_anew() -> Iterator[None]:
+    """Leave no cast of a weight that ``torch.autocast`` keeps to the passes that follow.
 
     Autocast keeps the first cast of each weight until its outermost block ends. A cast made without gradients
     cuts the weight off from every later pass in that block.
-
-    Args:
-        model: what runs in this block.
     """
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(kept)
-        if isinstance(model, nn.Module) and any(map(_may_bring_autocast, model.modules())):
-            torch.clear_autocast_cache()
-
-
-def _may_bring_autocast(module: nn.Module) -> bool:
-    """Whether it may enter an autocast that was made before, with its casts kept, as accelerate makes it."""
-    held = any(isinstance(value, torch.autocast) for value in vars(module).values())
-    return held or hasattr(module.forward, "__wrapped__")
+        torch.clear_autocast_cache()
 
 
 def device_of(model: nn.Module) -> torch.device:

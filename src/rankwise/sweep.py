@@ -155,6 +155,7 @@ def sweep(
 def _check_apart(jobs: Sequence[Job]) -> None:
     """The audits of a model are merged: what it reads twice would be counted twice."""
     known: dict[tuple[str, str, str], Job] = {}
+    places: dict[str, Job] = {}
     for job in jobs:
         digests = source_digests(job.task.data)
         for option, value in job.task.data.items():
@@ -166,6 +167,13 @@ def _check_apart(jobs: Sequence[Job]) -> None:
                     got=f"the same as --{option} {other.task.data[option]}",
                     fix="Leave one of them out: merged, its sequences would be counted twice.",
                 )
+        if places.setdefault(job.name, job) is not job:
+            raise InputError(
+                f"data {job.data}",
+                wanted="data of different names",
+                got="two of this one",
+                fix="Rename the file or the folder, or sweep them into two folders.",
+            )
 
 
 def is_finished(job: Job, out: Path) -> bool:

@@ -185,7 +185,9 @@ def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) ->
 def registered_buffers_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards each module has the buffers it had, the same tensors or None; later ones are gone."""
     kept = [
-        (module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # TorchScript adds and removes no buffer
     ]
     try:
         yield

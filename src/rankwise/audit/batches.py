@@ -70,18 +70,23 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
     return batch, ""
 
 
-def check_rows(batch: Any, number: int) -> None:
+def check_rows(model: nn.Module, batch: Any, number: int) -> None:
     """Refuse a sequence of nothing but padding: it has no token that a measure could be of.
 
+    Only models of transformers are looked at: elsewhere a mask of that name may say which tokens are hidden.
+
     Args:
+        model: the model.
         batch: as the model is to be given it.
         number: of the batch, from 1.
 
     Raises:
         InputError: naming the row.
     """
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
+    if not isinstance(batch, Mapping) or getattr(model, "config", None) is None:
+        return
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.shape != ids.shape:
         return
     empty = (mask == 0).all(1).nonzero().flatten().tolist()
     if empty:

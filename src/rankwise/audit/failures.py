@@ -58,13 +58,13 @@ def batch_failed(
         batch: as the model was given it; None where it could not be had.
         kept: what was measured before, if anything.
     """
-    if "meta" in str(error) and any(weight.is_meta for weight in model.parameters()):
+    if "meta tensor" in str(error) and any(weight.is_meta for weight in model.parameters()):
         return AuditError(
             kept,
             f"the model {type(model).__name__}",
             wanted="weights that hold numbers",
             got="weights on the device meta",
-            fix="Load them first, by `from_pretrained`, or by `to_empty` and `load_state_dict`.",
+            fix="Load them first, such as by `from_pretrained`.",
         )
     if isinstance(error, RankwiseError):
         return error if kept is None else _with(kept, error)

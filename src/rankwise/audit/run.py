@@ -174,7 +174,7 @@ class Run:
         copies: FreshCopies | None = None,
     ) -> None:
         """Run all batches, or as many as can be run; then copies at fresh weights and worth, if wanted."""
-        with sharded_again(self.model), weights_cast_anew(self.model), ExitStack() as stack:
+        with sharded_again(self.model), weights_cast_anew(), ExitStack() as stack:
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.notes.append("the compiled model was run uncompiled, with the same weights")
@@ -201,7 +201,7 @@ class Run:
             batch, left_out = readable(self.model, given)
             self.notes += [left_out] if left_out and left_out not in self.notes else []
             self._current = batch
-            check_rows(batch, self.batches + 1)
+            check_rows(self.model, batch, self.batches + 1)
             run_model(self.model, moved(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()

@@ -58,6 +58,27 @@ class ToSTPreTrainedModel(PreTrainedModel):
         """
         return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
 
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Tie, and see that a shared λ is one.
+
+        Args:
+            *args: of transformers.
+            **kwargs: of transformers.
+
+        Raises:
+            InputError: if weights that were loaded have a λ of its own for each layer.
+        """
+        super().tie_weights(*args, **kwargs)
+        names = {name for tied in self._shared_skips().items() for name in tied}
+        found = {weight for name in names if not (weight := self.get_parameter(name)).is_meta}
+        if len(found) > 1:  # on meta nothing is loaded yet
+            raise InputError(
+                f"weights of {type(self).__name__}",
+                wanted='one λ for all layers, as skip="shared" says',
+                got=f"{len(found)} of different values",
+                fix='Load them with skip="learned".',
+            )
+
     def _shared_skips(self) -> dict[str, str]:
         named = self.named_modules()
         skips = [name for name, one in named if isinstance(one, LambdaSkip) and one.kind == "shared"]

@@ -254,7 +254,7 @@ def _check_flags(config: ToSTConfig) -> None:
     """Refuse words such as ``"false"``, which Python takes for true."""
     for name in FLAGS:
         value = getattr(config, name)
-        if not isinstance(value, bool):
+        if isinstance(value, str):
             raise InputError(
                 f"ToSTConfig `{name}`", wanted="true or false", got=repr(value), fix="Leave the quotes out."
             )

@@ -87,6 +87,28 @@ def whole_checkpoints(out: Path) -> list[Path]:
     return [one for one in checkpoints(out) if (one / MARK).is_file()]
 
 
+def is_ours(checkpoint: Path) -> bool:
+    """Whether `rankwise train` made a folder.
+
+    Args:
+        checkpoint: the folder.
+    """
+    plain = checkpoint.is_dir() and not checkpoint.is_symlink()
+    return plain and (_began(checkpoint).is_file() or (checkpoint / MARK).is_file())
+
+
+def forget_removed(out: Path) -> None:
+    """Forget checkpoints that are gone: another program may make folders of the same names.
+
+    Args:
+        out: folder of the run.
+    """
+    there = {_began(one).name for one in checkpoints(out)}
+    for left in out.glob(BEGAN.format("checkpoint-*")):
+        if left.name not in there:
+            left.unlink(missing_ok=True)
+
+
 def remove_broken(out: Path) -> list[Path]:
     """Remove checkpoints of ours that were not whole when their process ended; others stay.
 
@@ -99,10 +121,7 @@ def remove_broken(out: Path) -> list[Path]:
     broken = [one for one in checkpoints(out) if _began(one).is_file() and not (one / MARK).is_file()]
     for one in broken:
         shutil.rmtree(one)
-    there = {_began(one).name for one in checkpoints(out)}
-    for left in out.glob(BEGAN.format("checkpoint-*")):
-        if left.name not in there:
-            left.unlink()
+    forget_removed(out)
     return broken
 
 
@@ -115,7 +134,7 @@ def refuse_foreign(out: Path) -> None:
     Raises:
         TrainingError: naming what another program wrote.
     """
-    foreign = [one for one in checkpoints(out) if not (_began(one).is_file() or (one / MARK).is_file())]
+    foreign = [one for one in checkpoints(out) if not is_ours(one)]
     if foreign:
         raise TrainingError(
             f"--out {out}",
@@ -139,10 +158,9 @@ def last_whole(out: Path, content: dict[str, Any]) -> Path | None:
         TrainingError: if it is of another recipe, configuration or text, naming what differs.
     """
     whole = whole_checkpoints(out)
-    if not whole:
-        return None
-    refuse_other(whole[-1], content)
-    return whole[-1]
+    for one in reversed(whole):
+        refuse_other(one, content)
+    return whole[-1] if whole else None
 
 
 def find_best_beside(checkpoint: Path) -> None:

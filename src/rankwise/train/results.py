@@ -16,7 +16,7 @@ from rankwise.monitor import RankMonitor, scalars
 from rankwise.processes import from_environment
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
-from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, remove_broken
+from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, forget_removed, is_ours
 from rankwise.train.overrides import beside
 from rankwise.train.provenance import peak_memory, provenance, shown
 from rankwise.train.recipes import RECIPES
@@ -127,6 +127,6 @@ def write(out: Path, model: PreTrainedModel, results: dict[str, Any], tokenizer:
         ByT5Tokenizer(extra_ids=0).save_pretrained(out / "model")
     write_whole(out / "model" / "README.md", card(results), "model card")
     write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
-    for one in checkpoints(out):
+    for one in filter(is_ours, checkpoints(out)):
         shutil.rmtree(one)
-    remove_broken(out)
+    forget_removed(out)
