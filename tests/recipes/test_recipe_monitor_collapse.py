@@ -42,3 +42,5 @@ def test_the_page_shows_what_was_recorded():
     assert table(runs) in PAGE.read_text()
     shares = [run["seconds_an_audit"] / (500 * run["seconds_a_step"]) for run in runs if run["steps"]]
     assert f"{min(shares):.2%} to {max(shares):.2%}" in PAGE.read_text()
+    spent = [run["audits_share"] for run in runs if run["steps"]]
+    assert f"{min(spent):.1%} to {max(spent):.1%}" in PAGE.read_text()
