@@ -52,12 +52,18 @@ class AuditTask:
     def command(self) -> str:
         """The command that runs it alone, without worth and baseline."""
         words = ["rankwise", "audit", self.model]
-        usual = {field.name: field.default for field in fields(self)}
+        options = self.options
         for name in FLAGS:
-            value = getattr(self, name)
-            words += [] if value == usual[name] else [f"--{name.replace('_', '-')}", str(value)]
+            option = _option(name)
+            words += [option, str(options[option])] if option in options else []
         words += ["--trust-remote-code"] if self.trust_remote_code else []
         return shlex.join(words)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What is not as usual, by option."""
+        given = {field: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        return {_option(field.name): value for field, value in given.items() if value != field.default}
 
     @property
     def data(self) -> dict[str, str | Path | None]:
@@ -70,6 +76,10 @@ class AuditTask:
         model = path if path.endswith(".py") else self.model
         found = {"model": model, **self.data, "tokenizer": self.tokenizer}
         return source_digests(found, flat=("model", "tokenizer"))
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 class Ready(NamedTuple):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from rankwise.audit import Audit
 from rankwise.cli import app, main
-from rankwise.errors import RankwiseError
+from rankwise.errors import InputError, RankwiseError
 
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
 Run = Callable[..., Result]
@@ -77,6 +77,30 @@ def test_a_baseline_stands_beside_the_model(run: Run, folder: Path, tmp_path: Pa
     said = " ".join(result.output.split())
     assert "at fresh weights, built from its configuration, on the same data, seeds 0, 1" in said
     assert "fresh" in result.output
+
+
+def test_merging_joins_what_was_measured_and_takes_no_option_of_an_audit(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    for name, text in (("a", TEXT), ("b", TEXT[5:])):
+        (tmp_path / f"{name}.txt").write_text(text)
+        asked = ("--text", f"{name}.txt", "--tokens", 16, "--sequences", 2, "--out", name)
+        assert run("audit", folder, *asked).exit_code == 0
+    for option in (
+        ("--tokens", 32), ("--text", "text.txt"), ("--worth", "exact"), ("--baseline-seeds", 2),
+        ("--matrices", "all"), ("--trust-remote-code",),
+    ):  # fmt: skip
+        refused = run("audit", "--merge", "a", "b", *option, "--out", "both")
+        assert isinstance(refused.exception, InputError)
+        assert f"got {option[0].replace('-seeds', '')}. Leave it out" in str(refused.exception)
+        assert not (tmp_path / "both").exists()
+    done = run("audit", "--merge", "a", "b", "--out", "both", "--fail-on", "NONFINITE")
+    assert done.exit_code == 0, done.output
+    both = Audit.load(tmp_path / "both")
+    assert [(head.layer, head.head) for head in both.heads] == [(i, h) for i in (0, 1) for h in (0, 1)]
+    assert both.heads[0].sequences == 4
+    alone = Audit.merge([Audit.load(tmp_path / name) for name in ("a", "b")])
+    assert [head.model_dump_json() for head in both.heads] == [head.model_dump_json() for head in alone.heads]
 
 
 def test_a_chosen_head_keeps_its_matrix_with_the_tokens(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rankwise.cli.optional_value import BARE
 if TYPE_CHECKING:
     from rankwise.audit import Audit
     from rankwise.processes import Processes
+    from rankwise.tasks import AuditTask
     from rankwise.worth import WorthSettings
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
@@ -161,10 +162,7 @@ def command(
     check_delta(delta)
     how = check_method(method)
     chosen_heads(matrices)
-    if merge:
-        _fail_on([merge_files(models or [], out)], codes)
-        return
-    is_demo = not models
+    is_demo = not models and not merge
     source, text = _demo(text, images, dataset) if is_demo else ("", text)
     task = AuditTask(
         model=source,
@@ -187,6 +185,10 @@ def command(
         tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,
     )
+    if merge:
+        _refuse_with_merge(task)
+        _fail_on([merge_files(models or [], out)], codes)
+        return
     if processes.first:
         prepare_folder(out)
     quiet_libraries()
@@ -217,6 +219,19 @@ def _check_processes(
     for what, (asked, fix) in wrong.items():
         if processes.several and asked:
             raise InputError(several, wanted=f"an audit without {what}", got=what, fix=fix)
+
+
+def _refuse_with_merge(task: "AuditTask") -> None:
+    """Refuse options of an audit: what was measured stands in the files."""
+    from rankwise.errors import InputError
+
+    if options := task.options:
+        raise InputError(
+            "--merge",
+            wanted="saved audits and --out, nothing that says how to audit",
+            got=", ".join(options),
+            fix="Leave it out: audits are joined as they were measured.",
+        )
 
 
 def merge_files(paths: Sequence[str], out: Path) -> "Audit":
