@@ -25,21 +25,21 @@ HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s
 
 def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
     """The whole page."""
-    parts = [INTRODUCTION.read_text(encoding="utf-8"), verdicts(experiments, folder)]
+    small = {experiment.name: experiment.table("small", folder) for experiment in experiments}
+    parts = [INTRODUCTION.read_text(encoding="utf-8"), verdicts(experiments, small)]
     for experiment in experiments:
-        for size in ("small", "paper"):
-            table = experiment.table(size, folder)
+        for size, table in (("small", small[experiment.name]), ("paper", experiment.table("paper", folder))):
             if table:
                 parts.append(section(experiment, size, table))
     return "\n".join(parts)
 
 
-def verdicts(experiments: Sequence[Experiment], folder: Path) -> str:
+def verdicts(experiments: Sequence[Experiment], tables: Mapping[str, Table]) -> str:
     """Expectations of small runs: those that do not hold, unclear ones, those that hold; those not run."""
     rows: list[tuple[bool | None, str]] = []
     missing: Counter[str] = Counter()
     for experiment in experiments:
-        table = experiment.table("small", folder)
+        table = tables[experiment.name]
         for one in experiment.expectations:
             if not all(label in table for label in one.needs):
                 missing[experiment.name] += 1

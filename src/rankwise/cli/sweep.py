@@ -87,6 +87,8 @@ def command(
     if ray is None:
         _refuse_without_ray({"--cpus": cpus, "--gpus": gpus, "--retries": retries})
     cpus, gpus = 1 if cpus is None else cpus, gpus or 0
+    if gpus:
+        _refuse_idle_gpus(gpus, device)
     retries = RETRIES if retries is None else retries
     check_delta(delta)
     task = AuditTask(
@@ -142,6 +144,19 @@ def _refuse_without_ray(given: dict[str, float | int | None]) -> None:
                 fix="Pass --ray local, or leave it out"
                 + ("; --device cuda runs each job here on a GPU." if option == "--gpus" else "."),
             )
+
+
+def _refuse_idle_gpus(gpus: float, device: str | None) -> None:
+    """A job on the CPU would hold GPUs that it does not use."""
+    from rankwise.errors import InputError
+
+    if device is None or device.startswith("cpu"):
+        raise InputError(
+            f"--gpus {gpus:g}",
+            wanted="jobs that use the GPUs they hold",
+            got=f"--device {device or 'cpu'}",
+            fix="Pass --device cuda, or leave --gpus out.",
+        )
 
 
 def _located(model: str) -> str:
