@@ -26,7 +26,7 @@ from rankwise.sweep import (
     sweep,
     why_again,
 )
-from rankwise.sweep_names import named
+from rankwise.sweep_names import named, write_names
 from rankwise.tasks import AuditTask
 
 FACTORY = """
@@ -307,6 +307,19 @@ def test_a_sweep_without_resume_replaces_nothing_of_other_data(tmp_path) -> None
         jobs = jobs_of(AuditTask(model=""), ["m"], data=texts(tmp_path, name), out=tmp_path)
         sweep(jobs, tmp_path, Workers())
     assert len(list(tmp_path.glob("m/parts/*.json"))) == 2
+
+
+def test_a_name_that_stands_for_other_data_is_refused_before_anything_runs(tmp_path) -> None:
+    """Jobs that were named without the folder may have names that mean something else there."""
+    there, here = (
+        jobs_of(AuditTask(model=""), [f"{place}/m"], data=texts(tmp_path, f"{place}/x.txt")) for place in "ab"
+    )
+    assert there[0].name == here[0].name
+    write_names(tmp_path, {job.folder: job.model for job in there}, {})
+    workers = Workers()
+    with pytest.raises(InputError, match=r"wanted m to stand for a/m, as names\.json says, got b/m"):
+        sweep(here, tmp_path, workers)
+    assert not workers.ran
 
 
 def test_names_that_were_given_stay_and_new_ones_are_free() -> None:

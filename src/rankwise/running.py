@@ -93,22 +93,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def acts_on_mode(module: nn.Module) -> bool:
     """Whether a module does something of its own in ``train(mode)`` and ``eval()``.
 
-    A ``train`` with other arguments, such as one that fits a model to data, switches no mode.
+    A ``train`` whose first argument has another name, such as one that fits a model to data, switches none.
 
     Args:
         module: the module.
     """
-    own = getattr(module.train, "__func__", None)
-    return own is not nn.Module.train and list(inspect.signature(module.train).parameters) == ["mode"]
+    if getattr(module.train, "__func__", None) is nn.Module.train:
+        return False
+    first = next(iter(inspect.signature(module.train).parameters.values()), None)
+    return first is not None and (first.name == "mode" or first.kind is first.VAR_POSITIONAL)
 
 
 @contextmanager
 def weights_cast_anew() -> Iterator[None]:
-    """Leave no cast of a weight that ``torch.autocast`` keeps to the passes that follow.
+    """Take no cast of a weight that ``torch.autocast`` keeps from the passes before, and leave none.
 
-    Autocast keeps the first cast of each weight until its outermost block ends. A cast made without gradients
-    cuts the weight off from every later pass in that block.
+    Autocast keeps the first cast of each weight until its outermost block ends. A cast of before is of what
+    the weight was then; a cast made without gradients cuts it off from every later pass in that block.
     """
+    torch.clear_autocast_cache()
     try:
         yield
     finally:

@@ -96,10 +96,19 @@ def write_names(out: Path, models: Names, data: Names) -> None:
         data: what the files in them stand for.
 
     Raises:
-        InputError: if they cannot be written.
+        InputError: if they cannot be written, or one stands for something else: its audits would be replaced.
         RecordError: if those given before are damaged.
     """
     before = read_names(out)
+    for kind, given in zip(KINDS, (models, data), strict=True):
+        for name, what in given.items():
+            if before[kind].get(name, what) != what:
+                raise InputError(
+                    f"sweep into {out}",
+                    wanted=f"{name} to stand for {before[kind][name]}, as {FILE} says",
+                    got=what,
+                    fix="Pass the folder when jobs are named, `jobs_of(…, out=out)`, or take another one.",
+                )
     names = {kind: before[kind] | dict(given) for kind, given in zip(KINDS, (models, data), strict=True)}
     if names != before:
         write_whole(out / FILE, json.dumps(names, indent=1, ensure_ascii=False) + "\n", "names")

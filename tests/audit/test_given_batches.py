@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rankwise as rw
 from rankwise.audit import AuditError
+from rankwise.audit.batches import check_rows
 from rankwise.errors import InputError
 from rankwise.running import run_model
 
@@ -246,6 +248,74 @@ def test_a_row_of_nothing_but_padding_is_refused_and_what_came_before_is_kept(be
         rw.audit(bert, [good, {"input_ids": ids, "attention_mask": mask}])
     assert told.value.audit is not None
     assert told.value.audit.provenance.sequences == 3
+
+
+def test_rows_of_several_choices_are_looked_at_one_by_one(bert: nn.Module) -> None:
+    ids = torch.randint(1, 300, (2, 3, 8))
+    mask = torch.ones_like(ids)
+    mask[:, :, 6:] = 0
+    check_rows(bert, {"input_ids": ids, "attention_mask": mask}, 1)
+    mask[1, 2] = 0
+    with pytest.raises(InputError, match="nothing but padding in row 1, 2, counted"):
+        check_rows(bert, {"input_ids": ids, "attention_mask": mask}, 1)
+
+
+def test_a_mask_of_another_shape_is_the_models_own_affair(bert: nn.Module) -> None:
+    ids = torch.randint(1, 300, (2, 5))
+    check_rows(bert, {"input_ids": ids, "attention_mask": torch.zeros(2, 9)}, 1)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_a_batch_without_tokens_is_named(bert: nn.Module, shape: tuple[int, int]) -> None:
+    ids = torch.zeros(shape, dtype=torch.long)
+    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}):
+        with pytest.raises(InputError, match=re.escape(f"of at least one token, got the shape {shape}")):
+            rw.audit(bert, [batch])
+
+
+def test_a_probe_without_tokens_is_refused_at_the_first_step_of_any_number(
+    bert: nn.Module, tmp_path: Path
+) -> None:
+    ids, mask = torch.randint(1, 300, (2, 5)), torch.ones(2, 5)
+    mask[1] = 0
+    monitor = rw.RankMonitor({"input_ids": ids, "attention_mask": mask}, folder=tmp_path / "audits")
+    with pytest.raises(InputError, match="nothing but padding in row 1"):
+        monitor.step(bert, 1)
+    assert not (tmp_path / "audits").exists()
+
+
+class Unready(nn.Module):
+    """Its ``forward`` is there and says that something is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no such kernel here")
+
+
+class OfLightning(nn.Module):
+    """Has the ``forward`` that Lightning's own class has."""
+
+    __module__ = "lightning.pytorch.core.module"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Training(OfLightning):
+    """A user's, with a `training_step` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [(Training(), True), (Unready(), False), (torch.compile(Unready()), False)]
+)
+def test_a_forward_that_is_not_there_is_told_from_what_it_says(model: nn.Module, says: bool) -> None:
+    with pytest.raises(AuditError) as told:
+        rw.audit(model.eval(), [torch.ones(2, 3, 8)])
+    assert ("define `forward`" in str(told.value)) == says
+    assert ("model.net" in str(told.value)) == says
 
 
 def test_masks_of_other_models_may_say_what_is_hidden() -> None:

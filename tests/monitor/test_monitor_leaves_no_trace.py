@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.audit import AuditError
+from rankwise.monitor.untouched import weights_kept
 
 WIDTH = 8
 PROBE = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -79,6 +80,18 @@ class Merging(nn.Linear):
         return F.linear(x, self.weight, self.bias) + beside
 
 
+class Passing(Merging):
+    """Passes on what its ``train`` is given, by no name."""
+
+    def train(self, *args: Any, **kwargs: Any) -> "Passing":
+        super().train(*args, **kwargs)
+        return self
+
+
+def with_passing() -> nn.Module:
+    return nn.Sequential(encoder(), Passing())
+
+
 def with_merging() -> nn.Module:
     return nn.Sequential(encoder(), Merging(), Merging())
 
@@ -120,6 +133,7 @@ def outer() -> torch.autocast:
         (with_merging, nullcontext, False),
         (with_merging, nullcontext, True),
         (with_merging, outer, False),
+        (with_passing, nullcontext, True),
     ],
 )
 def test_a_training_is_bit_identical(make: Any, cast: Any, between: bool) -> None:
@@ -198,6 +212,34 @@ def test_a_module_with_a_training_step_alone_is_told_what_to_define() -> None:
     wanted = r"define `forward`, such as .*return self\.inner\(x\)`, or audit .*`model\.inner`"
     with pytest.raises(AuditError, match=wanted):
         rw.RankMonitor(PROBE).step(Trains(), 0)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_casts_of_passes_before_are_not_read(watched: bool) -> None:
+    """Within a block of autocast the first cast of a weight is kept, whatever becomes of the weight."""
+
+    def audited(ran: bool) -> list[str]:
+        torch.manual_seed(0)
+        model = encoder().train(watched)
+        with outer():
+            if ran:
+                model(PROBE)
+            for weight in model.parameters():
+                weight.data *= 2
+            found = rw.RankMonitor(PROBE).step(model, 0) if watched else rw.audit(model, [PROBE])
+        return [record.model_dump_json() for record in (*found.heads, *found.layers)]
+
+    assert audited(ran=True) == audited(ran=False) != []
+
+
+def test_weights_are_looked_at_where_a_layer_may_merge_them_and_nowhere_else() -> None:
+    asleep, awake = Merging().eval(), Merging()
+    before = [layer.weight.detach().clone() for layer in (asleep, awake)]
+    with weights_kept(nn.ModuleList([asleep, awake])), weights_kept(Merging().to("meta")):
+        for layer in (asleep, awake):
+            layer.weight.data += 1
+    assert torch.equal(asleep.weight, before[0] + 1)
+    assert torch.equal(awake.weight, before[1])
 
 
 class Fits(nn.Module):

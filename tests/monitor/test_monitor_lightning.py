@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.audit import AuditError
 from rankwise.errors import InputError
 
 INSTALLED = find_spec("lightning") is not None or find_spec("pytorch_lightning") is not None
@@ -38,6 +39,14 @@ def test_lightning_audits_logs_and_stops(tmp_path):
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Headless(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Module().encoder
+
+    with pytest.raises(AuditError, match=r"define `forward`.*model\.net"):
+        rw.audit(Headless().eval(), [torch.ones(2, 10, 8)])
 
     monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=2, folder=tmp_path / "rank")
     trainer = package.Trainer(

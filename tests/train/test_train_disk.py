@@ -18,7 +18,15 @@ from transformers import Trainer, TrainingArguments
 
 from rankwise.errors import TrainingError
 from rankwise.train import train
-from rankwise.train.checkpoints import MARK, STATE, checkpoints, find_best_beside, whole_checkpoints
+from rankwise.train.checkpoints import (
+    MARK,
+    STATE,
+    checkpoints,
+    find_best_beside,
+    mark,
+    remove_old,
+    whole_checkpoints,
+)
 from rankwise.train.damage import check_readable
 from rankwise.train.lock import LOCK
 from rankwise.train.models import build_model
@@ -207,7 +215,7 @@ def test_checkpoints_of_other_programs_are_left_alone(resume: bool, tmp_path: Pa
 def test_a_checkpoint_that_was_being_removed_is_no_other_programs(
     stopped: tuple[Path, Any], tmp_path: Path, files: int
 ) -> None:
-    """The Trainer removes old checkpoints file by file, in any order, and may be killed between two."""
+    """A folder is removed file by file, in any order, and the process may be killed between two."""
     out = tmp_path / "out"
     shutil.copytree(stopped[0], out)
     old = out / "checkpoint-2"
@@ -216,6 +224,61 @@ def test_a_checkpoint_that_was_being_removed_is_no_other_programs(
         file.unlink()
     assert train(stopped[1], out, resume=True)["evaluations"][-1][0] == 6
     assert not list(out.glob(".checkpoint-*"))
+
+
+class Killed(BaseException):
+    """Ends a process where it is."""
+
+
+@pytest.mark.parametrize("files", [[], ["model.safetensors"], None])
+@pytest.mark.parametrize("losses", [[1.0, 2.0, 0.5], [1.0, 2.0, 3.0]])
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_the_new(
+    losses: list[float], files: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, out = tiny(tmp_path, **{"evaluation.every": 2, "steps": 8}), tmp_path / "out"
+    best, left = Trainer._determine_best_metric, iter([*losses, 0.1])
+    monkeypatch.setattr(
+        Trainer,
+        "_determine_best_metric",
+        lambda self, metrics, trial: best(self, metrics | {"eval_loss": next(left)}, trial),
+    )
+
+    def killed(folder: Path) -> None:
+        for name in [file.name for file in folder.iterdir()] if files is None else files:
+            (folder / name).unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rankwise.train.checkpoints.shutil.rmtree", killed)
+        with pytest.raises(Killed):
+            train(recipe, out)
+    assert [one.name for one in checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    removed = "checkpoint-2" if losses[-1] < 1 else "checkpoint-4"
+    assert {one.name for one in checkpoints(out)} - {one.name for one in whole_checkpoints(out)} == {removed}
+    assert [step for step, *_ in train(recipe, out, resume=True)["evaluations"]] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("there", "best", "stay"),
+    [
+        ([2], None, [2]),
+        ([2, 4, 6], None, [4, 6]),
+        ([2, 4, 6], "far/checkpoint-2", [2, 6]),
+        ([2, 4, 6, 8], "far/checkpoint-8", [6, 8]),
+        ([2, 4, 6, 8, 10], "gone/checkpoint-1", [8, 10]),
+    ],
+)
+def test_the_newest_and_the_best_stay_and_what_is_not_ours(
+    tmp_path: Path, there: list[int], best: str | None, stay: list[int]
+) -> None:
+    for step in there:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        mark(tmp_path / f"checkpoint-{step}", {})
+    foreign = tmp_path / "checkpoint-3"
+    foreign.mkdir()
+    remove_old(tmp_path, best)
+    assert [one.name for one in checkpoints(tmp_path) if one != foreign] == [f"checkpoint-{n}" for n in stay]
+    assert foreign.exists()
 
 
 def test_names_of_checkpoints_that_are_gone_are_free(stopped: tuple[Path, Any], tmp_path: Path) -> None:

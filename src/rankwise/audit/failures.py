@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.audit.batches import cure, label_error
+from rankwise.audit.cures import cure, label_error
 from rankwise.audit.result import Audit
 from rankwise.errors import RankwiseError
 from rankwise.running import Batch, tensors_of

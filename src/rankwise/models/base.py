@@ -69,13 +69,14 @@ class ToSTPreTrainedModel(PreTrainedModel):
             InputError: if weights that were loaded have a λ of its own for each layer.
         """
         super().tie_weights(*args, **kwargs)
-        names = {name for tied in self._shared_skips().items() for name in tied}
-        found = {weight for name in names if not (weight := self.get_parameter(name)).is_meta}
-        if len(found) > 1:  # on meta nothing is loaded yet
+        tied = self._shared_skips()
+        weights = [self.get_parameter(name) for name in dict.fromkeys((*tied.values(), *tied))]
+        found = [weight for weight in weights if not weight.is_meta]  # on meta nothing is loaded yet
+        if any(weight is not found[0] for weight in found):
             raise InputError(
                 f"weights of {type(self).__name__}",
                 wanted='one λ for all layers, as skip="shared" says',
-                got=f"{len(found)} of different values",
+                got=f"of its own for each: {', '.join(f'{weight.item():g}' for weight in found)}",
                 fix='Load them with skip="learned".',
             )
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rankwise.audit import Audit, audit
+from rankwise.audit.batches import check_rows
 from rankwise.audit.finding_changes import finding_changes
 from rankwise.audit.history import History
 from rankwise.audit.records import Finding
@@ -125,7 +126,8 @@ class RankMonitor:
             AuditError: if the model cannot run on the probe.
             CaptureError: if it holds no mixer that can be captured.
             InputError: if the step is no whole number from 0 on, or of another training: smaller than the
-                last, or of another model; at the first step, if the folder cannot be used.
+                last, or of another model; at the first step, if the folder cannot be used, or a sequence of
+                the probe has no token that is not padding.
             KeyboardInterrupt: if it was pressed during the audit; what was measured is dropped.
         """
         step = step_number(step)
@@ -201,6 +203,8 @@ class RankMonitor:
     def _begin_or_go_on(self, model: nn.Module, step: int) -> None:
         """Open the folder at the first step; later, refuse a second training: audits would be mixed."""
         if self._last is None:
+            for number, batch in enumerate(self.batches, 1):
+                check_rows(model, batch, number)
             if self._record is not None:
                 for at, audit in self._record.begin(step, self._resume, _first_process()):
                     self.history.add(at, audit)

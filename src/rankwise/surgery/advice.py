@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankwise.audit.batches import cure, readable
+from rankwise.audit.batches import readable
+from rankwise.audit.cures import cure
 from rankwise.audit.findings import SWITCHED_OFF_REMEDY, TURN
 from rankwise.audit.records import SEVERITY_ORDER, AuditRecord, Finding, Place
 from rankwise.errors import InputError, RankwiseError

@@ -14,7 +14,9 @@ MARK = "recipe.json"
 """Written into a checkpoint last: where it is missing, the process ended before the checkpoint was whole."""
 BEGAN = ".{}.rankwise"
 """Beside a checkpoint from before it is made until it is gone: where it is missing, another program made the
-folder. It is not inside, for the Trainer removes old checkpoints file by file, and may be killed at any."""
+folder. It is not inside, for a folder is removed file by file, and the process may be killed at any."""
+KEPT = 2
+"""Checkpoints that stay: the newest, and the best or else the one before."""
 STATE = "trainer_state.json"
 """Where the Trainer writes what it goes on from."""
 MAY_DIFFER = {
@@ -74,7 +76,7 @@ def checkpoints(out: Path) -> list[Path]:
     Args:
         out: folder of the run.
     """
-    found = [one for one in out.glob("checkpoint-*") if one.name.partition("-")[2].isdigit()]
+    found = [one for one in out.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal()]
     return sorted(found, key=lambda one: int(one.name.partition("-")[2]))
 
 
@@ -97,6 +99,26 @@ def is_ours(checkpoint: Path) -> bool:
     return plain and (_began(checkpoint).is_file() or (checkpoint / MARK).is_file())
 
 
+def remove_old(out: Path, best: str | None) -> None:
+    """Remove whole checkpoints but the newest, the best, and as many before as make `KEPT`.
+
+    Each is no longer whole before its first file goes. The Trainer's own rotation comes before a new
+    checkpoint is marked, and may remove the last that is.
+
+    Args:
+        out: folder of the run, whose newest checkpoint is whole.
+        best: path of the best.
+    """
+    whole = whole_checkpoints(out)
+    needed = {whole[-1].name, whole[-1].name if best is None else Path(best).name}
+    others = [one for one in whole if one.name not in needed]
+    for one in others[: max(0, len(whole) - KEPT)]:
+        _began(one).touch()
+        (one / MARK).unlink()
+        shutil.rmtree(one)
+    forget_removed(out)
+
+
 def forget_removed(out: Path) -> None:
     """Forget checkpoints that are gone: another program may make folders of the same names.
 
@@ -105,7 +127,7 @@ def forget_removed(out: Path) -> None:
     """
     there = {_began(one).name for one in checkpoints(out)}
     for left in out.glob(BEGAN.format("checkpoint-*")):
-        if left.name not in there:
+        if left.name not in there and left.is_file():
             left.unlink(missing_ok=True)
 
 

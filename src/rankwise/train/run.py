@@ -217,7 +217,6 @@ def _arguments(recipe: Recipe, out: Path, processes: int, progress: bool) -> Tra
         eval_steps=recipe.evaluation.every,
         save_strategy="steps",
         save_steps=recipe.evaluation.every,
-        save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model=recipe.evaluation.metric,
         greater_is_better=recipe.evaluation.metric == "accuracy",

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import Trainer
 
 from rankwise.errors import InputError, TrainingError, first_line
-from rankwise.train.checkpoints import begin, forget_removed, mark, remove_broken, whole_checkpoints
+from rankwise.train.checkpoints import begin, mark, remove_broken, remove_old, whole_checkpoints
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a system says where no byte more can be written: no room, the user's share used up, file too large."""
@@ -33,7 +33,7 @@ class MarkingTrainer(Trainer):
         self.content = content
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save; the Trainer has no hook before the first byte, so its own step is wrapped.
+        """Save, then remove old checkpoints; the Trainer has no hook for either, so its own step is wrapped.
 
         Args:
             *args: of the Trainer.
@@ -46,7 +46,7 @@ class MarkingTrainer(Trainer):
             super()._save_checkpoint(*args, **kwargs)
             if self.is_world_process_zero():
                 mark(out / f"checkpoint-{step}", self.content)
-                forget_removed(out)
+                remove_old(out, self.state.best_model_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn of weights that a checkpoint does not hold, but not of tied ones.

@@ -69,7 +69,9 @@ class FlatProblem:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.dtype = problem, exact(problem.w.dtype)
-        self.x, self.temperature = flat(problem.w, self.dtype), flat(problem.temperature, self.dtype, axes=1)
+        # a copy of the weights: torch does not free the memory of what is an array, as FSDP2 must between passes
+        weights = None if problem.temperature is None else problem.temperature.clone()
+        self.x, self.temperature = flat(problem.w, self.dtype), flat(weights, self.dtype, axes=1)
         rate = np.ones(self.x.shape[1]) if problem.rate is None else array(problem.rate, torch.float64)
         self.tokens = (flat(problem.mask, torch.bool, axes=1), _powers(rate, self.dtype), rate)
         self.workers = threads_for(self.x.size)
