@@ -54,7 +54,7 @@ def test_a_cache_changes_nothing_however_the_text_is_cut(variant: str) -> None:
 
 @EVERY
 def test_memory_of_weights_can_be_freed_between_passes(variant: str) -> None:
-    """FSDP2 frees the gathered weights of a layer after each pass; torch does not let it once numpy has them."""
+    """FSDP2 frees gathered weights after each pass, which torch refuses once an array shares them."""
     lm, ids = model(variant), texts(2, 5)
     lm(ids, labels=ids).loss.backward()
     kept = [name for name, weight in lm.named_parameters() if not weight.untyped_storage().resizable()]

@@ -69,7 +69,7 @@ class FlatProblem:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.dtype = problem, exact(problem.w.dtype)
-        # a copy of the weights: torch does not free the memory of what is an array, as FSDP2 must between passes
+        # a copy: torch does not free memory that an array shares, as FSDP2 must with weights between passes
         weights = None if problem.temperature is None else problem.temperature.clone()
         self.x, self.temperature = flat(problem.w, self.dtype), flat(weights, self.dtype, axes=1)
         rate = np.ones(self.x.shape[1]) if problem.rate is None else array(problem.rate, torch.float64)
