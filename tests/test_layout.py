@@ -190,6 +190,7 @@ def test_surgery_reads_what_an_audit_says_and_runs_one_for_a_remedy_alone() -> N
         ".records",
         ".findings",
         ".batches",
+        ".cures",
         ".run",
     }
     assert [name for name, parts in found.items() if ".run" in parts] == ["remedy.py"]
