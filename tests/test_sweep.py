@@ -312,14 +312,20 @@ def test_a_sweep_without_resume_replaces_nothing_of_other_data(tmp_path) -> None
 def test_a_name_that_stands_for_other_data_is_refused_before_anything_runs(tmp_path) -> None:
     """Jobs that were named without the folder may have names that mean something else there."""
     there, here = (
-        jobs_of(AuditTask(model=""), [f"{place}/m"], data=texts(tmp_path, f"{place}/x.txt")) for place in "ab"
+        jobs_of(AuditTask(model=""), [f"{place}/m"], data=texts(tmp_path, f"{place}.txt")) for place in "ab"
     )
-    assert there[0].name == here[0].name
-    write_names(tmp_path, {job.folder: job.model for job in there}, {})
+    assert there[0].folder == here[0].folder == "m"
+    write_names(tmp_path, [(job.folder, job.model) for job in there], [])
     workers = Workers()
-    with pytest.raises(InputError, match=r"wanted m to stand for a/m, as names\.json says, got b/m"):
+    with pytest.raises(InputError, match=r"wanted m to stand for a/m, as in names\.json .*got b/m"):
         sweep(here, tmp_path, workers)
+    with pytest.raises(InputError, match=r"wanted m to stand for a/m.* or for another job, got b/m"):
+        sweep([*there, *here], tmp_path / "new", workers)
+    data = [jobs_of(AuditTask(model=""), [p], data=texts(tmp_path, f"{p}/x.txt"))[0] for p in "ab"]
+    with pytest.raises(InputError, match=r"wanted x\.txt to stand for .*a/x\.txt.*got .*b/x\.txt"):
+        sweep(data, tmp_path / "new", workers)
     assert not workers.ran
+    assert not (tmp_path / "new").exists()
 
 
 def test_names_that_were_given_stay_and_new_ones_are_free() -> None:

@@ -93,7 +93,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def acts_on_mode(module: nn.Module) -> bool:
     """Whether a module does something of its own in ``train(mode)`` and ``eval()``.
 
-    A ``train`` whose first argument has another name, such as one that fits a model to data, switches none.
+    A ``train`` whose first argument is something else, such as data that a model is fitted to, switches none.
 
     Args:
         module: the module.
@@ -101,7 +101,9 @@ def acts_on_mode(module: nn.Module) -> bool:
     if getattr(module.train, "__func__", None) is nn.Module.train:
         return False
     first = next(iter(inspect.signature(module.train).parameters.values()), None)
-    return first is not None and (first.name == "mode" or first.kind is first.VAR_POSITIONAL)
+    return first is not None and (
+        first.name == "mode" or isinstance(first.default, bool) or first.kind is first.VAR_POSITIONAL
+    )
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def sweep(
         RecordError: if the names in the folder are damaged.
     """
     _check_apart(jobs)
-    write_names(out, {job.folder: job.model for job in jobs}, {job.part: job.data for job in jobs})
+    write_names(out, [(job.folder, job.model) for job in jobs], [(job.part, job.data) for job in jobs])
     tell = on_result or (lambda job, result: None)
     outcome = Outcome(kept=[job for job in jobs if resume and is_finished(job, out)])
     pending = [job for job in jobs if job not in outcome.kept]

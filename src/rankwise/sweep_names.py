@@ -1,7 +1,7 @@
 """What the folders and files of a sweep are called; a name that was given stays, whatever is added later."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from rankwise.files import parse_json, write_whole
 FILE = "names.json"
 KINDS = ("models", "data")
 
+Given = Iterable[tuple[str, str]]
+"""Names as jobs have them, and what each stands for."""
 Names = Mapping[str, str]
 """What each name stands for: a model, with its revision, or where data is read."""
 
@@ -87,7 +89,7 @@ def _damaged(path: Path, got: str) -> RecordError:
     )
 
 
-def write_names(out: Path, models: Names, data: Names) -> None:
+def write_names(out: Path, models: Given, data: Given) -> None:
     """Keep names beside those that were given before.
 
     Args:
@@ -100,15 +102,15 @@ def write_names(out: Path, models: Names, data: Names) -> None:
         RecordError: if those given before are damaged.
     """
     before = read_names(out)
+    names = {kind: dict(before[kind]) for kind in KINDS}
     for kind, given in zip(KINDS, (models, data), strict=True):
-        for name, what in given.items():
-            if before[kind].get(name, what) != what:
+        for name, what in given:
+            if names[kind].setdefault(name, what) != what:
                 raise InputError(
                     f"sweep into {out}",
-                    wanted=f"{name} to stand for {before[kind][name]}, as {FILE} says",
+                    wanted=f"{name} to stand for {names[kind][name]}, as in {FILE} or for another job",
                     got=what,
-                    fix="Pass the folder when jobs are named, `jobs_of(…, out=out)`, or take another one.",
+                    fix="Name all jobs in one call, and with the folder: `jobs_of(…, out=out)`.",
                 )
-    names = {kind: before[kind] | dict(given) for kind, given in zip(KINDS, (models, data), strict=True)}
     if names != before:
         write_whole(out / FILE, json.dumps(names, indent=1, ensure_ascii=False) + "\n", "names")

@@ -263,12 +263,17 @@ def test_rows_of_several_choices_are_looked_at_one_by_one(bert: nn.Module) -> No
 def test_a_mask_of_another_shape_is_the_models_own_affair(bert: nn.Module) -> None:
     ids = torch.randint(1, 300, (2, 5))
     check_rows(bert, {"input_ids": ids, "attention_mask": torch.zeros(2, 9)}, 1)
+    check_rows(bert, {"input_ids": ids[0], "attention_mask": torch.zeros(5)}, 1)  # without a batch axis
+
+
+def test_tokens_that_come_otherwise_are_tokens(bert: nn.Module) -> None:
+    check_rows(bert, {"input_ids": torch.zeros(2, 0), "inputs_embeds": torch.zeros(2, 5, 16)}, 1)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_a_batch_without_tokens_is_named(bert: nn.Module, shape: tuple[int, int]) -> None:
     ids = torch.zeros(shape, dtype=torch.long)
-    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}):
+    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}, ids, (ids,)):
         with pytest.raises(InputError, match=re.escape(f"of at least one token, got the shape {shape}")):
             rw.audit(bert, [batch])
 
@@ -279,8 +284,9 @@ def test_a_probe_without_tokens_is_refused_at_the_first_step_of_any_number(
     ids, mask = torch.randint(1, 300, (2, 5)), torch.ones(2, 5)
     mask[1] = 0
     monitor = rw.RankMonitor({"input_ids": ids, "attention_mask": mask}, folder=tmp_path / "audits")
-    with pytest.raises(InputError, match="nothing but padding in row 1"):
-        monitor.step(bert, 1)
+    for model in (bert, nn.DataParallel(bert)):
+        with pytest.raises(InputError, match="nothing but padding in row 1"):
+            monitor.step(model, 1)
     assert not (tmp_path / "audits").exists()
 
 
@@ -291,16 +297,14 @@ class Unready(nn.Module):
         raise NotImplementedError("no such kernel here")
 
 
-class OfLightning(nn.Module):
+class LightningModule(nn.Module):
     """Has the ``forward`` that Lightning's own class has."""
-
-    __module__ = "lightning.pytorch.core.module"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class Training(OfLightning):
+class Training(LightningModule):
     """A user's, with a `training_step` alone."""
 
     def __init__(self) -> None:
@@ -308,8 +312,16 @@ class Training(OfLightning):
         self.net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
+def patched() -> nn.Module:
+    """A ``forward`` that was given to the module, and none to its class."""
+    model = Training()
+    model.forward = Unready().forward
+    return model
+
+
 @pytest.mark.parametrize(
-    ("model", "says"), [(Training(), True), (Unready(), False), (torch.compile(Unready()), False)]
+    ("model", "says"),
+    [(Training(), True), (Unready(), False), (torch.compile(Unready()), False), (patched(), False)],
 )
 def test_a_forward_that_is_not_there_is_told_from_what_it_says(model: nn.Module, says: bool) -> None:
     with pytest.raises(AuditError) as told:

@@ -88,8 +88,16 @@ class Passing(Merging):
         return self
 
 
+class Otherwise(Merging):
+    """Calls the mode something else."""
+
+    def train(self, is_train: bool = True) -> "Otherwise":
+        super().train(is_train)
+        return self
+
+
 def with_passing() -> nn.Module:
-    return nn.Sequential(encoder(), Passing())
+    return nn.Sequential(encoder(), Passing(), Otherwise())
 
 
 def with_merging() -> nn.Module:

@@ -271,14 +271,45 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_the_new(
 def test_the_newest_and_the_best_stay_and_what_is_not_ours(
     tmp_path: Path, there: list[int], best: str | None, stay: list[int]
 ) -> None:
-    for step in there:
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        mark(tmp_path / f"checkpoint-{step}", {})
-    foreign = tmp_path / "checkpoint-3"
+    out = tmp_path / "out"
+    for folder in [*(out / f"checkpoint-{step}" for step in [*there, 1000]), tmp_path / "far"]:
+        folder.mkdir(parents=True)
+        mark(folder, {})
+    foreign, linked = out / "checkpoint-3", out / "checkpoint-0"
     foreign.mkdir()
-    remove_old(tmp_path, best)
-    assert [one.name for one in checkpoints(tmp_path) if one != foreign] == [f"checkpoint-{n}" for n in stay]
-    assert foreign.exists()
+    linked.symlink_to(tmp_path / "far")
+    remove_old(out, there[-1], best)
+    left = [one.name for one in checkpoints(out) if one not in (foreign, linked)]
+    assert left == [f"checkpoint-{step}" for step in [*stay, 1000]]
+    assert foreign.is_dir()
+    assert (linked / MARK).is_file()
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, out = tiny(tmp_path, **{"evaluation.every": 1, "steps": 5}), tmp_path / "out"
+
+    def busy(folder: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rankwise.train.checkpoints.shutil.rmtree", busy)
+        trained = Trainer.training_step
+
+        def fails(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            if trainer.state.global_step == 4:
+                raise Killed
+            return trained(trainer, *args, **kwargs)
+
+        patch.setattr(Trainer, "training_step", fails)
+        with pytest.raises(Killed):
+            train(recipe, out)
+    assert "could not be removed: Device or resource busy" in caplog.text
+    assert len(checkpoints(out)) == 4
+    assert len(whole_checkpoints(out)) == 2
+    assert [step for step, *_ in train(recipe, out, resume=True)["evaluations"]] == [1, 2, 3, 4, 5]
+    assert not checkpoints(out)
 
 
 def test_names_of_checkpoints_that_are_gone_are_free(stopped: tuple[Path, Any], tmp_path: Path) -> None:

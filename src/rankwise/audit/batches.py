@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rankwise.capture.wrappers import without_copies
 from rankwise.errors import InputError
-from rankwise.running import LABELS, Batch, second_taken_as
+from rankwise.running import LABELS, Batch, second_taken_as, tensors_of
 
 PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 
@@ -67,9 +68,10 @@ def readable(model: nn.Module, batch: Any) -> tuple[Any, str]:
 
 
 def check_rows(model: nn.Module, batch: Any, number: int) -> None:
-    """Refuse a sequence without tokens, or of nothing but padding: there is none that a measure could be of.
+    """Refuse a batch without tokens, and a sequence of nothing but padding: no measure could be of it.
 
-    Only models of transformers are looked at: elsewhere a mask of that name may say which tokens are hidden.
+    Padding is looked for in models of transformers alone: elsewhere a mask of that name may say which tokens
+    are hidden.
 
     Args:
         model: the model.
@@ -79,17 +81,18 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
     Raises:
         InputError: naming the row, or the shape of what is empty.
     """
-    if not isinstance(batch, Mapping) or getattr(model, "config", None) is None:
-        return
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if isinstance(ids, Tensor) and not ids.numel():
+    tensors = tensors_of(batch)
+    if tensors and not any(tensor.numel() for tensor in tensors.values()):
         raise InputError(
-            f"`input_ids` of batch {number}",
+            f"batch {number}",
             wanted="at least one sequence, of at least one token",
-            got=f"the shape {tuple(ids.shape)}",
+            got=f"the shape {tuple(next(iter(tensors.values())).shape)}",
             fix="Leave the batch out: an empty text is the usual cause.",
         )
-    if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.shape != ids.shape:
+    mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
+    if getattr(without_copies(model), "config", None) is None or mask is None or ids is None:
+        return
+    if mask.shape != ids.shape or mask.dim() < 2:
         return
     empty = (mask == 0).all(-1).nonzero().tolist()
     if empty:
@@ -98,7 +101,7 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
             f"`attention_mask` of batch {number}",
             wanted="a token that is not padding in every row",
             got=f"nothing but padding in row {row}, counted from 0",
-            fix="Leave the row out: an empty text is the usual cause.",
+            fix="Leave it out: an empty text is the usual cause.",
         )
 
 

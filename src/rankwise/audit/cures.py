@@ -28,10 +28,10 @@ def _trips_the_fast_path(model: nn.Module, error: Exception) -> bool:
     )
 
 
-def _defines_no_forward(kind: type) -> bool:
-    """Whether a class has none but that of torch or of Lightning, which raises."""
-    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-    return owner is nn.Module or owner.__module__.startswith(("lightning.", "pytorch_lightning."))
+def _has_no_forward(model: nn.Module) -> bool:
+    """Whether it has none but that of torch or of Lightning, which raises."""
+    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
+    return "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
 
 
 def cure(model: nn.Module, batch: Any, error: Exception) -> str:
@@ -47,7 +47,7 @@ def cure(model: nn.Module, batch: Any, error: Exception) -> str:
     """
     names, _ = names_taken(model)
     model = original_of(model)
-    if isinstance(error, NotImplementedError) and _defines_no_forward(type(model)):
+    if isinstance(error, NotImplementedError) and _has_no_forward(model):
         lists = (nn.ModuleList, nn.ModuleDict)
         inner = [name for name, module in model.named_children() if not isinstance(module, lists)]
         name = next(iter(inner), "inner")

@@ -1,6 +1,7 @@
 """Checkpoints that are whole, of this very recipe, and none else."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ MARK = "recipe.json"
 BEGAN = ".{}.rankwise"
 """Beside a checkpoint from before it is made until it is gone: where it is missing, another program made the
 folder. It is not inside, for a folder is removed file by file, and the process may be killed at any."""
+logger = logging.getLogger("rankwise.train")
 KEPT = 2
 """Checkpoints that stay: the newest, and the best or else the one before."""
 STATE = "trainer_state.json"
@@ -77,7 +79,11 @@ def checkpoints(out: Path) -> list[Path]:
         out: folder of the run.
     """
     found = [one for one in out.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal()]
-    return sorted(found, key=lambda one: int(one.name.partition("-")[2]))
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
 
 
 def whole_checkpoints(out: Path) -> list[Path]:
@@ -99,24 +105,40 @@ def is_ours(checkpoint: Path) -> bool:
     return plain and (_began(checkpoint).is_file() or (checkpoint / MARK).is_file())
 
 
-def remove_old(out: Path, best: str | None) -> None:
-    """Remove whole checkpoints but the newest, the best, and as many before as make `KEPT`.
+def remove_old(out: Path, step: int, best: str | None) -> None:
+    """Remove checkpoints of ours but the newest, the best, and as many before as make `KEPT`.
 
     Each is no longer whole before its first file goes. The Trainer's own rotation comes before a new
     checkpoint is marked, and may remove the last that is.
 
     Args:
-        out: folder of the run, whose newest checkpoint is whole.
+        out: folder of the run.
+        step: of the newest checkpoint, which is whole; what has a larger number is not of this run.
         best: path of the best.
     """
-    whole = whole_checkpoints(out)
-    needed = {whole[-1].name, whole[-1].name if best is None else Path(best).name}
+    newest = f"checkpoint-{step}"
+    ours = [one for one in checkpoints(out) if is_ours(one) and _step(one) <= step]
+    whole = [one for one in ours if (one / MARK).is_file()]
+    needed = {newest, newest if best is None else Path(best).name}
     others = [one for one in whole if one.name not in needed]
-    for one in others[: max(0, len(whole) - KEPT)]:
+    left = [one for one in ours if one not in whole]  # those whose removal failed before
+    for one in others[: max(0, len(whole) - KEPT)] + left:
         _began(one).touch()
-        (one / MARK).unlink()
-        shutil.rmtree(one)
+        (one / MARK).unlink(missing_ok=True)
+        remove(one)
     forget_removed(out)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, or as much of it as goes, with a warning: a training does not end for that.
+
+    Args:
+        checkpoint: the folder.
+    """
+    try:
+        shutil.rmtree(checkpoint)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", checkpoint, error.strerror or error)
 
 
 def forget_removed(out: Path) -> None:
@@ -140,9 +162,9 @@ def remove_broken(out: Path) -> list[Path]:
     Returns:
         What was removed.
     """
-    broken = [one for one in checkpoints(out) if _began(one).is_file() and not (one / MARK).is_file()]
+    broken = [one for one in checkpoints(out) if is_ours(one) and not (one / MARK).is_file()]
     for one in broken:
-        shutil.rmtree(one)
+        remove(one)
     forget_removed(out)
     return broken
 

@@ -1,7 +1,6 @@
 """What a run leaves: results.json, and the best checkpoint as a model with its card."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rankwise.monitor import RankMonitor, scalars
 from rankwise.processes import from_environment
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
-from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, forget_removed, is_ours
+from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, forget_removed, is_ours, remove
 from rankwise.train.overrides import beside
 from rankwise.train.provenance import peak_memory, provenance, shown
 from rankwise.train.recipes import RECIPES
@@ -128,5 +127,5 @@ def write(out: Path, model: PreTrainedModel, results: dict[str, Any], tokenizer:
     write_whole(out / "model" / "README.md", card(results), "model card")
     write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
     for one in filter(is_ours, checkpoints(out)):
-        shutil.rmtree(one)
+        remove(one)
     forget_removed(out)

@@ -46,7 +46,7 @@ class MarkingTrainer(Trainer):
             super()._save_checkpoint(*args, **kwargs)
             if self.is_world_process_zero():
                 mark(out / f"checkpoint-{step}", self.content)
-                remove_old(out, self.state.best_model_checkpoint)
+                remove_old(out, step, self.state.best_model_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn of weights that a checkpoint does not hold, but not of tied ones.
