@@ -10,7 +10,7 @@ the finding ("bound"), which the command rounds up to two digits.
 Setting   ToSTForCausalLM with softmax attention, 48 layers, D = 64, 4 heads, feed-forward width 128,
           post-norm, weights N(0, 0.2²); bytes of the bundled text, 64 at a time, 8 a step; AdamW, 3e-4;
           120 steps; seeds 0, 1, 2
-Hardware  one CPU core, some forty minutes
+Hardware  one CPU core, some ten minutes
 Expect    λ = 0.5: COLLAPSE at step 0, between layers 20 and 30; λ = 1: none then, one by step 40;
           λ = 2: none, and a loss lower by half a nat per byte; the bound (2.7 to 3.8) and the command
           (2.7 to 3.9 in all layers): as λ = 2 or better
