@@ -366,12 +366,12 @@ def test_options_of_ray_are_refused_without_it(option, tmp_path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("device", "got"), [((), "cpu"), (("--device", "cpu"), "cpu")])
-def test_gpus_that_no_job_would_use_are_refused(device, got, tmp_path) -> None:
+@pytest.mark.parametrize("device", [(), ("--device", "cpu")])
+def test_gpus_that_no_job_would_use_are_refused(device, tmp_path) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["sweep", "m", "--ray", "x", "--gpus", "1", *device, "--out", str(out)])
     assert isinstance(done.exception, InputError)
-    assert f"--gpus 1: wanted jobs that use the GPUs they hold, got --device {got}." in str(done.exception)
+    assert "--gpus 1: wanted jobs that use the GPUs they hold, got --device cpu." in str(done.exception)
     assert not out.exists()
 
 

@@ -313,7 +313,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_tried_again(
 
 
 def test_names_of_checkpoints_that_are_gone_are_free(stopped: tuple[Path, Any], tmp_path: Path) -> None:
-    """The Trainer has removed them; what another program then puts there is its own."""
+    """They were removed; what another program then puts there is its own."""
     assert sorted(one.name for one in stopped[0].glob(".checkpoint-*")) == [
         f".{one.name}.rankwise" for one in checkpoints(stopped[0])
     ]

@@ -9,9 +9,7 @@ from rankwise.audit.batches import PASS_TEXTS, has_tensor, names_taken
 from rankwise.errors import InputError, did_you_mean
 from rankwise.running import LABELS, tensors_of
 from rankwise.torch_internals import original_of
-
-LEFT_OUT = -100
-"""The label of what is not to be predicted, as PyTorch and transformers have it."""
+from rankwise.worth.losses import LEFT_OUT
 
 _SEE = "Run the model on this batch by itself to see the whole traceback."
 

@@ -11,12 +11,13 @@ from rankwise.files import parse_json, write_whole
 from rankwise.train.overrides import fields
 from rankwise.train.settings import Recipe
 
+logger = logging.getLogger("rankwise.train")
+
 MARK = "recipe.json"
 """Written into a checkpoint last: where it is missing, the process ended before the checkpoint was whole."""
 BEGAN = ".{}.rankwise"
 """Beside a checkpoint from before it is made until it is gone: where it is missing, another program made the
 folder. It is not inside, for a folder is removed file by file, and the process may be killed at any."""
-logger = logging.getLogger("rankwise.train")
 KEPT = 2
 """Checkpoints that stay: the newest, and the best or else the one before."""
 STATE = "trainer_state.json"
@@ -153,20 +154,16 @@ def forget_removed(out: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def remove_broken(out: Path) -> list[Path]:
+def remove_broken(out: Path) -> None:
     """Remove checkpoints of ours that were not whole when their process ended; others stay.
 
     Args:
         out: folder of the run.
-
-    Returns:
-        What was removed.
     """
-    broken = [one for one in checkpoints(out) if is_ours(one) and not (one / MARK).is_file()]
-    for one in broken:
-        remove(one)
+    for one in checkpoints(out):
+        if is_ours(one) and not (one / MARK).is_file():
+            remove(one)
     forget_removed(out)
-    return broken
 
 
 def refuse_foreign(out: Path) -> None:
