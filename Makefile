@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## Audit the bundled demo, with worth and baseline, and write rankwise-audit/index.html.
-	$(BIN)/rankwise audit --worth --baseline
+	$(BIN)/rankwise audit --importance --baseline
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests src/rankwise --doctest-modules $(ARGS)

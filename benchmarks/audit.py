@@ -31,11 +31,11 @@ from harness import machine, timed
 
 import rankwise as rw
 from rankwise.assets import demo_model, demo_text
-from rankwise.audit.heads import HeadTable
-from rankwise.audit.layers import LayerTable
+from rankwise.auditing.heads import HeadTable
+from rankwise.auditing.layers import LayerTable
+from rankwise.cli.load_data import inputs_for
+from rankwise.cli.load_model import load_subject
 from rankwise.measures import DELTA
-from rankwise.subject_inputs import inputs_for
-from rankwise.subjects import load_subject
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rankwise.assets import demo_model
-from rankwise.surgery import add_lambda_skip
-from rankwise.surgery.verify import unhooked
+from rankwise.skips import add_lambda_skip
+from rankwise.skips.verify import unhooked
 
 
 def models() -> dict[str, nn.Module]:

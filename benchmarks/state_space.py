@@ -27,7 +27,7 @@ import torch
 from benchmarks.harness import machine, peak_mib
 from torch import Tensor
 
-from rankwise.files import write_whole
+from rankwise._internals.files import write_file
 from rankwise.operators import MixingOperator, SelectiveMixing, SemiseparableMixing, sampled_channels
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{layer} @ V: exponent of T {measured['exponent']:.3f}")
     for what, mib in found["memory"]["mib"].items():  # type: ignore[index]
         print(f"{what}, T = {given.tokens}: {'unknown' if mib is None else f'{mib:.0f} MiB'}")
-    write_whole(given.out, json.dumps(found, indent=1) + "\n", "results")
+    write_file(given.out, json.dumps(found, indent=1) + "\n", "results")
     print(f"wrote {given.out}")
     return 0
 

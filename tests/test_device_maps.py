@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.audit.same_audits import compared
+from tests.auditing.same_audits import compared
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from rankwise.device_maps import checked_device
+from rankwise.cli.audit_job import AuditTask, prepare, run
+from rankwise.cli.device_maps import checked_device
 from rankwise.errors import InputError
-from rankwise.tasks import AuditTask, prepare, run
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 DISK |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
@@ -50,12 +50,12 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"device_map": "auto", "device": "cpu"}, "--device-map auto: wanted no --device beside it"),
-        ({"offload_folder": Path("x")}, "--offload-folder x: wanted --device-map beside it"),
+        ({"device_map": "auto", "device": "cpu"}, "--device-map auto: expected no --device beside it"),
+        ({"offload_folder": Path("x")}, "--offload-folder x: expected --device-map beside it"),
         ({"device_map": "auto", "model": "net.py:build"}, "a model that transformers loads, got the factory"),
         ({"device_map": "balance"}, "Did you mean balanced"),
-        ({"device_map": "cuda:99"}, "--device-map cuda:99: wanted a device that torch sees, got only cpu"),
-        ({"device_map": "{"}, "wanted JSON such as"),
+        ({"device_map": "cuda:99"}, "--device-map cuda:99: expected a device that torch sees, got only cpu"),
+        ({"device_map": "{"}, "expected JSON such as"),
         ({"device_map": json.dumps(DISK)}, "wanted --offload-folder for what goes to the disk, got none"),
         (
             {"device_map": "cpu", "offload_folder": Path("/dev/null/x")},
@@ -80,7 +80,9 @@ def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> No
 
 @pytest.mark.parametrize("name", ["", "meta", "hpu", "vulkan", "privateuseone", "cuda:99", "cuda:x", "gpu"])
 def test_a_device_that_torch_does_not_see_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=f"^--device {name}: wanted a device that torch sees, got only cpu"):
+    with pytest.raises(
+        InputError, match=f"^--device {name}: expected a device that torch sees, got only cpu"
+    ):
         checked_device(name)
 
 

@@ -1,6 +1,6 @@
-"""`torch_internals.py` alone uses names of other libraries that begin with an underscore.
+"""`torch_private.py` alone uses names of other libraries that begin with an underscore.
 
-Files are read, not run: those of the package, of `recipes` and of `benchmarks`. Such a name is found
+Files are read, not run: those of the package, of `experiments` and of `benchmarks`. Such a name is found
 
 - of torch: wherever it is written, as an attribute, an import, an argument, a pattern or a text of its own
   (`module._modules`, `"_modules"`, `"torch._dynamo"`);
@@ -28,13 +28,13 @@ import torch
 import torch.utils.data
 from torch import nn
 
-from rankwise import torch_internals
+from rankwise._internals import torch_private as torch_private
 
 ROOT = Path(__file__).parents[1]
-FENCE = Path(torch_internals.__file__)
+FENCE = Path(torch_private.__file__)
 FILES = [
     path
-    for folder in (FENCE.parent, ROOT / "recipes", ROOT / "benchmarks")
+    for folder in (FENCE.parent, ROOT / "experiments", ROOT / "benchmarks")
     for path in sorted(folder.rglob("*.py"))
     if path != FENCE
 ]
@@ -46,8 +46,8 @@ EXCUSED = {
     "src/rankwise/compression/auto_model.py": {"_is_quantized"},
     "src/rankwise/compression/companions.py": {"_raise_exceptions_for_missing_entries"},
     "src/rankwise/train/run.py": {"_n_gpu"},
-    "recipes/architecture_checks.py": {"_from_config"},
-    "recipes/tiny_models.py": {"_attn_implementation", "_experts_implementation"},
+    "experiments/architecture_checks.py": {"_from_config"},
+    "experiments/tiny_models.py": {"_attn_implementation", "_experts_implementation"},
 }
 
 
@@ -206,7 +206,7 @@ def test_no_other_file_uses_private_names() -> None:
         "from torch.overrides import _modules",
         "from torch._modules import x",
         "import torch._modules as x",
-        "from rankwise.torch_internals import _modules",
+        "from rankwise._internals.torch_private import _modules",
         "torch._modules.f()",
         "self.module._modules",
         "super()._modules",

@@ -5,16 +5,16 @@ import pickle
 
 import pytest
 import torch
-from tests.audit.same_audits import compared
+from tests.auditing.same_audits import compared
 from torch import nn
 
 import rankwise as rw
-from rankwise.audit.merge import NO_WIDTH
-from rankwise.audit.widths import keeping_moments
+from rankwise.auditing.merge import NO_WIDTH
+from rankwise.auditing.widths import keeping_moments
 from rankwise.cli.audit_one import Share, merged_shares
+from rankwise.cli.torchrun import Processes, from_environment, raise_first
 from rankwise.data import Shard
 from rankwise.errors import InputError, RankwiseError
-from rankwise.processes import Processes, from_environment, raise_first
 
 
 @pytest.mark.parametrize("items", range(9))
@@ -49,13 +49,13 @@ def test_each_process_has_the_gpu_of_its_number(monkeypatch) -> None:
 
 
 def test_an_error_that_all_have_names_no_process() -> None:
-    error = RankwiseError("x", wanted="y", got="z", fix="w")
+    error = RankwiseError("x", expected="y", got="z", fix="w")
     said = [Processes(rank, rank, 2).said(error) for rank in (0, 1)]
-    with pytest.raises(RankwiseError, match=r"^x: wanted y, got z"):
+    with pytest.raises(RankwiseError, match=r"^x: expected y, got z"):
         raise_first(said)
     with pytest.raises(RankwiseError, match=r"^process 1 of 2: x"):
         raise_first([None, said[1]])
-    with pytest.raises(RankwiseError, match=r"^process 0 of 2: audit: wanted no error, got KeyError: 'k'"):
+    with pytest.raises(RankwiseError, match=r"^process 0 of 2: audit: expected no error, got KeyError: 'k'"):
         raise_first([Processes(0, 0, 2).said(KeyError("k")), None])
     raise_first([None, None])
 
@@ -84,11 +84,11 @@ def test_shares_of_processes_become_an_audit() -> None:
     assert found.failure is None
     whole = rw.audit(layer, batches)
     assert compared(found.audit, whole, of_all=set()) == []
-    [finding] = [finding for finding in found.audit.findings if finding.code == "OVER_WIDE"]
+    [finding] = [finding for finding in found.audit.findings if finding.code == "OVERSIZED_HEADS"]
     assert finding.heads == [1], "of both together alone there are tokens enough for each channel"
-    assert "OVER_WIDE" not in shares[0][0]
+    assert "OVERSIZED_HEADS" not in shares[0][0]
     unkept = merged_shares([(text, said, ended, [None, None]) for text, said, ended, _ in shares[::2]], "all")
-    assert all(math.isnan(head.needed_width) for head in unkept.audit.heads)
+    assert all(math.isnan(head.required_head_dim) for head in unkept.audit.heads)
     assert NO_WIDTH in unkept.audit.provenance.notes
     assert NO_WIDTH not in found.audit.provenance.notes
     assert found.audit.heads[0].picture is not None
@@ -97,7 +97,7 @@ def test_shares_of_processes_become_an_audit() -> None:
     assert all((head.picture is not None) == (head.head in flagged) for head in kept)
     said = Processes(1, 1, 3).said(OSError("gone"))
     failed = merged_shares([shares[0], ("", said, False, []), shares[2]], None)
-    assert "process 1 of 3: audit: wanted no error, got OSError: gone" in str(failed.failure)
+    assert "process 1 of 3: audit: expected no error, got OSError: gone" in str(failed.failure)
     assert not failed.audit.complete
     stopped = merged_shares([shares[0], ("", None, True, [])], None)
     assert (stopped.interrupted, stopped.audit.complete) == (True, False)

@@ -10,11 +10,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.audit import Audit, History
+from rankwise.auditing import Audit, History
 from rankwise.cli import app
-from rankwise.errors import InputError, RankwiseError, RecordError
-from rankwise.sources import PIECE, WHOLE
-from rankwise.sweep import (
+from rankwise.cli.audit_job import AuditTask
+from rankwise.cli.file_digests import PIECE, WHOLE
+from rankwise.cli.sweep_jobs import (
     Job,
     Result,
     WorkerDiedError,
@@ -26,8 +26,8 @@ from rankwise.sweep import (
     sweep,
     why_again,
 )
-from rankwise.sweep_names import named, write_names
-from rankwise.tasks import AuditTask
+from rankwise.cli.sweep_names import named, write_names
+from rankwise.errors import InputError, RankwiseError, RecordError
 
 FACTORY = """
 import torch
@@ -242,8 +242,8 @@ def test_a_model_that_changed_during_a_sweep_has_no_report_and_the_others_have_t
 
 
 def test_a_model_without_a_report_is_said_and_leaves_with_status_1(factory, tmp_path, monkeypatch) -> None:
-    refused = RankwiseError("audits of net.py-build", wanted="x", got="y", fix="z")
-    monkeypatch.setattr("rankwise.sweep._merged", lambda jobs, out: refused)
+    refused = RankwiseError("audits of net.py-build", expected="x", got="y", fix="z")
+    monkeypatch.setattr("rankwise.cli.sweep_jobs._merged", lambda jobs, out: refused)
     done = CliRunner().invoke(app, ["sweep", f"{factory}:build", "--out", str(tmp_path / "out")])
     assert (done.exit_code, "no report of net.py-build: audits of" in done.output) == (1, True), done.output
 
@@ -271,7 +271,7 @@ def test_data_that_a_model_would_read_twice_is_refused_before_it_runs(tmp_path) 
         (tmp_path / name).write_text("the same")
     task, workers = AuditTask(model=""), Workers()
     for data in ([{"dataset": "x"}] * 2, [{"text": tmp_path / "a.txt"}, {"text": tmp_path / "b.txt"}]):
-        with pytest.raises(InputError, match="wanted each data set once, got the same as --") as told:
+        with pytest.raises(InputError, match="expected each data set once, got the same as --") as told:
             sweep(jobs_of(task, ["m"], data=data), tmp_path / "out", workers)
     assert "b.txt" in str(told.value)
     assert "a.txt" in str(told.value)
@@ -317,12 +317,12 @@ def test_a_name_that_stands_for_other_data_is_refused_before_anything_runs(tmp_p
     assert there[0].folder == here[0].folder == "m"
     write_names(tmp_path, [(job.folder, job.model) for job in there], [])
     workers = Workers()
-    with pytest.raises(InputError, match=r"wanted m to stand for a/m, as in names\.json .*got b/m"):
+    with pytest.raises(InputError, match=r"expected m to stand for a/m, as in names\.json .*got b/m"):
         sweep(here, tmp_path, workers)
-    with pytest.raises(InputError, match=r"wanted m to stand for a/m.* or for another job, got b/m"):
+    with pytest.raises(InputError, match=r"expected m to stand for a/m.* or for another job, got b/m"):
         sweep([*there, *here], tmp_path / "new", workers)
     data = [jobs_of(AuditTask(model=""), [p], data=texts(tmp_path, f"{p}/x.txt"))[0] for p in "ab"]
-    with pytest.raises(InputError, match=r"wanted x\.txt to stand for .*a/x\.txt.*got .*b/x\.txt"):
+    with pytest.raises(InputError, match=r"expected x\.txt to stand for .*a/x\.txt.*got .*b/x\.txt"):
         sweep(data, tmp_path / "new", workers)
     assert not workers.ran
     assert not (tmp_path / "new").exists()
@@ -347,7 +347,7 @@ def test_names_that_were_given_stay_and_new_ones_are_free() -> None:
 )
 def test_damaged_names_are_refused_before_anything_runs(content, said, tmp_path) -> None:
     (tmp_path / "names.json").write_text(content)
-    with pytest.raises(RecordError, match=r"names .*names\.json: wanted .*Remove it") as told:
+    with pytest.raises(RecordError, match=r"names .*names\.json: expected .*Remove it") as told:
         jobs_of(AuditTask(model=""), ["m"], out=tmp_path)
     assert said in str(told.value)
     workers = Workers()
@@ -361,7 +361,7 @@ def test_options_of_ray_are_refused_without_it(option, tmp_path) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["sweep", "m", option, "1", "--out", str(out)])
     assert isinstance(done.exception, InputError)
-    assert f"{option} 1: wanted --ray beside it" in str(done.exception)
+    assert f"{option} 1: expected --ray beside it" in str(done.exception)
     assert ("--device cuda" in str(done.exception)) == (option == "--gpus")
     assert not out.exists()
 
@@ -371,7 +371,7 @@ def test_gpus_that_no_job_would_use_are_refused(device, tmp_path) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["sweep", "m", "--ray", "x", "--gpus", "1", *device, "--out", str(out)])
     assert isinstance(done.exception, InputError)
-    assert "--gpus 1: wanted jobs that use the GPUs they hold, got --device cpu." in str(done.exception)
+    assert "--gpus 1: expected jobs that use the GPUs they hold, got --device cpu." in str(done.exception)
     assert not out.exists()
 
 
@@ -390,5 +390,5 @@ def test_two_jobs_never_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     Path("x").write_text("a text")
     jobs = jobs_of(AuditTask(model=""), ["m"], data=[{"text": Path("x")}, {"dataset": "x"}])
-    with pytest.raises(InputError, match="data x: wanted data of different names"):
+    with pytest.raises(InputError, match="data x: expected data of different names"):
         sweep(jobs, tmp_path / "out", lambda jobs: iter(()))

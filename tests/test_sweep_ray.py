@@ -4,13 +4,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.audit.same_audits import compared
+from tests.auditing.same_audits import compared
 
-from rankwise.audit import Audit
+from rankwise.auditing import Audit
+from rankwise.cli.audit_job import AuditTask
+from rankwise.cli.sweep_jobs import WorkerDiedError, jobs_of, run_here, sweep
+from rankwise.cli.sweep_ray import ClusterLostError, check_room, failure, ray_tasks, results
 from rankwise.errors import InputError
-from rankwise.sweep import WorkerDiedError, jobs_of, run_here, sweep
-from rankwise.sweep_ray import ClusterLostError, check_room, failure, ray_tasks, results
-from rankwise.tasks import AuditTask
 
 FACTORY = """
 import os, signal, sys, torch
@@ -135,7 +135,7 @@ def test_a_worker_of_ray_that_is_killed_loses_nothing(tmp_path, monkeypatch) -> 
     jobs = jobs_of(AuditTask(model=""), [f"{factory}:build", f"{factory}:killed", f"{factory}:leaves"])
     with ray_tasks("local", cpus=1) as runner:
         outcome = sweep(jobs, tmp_path / "ray", runner)
-        with pytest.raises(InputError, match="--gpus 99: wanted no more for a job than this machine has"):
+        with pytest.raises(InputError, match="--gpus 99: expected no more for a job than this machine has"):
             check_room(ray, 1, 99)
         raises = ray.remote(max_retries=0)(lambda task: {}[task.tokens])
         [(_, raised)] = results(ray, raises, jobs[:1])

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from benchmarks.tssa import run, show
 
-from rankwise.files import write_whole
+from rankwise._internals.files import write_file
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -59,9 +59,9 @@ def main(given: list[str] | None = None) -> int:
     for name, length in show.crossovers(rows).items():
         print(f"{name}: faster than softmax attention from T={'never' if length is None else round(length)}")
     if asked.out is not None:
-        print(f"numbers: {write_whole(asked.out, json.dumps(report, indent=1), 'benchmark')}")
+        print(f"numbers: {write_file(asked.out, json.dumps(report, indent=1), 'benchmark')}")
     if asked.plot is not None:
-        print(f"picture: {write_whole(asked.plot, show.picture(report), 'picture')}")
+        print(f"picture: {write_file(asked.plot, show.picture(report), 'picture')}")
     wrong = [f"{show.title(row)}, T={row['tokens']}" for row in rows if not row["right"]]
     if wrong:
         print(f"WRONG, more than twice as far from float64 as the plain formulas: {'; '.join(wrong)}")

@@ -1,74 +1,187 @@
-"""The errors users meet: subject, what was wanted, what came, the fix."""
+"""Errors that users meet, and the checks that raise them: subject, what was expected, what came, the fix."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class RankwiseError(ValueError):
-    """Base of every error Rankwise raises for something its user can mend.
+    """Base of all errors that a user can fix, printed as "SUBJECT: expected X, got Y. FIX".
 
     Args:
-        subject: the thing that is wrong, by the name its user knows it by.
-        wanted: what would have been right.
+        subject: the thing that is wrong, by the name that the user knows.
+        expected: what would have been right.
         got: what came instead.
         fix: what to do about it.
     """
 
-    def __init__(self, subject: str, *, wanted: str, got: str, fix: str) -> None:
-        self.subject, self.wanted, self.got, self.fix = subject, wanted, got, fix
-        super().__init__(f"{subject}: wanted {wanted}, got {got}. {fix}")
+    def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
+        self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
+        super().__init__(f"{subject}: expected {expected}, got {got}. {fix}".rstrip())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the error survive pickling: exceptions lose keyword arguments by default."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ShapeError(RankwiseError):
-    """A tensor or operator of the wrong shape or kind."""
+    """A tensor or operator has the wrong shape or kind."""
 
 
 class CaptureError(RankwiseError):
-    """A model whose mixing operators could not be captured."""
+    """The mixing operators of a model could not be captured."""
 
 
 class SkipError(RankwiseError):
-    """λ-skips that cannot be put in, taken out, saved or loaded."""
+    """λ-skips cannot be added, removed, saved or loaded."""
 
 
 class ReplacementError(RankwiseError):
-    """Attention that cannot be replaced by another mixer, or a replacement that cannot be saved or loaded."""
+    """Attention cannot be replaced by another mixer, or a replacement cannot be saved or loaded."""
 
 
 class CompressionError(RankwiseError):
-    """A model that cannot be compressed, or compressed weights that cannot be saved or loaded."""
+    """A model cannot be compressed, or compressed weights cannot be saved or loaded."""
 
 
 class InputError(RankwiseError):
-    """A text, image, data set, model or folder that cannot be used."""
+    """A text, image, data set, model, folder or argument cannot be used."""
 
 
 class TrainingError(RankwiseError):
-    """A training that cannot start, cannot go on, or cannot be resumed; what it has written stays."""
+    """A training cannot start, continue or resume; files that it has written stay."""
 
 
 class RecordError(RankwiseError):
-    """A saved file that is not what it should be."""
+    """A saved file does not have the expected content."""
+
+
+def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseError] = InputError) -> T:
+    """Return a known value; otherwise raise and suggest similar ones.
+
+    Examples:
+        >>> one_of("`mask`", "causal", ["full", "causal"])
+        'causal'
+    """
+    choices = list(known)
+    if not any(type(choice) is type(value) and choice == value for choice in choices):
+        names = [str(choice) for choice in choices]
+        listed = f"one of {', '.join(names)}" if len(names) <= 8 else "a known name"
+        fix = did_you_mean(str(value), names) or "Change it."
+        raise error(subject, expected=listed, got=repr(value), fix=fix)
+    return value
+
+
+def in_range(
+    subject: str, value: float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
+) -> float:
+    """Return a number that is in an interval such as "(0, 1]" or "[0, inf)"; NaN is in none.
+
+    Examples:
+        >>> in_range("`keep`", 0.5, "(0, 1]")
+        0.5
+    """
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    above = real and (value >= low if interval[0] == "[" else value > low)
+    if not (above and (value <= high if interval[-1] == "]" else value < high)):
+        shown = interval.replace("inf", "∞")
+        raise error(subject, expected=f"a number in {shown}", got=repr(value), fix=fix or "Change it.")
+    return value
+
+
+def whole_number(
+    subject: str,
+    value: int,
+    least: int = 1,
+    most: int | None = None,
+    *,
+    fix: str = "",
+    error: type[RankwiseError] = InputError,
+) -> int:
+    """Return an integer that is at least `least` and at most `most`; True and False are refused.
+
+    Examples:
+        >>> whole_number("`every`", 500)
+        500
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limits = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise error(subject, expected=f"a whole number {limits}", got=repr(value), fix=fix or "Change it.")
+    return value
+
+
+def instance_of(
+    subject: str,
+    value: T,
+    kind: type | tuple[type, ...],
+    expected: str,
+    *,
+    fix: str,
+    error: type[RankwiseError] = InputError,
+) -> T:
+    """Return a value of the right Python type, described by `expected` in the error."""
+    if not isinstance(value, kind):
+        raise error(subject, expected=expected, got=type(value).__name__, fix=fix)
+    return value
+
+
+def need_package(name: str, subject: str, extra: str) -> ModuleType:
+    """Import an optional package; if it is missing, raise and name the extra that installs it.
+
+    Args:
+        name: name under which the package is imported.
+        subject: feature that needs the package.
+        extra: extra of `rankwise` that installs the package.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InputError(
+            subject,
+            expected=f"the package {name}",
+            got=first_line(error),
+            fix=f"pip install 'rankwise[{extra}]'.",
+        ) from error
+
+
+def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") -> bytes:
+    """Read a file; the error tells a missing file, a folder and a forbidden file apart.
+
+    Args:
+        path: file to read.
+        kind: noun for the file in the error, such as "an audit".
+        fix: last sentence of the error.
+    """
+    path = Path(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        # Windows reports PermissionError for a folder.
+        got = "a folder" if path.is_dir() else "no such file" if not path.exists() else first_line(error)
+        raise InputError(str(path), expected=kind, got=got, fix=fix) from error
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says; its class where it says nothing.
-
-    Args:
-        error: the error.
-    """
+    """Return the first line of an error's message, or its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Say which known names are near ``name``, and name them all where they are few.
-
-    Args:
-        name: what was asked for.
-        known: what there is.
-
-    Returns:
-        A sentence for the end of an error, empty where nothing is known.
+    """Return a sentence with similar known names and the first 24 known names; empty if nothing is known.
 
     Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from rankwise.audit import Audit
+from rankwise.auditing import Audit
 from rankwise.cli import app, main
 from rankwise.errors import InputError, RankwiseError
 
@@ -87,7 +87,7 @@ def test_merging_joins_what_was_measured_and_takes_no_option_of_an_audit(
         asked = ("--text", f"{name}.txt", "--tokens", 16, "--sequences", 2, "--out", name)
         assert run("audit", folder, *asked).exit_code == 0
     for option in (
-        ("--tokens", 32), ("--text", "text.txt"), ("--worth", "exact"), ("--baseline-seeds", 2),
+        ("--tokens", 32), ("--text", "text.txt"), ("--importance", "exact"), ("--baseline-seeds", 2),
         ("--matrices", "all"), ("--trust-remote-code",),
     ):  # fmt: skip
         refused = run("audit", "--merge", "a", "b", *option, "--out", "both")
@@ -320,7 +320,7 @@ def test_a_disk_that_fills_up_late_loses_nothing(
     def full(self: Audit, path: Any) -> Path:
         from rankwise.errors import InputError
 
-        raise InputError("report", wanted="room", got="No space left on device", fix="Make room.")
+        raise InputError("report", expected="room", got="No space left on device", fix="Make room.")
 
     monkeypatch.setattr(Audit, "to_html", full)
     result = run("audit", folder, "--text", "text.txt", "--tokens", 16)
@@ -402,7 +402,7 @@ def test_compare(run: Run, folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "changes.json").read_text())
     result = run("compare", "a", "text.txt")
-    assert "wanted JSON" in str(result.exception)
+    assert "expected JSON" in str(result.exception)
     result = run("compare", "a", "nowhere")
     assert "no such file" in str(result.exception)
 
@@ -486,7 +486,7 @@ def test_a_collapse_is_advised_on_and_it_is_said(run: Run, tmp_path: Path) -> No
 def test_what_advice_fails_on_does_not_cost_the_audit_and_is_said(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankwise.surgery import advice
+    from rankwise.skips import advice
 
     def failing(*_: Any) -> None:
         raise RuntimeError("lost on the way")
@@ -503,12 +503,12 @@ def test_what_advice_fails_on_does_not_cost_the_audit_and_is_said(
 def test_ctrl_c_while_it_advises_writes_the_whole_audit(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankwise import surgery
+    from rankwise import skips as surgery
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(surgery, "advise", interrupted)
+    monkeypatch.setattr(surgery, "recommend", interrupted)
     (tmp_path / "net.py").write_text(COLLAPSING)
     assert run("audit", "net.py:build").exit_code == 130
     audit = audit_of(tmp_path)

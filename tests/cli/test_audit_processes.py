@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.audit.same_audits import OF_THE_FIRST, compared
+from tests.auditing.same_audits import OF_THE_FIRST, compared
 from typer.testing import CliRunner
 
-from rankwise.audit import Audit
+from rankwise.auditing import Audit
 from rankwise.cli import app
 
 WORKER = Path(__file__).with_name("process_worker.py")
@@ -100,7 +100,7 @@ def alone(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Audit:
 def test_two_processes_find_what_one_finds(told, folder, monkeypatch) -> None:
     whole, shared = alone(folder, "shared", monkeypatch), Audit.load(folder / "shared")
     assert compared(whole, shared, of_all=set()) == []
-    assert not any(math.isnan(head.needed_width) for head in shared.heads)
+    assert not any(math.isnan(head.required_head_dim) for head in shared.heads)
     assert not any("width needed" in note for note in shared.provenance.notes)
     assert (shared.provenance.audits, shared.provenance.sequences) == (2, 5)
     assert any(head.picture for head in whole.heads), "a head is to be flagged"
@@ -124,12 +124,12 @@ def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> 
         ("split", "tensor or pipeline parallel plan: layers.0.self_attn.q_proj"),
         ("replicated", "got a DistributedDataParallel, which waits for all of them"),
         ("sharded", "got a FSDPModule, which waits for all of them"),
-        ("failing", "process 1 of 2: batch 2: wanted a batch, got OSError: no such shard"),
-        ("drawn", "wanted the same weights in all processes, got others in process 1"),
-        ("baseline", "2 processes: wanted an audit without --baseline, got --baseline"),
-        ("several", "2 processes: wanted an audit without several models"),
-        ("spread", "2 processes: wanted an audit without --device-map"),
-        ("no_gpu", "--device cuda: wanted a GPU for process 1 of this machine, got 0 GPUs"),
+        ("failing", "process 1 of 2: batch 2: expected a batch, got OSError: no such shard"),
+        ("drawn", "expected the same weights in all processes, got others in process 1"),
+        ("baseline", "2 processes: expected an audit without --baseline, got --baseline"),
+        ("several", "2 processes: expected an audit without several models"),
+        ("spread", "2 processes: expected an audit without --device-map"),
+        ("no_gpu", "--device cuda: expected a GPU for process 1 of this machine, got 0 GPUs"),
     ],
 )
 def test_what_goes_wrong_is_said_once_and_ends_both(told, way, says) -> None:
@@ -165,4 +165,6 @@ def test_a_process_that_is_killed_and_ctrl_c_lose_nothing(folder, dies, tmp_path
     kept = Audit.load(path)
     assert not kept.complete
     assert kept.heads[0].sequences > 0
-    assert "process 0 of 2: wanted all of them to the end" in out if dies else "rankwise: interrupted" in out
+    assert (
+        "process 0 of 2: expected all of them to the end" in out if dies else "rankwise: interrupted" in out
+    )

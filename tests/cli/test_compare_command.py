@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.audit import Audit, compare
+from rankwise.auditing import Audit, compare
 from rankwise.cli import compare as compare_command
 from rankwise.report import render_comparison
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from rankwise.audit import Audit, History
+from rankwise.auditing import Audit, History
 from rankwise.cli import app
 from rankwise.errors import RankwiseError
 
@@ -113,7 +113,7 @@ def test_a_code_found_in_any_of_them_fails_the_command(
 
 
 def test_ctrl_c_keeps_those_that_were_done(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise import tasks
+    from rankwise.cli import audit_job as tasks
 
     load, calls = tasks.load_subject, iter(range(9))
 
@@ -151,8 +151,8 @@ def test_two_of_them_are_a_comparison_with_a_page(audited: Result, run: Run, hom
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["audits/checkpoint-90"], "wanted two audits or more to compare, got one"),
-        (["audits", "--out", "a.json"], "wanted a file ending in .html or .csv, got .json"),
+        (["audits/checkpoint-90"], "expected two audits or more to compare, got one"),
+        (["audits", "--out", "a.json"], "expected a file ending in .html or .csv, got .json"),
         (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a"], "got no ending"),
         (["audits", "nowhere"], "no such file"),
     ],

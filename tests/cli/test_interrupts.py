@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.audit import Audit
+from rankwise.auditing import Audit
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals")
 
@@ -120,5 +120,5 @@ def test_python_m_rankwise_is_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rankwise"]
     done = subprocess.run([*command, "audit", "nowhere.py:f"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("rankwise: model nowhere.py:f: wanted a Python file")
+    assert done.stderr.startswith("rankwise: model nowhere.py:f: expected a Python file")
     assert subprocess.run([*command, "no"], capture_output=True, check=False).returncode == 2

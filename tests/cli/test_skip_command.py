@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from rankwise import subject_inputs, subjects, surgery
+from rankwise import skips as surgery
+from rankwise.cli import load_data as subject_inputs
+from rankwise.cli import load_model as subjects
 from rankwise.cli import skip
+from rankwise.cli.load_data import Inputs
+from rankwise.cli.load_model import Subject
 from rankwise.errors import InputError, RankwiseError
-from rankwise.subject_inputs import Inputs
-from rankwise.subjects import Subject
-from rankwise.surgery import (
+from rankwise.skips import (
     SkipError,
     add_lambda_skip,
     apply_saved_skips,
@@ -151,7 +153,7 @@ def test_saved_skips_keep_their_kind(run: Run, folder: Path, saved: str, asked: 
     given = ("--text", "text.txt", "--certify", *SMALL)
     result = run("some", "--per", asked, *given)
     assert isinstance(result.exception, InputError)
-    assert f"--per {asked}: wanted --per {saved}, as the λ saved in some" in str(result.exception)
+    assert f"--per {asked}: expected --per {saved}, as the λ saved in some" in str(result.exception)
     assert run("some", *given).exit_code == 0
     assert run("some", "--per", saved, *given).exit_code == 0
 
@@ -246,19 +248,19 @@ def test_a_fit_that_is_lost_writes_nothing(run: Run, folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (("--text", "text.txt"), InputError, "what to do: wanted --out DIR, --certify, or both"),
+        (("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
         (("--text", "text.txt", "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
-        (("--text", "text.txt", "--certify", "--init", "nan"), SkipError, "`init`: wanted a finite number"),
+        (("--text", "text.txt", "--certify", "--init", "nan"), SkipError, "`init`: expected a finite number"),
         (("--text", "text.txt", "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
-        (("--text", "text.txt", "--certify", "--a", "1.5"), RankwiseError, "`a`: wanted a number between"),
+        (("--text", "text.txt", "--certify", "--a", "1.5"), RankwiseError, "`a`: expected a number between"),
         (
             ("--learn-on", "a.txt", "--text", "b.txt", "--certify"),
             InputError,
-            "--learn-on a.txt --text b.txt: wanted one of the two",
+            "--learn-on a.txt --text b.txt: expected one of the two",
         ),
-        (("--certify", "--lr", "-1"), InputError, "--lr: wanted a finite number above 0, got -1"),
-        (("--certify", "--lr", "inf"), InputError, "--lr: wanted a finite number above 0, got inf"),
-        (("--certify",), InputError, "wanted one of --text FILE"),
+        (("--certify", "--lr", "-1"), InputError, "--lr: expected a finite number above 0, got -1"),
+        (("--certify", "--lr", "inf"), InputError, "--lr: expected a finite number above 0, got inf"),
+        (("--certify",), InputError, "expected one of --text FILE"),
         (("--learn-on", "text.txt", "--sequences", "1", "--certify"), InputError, "two sequences or more"),
     ],
     ids=[
@@ -314,7 +316,7 @@ def test_a_loss_that_is_lost_is_said(run: Run, folder: Path) -> None:
         "--sequences", 6,
     )  # fmt: skip
     assert isinstance(result.exception, SkipError)
-    assert "wanted a finite number" in str(result.exception)
+    assert "expected a finite number" in str(result.exception)
     assert "Use a lower learning rate" in str(result.exception)
 
 
@@ -544,7 +546,7 @@ def test_a_saved_skip_takes_no_scale_that_is_none(run: Run, folder: Path) -> Non
     saved_in_layer_0(folder)
     result = run("some", "--init", "nan", "--text", "text.txt", "--certify", *SMALL)
     assert isinstance(result.exception, SkipError)
-    assert "--init: wanted a finite number" in str(result.exception)
+    assert "--init: expected a finite number" in str(result.exception)
 
 
 def test_a_new_skip_beside_those_of_channels_is_one_too(run: Run, folder: Path) -> None:
@@ -614,14 +616,14 @@ def test_a_factory_of_a_masked_model_has_no_mask_token_to_learn_with(run: Run, t
     (tmp_path / "net.py").write_text(FACTORY)
     result = run("net.py:masked", "--learn-on", "text.txt", "--certify", *SMALL)
     assert isinstance(result.exception, SkipError)
-    assert "wanted the id of the mask token, got none" in str(result.exception)
+    assert "expected the id of the mask token, got none" in str(result.exception)
 
 
 def test_a_factory_of_a_model_that_takes_a_tensor_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FACTORY)
     result = run("net.py:Plain", "--text", "text.txt", "--certify", *SMALL)
     assert isinstance(result.exception, InputError)
-    assert "wanted a model that takes its inputs by name" in str(result.exception)
+    assert "expected a model that takes its inputs by name" in str(result.exception)
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from rankwise.cli.skip_tables import show_certificate, show_skips
-from rankwise.surgery import SkipCertificate, Skips, add_lambda_skip
-from rankwise.surgery.certificate import LayerCertificate, StackCertificate
+from rankwise.skips import SkipCertificate, Skips, add_lambda_skip
+from rankwise.skips.certificate import LayerCertificate, StackCertificate
 
 
 def printed(show: Callable[..., None], *what: Any) -> str:

@@ -149,7 +149,7 @@ def test_where_nothing_comes_of_it_no_folder_is_left(
         assert done.exit_code != 0
         assert Path(folder).exists() == left
         if error is MemoryError:
-            assert "GPT2LMHeadModel: wanted memory for a batch" in str(done.exception)
+            assert "GPT2LMHeadModel: expected memory for a batch" in str(done.exception)
 
 
 def test_a_head_of_nan_is_named_and_a_layer_without_memory_keeps_what_is_done(
@@ -163,7 +163,7 @@ def test_a_head_of_nan_is_named_and_a_layer_without_memory_keeps_what_is_done(
         FACTORY.replace("return gpt2(), ", "model = gpt2()" + broken + "    return model, ")
     )
     done = run("broken.py:build", "--keep", 0.5, "--no-time", "--out", "new")
-    assert "layer 'transformer.h.1.attn.c_attn': wanted finite weights" in str(done.exception)
+    assert "layer 'transformer.h.1.attn.c_attn': expected finite weights" in str(done.exception)
     assert not Path("new").exists()
     monkeypatch.setattr("rankwise.compression.narrowing.calibrate", full)
     done = run("own.py:build", "--keep", 0.5, "--calibrate", 5, "--no-time", "--no-nulls", "--out", "new")

@@ -74,7 +74,7 @@ def sample(batch: int = 2, heads: int = 4, groups: int = 2, padded: int = 5) -> 
     key = torch.randn(batch, heads // groups, 9, 8, generator=generator)
     tokens = torch.ones(batch, 9, dtype=torch.bool)
     tokens[0, 9 - padded :] = False
-    operator = rw.SoftmaxMixing(query, key, tokens[:, None, None], is_causal=False, scale=1.0)
+    operator = rw.operators.SoftmaxMixing(query, key, tokens[:, None, None], is_causal=False, scale=1.0)
     return Sample(operator, query, key, tokens)
 
 
@@ -87,7 +87,7 @@ def test_padding_counts_in_no_curve() -> None:
     for row, length in ((0, 4), (1, 9)):
         q, k = whole.query[row : row + 1, :, :length], whole.key[row : row + 1, :, :length]
         real = torch.ones(1, length, dtype=torch.bool)
-        cut.append(Sample(rw.SoftmaxMixing(q, k, scale=1.0), q, k, real))
+        cut.append(Sample(rw.operators.SoftmaxMixing(q, k, scale=1.0), q, k, real))
     assert torch.allclose(width_curves(cut, eye, eye, [2, 8]), curves, atol=1e-6)
     narrow = [torch.eye(8, dtype=torch.float64)[:, :2]] * 4
     assert torch.allclose(head_divergence([whole], narrow, narrow), curves[:, 0], atol=1e-6)
@@ -147,7 +147,8 @@ def test_keys_that_a_mask_makes_copies_of_are_those_of_one_head() -> None:
     plain = ids(6, 30)
     masked = {**plain, "attention_mask": torch.ones(6, 30, dtype=torch.long)}
     one, other = (
-        rw.compress_qk(bigcode(), [batch], width=4, time=False, nulls=False) for batch in (plain, masked)
+        rw.compression.compress_qk(bigcode(), [batch], width=4, time=False, nulls=False)
+        for batch in (plain, masked)
     )
     assert not other.left_out
     assert [head.width for head in one.heads] == [head.width for head in other.heads]

@@ -51,7 +51,9 @@ def test_a_model_that_runs_out_of_memory_names_its_layer(parts: tuple[str, ...],
         return forward(x)
 
     inside.forward = full
-    with pytest.raises(CompressionError, match=r"layer 'transformer\.h\.1\.attn\.c_proj': wanted memory for"):
+    with pytest.raises(
+        CompressionError, match=r"layer 'transformer\.h\.1\.attn\.c_proj': expected memory for"
+    ):
         rw.compress(model, [batch], keep=0.5, parts=parts, **QUICK)
     del inside.forward
     assert count > calls
@@ -68,7 +70,7 @@ def test_layers_that_were_calibrated_stay_so(monkeypatch: pytest.MonkeyPatch) ->
         return calibrate(layer, *args, **more)
 
     monkeypatch.setattr("rankwise.compression.narrowing.calibrate", once)
-    done = rw.compress_qk(gpt2(), [ids(6, 30)], width=3, calibrate=6, **QUICK)
+    done = rw.compression.compress_qk(gpt2(), [ids(6, 30)], width=3, calibrate=6, **QUICK)
     assert not done.complete
     assert any(
         "for want of memory at transformer.h.1.attn: what was done is kept" in note for note in done.notes

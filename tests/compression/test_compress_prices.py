@@ -28,7 +28,7 @@ def test_accuracy_of_labels_is_told_before_and_after() -> None:
         found = model(**batch).logits.argmax(-1)
     found[:3] = (found[:3] + 1) % 3  # three of twelve wrong
     held_out = [{**batch, "labels": found}]
-    done = rw.compress_qk(model, [ids(6, 30)], width=1, held_out=held_out, **QUICK)
+    done = rw.compression.compress_qk(model, [ids(6, 30)], width=1, held_out=held_out, **QUICK)
     with torch.no_grad():
         after = (model(**batch).logits.argmax(-1) == found).float().mean()
     assert done.metric == "accuracy"
@@ -54,7 +54,7 @@ def test_accuracy_of_tokens_is_that_of_the_next_and_skips_what_has_no_label() ->
 
 
 def test_without_labels_there_is_no_metric() -> None:
-    done = rw.compress_qk(bert(), [ids(6, 30)], width=2, **QUICK)
+    done = rw.compression.compress_qk(bert(), [ids(6, 30)], width=2, **QUICK)
     assert done.metric == ""
     assert math.isnan(done.loss_before)
 

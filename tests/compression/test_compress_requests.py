@@ -33,7 +33,7 @@ def test_decoding_is_timed_where_the_context_has_room(
     positions: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankwise.compression.latency.SECONDS", 0.0)
-    done = rw.compress_qk(short_gpt2(positions), [ids(4, 16)], width=3, nulls=False)
+    done = rw.compression.compress_qk(short_gpt2(positions), [ids(4, 16)], width=3, nulls=False)
     assert [one.tokens for one in done.latency if one.phase == "decode"] == timed
     assert sum(one.phase == "prefill" for one in done.latency) == 2
     assert sum("was not timed" in note for note in done.notes) == 2 - len(timed)
@@ -47,22 +47,22 @@ def test_nan_is_named_where_it_lies(part: str) -> None:
         model.get_submodule(name).weight[:8, :8] = float("nan")
     with pytest.raises(CompressionError) as caught:
         rw.compress(model, [ids()], keep=0.5, parts=part, **QUICK)
-    assert f"layer '{name}': wanted finite weights, got NaN or infinity in 64 of" in str(caught.value)
+    assert f"layer '{name}': expected finite weights, got NaN or infinity in 64 of" in str(caught.value)
 
 
 def test_a_request_that_takes_nothing_away_says_so() -> None:
     for done in (
         rw.compress(gpt2(), [ids()], tolerance=1e-12, **QUICK),
-        rw.compress_qk(gpt2(), [ids()], width=7.999, **QUICK),
+        rw.compression.compress_qk(gpt2(), [ids()], width=7.999, **QUICK),
     ):
         assert done.parameters_after == done.parameters_before
         assert any("qk: nothing was narrowed" in note for note in done.notes)
-    done = rw.compress_qk(gpt2(), [ids()], width=5, **QUICK)
+    done = rw.compression.compress_qk(gpt2(), [ids()], width=5, **QUICK)
     assert not any("nothing was narrowed" in note for note in done.notes)
 
 
 def test_slower_says_what_was_won() -> None:
-    done = rw.compress_qk(gpt2(), [ids()], width=5, **QUICK)
+    done = rw.compression.compress_qk(gpt2(), [ids()], width=5, **QUICK)
     late = Latency(phase="decode", tokens=9, before=1, after=2, ratio=2, low=2, high=2)
     assert "fewer parameters and bytes of the cache, but no time" in slower(late, done)
     same = done.model_copy(
@@ -92,9 +92,9 @@ def test_latents_that_add_parameters_say_so() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"calibrate": 1.5}, "`calibrate`: wanted 0 or more steps, a whole number, got 1.5"),
+        ({"calibrate": 1.5}, "`calibrate`: expected 0 or more steps, a whole number, got 1.5"),
         ({"calibrate": True}, "got True"),
-        ({"width": "4"}, "`width`: wanted a mean width of at least 1, got '4'"),
+        ({"width": "4"}, "`width`: expected a mean width of at least 1, got '4'"),
         ({"width": True}, "got True"),
         ({"tolerance": "0.1"}, "`tolerance`.*got '0.1'"),
         ({"keep": "half"}, "`keep`.*got 'half'"),
@@ -112,7 +112,7 @@ def test_one_batch_alone_is_named_with_the_cure(name: str) -> None:
     for batch in (ids()["input_ids"], ids()):
         given = {"batches": [ids()], name: batch}
         with pytest.raises(InputError, match=rf"`{name}`.*\[batch\]"):
-            rw.compress_qk(bert(), **given, width=3, **QUICK)
+            rw.compression.compress_qk(bert(), **given, width=3, **QUICK)
 
 
 def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
@@ -131,7 +131,7 @@ def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
             logits = model(batch["input_ids"]).logits[:, :-1]
         total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
         count += int((labels != -100).sum())
-    done = rw.compress_qk(model, batches, width=3, **QUICK)
+    done = rw.compression.compress_qk(model, batches, width=3, **QUICK)
     assert done.loss_before == pytest.approx(total / count, rel=1e-5)
 
 

@@ -189,7 +189,7 @@ def test_rotations_keep_lengths_and_are_undone(rotation: Rotation) -> None:
     assert torch.equal(rotate(keys, angles.cos() * 0 + 1, angles.sin() * 0, rotation), keys)
 
 
-def test_bytes_go_where_they_are_worth_most() -> None:
+def test_bytes_go_where_they_are_importance_most() -> None:
     layer = LatentLayer(
         module="m", key="k", value="v", heads=1, key_channels=[(0, 4)], value_channels=[(0, 4)], rank=4
     )

@@ -63,13 +63,13 @@ def test_one_of_several_arrays_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (np.zeros((4, 5)), "wanted one array of pictures"),
-        (np.zeros((0, 5, 5)), "wanted one array of pictures"),
-        (np.full((2, 5, 5), 300), "wanted pixels from 0 to 255"),
-        (np.full((2, 5, 5), -0.5), "wanted pixels from 0 to 255"),
-        (np.full((2, 5, 5), np.nan), "wanted pixels from 0 to 255"),
-        (np.zeros((2, 5, 5, 7)), "wanted 1, 3 or 4 channels"),
-        (np.full((2, 5, 5), "a"), "wanted pictures"),
+        (np.zeros((4, 5)), "expected one array of pictures"),
+        (np.zeros((0, 5, 5)), "expected one array of pictures"),
+        (np.full((2, 5, 5), 300), "expected pixels from 0 to 255"),
+        (np.full((2, 5, 5), -0.5), "expected pixels from 0 to 255"),
+        (np.full((2, 5, 5), np.nan), "expected pixels from 0 to 255"),
+        (np.zeros((2, 5, 5, 7)), "expected 1, 3 or 4 channels"),
+        (np.full((2, 5, 5), "a"), "expected pictures"),
         (np.full((2, 5, 5), None), "cannot be read as one"),
     ],
 )

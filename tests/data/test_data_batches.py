@@ -198,7 +198,7 @@ def test_batches_are_int64_tensors() -> None:
 def test_text_shorter_than_a_window_says_what_would_work(tokenizer, before, after) -> None:
     total = 5 + len(before) + len(after)
     with pytest.raises(
-        InputError, match=rf"wanted 9 tokens for one window, got {total} tokens\. Use --tokens {total} "
+        InputError, match=rf"expected 9 tokens for one window, got {total} tokens\. Use --tokens {total} "
     ):
         text_batches("abcde", tokenizer, tokens=9)
     assert len(rows_of(text_batches("abcde", tokenizer, tokens=total))) == 1
@@ -207,7 +207,7 @@ def test_text_shorter_than_a_window_says_what_would_work(tokenizer, before, afte
 @pytest.mark.parametrize("name", ["tokens", "sequences", "batch_size"])
 def test_numbers_below_one(name: str) -> None:
     with pytest.raises(
-        InputError, match=f"--{name.replace('_', '-')}: wanted a whole number, 1 or more, got 0"
+        InputError, match=f"--{name.replace('_', '-')}: expected a whole number, 1 or more, got 0"
     ):
         text_batches("abc", BYTES, **{"tokens": 1, name: 0})
 
@@ -220,6 +220,6 @@ def test_text_without_a_token() -> None:
 @pytest.mark.parametrize("rows", [[], ["", " \n"]])
 def test_texts_without_a_token(rows: list[str]) -> None:
     with pytest.raises(
-        InputError, match=rf"wanted at least one with a token, got {len(rows)} without a token"
+        InputError, match=rf"expected at least one with a token, got {len(rows)} without a token"
     ):
         text_batches(rows, BARE)

@@ -42,7 +42,7 @@ def test_spec(spec: str, wanted: DatasetSpec) -> None:
 
 @pytest.mark.parametrize(("spec", "got"), [("a:b:c:d", "4 parts"), ("", "no name"), (":test", "no name")])
 def test_spec_that_cannot_be_understood(spec: str, got: str) -> None:
-    with pytest.raises(InputError, match=rf"wanted NAME\[@CONFIG\]\[:SPLIT\[:COLUMN\]\], got {got}"):
+    with pytest.raises(InputError, match=rf"expected NAME\[@CONFIG\]\[:SPLIT\[:COLUMN\]\], got {got}"):
         parse_dataset(spec)
 
 
@@ -88,7 +88,7 @@ def test_folder_of_files(tmp_path: Path) -> None:
     write(folder, "test.jsonl")
     write(folder, "train.jsonl")
     assert dataset_texts(f"{folder}:test:text", rows=2) == [TEXTS[0], TEXTS[5]]
-    with pytest.raises(InputError, match=r"wanted a split 'tst', got train, test\. Did you mean test\?"):
+    with pytest.raises(InputError, match=r"expected a split 'tst', got train, test\. Did you mean test\?"):
         dataset_texts(f"{folder}:tst")
 
 
@@ -110,42 +110,42 @@ def test_missing_texts_are_empty(tmp_path: Path) -> None:
 def test_unknown_column(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl")
     with pytest.raises(
-        InputError, match=r"wanted a column 'txt', got the columns 'text', 'label'\. Did you mean text"
+        InputError, match=r"expected a column 'txt', got the columns 'text', 'label'\. Did you mean text"
     ):
         dataset_texts(f"{path}::txt")
 
 
 def test_column_that_holds_no_text(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl")
-    with pytest.raises(InputError, match=r"column 'label' of .*: wanted texts, got values of type int"):
+    with pytest.raises(InputError, match=r"column 'label' of .*: expected texts, got values of type int"):
         dataset_texts(f"{path}::label")
 
 
 def test_split_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "hub_reachable", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows().select([]))
-    with pytest.raises(InputError, match=r"column 'text' of org/name: wanted texts, got no rows"):
+    with pytest.raises(InputError, match=r"column 'text' of org/name: expected texts, got no rows"):
         dataset_texts("org/name:train")
 
 
 def test_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "a.xlsx").write_bytes(b"x")
     with pytest.raises(
-        InputError, match=r"wanted a data file \(\.json, .*\), got \.xlsx ending\. Convert it"
+        InputError, match=r"expected a data file \(\.json, .*\), got \.xlsx ending\. Convert it"
     ):
         dataset_texts(str(tmp_path / "a.xlsx"))
 
 
 def test_broken_file(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(InputError, match=r"a\.parquet: wanted a data set that can be read, got "):
+    with pytest.raises(InputError, match=r"a\.parquet: expected a data set that can be read, got "):
         dataset_texts(str(tmp_path / "a.parquet"))
 
 
 def test_folder_without_data(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        InputError, match=r"empty: wanted a data set that can be read, got .*or give a file: --text"
+        InputError, match=r"empty: expected a data set that can be read, got .*or give a file: --text"
     ):
         dataset_texts(str(tmp_path / "empty"))
 
@@ -153,7 +153,9 @@ def test_folder_without_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no", "rows.jsonl.gz", r"C:\no"])
 def test_missing_file_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "hub_reachable", lambda: pytest.fail("asked the Hub"))
-    with pytest.raises(InputError, match=r"wanted a data file or folder, got no such file\. Check the path"):
+    with pytest.raises(
+        InputError, match=r"expected a data file or folder, got no such file\. Check the path"
+    ):
         dataset_texts(name)
 
 
@@ -197,14 +199,14 @@ def test_what_the_hub_refuses(error: Exception, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hub, "hub_reachable", lambda: True)
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
     said = str(error).split("\n")[0].rstrip(".")
-    with pytest.raises(InputError, match="wanted a data set that can be read, got ") as caught:
+    with pytest.raises(InputError, match="expected a data set that can be read, got ") as caught:
         dataset_texts("x/y")
     assert said in str(caught.value)
 
 
 def test_without_the_package_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = r"wanted the package datasets.*pip install 'rankwise\[train\]'; or give a file: --text FILE"
+    message = r"expected the package datasets.*pip install 'rankwise\[train\]'; or give a file: --text FILE"
     with pytest.raises(InputError, match=message):
         dataset_texts(str(write_plain(tmp_path)))
 

@@ -28,6 +28,6 @@ def test_gaps_differ_by_one_at_most(count: int, wanted: int) -> None:
 @pytest.mark.parametrize("number", [0, -1])
 def test_counts_below_one_are_named(number: int) -> None:
     with pytest.raises(
-        InputError, match=r"--batch-size: wanted a whole number, 1 or more, got " + str(number)
+        InputError, match=r"--batch-size: expected a whole number, 1 or more, got " + str(number)
     ):
         check_positive(tokens=1, batch_size=number)

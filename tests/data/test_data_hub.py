@@ -56,12 +56,12 @@ def test_offline_mode_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_need_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_with(lambda *_, **__: SimpleNamespace(status_code=200), monkeypatch)
-    need_hub("gpt2", wanted="a model", fix="Give a folder.")
+    need_hub("gpt2", expected="a model", fix="Give a folder.")
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: None)
     with pytest.raises(
-        InputError, match=r"gpt2: wanted a model, got no such file.*Give a folder\..*HF_HUB_OFFLINE=1"
+        InputError, match=r"gpt2: expected a model, got no such file.*Give a folder\..*HF_HUB_OFFLINE=1"
     ):
-        need_hub("gpt2", wanted="a model", fix="Give a folder.")
+        need_hub("gpt2", expected="a model", fix="Give a folder.")
 
 
 def test_importing_the_loaders_is_light() -> None:

@@ -125,7 +125,7 @@ def test_first_frame_of_a_moving_picture(tmp_path: Path) -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"no: wanted a folder of pictures, got no such folder\. Check the path"
+        InputError, match=r"no: expected a folder of pictures, got no such folder\. Check the path"
     ):
         read_images(tmp_path / "no", KEEP)
 
@@ -152,7 +152,7 @@ def test_unreadable_picture_is_named(damage, tmp_path: Path) -> None:
     batches = read_images(bad.parent, KEEP, batch_size=1)
     next(batches)
     with pytest.raises(
-        InputError, match=r"bad\.png: wanted a picture, got a file that cannot be read as one"
+        InputError, match=r"bad\.png: expected a picture, got a file that cannot be read as one"
     ):
         next(batches)
 
@@ -166,7 +166,7 @@ def test_picture_of_numbers_without_a_white(tmp_path: Path) -> None:
 def test_picture_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paint(tmp_path / "a.png", size=(9, 9))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9)
-    with pytest.raises(InputError, match=r"a\.png: wanted a picture.*exceeds limit"):
+    with pytest.raises(InputError, match=r"a\.png: expected a picture.*exceeds limit"):
         open_image(tmp_path / "a.png")
 
 
@@ -203,7 +203,7 @@ def test_without_pillow(nine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["sequences", "batch_size"])
 def test_numbers_below_one(name: str, nine: Path) -> None:
-    with pytest.raises(InputError, match=f"--{name.replace('_', '-')}: wanted a whole number"):
+    with pytest.raises(InputError, match=f"--{name.replace('_', '-')}: expected a whole number"):
         read_images(nine, KEEP, **{name: 0})
 
 

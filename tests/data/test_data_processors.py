@@ -53,7 +53,7 @@ def test_forms_of_size(size, target) -> None:
 @pytest.mark.parametrize("settings", [{"size": {"longest_edge": 9}}, {"do_resize": False}])
 def test_unknown_form_of_size(settings) -> None:
     with pytest.raises(
-        InputError, match=r"size in preprocessor_config\.json: wanted a number, .*Install torchvision"
+        InputError, match=r"size in preprocessor_config\.json: expected a number, .*Install torchvision"
     ):
         plain_processor(settings)
 
@@ -109,5 +109,5 @@ def test_without_settings_the_image_size_of_the_model_is_followed_and_said(confi
 
 @pytest.mark.parametrize("config", [None, SimpleNamespace(hidden_size=8)])
 def test_neither_settings_nor_image_size(config, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"wanted a model that reads pictures, got neither.*Give --text"):
+    with pytest.raises(InputError, match=r"expected a model that reads pictures, got neither.*Give --text"):
         load_image_processor(model_folder(tmp_path, None), config=config)

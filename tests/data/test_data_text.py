@@ -31,13 +31,13 @@ def test_line_endings_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", [read_text, read_rows, load_text])
 def test_missing_file(read, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no\.txt: wanted a text file, got no such file\. Check the path"):
+    with pytest.raises(InputError, match=r"no\.txt: expected a text file, got no such file\. Check the path"):
         read(tmp_path / "no.txt")
 
 
 @pytest.mark.parametrize("read", [read_text, read_rows])
 def test_folder(read, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"wanted a text file, got a folder\. Name one file in it\.$"):
+    with pytest.raises(InputError, match=r"expected a text file, got a folder\. Name one file in it\.$"):
         read(tmp_path)
 
 
@@ -62,7 +62,7 @@ def test_broken_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
 def test_empty_text(content: bytes, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"wanted some text, got an empty file"):
+    with pytest.raises(InputError, match=r"expected some text, got an empty file"):
         read_text(write(tmp_path, content))
 
 
@@ -112,17 +112,17 @@ def test_line_separators_inside_a_text_do_not_end_its_row(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n{"text": ', r"r\.jsonl, line 2: wanted a JSON object.*got no JSON"),
-        (b'"a"', r"line 1: wanted a JSON object such as .*, got type str\. Write one object a line"),
-        (b'{"txt": "a"}', r"wanted a field 'text', got the fields 'txt'\. Did you mean txt\?"),
+        (b'{"text": "a"}\n{"text": ', r"r\.jsonl, line 2: expected a JSON object.*got no JSON"),
+        (b'"a"', r"line 1: expected a JSON object such as .*, got type str\. Write one object a line"),
+        (b'{"txt": "a"}', r"expected a field 'text', got the fields 'txt'\. Did you mean txt\?"),
         (b"{}", r"got the fields none\. Write the text under 'text'"),
-        (b'{"text": 7}', r"wanted text, got type int in 'text'"),
+        (b'{"text": 7}', r"expected text, got type int in 'text'"),
         (b'{"text": "a", "more": ' + b"[" * 100_000, r"line 1: .*no JSON \(lists or objects nested deeper"),
-        (b'{"text": "a", "more": ' + b"9" * 5000 + b"}", r"line 1: wanted a JSON object.*got no JSON"),
-        (b'{"text": "\\ud800"}', r"line 1: wanted a JSON object.*got no JSON"),
-        (b"\n\n", r"wanted JSON objects, one a line, got an empty file"),
+        (b'{"text": "a", "more": ' + b"9" * 5000 + b"}", r"line 1: expected a JSON object.*got no JSON"),
+        (b'{"text": "\\ud800"}', r"line 1: expected a JSON object.*got no JSON"),
+        (b"\n\n", r"expected JSON objects, one a line, got an empty file"),
         (b'{"text": "\xff"}', r"byte 0xFF at offset 10"),
-        (gzip.compress(ROWS, mtime=0)[:-9], r"wanted a whole gzip file, got a broken one"),
+        (gzip.compress(ROWS, mtime=0)[:-9], r"expected a whole gzip file, got a broken one"),
     ],
 )
 def test_rows_that_cannot_be_read(content: bytes, message: str, tmp_path: Path) -> None:

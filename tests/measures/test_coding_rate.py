@@ -87,5 +87,5 @@ def test_the_rate_of_tiny_tokens_is_not_rounded_away():
 
 @pytest.mark.parametrize("eps", [0.0, -0.5, math.nan, math.inf])
 def test_an_eps_that_is_no_distortion_is_refused(eps):
-    with pytest.raises(RankwiseError, match="`eps`: wanted a finite number above 0"):
+    with pytest.raises(RankwiseError, match="`eps`: expected a finite number above 0"):
         coding_rate(torch.ones(1, 2, 3), eps=eps)

@@ -326,13 +326,15 @@ def test_a_result_shows_its_numbers_and_keeps_its_workings_to_itself():
 
 @pytest.mark.parametrize("probes", [-2, 0, 2, 6, 9])
 def test_probes_come_in_two_halves(probes):
-    with pytest.raises(RankwiseError, match=rf"`probes`: wanted an even number, at least 8, got {probes}\."):
+    with pytest.raises(
+        RankwiseError, match=rf"`probes`: expected an even number, at least 8, got {probes}\."
+    ):
         estimate_spectrum(torch.eye(3), probes=probes)
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 1, 3])
 def test_one_step_is_no_space(steps):
-    with pytest.raises(RankwiseError, match=rf"`steps`: wanted a whole number, at least 4, got {steps}\."):
+    with pytest.raises(RankwiseError, match=rf"`steps`: expected a whole number, at least 4, got {steps}\."):
         estimate_spectrum(torch.eye(3), steps=steps)
 
 
@@ -343,11 +345,11 @@ def test_one_step_is_no_space(steps):
 def test_only_matrices_have_ranks(wrong, got):
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=rf"`estimate_spectrum`: wanted a MixingOperator.* got {got}"),
+        pytest.raises(ShapeError, match=rf"`estimate_spectrum`: expected a MixingOperator.* got {got}"),
     ):
         estimate_spectrum(wrong)
 
 
 def test_complex_matrices_are_refused():
-    with unchecked(), pytest.raises(ShapeError, match=r"wanted real numbers, got torch\.complex64"):
+    with unchecked(), pytest.raises(ShapeError, match=r"expected real numbers, got torch\.complex64"):
         estimate_spectrum(torch.ones(2, 2, dtype=torch.complex64))

@@ -132,5 +132,5 @@ def test_counts_of_zero_are_zero():
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, math.nan, math.inf])
 def test_a_threshold_must_be_positive(delta):
-    with pytest.raises(RankwiseError, match=r"`delta`: wanted a finite number above 0"):
+    with pytest.raises(RankwiseError, match=r"`delta`: expected a finite number above 0"):
         estimate_spectrum(torch.eye(3)).count(delta)

@@ -32,8 +32,8 @@ every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], i
 
 def test_every_function_is_a_measure_or_known_to_be_none():
     others = {"as_matrices", "head_distance", "rank_summary", "row_summary", "summarize_spectrum"}
-    others |= {"state_turn", "variational_rate", "estimate_spectrum", "check_delta"}
-    others |= {"logit_moments", "needed_width"}  # of queries and keys: test_logits.py
+    others |= {"relative_update", "variational_rate", "estimate_spectrum", "check_delta"}
+    others |= {"logit_moments", "required_head_dim"}  # of queries and keys: test_logits.py
     lost = set(FUNCTIONS) - set(LAWS) - others
     assert not lost, (
         f"{sorted(lost)}: mark measures by `@measure_of`; what the laws cannot take is in `others`"
@@ -153,7 +153,7 @@ def test_heads_are_measured_through_an_operator_too():
 def test_what_is_not_a_matrix_is_refused(measure, shape):
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: wanted shape \(\.\.\., T, S\)"),
+        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected shape \(\.\.\., T, S\)"),
     ):
         measure(torch.ones(shape))
 
@@ -166,7 +166,7 @@ def test_what_is_no_tensor_is_refused(measure):
 
 @every_measure
 def test_complex_numbers_are_refused(measure):
-    with unchecked(), pytest.raises(ShapeError, match=r"wanted real numbers, got torch\.complex64"):
+    with unchecked(), pytest.raises(ShapeError, match=r"expected real numbers, got torch\.complex64"):
         measure(torch.ones(2, 3, 3, dtype=torch.complex64))
 
 
@@ -175,7 +175,7 @@ def test_complex_numbers_are_refused(measure):
 def test_what_is_no_batch_of_sequences_is_refused(measure, shape):
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: wanted tokens of shape \(B, T, D\)"),
+        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected tokens of shape \(B, T, D\)"),
     ):
         measure(torch.ones(shape))
 
@@ -185,5 +185,5 @@ def test_what_is_no_batch_of_sequences_is_refused(measure, shape):
     "mask", [torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4).bool()]
 )
 def test_a_mask_of_another_kind_is_refused(measure, mask):
-    with unchecked(), pytest.raises(ShapeError, match=r"mask of .*: wanted torch\.bool of shape \(2, 3\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"mask of .*: expected torch\.bool of shape \(2, 3\)"):
         measure(torch.ones(2, 3, 4), mask=mask)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import normal
 
-from rankwise.audit.measures import HEAD_MEASURES
+from rankwise.auditing.measures import HEAD_MEASURES
 from rankwise.errors import InputError
-from rankwise.measures import WIDTH_TOLERANCE, logit_moments, needed_width
+from rankwise.measures import WIDTH_TOLERANCE, logit_moments, required_head_dim
 from rankwise.measures.logits import logit_bases, logit_energy
 from rankwise.operators import SoftmaxMixing
 
@@ -26,7 +26,7 @@ def head(seed: int = 0, size: float = 1.0, heads: int = 2) -> SoftmaxMixing:
 def at_widths(op: SoftmaxMixing) -> torch.Tensor:
     """The width at tolerances from the energy of the tail of each rank: a fingerprint of all of them."""
     tolerances = [2.0**power for power in range(-12, 4)]
-    return torch.stack([needed_width(op, tolerance) for tolerance in tolerances])
+    return torch.stack([required_head_dim(op, tolerance) for tolerance in tolerances])
 
 
 @settings(max_examples=10)
@@ -35,10 +35,10 @@ def test_no_more_than_the_rank_of_queries_or_of_centred_keys(rank: int, seed: in
     op = head(seed)
     basis = torch.linalg.qr(normal(K, K, seed=seed + 100)).Q[:, :rank]
     narrow = op.query @ basis @ basis.mT
-    assert (needed_width(SoftmaxMixing(narrow, op.key)) <= rank).all()
+    assert (required_head_dim(SoftmaxMixing(narrow, op.key)) <= rank).all()
     around = normal(3, 2, 1, K, seed=seed + 200)  # keys in a flat that does not hold 0
     flat = op.key @ basis @ basis.mT + around
-    assert (needed_width(SoftmaxMixing(op.query, flat)) <= rank).all()
+    assert (required_head_dim(SoftmaxMixing(op.query, flat)) <= rank).all()
 
 
 def test_what_no_softmax_sees_changes_nothing() -> None:
@@ -68,7 +68,7 @@ def test_the_tail_is_half_the_variance_that_the_best_logits_miss() -> None:
     sigma = torch.linalg.svdvals(logits - logits.mean(-1, keepdim=True))[:K]
     tails = sigma.square().flip(0).cumsum(0).flip(0) / (2 * T * T)
     for rank, (above, below) in enumerate(pairwise(tails), 1):
-        assert needed_width(op, float((above + below) / 2)) == rank
+        assert required_head_dim(op, float((above + below) / 2)) == rank
 
 
 def test_it_is_the_divergence_of_small_logits() -> None:
@@ -100,7 +100,7 @@ def test_sequences_are_added_padding_and_what_is_not_finite_left_out() -> None:
     for name in ("query", "key", "rows", "columns"):
         assert torch.allclose(getattr(seen, name)[1], getattr(both, name)[1], rtol=1e-12)
         assert torch.allclose(getattr(seen, name)[0], getattr(first + third, name)[0], rtol=1e-12)
-    assert needed_width(logit_moments(SoftmaxMixing(query, key))).isnan().any()
+    assert required_head_dim(logit_moments(SoftmaxMixing(query, key))).isnan().any()
 
 
 def test_grouped_heads_read_the_keys_of_their_group_in_any_precision() -> None:
@@ -109,7 +109,9 @@ def test_grouped_heads_read_the_keys_of_their_group_in_any_precision() -> None:
     grouped, repeated = SoftmaxMixing(op.query, keys), SoftmaxMixing(op.query, keys.repeat_interleave(2, 1))
     assert at_widths(grouped).equal(at_widths(repeated))
     half = SoftmaxMixing(op.query.bfloat16(), keys.bfloat16())
-    assert needed_width(half).equal(needed_width(SoftmaxMixing(half.query.double(), half.key.double())))
+    assert required_head_dim(half).equal(
+        required_head_dim(SoftmaxMixing(half.query.double(), half.key.double()))
+    )
 
 
 def test_parts_of_long_sequences_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,18 +125,18 @@ def test_parts_of_long_sequences_are_added(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_head_without_logits_needs_no_channel_and_one_without_tokens_none() -> None:
     zeros = torch.zeros(1, 1, T, K)
-    assert needed_width(SoftmaxMixing(zeros, zeros)) == 0
+    assert required_head_dim(SoftmaxMixing(zeros, zeros)) == 0
     none = torch.zeros(1, T, dtype=torch.bool)
-    assert needed_width(logit_moments(SoftmaxMixing(zeros, zeros), none, none)).isnan().all()
+    assert required_head_dim(logit_moments(SoftmaxMixing(zeros, zeros), none, none)).isnan().all()
 
 
 @pytest.mark.parametrize("tolerance", [0, -1.0, math.nan, math.inf])
 def test_a_tolerance_is_above_0(tolerance: float) -> None:
-    with pytest.raises(InputError, match="`tolerance`: wanted nats above 0"):
-        needed_width(head(), tolerance)
+    with pytest.raises(InputError, match="`tolerance`: expected nats above 0"):
+        required_head_dim(head(), tolerance)
 
 
 def test_the_table_names_the_tolerance() -> None:
-    (row,) = (one for one in HEAD_MEASURES if one.name == "needed_width")
+    (row,) = (one for one in HEAD_MEASURES if one.name == "required_head_dim")
     assert f"≤ {WIDTH_TOLERANCE:g}" in row.formula
     assert f"{WIDTH_TOLERANCE:g} nats" in row.meaning

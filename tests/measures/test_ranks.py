@@ -195,7 +195,7 @@ def test_small_singular_values_are_exact_to_rounding_of_the_largest():
 @pytest.mark.parametrize("call", [numerical_rank, rank_summary, summarize_spectrum], ids=lambda f: f.__name__)
 def test_a_delta_that_is_no_threshold_is_refused(call, delta):
     m = torch.eye(2, dtype=torch.float64)
-    with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
+    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
         call(m, delta=delta)
-    with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
+    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
         check_delta(delta)

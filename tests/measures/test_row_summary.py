@@ -17,7 +17,14 @@ from rankwise.measures.row_sums import ROW_MEASURES
 from rankwise.measures.rows import row_measures
 from rankwise.operators import SoftmaxMixing
 
-ALONE = (rm.row_entropy, rm.sink_mass, rm.peak_mass, rm.row_distance, rm.identity_distance, rm.head_distance)
+ALONE = (
+    rm.row_entropy,
+    rm.first_token_mass,
+    rm.max_token_mass,
+    rm.row_distance,
+    rm.identity_distance,
+    rm.head_distance,
+)
 
 
 def check(x: torch.Tensor) -> None:

@@ -12,13 +12,13 @@ from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.measures import (
+    first_token_mass,
     head_distance,
     identity_distance,
-    peak_mass,
+    max_token_mass,
     row_distance,
     row_entropy,
-    sink_mass,
-    token_collapse,
+    token_spread,
 )
 
 NONZERO = ("signed", "stochastic", "causal", "low rank")
@@ -42,16 +42,20 @@ def test_entropy_and_sink_against_their_definitions(m):
     live = [shares(row) for row in m.tolist() if any(row)]
     if not live:
         assert row_entropy(m).isnan()
-        assert sink_mass(m).isnan()
-        assert peak_mass(m).isnan()
+        assert first_token_mass(m).isnan()
+        assert max_token_mass(m).isnan()
         return
     entropy = [-math.fsum(p * math.log(p) for p in row if p) for row in live]
     close(row_entropy(m), math.fsum(entropy) / len(live), rtol=tolerance(m), atol=tolerance(m))
     for column in range(m.shape[1]):
         wanted = math.fsum(row[column] for row in live) / len(live)
-        close(sink_mass(m, column), wanted, rtol=tolerance(m))
-        assert sink_mass(m, column - m.shape[1]).equal(sink_mass(m, column))
-    close(peak_mass(m), max(sink_mass(m, column).item() for column in range(m.shape[1])), rtol=tolerance(m))
+        close(first_token_mass(m, column), wanted, rtol=tolerance(m))
+        assert first_token_mass(m, column - m.shape[1]).equal(first_token_mass(m, column))
+    close(
+        max_token_mass(m),
+        max(first_token_mass(m, column).item() for column in range(m.shape[1])),
+        rtol=tolerance(m),
+    )
 
 
 @given(m=matrices(kinds=NONZERO), factors=st.lists(st.floats(1e-3, 1e3), min_size=9, max_size=9))
@@ -59,36 +63,36 @@ def test_the_scale_and_signs_of_rows_do_not_matter(m, factors):
     signed = [factor * (-1) ** i for i, factor in enumerate(factors[: len(m)])]
     scaled = m * torch.tensor(signed, dtype=torch.float64)[:, None]
     close(row_entropy(scaled), row_entropy(m), rtol=tolerance(m), atol=tolerance(m))
-    close(sink_mass(scaled), sink_mass(m), rtol=tolerance(m))
+    close(first_token_mass(scaled), first_token_mass(m), rtol=tolerance(m))
 
 
 @given(m=matrices(kinds=NONZERO), rows=st.integers(0, 3), columns=st.integers(0, 3))
 def test_masked_rows_and_columns_do_not_matter(m, rows, columns):
     padded = torch.nn.functional.pad(m, (0, columns, 0, rows))
     close(row_entropy(padded), row_entropy(m), rtol=tolerance(padded), atol=tolerance(padded))
-    close(sink_mass(padded), sink_mass(m), rtol=tolerance(padded))
+    close(first_token_mass(padded), first_token_mass(m), rtol=tolerance(padded))
 
 
 @given(m=matrices(kinds=NONZERO))
 def test_entropy_and_sink_keep_to_their_ranges(m):
     assert -tolerance(m) <= row_entropy(m) <= math.log(m.shape[1]) + tolerance(m)
-    masses = torch.stack([sink_mass(m, column) for column in range(m.shape[1])])
+    masses = torch.stack([first_token_mass(m, column) for column in range(m.shape[1])])
     assert (masses >= 0).all()
     close(masses.sum(), 1.0, rtol=tolerance(m))
-    assert 1 / m.shape[1] <= peak_mass(m) * (1 + tolerance(m)) <= 1 + 2 * tolerance(m)
+    assert 1 / m.shape[1] <= max_token_mass(m) * (1 + tolerance(m)) <= 1 + 2 * tolerance(m)
 
 
 @pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
 def test_rows_of_any_size_have_an_entropy(scale):
     m = torch.full((2, 4), scale, dtype=torch.float64)
     close(row_entropy(m), math.log(4), rtol=tolerance(m))
-    close(sink_mass(m), 0.25, rtol=tolerance(m))
+    close(first_token_mass(m), 0.25, rtol=tolerance(m))
 
 
 @pytest.mark.parametrize("column", [3, -4])
 def test_a_column_that_is_not_there_is_refused(column):
-    with pytest.raises(ShapeError, match=r"`column` of `sink_mass`: wanted an index in \[−3, 3\)"):
-        sink_mass(torch.ones(2, 3), column)
+    with pytest.raises(ShapeError, match=r"`column` of `first_token_mass`: expected an index in \[−3, 3\)"):
+        first_token_mass(torch.ones(2, 3), column)
 
 
 # --- distance to equal rows ------------------------------------------------------------------------------
@@ -104,7 +108,7 @@ def test_row_distance_is_what_the_mean_row_leaves(m):
 
 @given(m=matrices(batch=(2,)))
 def test_row_distance_is_the_collapse_of_rows(m):
-    close(row_distance(m), token_collapse(m), rtol=tolerance(m), atol=tolerance(m))
+    close(row_distance(m), token_spread(m), rtol=tolerance(m), atol=tolerance(m))
 
 
 @given(row=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), rows=st.integers(1, 9))
@@ -220,5 +224,5 @@ def test_heads_of_any_size_dtype_and_number():
 
 
 def test_one_matrix_is_not_a_stack_of_heads():
-    with unchecked(), pytest.raises(ShapeError, match=r"`head_distance`: wanted shape \(\.\.\., H, T, S\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`head_distance`: expected shape \(\.\.\., H, T, S\)"):
         head_distance(torch.eye(3))

@@ -38,21 +38,21 @@ SCALELESS = (
     lambda x: rm.rank_summary(x).effective_rank,
     lambda x: rm.rank_summary(x, exact=True).stable_rank,
     lambda x: rm.head_distance(torch.stack([x, x.flip(0), x.flip(1)])),
-    lambda x: rm.state_turn(x[None], x.flip(0)[None]),
+    lambda x: rm.relative_update(x[None], x.flip(0)[None]),
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).effective_rank.value,
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).stable_rank.value,
 )
 SCALED = (
     *OF_DEGREE[1],
     lambda x: rm.rank_summary(x).sigma_max,
-    lambda x: rm.token_collapse(x[None], normalized=False)[0],
+    lambda x: rm.token_spread(x[None], normalized=False)[0],
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
 )
 ELSEWHERE = {
     "row_summary": "test_rows_and_tokens_of_many_sizes",
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "summarize_spectrum": "takes singular values: rank_summary above",
-    "needed_width": "the tolerance has a size: test_logits.py",
+    "required_head_dim": "the tolerance has a size: test_logits.py",
     "logit_moments": "no measure",
     "as_matrices": "no measure",
     "check_delta": "no measure",
@@ -153,8 +153,8 @@ def test_rows_and_tokens_of_many_sizes(x):
         alike = sum((sum(column) ** 2 for column in zip(*units, strict=True)), Decimal(-len(units)))
         wanted = {
             "row_entropy": sum(map(float, entropy)) / len(live),
-            "sink_mass": float(mass[0]),
-            "peak_mass": float(max(mass)),
+            "first_token_mass": float(mass[0]),
+            "max_token_mass": float(max(mass)),
             "row_distance": over(apart, size),
         }
         if count == 3:
@@ -167,8 +167,8 @@ def test_rows_and_tokens_of_many_sizes(x):
             close(getattr(rm, name)(x), number, rtol=RTOL, atol=atol)
             close(getattr(summary, name)[0], number, rtol=RTOL, atol=atol)
         close(rm.token_norm(x[None])[0], float(size), rtol=RTOL, atol=5e-324)
-        close(rm.token_collapse(x[None], normalized=False)[0], float(apart), rtol=RTOL, atol=5e-324)
-        close(rm.token_collapse(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
+        close(rm.token_spread(x[None], normalized=False)[0], float(apart), rtol=RTOL, atol=5e-324)
+        close(rm.token_spread(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
         if pairs:
             close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
 
@@ -202,8 +202,8 @@ def test_tiny_heads_beside_a_large_one_keep_their_distance():
 
 def test_a_row_far_below_the_others_has_its_share():
     x = torch.tensor([[1e200, 0, 0], [1e-200, 1e-200, 0], [0, 3e-200, 1e-200]], dtype=torch.float64)
-    close(rm.row_summary(x[None]).sink_mass[0], 0.5, rtol=RTOL)
-    close(rm.sink_mass(x), 0.5, rtol=RTOL)
+    close(rm.row_summary(x[None]).first_token_mass[0], 0.5, rtol=RTOL)
+    close(rm.first_token_mass(x), 0.5, rtol=RTOL)
 
 
 def rate(x: torch.Tensor, eps: float) -> float:

@@ -10,14 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.measures.measure_cases import close, normal, rotation, sum_tolerance, token_batches
 
-from rankwise.measures import effective_rank, mean_cosine, state_effective_rank, token_collapse, token_norm
+from rankwise.measures import effective_rank, mean_cosine, state_effective_rank, token_norm, token_spread
 
 seeds = st.integers(0, 2**31)
 finite = st.floats(-100, 100)
 
 
 def mu(tokens, mask=None):
-    return token_collapse(tokens, mask, normalized=False)
+    return token_spread(tokens, mask, normalized=False)
 
 
 def tolerance(x):
@@ -38,7 +38,7 @@ def test_mu_against_its_definition(x):
     close(token_norm(x), size, rtol=tolerance(x))
     close(mu(x), wanted, rtol=0, atol=tolerance(x) * size.max().item())
     share = torch.where(size > 0, wanted / size, 0)
-    close(token_collapse(x), share, rtol=0, atol=tolerance(x))
+    close(token_spread(x), share, rtol=0, atol=tolerance(x))
 
 
 @given(x=token_batches(), seed=seeds)
@@ -46,7 +46,7 @@ def test_order_and_rotation_do_not_matter(x, seed):
     turned = shuffled(x, seed) @ rotation(x.shape[2], seed)
     atol = tolerance(x) * (1 + x.norm().item())
     close(mu(turned), mu(x), rtol=0, atol=atol)
-    close(token_collapse(turned), token_collapse(x), rtol=0, atol=tolerance(x))
+    close(token_spread(turned), token_spread(x), rtol=0, atol=tolerance(x))
 
 
 @given(x=token_batches(), shift=st.lists(finite, min_size=9, max_size=9))
@@ -60,7 +60,7 @@ def test_mu_does_not_see_a_shift_of_all_tokens(x, shift):
 def test_mu_grows_with_the_scale_and_its_share_does_not(x, factor, sign):
     size = token_norm(x)  # the product itself rounds every entry to its own size
     close(mu(sign * factor * x), factor * mu(x), rtol=0, atol=tolerance(x) * factor * size.max().item())
-    close(token_collapse(sign * factor * x), token_collapse(x), rtol=0, atol=tolerance(x))
+    close(token_spread(sign * factor * x), token_spread(x), rtol=0, atol=tolerance(x))
     close(token_norm(sign * factor * x), factor * size, rtol=tolerance(x))
 
 
@@ -74,7 +74,7 @@ def test_mu_obeys_the_triangle(x, seed):
 def test_mu_of_equal_tokens_is_exactly_zero(token, count):
     x = torch.tensor([[token] * count], dtype=torch.float64)
     assert mu(x) == 0
-    assert token_collapse(x) == 0
+    assert token_spread(x) == 0
 
 
 @given(x=token_batches(min_tokens=2), at=st.data())
@@ -87,7 +87,7 @@ def test_mu_is_positive_once_a_token_differs(x, at):
 
 @given(x=token_batches())
 def test_the_share_is_a_share(x):
-    share = token_collapse(x)
+    share = token_spread(x)
     assert ((share >= 0) & (share <= 1)).all()
 
 
@@ -107,13 +107,13 @@ def test_squares_neither_overflow_nor_vanish(scale):
     x = normal(1, 4, 3, seed=2)
     close(mu(scale * x), scale * mu(x), rtol=tolerance(x))
     close(token_norm(scale * x), scale * token_norm(x), rtol=tolerance(x))
-    close(token_collapse(scale * x), token_collapse(x), rtol=tolerance(x))
+    close(token_spread(scale * x), token_spread(x), rtol=tolerance(x))
     close(mean_cosine(scale * x), mean_cosine(x), rtol=0, atol=tolerance(x))
 
 
 def test_zero_tokens_and_single_tokens_are_collapsed():
-    assert token_collapse(torch.zeros(1, 3, 2)) == 0
-    assert token_collapse(torch.ones(1, 1, 2)) == 0
+    assert token_spread(torch.zeros(1, 3, 2)) == 0
+    assert token_spread(torch.ones(1, 1, 2)) == 0
     assert mu(torch.ones(1, 1, 2)) == 0
 
 
@@ -126,7 +126,7 @@ def test_equal_tokens_are_exactly_collapsed_behind_padding_too():
 def test_shares_and_cosines_do_not_round_over_their_bounds():
     """Both are 1 here, the one without a mean, the other for parallel tokens: rounding exceeds it in many."""
     x = normal(200, 2, 4, seed=6)
-    share = token_collapse(torch.cat([x, -x], dim=1))
+    share = token_spread(torch.cat([x, -x], dim=1))
     assert (share <= 1).all()
     close(share, torch.ones(200), rtol=sum_tolerance(16))
     cosine = mean_cosine(x[:, :1].expand(-1, 3, -1))
@@ -138,7 +138,7 @@ def test_the_mean_is_over_real_tokens_wherever_padding_lies():
     x = torch.tensor([[[9.0], [1.0], [9.0], [-1.0]]])
     mask = torch.tensor([[False, True, False, True]])
     close(mu(x, mask), [math.sqrt(2)], rtol=1e-15)
-    assert token_collapse(x, mask) == 1
+    assert token_spread(x, mask) == 1
 
 
 # --- mean cosine -----------------------------------------------------------------------------------------

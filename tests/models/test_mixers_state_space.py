@@ -198,13 +198,13 @@ def test_linear_attention_averages_with_positive_features() -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
 def test_a_recurrence_cannot_look_ahead(name: str) -> None:
-    wanted = f"the mixer '{name}': wanted causal=True, got causal=False. A recurrence runs forward only"
+    wanted = f"the mixer '{name}': expected causal=True, got causal=False. A recurrence runs forward only"
     with pytest.raises(InputError, match=wanted):
         build_mixer(config(layer_types=name, causal=False), 0)
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
-    wanted = "`attention_mask`: wanted one value for each token"
+    wanted = "`attention_mask`: expected one value for each token"
     with unchecked(), pytest.raises(ShapeError, match=wanted):
         made("mamba2")(tokens(1, 5), torch.ones(1, 6))
 
@@ -234,7 +234,7 @@ def test_a_language_model_is_seen_whole(name: str) -> None:
     with rw.capture(lm) as trace:
         after = lm(**batch).logits
     assert torch.equal(before, after)
-    assert trace.unseen == []
+    assert trace.uncaptured == []
     assert [(site.layer, site.kind) for site in trace.mixers] == [(0, KINDS[name]), (1, KINDS[name])]
     real = batch["attention_mask"].bool()
     for site, layer, args in zip(trace.mixers, lm.model.layers, read, strict=False):

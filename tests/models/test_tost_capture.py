@@ -25,7 +25,7 @@ def test_a_language_model_is_seen_whole(variant: str) -> None:
     with rw.capture(lm) as trace:
         after = lm(**batch).logits
     assert torch.equal(before, after)
-    assert trace.unseen == []
+    assert trace.uncaptured == []
     kinds = KINDS | ({"tssa": "sum"} if variant == "scanned" else {})
     assert [site.kind for site in trace.mixers] == [kinds[name] for name in lm.config.layer_types]
     assert [site.layer for site in trace.mixers] == [0, 1]
@@ -42,7 +42,7 @@ def test_an_image_classifier_is_one_stack() -> None:
     made = stirred(ToSTForImageClassification(config(**sizes)).double(), scale=0.2)
     with rw.capture(made) as trace:
         made(torch.randn(2, 3, 16, 24, dtype=torch.float64))
-    assert trace.unseen == []
+    assert trace.uncaptured == []
     found = [(site.layer, site.kind, tuple(site.operator.shape)) for site in trace.mixers]
     patches, one = (2, 4, 6, 6), (2, 4, 1, 7)
     assert found == [

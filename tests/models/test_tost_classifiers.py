@@ -68,7 +68,7 @@ def test_pads_at_the_right_end_are_padding_without_a_mask(changes: dict) -> None
 def test_classifiers_ignore_no_argument() -> None:
     with pytest.raises(InputError, match=r"`atention_mask`.* Did you mean attention_mask"):
         of_text()(texts(1, 4), atention_mask=torch.ones(1, 4))
-    with pytest.raises(InputError, match="`pixel_value`: wanted an argument of ToSTForImageClassification"):
+    with pytest.raises(InputError, match="`pixel_value`: expected an argument of ToSTForImageClassification"):
         of_images()(images(1, 16, 16), pixel_value=1)
     with pytest.raises(InputError, match="`position_ids`"):
         of_text()(texts(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
@@ -165,12 +165,14 @@ def test_positions_tell_every_place_apart_and_scale_with_the_grid() -> None:
 
 def test_bad_images_and_configurations() -> None:
     made = of_images()
-    with pytest.raises(InputError, match=r"`pixel_values`: wanted \(B, 3, Y, X\) with sides that 8 divides"):
+    with pytest.raises(
+        InputError, match=r"`pixel_values`: expected \(B, 3, Y, X\) with sides that 8 divides"
+    ):
         made(images(1, 30, 32))
     with pytest.raises(InputError, match=r"got \(1, 1, 32, 32\)"):
         made(images(1, 32, 32, channels=1))
-    with pytest.raises(InputError, match=r"ToSTForImageClassification: wanted causal=False"):
+    with pytest.raises(InputError, match=r"ToSTForImageClassification: expected causal=False"):
         ToSTForImageClassification(config())
     for wrong in ({"patch_size": 12}, {"patch_size": 16, "hidden_size": 20}):
-        with unchecked(), pytest.raises(InputError, match=r"`patch_size`: wanted 2, 4, 8 or 16"):
+        with unchecked(), pytest.raises(InputError, match=r"`patch_size`: expected 2, 4, 8 or 16"):
             of_images(**wrong)

@@ -22,29 +22,29 @@ from rankwise.models import (
 from rankwise.ops import half_lives
 
 REFUSED = {
-    "norm": ({"norm": "batch"}, r"`norm`: wanted one of layer, rms, none, got 'batch'"),
+    "norm": ({"norm": "batch"}, r"`norm`: expected one of layer, rms, none, got 'batch'"),
     "skip": ({"skip": "fixd"}, r"`skip`.*Did you mean fixed\?"),
-    "membership": ({"membership": "hard"}, r"`membership`: wanted one of softmax, uniform"),
-    "pooling": ({"pooling": "cls"}, r"`pooling`: wanted one of last, mean"),
-    "heads": ({"num_attention_heads": 0}, r"`num_attention_heads`: wanted at least 1, got 0"),
+    "membership": ({"membership": "hard"}, r"`membership`: expected one of softmax, uniform"),
+    "pooling": ({"pooling": "cls"}, r"`pooling`: expected one of last, mean"),
+    "heads": ({"num_attention_heads": 0}, r"`num_attention_heads`: expected at least 1, got 0"),
     "too many heads": ({"num_attention_heads": 13}, r"heads: .* divides the width 12, got 13"),
-    "odd width": ({"hidden_size": 13}, r"heads: wanted a number that divides the width 13, got 3"),
-    "no head width": ({"head_dim": 0}, r"`head_dim`: wanted at least 1, got 0"),
-    "dropout": ({"dropout": 2.0}, r"`dropout`: wanted a rate from 0 to 1, got 2.0"),
-    "scale": ({"layer_scale": float("nan")}, r"`layer_scale`: wanted a finite number, got nan"),
-    "λ": ({"skip_init": float("inf")}, r"`skip_init`: wanted a finite number, got inf"),
-    "gate of text": ({"gate": "false"}, r"`gate`: wanted true or false, got 'false'"),
+    "odd width": ({"hidden_size": 13}, r"heads: expected a number that divides the width 13, got 3"),
+    "no head width": ({"head_dim": 0}, r"`head_dim`: expected at least 1, got 0"),
+    "dropout": ({"dropout": 2.0}, r"`dropout`: expected a rate from 0 to 1, got 2.0"),
+    "scale": ({"layer_scale": float("nan")}, r"`layer_scale`: expected a finite number, got nan"),
+    "λ": ({"skip_init": float("inf")}, r"`skip_init`: expected a finite number, got inf"),
+    "gate of text": ({"gate": "false"}, r"`gate`: expected true or false, got 'false'"),
     "activation": ({"hidden_act": "gleu"}, r"`hidden_act`.* Did you mean .*gelu"),
     "options": ({"mixer_options": {"tsa": {}}}, r"`mixer_options`: .* got 'tsa'. Did you mean tssa"),
-    "keyword": ({"hal_life": 3.0}, r"`hal_life`: wanted a known field.* Did you mean half_life\?"),
-    "layers": ({"layer_types": ["tssa"]}, r"`layer_types`: wanted one name for each of 2 layers, got 1"),
-    "half-life 0": ({"half_life": 0.0}, r"`half_life`: wanted a number of tokens above 0"),
-    "half-life of text": ({"half_life": "4"}, r"`half_life`: wanted a number of tokens above 0.* got '4'"),
+    "keyword": ({"hal_life": 3.0}, r"`hal_life`: expected a known field.* Did you mean half_life\?"),
+    "layers": ({"layer_types": ["tssa"]}, r"`layer_types`: expected one name for each of 2 layers, got 1"),
+    "half-life 0": ({"half_life": 0.0}, r"`half_life`: expected a number of tokens above 0"),
+    "half-life of text": ({"half_life": "4"}, r"`half_life`: expected a number of tokens above 0.* got '4'"),
     "half-lives of text": ({"half_life": [1.0, "4", 2.0]}, r"`half_life`.* got \[1\.0, '4', 2\.0\]"),
     "half-lives": ({"half_life": [1.0, 2.0]}, r"`half_life`.* one for each of 3 heads"),
-    "no order": ({"half_life": 2.0, "causal": False}, r"`half_life`: wanted a causal model"),
-    "bias": ({"position_bias": True, "causal": False}, r"`position_bias`: wanted a causal model"),
-    "uniform bias": ({"position_bias": True, "membership": "uniform"}, r"`position_bias`: wanted a causal"),
+    "no order": ({"half_life": 2.0, "causal": False}, r"`half_life`: expected a causal model"),
+    "bias": ({"position_bias": True, "causal": False}, r"`position_bias`: expected a causal model"),
+    "uniform bias": ({"position_bias": True, "membership": "uniform"}, r"`position_bias`: expected a causal"),
 }
 
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_is_refused(case: str) -> None:
 
 def test_a_mixer_that_does_not_exist_is_refused_when_it_is_built() -> None:
     wrong = config(layer_types=["tssa", "sofmax"])
-    match = r"`layer_types\[1\]`: wanted the name of a mixer, got 'sofmax'. Did you mean softmax\?"
+    match = r"`layer_types\[1\]`: expected the name of a mixer, got 'sofmax'. Did you mean softmax\?"
     with pytest.raises(InputError, match=match):
         ToSTModel(wrong)
 
@@ -178,5 +178,5 @@ def test_presets() -> None:
     assert set(PRESETS) == set(PARAMETERS)
     assert preset("tost-base", half_life=8.0, layer_scale=None).layer_scale is None
     assert preset("tost-t12-p16", num_labels=10).num_labels == 10
-    with pytest.raises(InputError, match=r"preset: wanted .* got 'tost-bse'. Did you mean tost-base"):
+    with pytest.raises(InputError, match=r"preset: expected .* got 'tost-bse'. Did you mean tost-base"):
         preset("tost-bse")

@@ -135,7 +135,9 @@ def test_an_unbounded_model_reads_past_any_limit() -> None:
 @pytest.mark.parametrize("variant", ["tssa", "hybrid"])
 def test_a_text_that_is_too_long_is_refused(variant: str) -> None:
     lm = model(variant)
-    with pytest.raises(InputError, match=rf"wanted at most max_position_embeddings = {LIMIT} tokens, got 25"):
+    with pytest.raises(
+        InputError, match=rf"expected at most max_position_embeddings = {LIMIT} tokens, got 25"
+    ):
         lm(texts(1, LIMIT + 1))
     cache = lm(texts(1, LIMIT), use_cache=True).past_key_values
     with pytest.raises(InputError, match="length of the text"):
@@ -170,11 +172,11 @@ def test_cache_rows() -> None:
 def test_a_cache_cannot_be_cropped_nor_be_of_another_kind() -> None:
     from transformers import DynamicCache
 
-    with pytest.raises(InputError, match=r"`MixerCache.crop`: wanted no removal of tokens, got -1"):
+    with pytest.raises(InputError, match=r"`MixerCache.crop`: expected no removal of tokens, got -1"):
         MixerCache(2).crop(-1)
     with (
         unchecked(),
-        pytest.raises(InputError, match=r"wanted the MixerCache of 2 layers .* got a DynamicCache"),
+        pytest.raises(InputError, match=r"expected the MixerCache of 2 layers .* got a DynamicCache"),
     ):
         model()(texts(1, 3), past_key_values=DynamicCache())
     with pytest.raises(InputError, match=r"got a MixerCache of 3"):
@@ -256,7 +258,7 @@ def test_weights_with_a_skip_for_each_layer_are_no_shared_one(tmp_path) -> None:
     with torch.no_grad():
         lm.model.layers[1].skip.weight.fill_(0.5)
     lm.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"wanted one λ for all layers.* own for each: [^ ]+, 0\.5\."):
+    with pytest.raises(InputError, match=r"expected one λ for all layers.* own for each: [^ ]+, 0\.5\."):
         ToSTForCausalLM.from_pretrained(tmp_path, skip="shared")
 
 
@@ -347,16 +349,16 @@ def test_it_compiles_as_one_graph() -> None:
 
 def test_bad_calls() -> None:
     lm, ids = model(), texts(2, 5)
-    with pytest.raises(InputError, match="wanted input_ids or inputs_embeds, got neither"):
+    with pytest.raises(InputError, match="expected input_ids or inputs_embeds, got neither"):
         lm()
-    with pytest.raises(InputError, match="wanted input_ids or inputs_embeds, got both"):
+    with pytest.raises(InputError, match="expected input_ids or inputs_embeds, got both"):
         lm(ids, inputs_embeds=lm.get_input_embeddings()(ids))
     with (
         unchecked(),
-        pytest.raises(InputError, match=r"`attention_mask`: wanted \(2, 5\), got \(2, 4\)"),
+        pytest.raises(InputError, match=r"`attention_mask`: expected \(2, 5\), got \(2, 4\)"),
     ):
         lm(ids, attention_mask=torch.ones(2, 4))
-    with pytest.raises(InputError, match="ToSTForCausalLM: wanted causal=True"):
+    with pytest.raises(InputError, match="ToSTForCausalLM: expected causal=True"):
         ToSTForCausalLM(config(causal=False))
 
 
@@ -370,15 +372,15 @@ def test_a_mask_is_of_this_call_or_of_all_tokens_so_far() -> None:
         found = lm(ids[:, 5:], attention_mask=later, past_key_values=cache).logits
         torch.testing.assert_close(found, whole[:, 5:], **CLOSE)
     cache = lm(ids[:, :5], use_cache=True).past_key_values
-    with pytest.raises(InputError, match=r"wanted \(2, 3\) or \(2, 8\), got \(2, 4\)"):
+    with pytest.raises(InputError, match=r"expected \(2, 3\) or \(2, 8\), got \(2, 4\)"):
         lm(ids[:, 5:], attention_mask=mask[:, 4:], past_key_values=cache)
-    with pytest.raises(InputError, match=r"wanted \(2, 5\), got \(2, 8\)"):
+    with pytest.raises(InputError, match=r"expected \(2, 5\), got \(2, 8\)"):
         lm(ids[:, :5], attention_mask=mask)
 
 
 @pytest.mark.parametrize("values", [[0.0, -1e9], [1.0, float("nan")], [0.5, 1.0], [2, 1]], ids=str)
 def test_a_mask_holds_zeros_and_ones(values: list[float]) -> None:
-    with pytest.raises(InputError, match=r"`attention_mask`: wanted 1 .or true. for real tokens"):
+    with pytest.raises(InputError, match=r"`attention_mask`: expected 1 .or true. for real tokens"):
         model()(texts(1, 4), attention_mask=torch.tensor([[*values, 1, 1]]))
 
 
@@ -394,7 +396,7 @@ KEYWORDS = {
         r"`atention_mask`.* Did you mean attention_mask",
     ),
     "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, r"`cu_seq_lens_q`.* TSSA does not read"),
-    "another order": ({"is_causal": False}, "`is_causal`: wanted an argument of"),
+    "another order": ({"is_causal": False}, "`is_causal`: expected an argument of"),
 }
 
 
@@ -433,13 +435,13 @@ def test_positions_only_count(variant: str) -> None:
 
 
 def test_a_model_that_looks_both_ways_takes_no_cache() -> None:
-    with pytest.raises(InputError, match="`past_key_values`: wanted None, got a MixerCache"):
+    with pytest.raises(InputError, match="`past_key_values`: expected None, got a MixerCache"):
         ToSTModel(config(causal=False))(texts(1, 3), past_key_values=MixerCache(2))
 
 
 @pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
 def test_generation_refuses_another_cache(kind: str) -> None:
-    with pytest.raises(InputError, match=f"`cache_implementation`: wanted None, got '{kind}'"):
+    with pytest.raises(InputError, match=f"`cache_implementation`: expected None, got '{kind}'"):
         model().generate(texts(1, 3), max_new_tokens=2, do_sample=False, cache_implementation=kind)
 
 

@@ -203,7 +203,7 @@ def test_membership_and_subspaces() -> None:
 
 @pytest.mark.parametrize("name", ["tssa", "softmax"])
 def test_a_mask_of_another_length_is_refused(name: str) -> None:
-    wanted = r"`attention_mask`: wanted one value for each token, \(1, 5\), got \(1, 6\)"
+    wanted = r"`attention_mask`: expected one value for each token, \(1, 5\), got \(1, 6\)"
     with unchecked(), pytest.raises(ShapeError, match=wanted):
         mixers(True)[name](tokens(1, 5), torch.ones(1, 6))
 
@@ -220,15 +220,15 @@ def test_the_protocol_cannot_be_half_kept() -> None:
 @pytest.mark.parametrize("name", ["tssa", "softmax"])
 def test_a_mask_that_is_added_to_scores_is_refused(name: str) -> None:
     added = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1e9]])
-    with pytest.raises(InputError, match=r"`attention_mask`: wanted 1 .or true. for real tokens"):
+    with pytest.raises(InputError, match=r"`attention_mask`: expected 1 .or true. for real tokens"):
         mixers(True)[name](tokens(1, 5), added)
 
 
 SIZES = {
-    "indivisible width": ({"hidden_size": 10}, "heads: wanted a number that divides the width 10, got 3"),
-    "no heads": ({"num_heads": 0}, "`num_heads`: wanted at least 1, got 0"),
-    "no head width": ({"head_dim": 0}, "`head_dim`: wanted at least 1, got 0"),
-    "a dropout of 2": ({"dropout": 2.0}, "`dropout`: wanted a rate from 0 to 1, got 2.0"),
+    "indivisible width": ({"hidden_size": 10}, "heads: expected a number that divides the width 10, got 3"),
+    "no heads": ({"num_heads": 0}, "`num_heads`: expected at least 1, got 0"),
+    "no head width": ({"head_dim": 0}, "`head_dim`: expected at least 1, got 0"),
+    "a dropout of 2": ({"dropout": 2.0}, "`dropout`: expected a rate from 0 to 1, got 2.0"),
 }
 
 
@@ -245,12 +245,15 @@ OPTIONS = {
     "impl": ({"impl": "cppu"}, r"`impl`.* got 'cppu'. Did you mean cpu"),
     "half-lives": ({"half_life": [1.0, 2.0]}, "`half_life`.* one for each of 3 heads"),
     "half-life 0": ({"half_life": [1.0, 2.0, 0.0]}, "`half_life`.* numbers of tokens above 0"),
-    "half-lives both ways": ({"half_life": [1.0] * 3, "causal": False}, "`half_life`: wanted causal=True"),
-    "convolution both ways": ({"conv_tokens": 4, "causal": False}, "`conv_tokens`: wanted 0, or more with"),
-    "scan both ways": ({"features": 4, "causal": False}, "`features`: wanted 0, or more with causal=True"),
-    "fewer than no features": ({"features": -1}, "`features`: wanted 0.* got -1"),
-    "positions both ways": ({"max_positions": 5, "causal": False}, "`max_positions`: wanted 0, or more with"),
-    "uniform positions": ({"max_positions": 5, "membership": "uniform"}, "`max_positions`: wanted 0"),
+    "half-lives both ways": ({"half_life": [1.0] * 3, "causal": False}, "`half_life`: expected causal=True"),
+    "convolution both ways": ({"conv_tokens": 4, "causal": False}, "`conv_tokens`: expected 0, or more with"),
+    "scan both ways": ({"features": 4, "causal": False}, "`features`: expected 0, or more with causal=True"),
+    "fewer than no features": ({"features": -1}, "`features`: expected 0.* got -1"),
+    "positions both ways": (
+        {"max_positions": 5, "causal": False},
+        "`max_positions`: expected 0, or more with",
+    ),
+    "uniform positions": ({"max_positions": 5, "membership": "uniform"}, "`max_positions`: expected 0"),
 }
 
 
@@ -280,7 +283,7 @@ def test_rotary_positions_need_pairs() -> None:
     with pytest.raises(InputError, match="even width, got 3"):
         SoftmaxAttention(WIDTH, HEADS, query_dim=3, rotary_base=50.0)
     for base in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="wanted a positive number"):
+        with pytest.raises(InputError, match="expected a positive number"):
             SoftmaxAttention(WIDTH, HEADS, query_dim=4, rotary_base=base)
 
 

@@ -18,9 +18,9 @@ from tost_cases import GOLDEN
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from typer.testing import CliRunner
 
+from rankwise._internals.files import write_files
 from rankwise.cli import convert
 from rankwise.errors import InputError
-from rankwise.files import write_together
 from rankwise.models import (
     TokenStatisticsAttention,
     ToSTForCausalLM,
@@ -165,22 +165,22 @@ WRONG: dict[str, tuple[Path, Change, str]] = {
     "1-D embedding": (
         LANGUAGE,
         with_(transformer__wte__weight=torch.ones(48)),
-        r"wte.weight: wanted 2 axes",
+        r"wte.weight: expected 2 axes",
     ),
     "0-D temperature": (
         LANGUAGE,
         with_(transformer__h__1__attn__temp=torch.tensor(1.0)),
-        r"h.1.attn.temp: wanted shape \(4,\), got \(\)",
+        r"h.1.attn.temp: expected shape \(4,\), got \(\)",
     ),
     "0-D first temperature": (
         LANGUAGE,
         with_(transformer__h__0__attn__temp=torch.tensor(1.0)),
-        r"h.0.attn.temp: wanted shape \(1,\), got \(\)",
+        r"h.0.attn.temp: expected shape \(1,\), got \(\)",
     ),
     "0-D feed-forward": (
         LANGUAGE,
         with_(transformer__h__0__mlp__c_fc__weight=torch.tensor(1.0)),
-        r"c_fc.weight: wanted 2 axes, got shape \(\)",
+        r"c_fc.weight: expected 2 axes, got shape \(\)",
     ),
     "5 heads": (
         LANGUAGE,
@@ -190,17 +190,17 @@ WRONG: dict[str, tuple[Path, Change, str]] = {
     "sparse": (
         LANGUAGE,
         with_(transformer__ln_f__weight=torch.eye(48).to_sparse()),
-        r"wanted a dense tensor of floating-point numbers, got torch.float32, torch.sparse_coo",
+        r"expected a dense tensor of floating-point numbers, got torch.float32, torch.sparse_coo",
     ),
     "complex": (
         LANGUAGE,
         with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.complex64)),
-        r"wanted a dense tensor of floating-point numbers, got torch.complex64",
+        r"expected a dense tensor of floating-point numbers, got torch.complex64",
     ),
     "integers": (
         LANGUAGE,
         with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.int64)),
-        r"wanted a dense tensor of floating-point numbers, got torch.int64",
+        r"expected a dense tensor of floating-point numbers, got torch.int64",
     ),
     "one number spread out": (
         LANGUAGE,
@@ -210,35 +210,35 @@ WRONG: dict[str, tuple[Path, Change, str]] = {
     "vision 1-D head": (
         VISION,
         with_(head__weight=torch.ones(64)),
-        r"head.weight: wanted 2 axes",
+        r"head.weight: expected 2 axes",
     ),
     "vision 1-D patches": (
         VISION,
         with_(patch_embed__proj__0__0__weight=torch.ones(8)),
-        r"patch_embed.proj.0.0.weight: wanted 4 axes",
+        r"patch_embed.proj.0.0.weight: expected 4 axes",
     ),
     "no positions": (
         LANGUAGE,
         without("transformer.wpe.weight"),
-        r"wanted a weight transformer.wpe.weight, got none",
+        r"expected a weight transformer.wpe.weight, got none",
     ),
     "unknown": (LANGUAGE, with_(extra=torch.ones(1)), r"none missing, 1 \(extra\) unknown"),
     "shape": (
         LANGUAGE,
         with_(transformer__h__1__ln_1__weight=torch.ones(5)),
-        r"weight transformer.h.1.ln_1.weight: wanted shape \(48,\), got \(5,\)",
+        r"weight transformer.h.1.ln_1.weight: expected shape \(48,\), got \(5,\)",
     ),
     "untied": (
         LANGUAGE,
         with_(lm_head__weight=torch.ones(61, 48)),
-        r"lm_head.weight: wanted the same numbers",
+        r"lm_head.weight: expected the same numbers",
     ),
     "gpt-2": (
         LANGUAGE,
         without("transformer.h.0.attn.temp"),
         r"no transformer.h.0.attn.temp: a model with another",
     ),
-    "vision missing": (VISION, without("cls_token"), r"wanted the 89 weights of a released vision model"),
+    "vision missing": (VISION, without("cls_token"), r"expected the 89 weights of a released vision model"),
     "vision xcit": (
         VISION,
         without("blocks.0.attn.temp"),
@@ -247,7 +247,7 @@ WRONG: dict[str, tuple[Path, Change, str]] = {
     "vision shape": (
         VISION,
         with_(norm__weight=torch.ones(3)),
-        r"norm.weight: wanted shape \(64,\), got \(3,\)",
+        r"norm.weight: expected shape \(64,\), got \(3,\)",
     ),
 }
 
@@ -263,7 +263,7 @@ def test_wrong_weights_are_named(case: str, tmp_path: Path) -> None:
 FOREIGN = {
     "another model": (
         {"encoder.weight": torch.ones(2)},
-        r"wanted a checkpoint of the released ToST code.*encoder",
+        r"expected a checkpoint of the released ToST code.*encoder",
     ),
     "no weights": ({"epoch": 3, "loss": 0.5}, r"got keys epoch, loss"),
     "a tensor": (torch.ones(3), r"got no weights"),
@@ -292,12 +292,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         other.writestr("a.txt", "b")
     for path in (cut, empty, text, archive):
         with pytest.raises(
-            InputError, match=r"wanted a file of torch\.save that holds tensors and plain values"
+            InputError, match=r"expected a file of torch\.save that holds tensors and plain values"
         ):
             load_released_tost(path)
-    with pytest.raises(InputError, match="wanted a file, got nothing there"):
+    with pytest.raises(InputError, match="expected a file, got nothing there"):
         load_released_tost(tmp_path / "none.pt")
-    with pytest.raises(InputError, match="wanted a file, got a folder"):
+    with pytest.raises(InputError, match="expected a file, got a folder"):
         load_released_tost(str(tmp_path))
 
 
@@ -403,7 +403,7 @@ def test_the_command_s_errors(tmp_path: Path) -> None:
     assert isinstance(result.exception, InputError)
     result = CliRunner().invoke(app, [str(LANGUAGE), "--out", str(tmp_path / "file")])
     assert isinstance(result.exception, InputError)
-    with pytest.raises(InputError, match="wanted a folder that can be written"):
+    with pytest.raises(InputError, match="expected a folder that can be written"):
         save_model(load_released_tost(LANGUAGE), tmp_path / "file")
 
 
@@ -416,7 +416,7 @@ def test_a_full_disk_is_said_as_every_other_error(tmp_path: Path, monkeypatch: p
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(model, "save_pretrained", full)
-    with pytest.raises(InputError, match=r"wanted a folder that can be written.*No space left on device"):
+    with pytest.raises(InputError, match=r"expected a folder that can be written.*No space left on device"):
         save_model(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -442,7 +442,7 @@ def test_a_break_between_two_files_puts_the_old_ones_back(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_together(tmp_path, write, "folder")
+            write_files(tmp_path, write, "folder")
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
-    assert [file.name for file in write_together(tmp_path, write, "folder")] == list("abcd")
+    assert [file.name for file in write_files(tmp_path, write, "folder")] == list("abcd")
     assert (tmp_path / "b").read_text() == "new"

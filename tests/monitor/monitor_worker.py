@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
-from rankwise.audit.fresh_copies import BaselineSettings
-from rankwise.audit.fresh_weights import fresh_weights
+from rankwise.auditing.fresh_copies import BaselineSettings
+from rankwise.auditing.initialization import reinitialized
 from rankwise.errors import CaptureError
 
 STEPS, WORDS, WIDTH = 2, 16, 8
@@ -102,7 +102,7 @@ def gathered(weight: Tensor) -> Tensor:
 
 def measured(make: Any, model: nn.Module) -> list[list[Any]]:
     """An audit by head: where capture sees it, what it measures, and what fresh weights give."""
-    built = (lambda seed: fresh_weights(whole(), seed)) if make is fsdp2 else None  # which cannot be copied
+    built = (lambda seed: reinitialized(whole(), seed)) if make is fsdp2 else None  # which cannot be copied
     copied = BaselineSettings(seeds=1, build=built)
     heads = rw.audit(model.eval(), [PROBE], baseline=copied).heads
     return [[head.site, head.effective_rank, head.baseline.mean["effective_rank"]] for head in heads]

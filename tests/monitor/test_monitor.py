@@ -9,7 +9,7 @@ from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.audit.history import History
+from rankwise.auditing.history import History
 from rankwise.errors import InputError, RankwiseError
 from rankwise.monitor import scalars
 
@@ -135,7 +135,7 @@ def test_scalars_name_each_layer_and_hold_means_over_heads():
     named = scalars(audit)
     ranks = [head.effective_rank for head in audit.heads if head.layer == 1]
     assert named["rank/heads_effective_rank/layers.01"] == pytest.approx(sum(ranks) / len(ranks))
-    assert named["rank/states_relative_collapse/layers.02"] == audit.layers[2].relative_collapse
+    assert named["rank/states_relative_collapse/layers.02"] == audit.layers[2].relative_spread
     assert named["rank/findings/error"] == 0
     assert all(isinstance(value, float) for value in named.values())
     cross = [head.model_copy(update={"cross": True, "effective_rank": 1.0}) for head in audit.heads]
@@ -223,22 +223,22 @@ def test_ctrl_c_during_an_audit_reaches_the_training():
     [
         ({"probe": "text"}, "`probe`"),
         ({"probe": []}, "`probe`"),
-        ({"probe": torch.randn(0, 5, WIDTH)}, r"`probe`: wanted at least one sequence.*got .*\(0, 5, "),
-        ({"probe": {}}, "`probe`: wanted at least one tensor.* got a dict without tensors"),
-        ({"probe": ()}, "`probe`: wanted at least one tensor"),
-        ({"probe": [probe(), {"a": 1}]}, "`probe`: wanted at least one tensor"),
+        ({"probe": torch.randn(0, 5, WIDTH)}, r"`probe`: expected at least one sequence.*got .*\(0, 5, "),
+        ({"probe": {}}, "`probe`: expected at least one tensor.* got a dict without tensors"),
+        ({"probe": ()}, "`probe`: expected at least one tensor"),
+        ({"probe": [probe(), {"a": 1}]}, "`probe`: expected at least one tensor"),
         ({"every": 0}, "`every`"),
         ({"every": 1.5}, "`every`"),
         ({"every": True}, "`every`"),
         ({"stop_on": ["COLAPSE"]}, "COLLAPSE"),
         ({"stop_on": 3}, "code 3"),
         ({"log": "wandb"}, "`log`"),
-        ({"delta": "x"}, "`delta`: wanted a finite number above 0, got x"),
+        ({"delta": "x"}, "`delta`: expected a finite number above 0, got x"),
         ({"method": "fast"}, "`method`"),
         ({"sites": ["layers.0"]}, "`sites`"),
         ({"blocks": 3}, "`blocks`"),
         ({"baseline": "yes"}, "`baseline`"),
-        ({"texts": ["a"]}, "`texts`: wanted a setting"),
+        ({"texts": ["a"]}, "`texts`: expected a setting"),
     ],
 )
 def test_wrong_settings_are_refused_before_training(settings, named):
@@ -249,7 +249,7 @@ def test_wrong_settings_are_refused_before_training(settings, named):
 @pytest.mark.parametrize("step", ["0", None, 0.0, -1])
 def test_a_step_that_is_no_number_is_refused(step):
     monitor = rw.RankMonitor(probe())
-    with unchecked(), pytest.raises(InputError, match=r"`step`: wanted a whole number"):
+    with unchecked(), pytest.raises(InputError, match=r"`step`: expected a whole number"):
         monitor.step(encoder(), step)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.audit import AuditError
+from rankwise.auditing import AuditError
 from rankwise.monitor.untouched import weights_kept
 
 WIDTH = 8

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from tests.monitor.test_monitor import collapsing, encoder, probe
 
 import rankwise as rw
-from rankwise.audit.history import History
+from rankwise.auditing.history import History
 from rankwise.errors import InputError
 
 
@@ -66,7 +66,7 @@ def test_errors_of_an_audit_are_no_matter_of_the_disk(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_first_step(tmp_path):
     (tmp_path / "rank").write_text("a file")
-    with pytest.raises(InputError, match=r"`folder` .*rank: wanted a folder that can be written"):
+    with pytest.raises(InputError, match=r"`folder` .*rank: expected a folder that can be written"):
         rw.RankMonitor(probe(), folder=tmp_path / "rank").step(encoder(), 0)
 
 

@@ -8,7 +8,7 @@ from linear_time_cases import LINEAR_TIME
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.operators import MixingOperator, PartMixing
+from rankwise.operators import IndexedMixing, MixingOperator
 
 Make = Callable[[int, int, int, int, int], MixingOperator]
 
@@ -37,18 +37,18 @@ def softmax_of(mask: str = "none", causal: bool = False, groups: int = 1, scale:
             ),
             "bias of -1e9": torch.zeros(B, 1, T, S, dtype=torch.float64).masked_fill(~seen[:, :1], -1e9),
         }
-        return rw.SoftmaxMixing(query, key, masks[mask], causal, scale)
+        return rw.operators.SoftmaxMixing(query, key, masks[mask], causal, scale)
 
     return make
 
 
 def dense(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
-    return rw.DenseMixing(normal(B, H, T, S))
+    return rw.operators.DenseMixing(normal(B, H, T, S))
 
 
 def stochastic(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
     matrix = normal(B, H, T, S).softmax(-1) * (torch.rand(B, H, T, S) < 0.8)
-    return rw.DenseMixing(matrix, torch.rand(1, 1, T, S) < 0.9)
+    return rw.operators.DenseMixing(matrix, torch.rand(1, 1, T, S) < 0.9)
 
 
 MASKS = (
@@ -94,7 +94,7 @@ def part_of(make: Make) -> Make:
         keep = [torch.rand(count) < 0.6 for count in op.shape[-2:]]
         for one in keep:
             one[torch.randint(len(one), (1,))] = True
-        return PartMixing(op, *keep)
+        return IndexedMixing(op, *keep)
 
     return picked
 

@@ -45,7 +45,7 @@ def test_every_head_has_its_chance():
 
 def test_bad_input_is_refused():
     operator = DiagonalMixing(torch.ones(4, 2))
-    with pytest.raises(InputError, match="`count` of `sampled_channels`: wanted at least 1, got 0"):
+    with pytest.raises(InputError, match="`count` of `sampled_channels`: expected at least 1, got 0"):
         sampled_channels(operator, 0)
-    with unchecked(), pytest.raises(ShapeError, match=r"wanted an operator of shape \(\.\.\., H, T, S\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"expected an operator of shape \(\.\.\., H, T, S\)"):
         sampled_channels(operator[0])

@@ -96,6 +96,6 @@ def test_what_does_not_fit_is_refused(kind, shapes):
     parts = [DiagonalMixing(torch.ones(shape)) for shape in shapes]
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=f"`{kind.__name__}`: wanted operators of the same leading"),
+        pytest.raises(ShapeError, match=f"`{kind.__name__}`: expected operators of the same leading"),
     ):
         kind(*parts)

@@ -70,7 +70,7 @@ def test_kind_type_and_place():
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)])
 def test_a_diagonal_without_tokens_is_refused(shape):
-    with pytest.raises(ShapeError, match=r"`DiagonalMixing`: wanted one number for each token"):
+    with pytest.raises(ShapeError, match=r"`DiagonalMixing`: expected one number for each token"):
         DiagonalMixing(torch.zeros(shape))
 
 
@@ -78,11 +78,11 @@ def test_values_of_other_tokens_are_refused():
     op = DiagonalMixing(normal(2, 3))
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 3, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
     ):
         op @ normal(2, 4, 5)
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\).*got \(3,\)"),
+        pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\).*got \(3,\)"),
     ):
         op.apply_transposed(normal(3))

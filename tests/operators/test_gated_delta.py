@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused(query, key, beta, decay):
     made = [torch.zeros(shape) for shape in (query, key, beta)]
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`GatedDeltaMixing`: wanted query and key \(\.\.\., H, T, K\)"),
+        pytest.raises(ShapeError, match=r"`GatedDeltaMixing`: expected query and key \(\.\.\., H, T, K\)"),
     ):
         GatedDeltaMixing(*made, None if decay is None else torch.zeros(decay))
 
@@ -230,8 +230,8 @@ def test_values_of_other_tokens_are_refused():
     op = GatedDeltaMixing(*inputs(3))
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 3, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
     ):
         op @ normal(2, 4, 5, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
         op.apply_transposed(normal(2, 4, 5, 2))

@@ -200,7 +200,7 @@ def test_features_that_do_not_fit_are_refused(query, key):
     with (
         unchecked(),
         pytest.raises(
-            ShapeError, match=r"`LinearAttentionMixing`: wanted query features \(\.\.\., H, T, F\)"
+            ShapeError, match=r"`LinearAttentionMixing`: expected query features \(\.\.\., H, T, F\)"
         ),
     ):
         LinearAttentionMixing(torch.zeros(query), torch.zeros(key))
@@ -210,8 +210,8 @@ def test_values_of_other_tokens_are_refused():
     op = LinearAttentionMixing(*features(3, 5, True))
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 5, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 5, V\)"),
     ):
         op @ normal(3, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
         op.apply_transposed(normal(5, 2))

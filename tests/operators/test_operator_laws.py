@@ -8,7 +8,7 @@ from operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
 import rankwise as rw
-from rankwise.audit.mixer_kinds import MIXER_KINDS
+from rankwise.auditing.mixer_kinds import MIXER_KINDS
 from rankwise.errors import ShapeError
 from rankwise.operators.base import ROW_BLOCK
 
@@ -116,7 +116,7 @@ def test_entries_outside_the_support_are_zero(kind, size):
 def test_without_a_mask_every_column_is_seen(kind, size):
     """A causal operator aside that has more columns than rows."""
     op = KINDS[kind](*size)
-    if not op.may_leave_columns_unseen and op.shape[-2] >= op.shape[-1]:
+    if not op.may_hide_columns and op.shape[-2] >= op.shape[-1]:
         assert bool(op.support().any(-2).all())
 
 
@@ -207,8 +207,8 @@ def test_it_applies_in_the_precision_of_the_values(kind):
 
 
 def test_public_names():
-    assert issubclass(rw.SoftmaxMixing, rw.MixingOperator)
-    assert issubclass(rw.DenseMixing, rw.MixingOperator)
+    assert issubclass(rw.operators.SoftmaxMixing, rw.MixingOperator)
+    assert issubclass(rw.operators.DenseMixing, rw.MixingOperator)
 
 
 @every_kind

@@ -43,7 +43,7 @@ def test_the_matrix_is_that_of_fused_attention(mask, causal, groups, size):
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3), (5, 2, 4, 3), (3, 5, 2, 4, 3)])
 def test_any_number_of_leading_axes(shape):
-    op = rw.SoftmaxMixing(normal(*shape), normal(*shape[:-2], 6, 3), is_causal=True)
+    op = rw.operators.SoftmaxMixing(normal(*shape), normal(*shape[:-2], 6, 3), is_causal=True)
     assert op.shape == torch.Size([*shape[:-1], 6])
     assert (op.dense() - weights_of_torch(op)).abs().max() < TIGHT
     values = normal(*shape[:-2], 6, 2)
@@ -53,15 +53,15 @@ def test_any_number_of_leading_axes(shape):
 def test_the_definition():
     q, k = normal(2, 3, 4, 5), normal(2, 3, 6, 5)
     wanted = torch.softmax(q @ k.mT / math.sqrt(5), -1)
-    assert (rw.SoftmaxMixing(q, k).dense() - wanted).abs().max() < TIGHT
-    assert rw.SoftmaxMixing(q, k).scale == 1 / math.sqrt(5)
+    assert (rw.operators.SoftmaxMixing(q, k).dense() - wanted).abs().max() < TIGHT
+    assert rw.operators.SoftmaxMixing(q, k).scale == 1 / math.sqrt(5)
 
 
 def test_grouped_heads_read_the_key_head_of_their_group():
     q, k = normal(2, 6, 4, 3), normal(2, 2, 5, 3)
-    op = rw.SoftmaxMixing(q, k)
+    op = rw.operators.SoftmaxMixing(q, k)
     for head in range(6):
-        alone = rw.SoftmaxMixing(q[:, head], k[:, head // 3])
+        alone = rw.operators.SoftmaxMixing(q[:, head], k[:, head // 3])
         assert (op.dense()[:, head] - alone.dense()).abs().max() < TIGHT
         assert (op[:, head].dense() - alone.dense()).abs().max() < TIGHT
     values = normal(2, 2, 5, 7)
@@ -76,7 +76,7 @@ def test_whatever_people_mask_with_is_masked(low, causal):
     hidden = torch.rand(4, 4) < 0.5
     hidden[:, 0] = False
     mask = ~hidden if low is False else torch.zeros(4, 4).masked_fill(hidden, low)
-    op = rw.SoftmaxMixing(normal(1, 2, 4, 3), normal(1, 2, 4, 3), mask, causal)
+    op = rw.operators.SoftmaxMixing(normal(1, 2, 4, 3), normal(1, 2, 4, 3), mask, causal)
     seen = ~hidden & (torch.ones(4, 4, dtype=torch.bool).tril() if causal else torch.tensor(True))
     assert torch.equal(op.support(), seen.expand(1, 2, 4, 4))
     assert (op.dense()[~op.support()] < 1e-300).all()
@@ -84,7 +84,7 @@ def test_whatever_people_mask_with_is_masked(low, causal):
 
 
 def test_a_strong_bias_is_no_mask():
-    op = rw.SoftmaxMixing(normal(1, 1, 3, 2), normal(1, 1, 3, 2), torch.full((3, 3), -8000.0))
+    op = rw.operators.SoftmaxMixing(normal(1, 1, 3, 2), normal(1, 1, 3, 2), torch.full((3, 3), -8000.0))
     assert op.support().all()
 
 
@@ -94,7 +94,7 @@ def test_rows_that_see_nothing_are_zero_as_torchs_are(kind, dtype):
     seen = torch.ones(4, 5, dtype=torch.bool)
     seen[1] = False
     mask = seen if kind is bool else torch.zeros(4, 5, dtype=dtype).masked_fill(~seen, -math.inf)
-    op = rw.SoftmaxMixing(normal(2, 2, 4, 3).to(dtype), normal(2, 2, 5, 3).to(dtype), mask)
+    op = rw.operators.SoftmaxMixing(normal(2, 2, 4, 3).to(dtype), normal(2, 2, 5, 3).to(dtype), mask)
     values = normal(2, 2, 5, 3).to(dtype)
     assert (op.dense()[:, :, 1] == 0).all()
     assert ((op @ values)[:, :, 1] == 0).all()
@@ -103,14 +103,14 @@ def test_rows_that_see_nothing_are_zero_as_torchs_are(kind, dtype):
 
 
 def test_one_token_and_one_source():
-    op = rw.SoftmaxMixing(normal(1, 1, 1, 3), normal(1, 1, 1, 3), is_causal=True)
+    op = rw.operators.SoftmaxMixing(normal(1, 1, 1, 3), normal(1, 1, 1, 3), is_causal=True)
     assert torch.equal(op.dense(), torch.ones(1, 1, 1, 1, dtype=torch.float64))
-    wide = rw.SoftmaxMixing(normal(1, 1, 1, 3), normal(1, 1, 4, 3), is_causal=True)
+    wide = rw.operators.SoftmaxMixing(normal(1, 1, 1, 3), normal(1, 1, 4, 3), is_causal=True)
     assert torch.equal(wide.dense()[0, 0, 0], torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
 
 
 def test_extreme_scores_stay_finite():
-    op = rw.SoftmaxMixing(1e6 * normal(1, 2, 5, 3), 1e6 * normal(1, 2, 5, 3))
+    op = rw.operators.SoftmaxMixing(1e6 * normal(1, 2, 5, 3), 1e6 * normal(1, 2, 5, 3))
     assert op.dense().isfinite().all()
     assert (op.dense().sum(-1) - 1).abs().max() < TIGHT
 
@@ -118,7 +118,7 @@ def test_extreme_scores_stay_finite():
 def test_nan_is_not_hidden():
     q = normal(1, 1, 3, 2)
     q[0, 0, 1, 0] = math.nan
-    matrix = rw.SoftmaxMixing(q, normal(1, 1, 3, 2)).dense()
+    matrix = rw.operators.SoftmaxMixing(q, normal(1, 1, 3, 2)).dense()
     assert matrix[0, 0, 1].isnan().all()
     assert matrix[0, 0, [0, 2]].isfinite().all()
 
@@ -144,7 +144,7 @@ def test_gradients_flow_to_queries_and_keys(mask, causal):
     values, rows = normal(1, 2, 3, 2), normal(1, 2, 3, 2)
 
     def everything(q, k):
-        op = rw.SoftmaxMixing(q, k, made.mask, causal)
+        op = rw.operators.SoftmaxMixing(q, k, made.mask, causal)
         return op.dense(), op @ values, op.mT @ rows, op[0, 1].dense()
 
     assert torch.autograd.gradcheck(everything, (q, k))
@@ -152,13 +152,13 @@ def test_gradients_flow_to_queries_and_keys(mask, causal):
 
 def test_gradients_flow_to_a_bias():
     q, k, bias = normal(1, 2, 3, 2), normal(1, 2, 3, 2), normal(1, 2, 3, 3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda b: rw.SoftmaxMixing(q, k, b).dense(), (bias,))
+    assert torch.autograd.gradcheck(lambda b: rw.operators.SoftmaxMixing(q, k, b).dense(), (bias,))
 
 
 def test_nothing_is_expanded_in_memory():
     """A padding mask stays as small as it is, also in another dtype."""
     mask = torch.zeros(2, 1, 1, 6)
-    op = rw.SoftmaxMixing(normal(2, 8, 5, 3), normal(2, 8, 6, 3), mask)
+    op = rw.operators.SoftmaxMixing(normal(2, 8, 5, 3), normal(2, 8, 6, 3), mask)
     assert op.mask.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
     assert op.to(torch.float64).mask.numel() == mask.numel()
     assert op.dense(torch.float64).shape == (2, 8, 5, 6)
@@ -184,33 +184,33 @@ def test_queries_and_keys_that_do_not_fit(query, key):
         unchecked(),
         pytest.raises(ShapeError, match=r"query \(\.\.\., H, T, K\).*got query \(.*\) and key \("),
     ):
-        rw.SoftmaxMixing(torch.zeros(query), torch.zeros(key))
+        rw.operators.SoftmaxMixing(torch.zeros(query), torch.zeros(key))
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (2, 4), (3, 1, 4, 5), (1, 2, 3, 4, 5)])
 def test_a_mask_that_does_not_fit(shape):
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"mask: wanted a shape that broadcasts to \(2, 3, 4, 5\)"),
+        pytest.raises(ShapeError, match=r"mask: expected a shape that broadcasts to \(2, 3, 4, 5\)"),
     ):
-        rw.SoftmaxMixing(torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 5, 6), torch.zeros(shape))
+        rw.operators.SoftmaxMixing(torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 5, 6), torch.zeros(shape))
 
 
 @pytest.mark.parametrize("shape", [(5,), (0, 3), (2, 3, 0)])
 def test_a_matrix_that_is_none(shape):
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`DenseMixing`: wanted a matrix of shape \(\.\.\., T, S\)"),
+        pytest.raises(ShapeError, match=r"`DenseMixing`: expected a matrix of shape \(\.\.\., T, S\)"),
     ):
-        rw.DenseMixing(torch.zeros(shape))
+        rw.operators.DenseMixing(torch.zeros(shape))
 
 
 def test_allowed_entries_that_do_not_fit():
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"allowed entries: wanted a shape that broadcasts to \(2, 3\)"),
+        pytest.raises(ShapeError, match=r"allowed entries: expected a shape that broadcasts to \(2, 3\)"),
     ):
-        rw.DenseMixing(torch.zeros(2, 3), torch.ones(3, 2, dtype=torch.bool))
+        rw.operators.DenseMixing(torch.zeros(2, 3), torch.ones(3, 2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("make", [softmax_of(), softmax_of("bool", causal=True)])
@@ -219,16 +219,16 @@ def test_values_that_do_not_fit(make, shape):
     op = make(2, 2, 4, 5, 3)
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 5, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 5, V\)"),
     ):
         op @ torch.zeros(shape)
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M\.mT @ values`: wanted values of shape \(\.\.\., 4, V\)"),
+        pytest.raises(ShapeError, match=r"`M\.mT @ values`: expected values of shape \(\.\.\., 4, V\)"),
     ):
         op.mT @ torch.zeros(2, 2, 5, 3)
     with unchecked(), pytest.raises(ShapeError, match=r"`M @ values`"):
-        rw.DenseMixing(op.dense()) @ torch.zeros(shape)
+        rw.operators.DenseMixing(op.dense()) @ torch.zeros(shape)
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 9])
@@ -237,7 +237,7 @@ def test_values_of_any_width_never_form_the_matrix(width, mask):
     tokens = 600
     q, k = torch.randn(2, 1, 2, tokens, 4)
     hidden = None if mask != "both" else torch.zeros(1, 1, 1, tokens)
-    op = rw.SoftmaxMixing(q, k, hidden, is_causal=mask is not None)
+    op = rw.operators.SoftmaxMixing(q, k, hidden, is_causal=mask is not None)
     values = torch.randn(1, 2, tokens, width)
     got = op @ values
     torch.testing.assert_close(got, op.dense() @ values, rtol=1e-4, atol=1e-5)
@@ -250,12 +250,12 @@ def test_a_bias_out_of_the_range_of_half_precision_is_a_bias():
         torch.full((4, 4), torch.finfo(torch.float32).min),
         torch.tensor([7e4, 0, 0, 0]).expand(4, 4),
     ):
-        op = rw.SoftmaxMixing(q, k, bias)
+        op = rw.operators.SoftmaxMixing(q, k, bias)
         ones = torch.ones(1, 1, 4, 2, dtype=torch.float16)
         torch.testing.assert_close((op @ ones).float(), op.dense() @ ones.float(), rtol=2e-3, atol=2e-3)
 
 
 def test_picking_heads_copies_no_expanded_mask():
     q, k = torch.randn(2, 1, 3, 500, 4)
-    op = rw.SoftmaxMixing(q, k, torch.ones(1, 500).bool())
+    op = rw.operators.SoftmaxMixing(q, k, torch.ones(1, 500).bool())
     assert largest_tensor(lambda: op[:, torch.tensor([0, 2])]) < 500 * 500

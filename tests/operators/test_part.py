@@ -6,7 +6,7 @@ from operator_cases import normal
 from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
-from rankwise.operators import DenseMixing, PartMixing, SoftmaxMixing
+from rankwise.operators import DenseMixing, IndexedMixing, SoftmaxMixing
 
 
 def test_it_is_that_part_of_the_matrix():
@@ -15,7 +15,7 @@ def test_it_is_that_part_of_the_matrix():
     rows = torch.tensor([0, 1, 1, 0, 0, 1, 1]).bool()
     columns = torch.tensor([1, 1, 0, 0, 1, 1, 0]).bool()
     wanted = op.dense()[:, :, rows][..., columns]
-    part = PartMixing(op, rows, columns)
+    part = IndexedMixing(op, rows, columns)
     assert part.kind == "softmax"
     assert torch.equal(part.dense(), wanted)
     assert torch.equal(part.support(), op.support()[:, :, rows][..., columns])
@@ -25,9 +25,9 @@ def test_it_is_that_part_of_the_matrix():
 def test_nothing_is_refused(rows, columns):
     keep = [torch.arange(3) < count for count in (rows, columns)]
     with pytest.raises(ShapeError, match=rf"{rows} of 3 rows, {columns} of 3 columns"):
-        PartMixing(DenseMixing(torch.eye(3)), *keep)
+        IndexedMixing(DenseMixing(torch.eye(3)), *keep)
 
 
 def test_truth_values_that_do_not_fit_are_refused():
     with unchecked(), pytest.raises(ShapeError, match="4 of 4 rows"):
-        PartMixing(DenseMixing(torch.eye(3)), torch.ones(4).bool(), torch.ones(3).bool())
+        IndexedMixing(DenseMixing(torch.eye(3)), torch.ones(4).bool(), torch.ones(3).bool())

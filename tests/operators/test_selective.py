@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused(c, b, rate, step):
     made = [torch.zeros(shape) for shape in (c, b, rate, step)]
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`SelectiveMixing`: wanted c and b \(\.\.\., 1 or D, T, N\)"),
+        pytest.raises(ShapeError, match=r"`SelectiveMixing`: expected c and b \(\.\.\., 1 or D, T, N\)"),
     ):
         SelectiveMixing(*made)
 
@@ -243,10 +243,10 @@ def test_values_of_other_tokens_are_refused():
     op = SelectiveMixing(*inputs(3))
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 3, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
     ):
         op @ normal(2, 4, 5, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
         op.apply_transposed(normal(2, 4, 5, 2))
 
 

@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused(c, b, decay, step):
     made = [torch.zeros(shape) for shape in (c, b, decay)] + [step if step is None else torch.zeros(step)]
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`SemiseparableMixing`: wanted c and b \(\.\.\., G, T, N\)"),
+        pytest.raises(ShapeError, match=r"`SemiseparableMixing`: expected c and b \(\.\.\., G, T, N\)"),
     ):
         SemiseparableMixing(*made)
 
@@ -219,10 +219,10 @@ def test_values_of_other_tokens_are_refused():
     op = SemiseparableMixing(*inputs(3))
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 3, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
     ):
         op @ normal(2, 4, 5, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
         op.apply_transposed(normal(2, 4, 5, 2))
 
 

@@ -142,7 +142,7 @@ def test_kind_type_and_place():
     ("shape", "is_causal"), [((), True), ((2, 0), True), ((2, 0), False), ((2, 4), False)]
 )
 def test_a_kernel_of_the_wrong_length_is_refused(shape, is_causal):
-    with pytest.raises(ShapeError, match=r"`ToeplitzMixing` kernel: wanted \(\.\.\., 2?T"):
+    with pytest.raises(ShapeError, match=r"`ToeplitzMixing` kernel: expected \(\.\.\., 2?T"):
         ToeplitzMixing(torch.zeros(shape), is_causal)
 
 
@@ -150,7 +150,7 @@ def test_a_complex_kernel_is_refused():
     with (
         unchecked(),
         pytest.raises(
-            ShapeError, match=r"`ToeplitzMixing` kernel: wanted real numbers, got torch\.complex64"
+            ShapeError, match=r"`ToeplitzMixing` kernel: expected real numbers, got torch\.complex64"
         ),
     ):
         ToeplitzMixing(torch.zeros(3, dtype=torch.complex64))
@@ -160,8 +160,8 @@ def test_values_of_other_tokens_are_refused():
     op = ToeplitzMixing(normal(2, 3))
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: wanted values of shape \(\.\.\., 3, V\)"),
+        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
     ):
         op @ normal(2, 4, 5)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: wanted .*\(\.\.\., 3, V\)"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
         op.apply_transposed(normal(2, 4, 5))

@@ -77,5 +77,5 @@ def test_gradients_reach_every_parameter():
     ids=str,
 )
 def test_what_does_not_fit_is_refused(shapes, tokens):
-    with unchecked(), pytest.raises(ShapeError, match=r"`ToeplitzMixing.from_ssm`: wanted a, b and c"):
+    with unchecked(), pytest.raises(ShapeError, match=r"`ToeplitzMixing.from_ssm`: expected a, b and c"):
         ToeplitzMixing.from_ssm(*(torch.ones(shape) for shape in shapes), tokens)

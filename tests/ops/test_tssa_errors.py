@@ -24,39 +24,42 @@ STATE = TSSAState.zeros(2, 3, 5)
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"bias": torch.zeros(3, 3)}, r"bias: wanted at least 4 positions.* got 3\. .*half-lives"),
+        ({"bias": torch.zeros(3, 3)}, r"bias: expected at least 4 positions.* got 3\. .*half-lives"),
         (
             {"bias": torch.zeros(3, 4), "state": STATE._replace(seen=torch.tensor([0, 2]))},
             "at least 6 positions",
         ),
-        ({"state": TSSAState.zeros(1, 3, 5)}, r"state\.energy: wanted \(2, 3, 5\), got \(1, 3, 5\)"),
+        ({"state": TSSAState.zeros(1, 3, 5)}, r"state\.energy: expected \(2, 3, 5\), got \(1, 3, 5\)"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "one packed row.*got 2 rows"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3])}, r"rising from 0 to 4, got \[0, 3\]"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0, 3, 2, 4])}, "rising from 0 to 4"),
         (
             {"state": STATE._replace(seen=torch.zeros(2))},
-            r"state\.seen: wanted int64 or int32, got torch\.float32",
+            r"state\.seen: expected int64 or int32, got torch\.float32",
         ),
-        ({"state": STATE._replace(seen=STATE.seen.bool())}, r"state\.seen: wanted int64 .* got torch\.bool"),
+        (
+            {"state": STATE._replace(seen=STATE.seen.bool())},
+            r"state\.seen: expected int64 .* got torch\.bool",
+        ),
         (
             {"state": STATE._replace(mass=torch.zeros(2, 3).long())},
-            r"state\.mass: wanted floating-point numbers, got torch\.int64",
+            r"state\.mass: expected floating-point numbers, got torch\.int64",
         ),
         (
             {"state": STATE._replace(mass=torch.zeros(2, 3, dtype=torch.cfloat))},
-            r"state\.mass: wanted floating-point numbers, got torch\.complex64",
+            r"state\.mass: expected floating-point numbers, got torch\.complex64",
         ),
-        ({"temperature": TAU + 0j}, r"temperature: wanted real numbers, got torch\.complex64"),
-        ({"half_life": TAU + 0j}, r"half_life: wanted real numbers, got torch\.complex64"),
+        ({"temperature": TAU + 0j}, r"temperature: expected real numbers, got torch\.complex64"),
+        ({"half_life": TAU + 0j}, r"half_life: expected real numbers, got torch\.complex64"),
         ({"w": torch.ones(2, 0, 3, 5)}, "at least one of each"),
-        ({"w": W[0]}, r"w: wanted \(B, T, H, K\), got \(4, 3, 5\)"),
-        ({"w": W.long()}, r"w: wanted a floating-point tensor, got torch\.int64"),
-        ({"temperature": torch.ones(3, 1)}, r"temperature: wanted \(3,\), one a head, got \(3, 1\)"),
-        ({"mask": torch.ones(2, 4)}, r"mask: wanted \(2, 4\) of torch\.bool, got \(2, 4\), torch\.float32"),
-        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask: wanted \(2, 4\).* got \(2, 5\)"),
-        ({"bias": torch.zeros(3, 4, 1)}, r"bias: wanted \(3, positions\), got \(3, 4, 1\)"),
-        ({"bias": torch.zeros(2, 4)}, r"bias: wanted \(3, positions\), got \(2, 4\)"),
-        ({"half_life": torch.ones(2)}, r"half_life: wanted \(3,\), one a head, got \(2,\)"),
+        ({"w": W[0]}, r"w: expected \(B, T, H, K\), got \(4, 3, 5\)"),
+        ({"w": W.long()}, r"w: expected a floating-point tensor, got torch\.int64"),
+        ({"temperature": torch.ones(3, 1)}, r"temperature: expected \(3,\), one a head, got \(3, 1\)"),
+        ({"mask": torch.ones(2, 4)}, r"mask: expected \(2, 4\) of torch\.bool, got \(2, 4\), torch\.float32"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask: expected \(2, 4\).* got \(2, 5\)"),
+        ({"bias": torch.zeros(3, 4, 1)}, r"bias: expected \(3, positions\), got \(3, 4, 1\)"),
+        ({"bias": torch.zeros(2, 4)}, r"bias: expected \(3, positions\), got \(2, 4\)"),
+        ({"half_life": torch.ones(2)}, r"half_life: expected \(3,\), one a head, got \(2,\)"),
         ({"w": ROW, "cu_seqlens": torch.tensor([0.0, 4.0])}, r"integers, got \(2,\), torch\.float32"),
         ({"w": ROW, "cu_seqlens": torch.tensor([4])}, r"\(sequences \+ 1,\) integers, got \(1,\)"),
     ],
@@ -69,28 +72,31 @@ def test_shapes_that_do_not_fit(change, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"causal": False, "bias": torch.zeros(3, 4)}, "bias with causal=False: wanted causal=True"),
+        ({"causal": False, "bias": torch.zeros(3, 4)}, "bias with causal=False: expected causal=True"),
         (
             {"causal": False, "state": STATE, "half_life": torch.ones(3)},
             "state and half_life with causal=False",
         ),
         ({"membership": "unifrom"}, "Did you mean uniform"),
         ({"membership": "uniform", "bias": torch.zeros(3, 4)}, "bias with membership='uniform'"),
-        ({"half_life": torch.ones(3, requires_grad=True)}, "half_life: wanted constants"),
+        ({"half_life": torch.ones(3, requires_grad=True)}, "half_life: expected constants"),
         ({"half_life": torch.tensor([1.0, 0.0, 2.0])}, "numbers above 0, got 0"),
-        ({"half_life": [1, 2, 3]}, r"half_life: wanted a tensor, got list\. Pass torch\.as_tensor"),
-        ({"temperature": None}, r"temperature: wanted a tensor .* got None\. .*membership='uniform'"),
-        ({"w": W.tolist()}, "w: wanted a tensor, got list"),
-        ({"w": W.to_sparse()}, r"w: wanted a dense tensor, got torch\.sparse_coo\. .*to_dense"),
-        ({"w": ROW, "cu_seqlens": [0, 4]}, "cu_seqlens: wanted a tensor, got list"),
+        ({"half_life": [1, 2, 3]}, r"half_life: expected a tensor, got list\. Pass torch\.as_tensor"),
+        ({"temperature": None}, r"temperature: expected a tensor .* got None\. .*membership='uniform'"),
+        ({"w": W.tolist()}, "w: expected a tensor, got list"),
+        ({"w": W.to_sparse()}, r"w: expected a dense tensor, got torch\.sparse_coo\. .*to_dense"),
+        ({"w": ROW, "cu_seqlens": [0, 4]}, "cu_seqlens: expected a tensor, got list"),
         (
             {"state": tuple(STATE)},
-            r"state: wanted a TSSAState, got tuple\. Make one with TSSAState\(\*state\)",
+            r"state: expected a TSSAState, got tuple\. Make one with TSSAState\(\*state\)",
         ),
-        ({"state": STATE._replace(seen=[0, 0])}, r"state\.seen: wanted a tensor, got list"),
-        ({"state": STATE._replace(seen=torch.tensor([3, -1]))}, r"state\.seen: wanted .* from 0 on, got -1"),
+        ({"state": STATE._replace(seen=[0, 0])}, r"state\.seen: expected a tensor, got list"),
+        (
+            {"state": STATE._replace(seen=torch.tensor([3, -1]))},
+            r"state\.seen: expected .* from 0 on, got -1",
+        ),
         ({"impl": "refernce"}, "impl: .*Did you mean reference"),
-        ({"impl": "cuda"}, "wanted auto, reference, cpu or triton, got 'cuda'"),
+        ({"impl": "cuda"}, "expected auto, reference, cpu or triton, got 'cuda'"),
     ],
 )
 def test_options_that_contradict(change, match):
@@ -148,7 +154,7 @@ def forget_imports():
 def test_an_explicit_choice_never_falls_back(forget_imports, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     gpu = torch.device("cuda")
-    with pytest.raises(InputError, match=r'impl="cpu": wanted tensors on a CPU, got tensors on cuda'):
+    with pytest.raises(InputError, match=r'impl="cpu": expected tensors on a CPU, got tensors on cuda'):
         dispatch.choose("cpu", gpu)
     monkeypatch.setitem(sys.modules, "triton", None)
     forget_imports()
@@ -225,7 +231,7 @@ for begin in ({missing!r}, {broken!r}):
     said = done.stdout.splitlines()
     assert len(said) == 2
     for line, why in zip(said, ("ModuleNotFoundError", "OSError: no libllvmlite.so"), strict=True):
-        assert line.startswith('impl="cpu": wanted an installed numba, got no numba that can be imported')
+        assert line.startswith('impl="cpu": expected an installed numba, got no numba that can be imported')
         assert why in line
         assert "pip install 'rankwise[cpu]'" in line
 
@@ -242,5 +248,5 @@ def test_tensors_on_another_device_are_refused(name):
     }
     moved = TSSAState.zeros(1, 2, 3, device="meta") if name == "state" else given[name].to("meta")
     tssa(w, **given)
-    with pytest.raises(InputError, match=rf"^{name}.*: wanted a tensor on cpu, as w, got one on meta"):
+    with pytest.raises(InputError, match=rf"^{name}.*: expected a tensor on cpu, as w, got one on meta"):
         tssa(w, **(given | {name: moved}))

@@ -271,16 +271,16 @@ def test_an_operator_called_directly_trusts_no_shape(name):
         with pytest.raises(ShapeError, match=r"^(cu_seqlens|bounds): "):
             operator(**(right | {"bounds": torch.tensor(wrong, dtype=torch.int64)}))
     for wrong in ({"bounds": torch.tensor([0.0, 6.0, 10.0])}, {"w": torch.ones(2, 5, 2, 3)}):
-        with pytest.raises(ShapeError, match="bounds: wanted integers, for sequences packed in one row"):
+        with pytest.raises(ShapeError, match="bounds: expected integers, for sequences packed in one row"):
             operator(**(right | wrong))
     if "energy" in right:  # of two sequences, where one row is one
-        with pytest.raises(ShapeError, match=r"energy: wanted \(1, 2, 3\)"):
+        with pytest.raises(ShapeError, match=r"energy: expected \(1, 2, 3\)"):
             operator(**(right | {"bounds": None}))
-    with pytest.raises(ShapeError, match="w: wanted 4 axes"):
+    with pytest.raises(ShapeError, match="w: expected 4 axes"):
         operator(**(right | {"w": torch.ones(10, 2, 3)}))
     parts = right.keys() - {"w", "bounds", "impl", "keep"}
     for part in sorted(parts):
-        with pytest.raises(ShapeError, match=rf"^{part}: wanted"):
+        with pytest.raises(ShapeError, match=rf"^{part}: expected"):
             operator(**(right | {part: right[part][..., :1]}))
 
 

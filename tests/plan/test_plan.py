@@ -59,7 +59,7 @@ def test_a_curve_that_falls_is_said_to() -> None:
 
 def test_the_barrier_holds_and_the_width_grows_like_a_logarithm() -> None:
     plan = rw.plan_head_dim(256, trials=10)
-    assert plan.barrier == rw.rank_barrier(256)
+    assert plan.barrier == rw.theory.rank_barrier(256)
     # 5 standard errors of the mean, for the expectation is what the barrier bounds
     assert all(m <= plan.barrier / 256 + 5 * s / 10**0.5 for _, m, s in plan.curve)
     assert abs({k: m for k, m, _ in plan.curve}[16] - 0.43) < 0.04  # .45 at T = 200, .33 at 800

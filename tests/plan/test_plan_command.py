@@ -120,7 +120,7 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
         (("--images", "odd.npz", "--text", "text.txt"), "one of them"),
         (("--text", "."), "a folder. Name one file in it."),
         (("--model", demo_model(), "--text", "text.txt", "--images", "odd.npz"), "one of them"),
-        (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: wanted 128"),
+        (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: expected 128"),
         (("--model", "latent.py:build", "--text", "text.txt"), "one latent"),
         (("--images", "odd.npz", "--inputs", "gaussian"), "--inputs"),
         (("--tokens", 10**8), "131,072"),

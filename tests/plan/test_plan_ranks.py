@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankwise._internals.rotary import rotated
 from rankwise.plan.ranks import head_rank, nested_hardmax_ranks, trial_ranks
 from rankwise.plan.states import RandomBlock, Setting, token_states
-from rankwise.rotary import rotated
-from rankwise.theory import hardmax_rank, null_rank
+from rankwise.theory import hardmax_rank, random_head_rank
 
 CAUSAL = torch.ones(60, 60, dtype=torch.bool).tril()
 
@@ -47,7 +47,7 @@ def test_one_width_is_counted_as_theory_counts(mask: str) -> None:
 def test_orthonormal_inputs_have_the_law_of_theory() -> None:
     """Two means of 30 trials: within 5 standard errors of each other."""
     own = torch.tensor([trial_ranks(Setting(80), (4, 8), trial)[0, 1] * 80 for trial in range(30)])
-    null = null_rank(80, 8, temperature=0.0, trials=30, seed=7)
+    null = random_head_rank(80, 8, temperature=0.0, trials=30, seed=7)
     assert abs(own.mean() - null.mean) < 5 * (own.std() ** 2 + null.std**2).sqrt() / 30**0.5
 
 

@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import rank_saturation_page as page
-from recipes.rank_saturation import PAGE, RESULTS, Recipe, Variant, models, synthetic, text_ranks, word_ids
+from experiments import rank_saturation_page as page
+from experiments.rank_saturation import (
+    PAGE,
+    RESULTS,
+    Recipe,
+    Variant,
+    models,
+    synthetic,
+    text_ranks,
+    word_ids,
+)
 
 
 def test_the_rebuttal_has_its_forty_cells() -> None:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from rankwise.audit.records import (
+from rankwise.auditing.records import (
     AuditRecord,
     Finding,
     HeadRecord,
@@ -50,8 +50,8 @@ def head_record(rng: np.random.Generator, depth: float, **fields: object) -> Hea
         "stable_rank": 1 + share**3 * 0.3 * tokens,
         "sigma_max": float(spectrum[0]),
         "row_entropy": math.log(tokens) * float(np.clip(rng.normal(0.6, 0.2), 0, 1)),
-        "sink_mass": float(rng.beta(1, 6)),
-        "peak_mass": float(rng.beta(2, 5)),
+        "first_token_mass": float(rng.beta(1, 6)),
+        "max_token_mass": float(rng.beta(2, 5)),
         "row_distance": float(np.clip(share + rng.normal(0, 0.05), 0, 1)),
         "identity_distance": float(np.clip(rng.normal(0.8, 0.1), 0, 1)),
         "nearest_distance": float(np.clip(rng.normal(0.5, 0.15), 0.01, 1)),
@@ -67,7 +67,7 @@ def head_record(rng: np.random.Generator, depth: float, **fields: object) -> Hea
         "sequences": 64,
         "tokens": tokens,
         "sources": tokens,
-        "null_rank": null,
+        "hardmax_rank": null,
         "nearest_head": 0,
         "spread": {name: abs(value) * 0.1 for name, value in measures.items()},
         "spectrum": [float(value) for value in spectrum],
@@ -79,7 +79,7 @@ def head_record(rng: np.random.Generator, depth: float, **fields: object) -> Hea
 def layer_record(rng: np.random.Generator, depth: float, **fields: object) -> LayerRecord:
     relative = float(np.clip(0.95 * math.exp(-1.5 * depth) + rng.normal(0, 0.02), 0, 1))
     measures = {
-        "relative_collapse": relative,
+        "relative_spread": relative,
         "mean_cosine": 1 - relative**2,
         "effective_rank": 1 + 90 * relative,
     }
@@ -126,7 +126,7 @@ def finding(code: str = "SINK", severity: str = "warning", **fields: object) -> 
     where = Place(stack="encoder.layer", layer=2, head=7, site="encoder.layer.2.attention.self")
     given: dict[str, object] = {
         "where": where,
-        "evidence": {"peak_mass": 0.93, "sink_mass": 0.87},
+        "evidence": {"max_token_mass": 0.93, "first_token_mass": 0.87},
         "meaning": "The head spends most of its weight on the first token.",
         "remedy": "compare the loss without it: `rankwise compare BEFORE AFTER`",
     }
@@ -142,7 +142,7 @@ def encoder() -> AuditRecord:
     """Six layers of twelve heads with one finding of each code."""
     heads = grid(6, 12)
     heads[2 * 12 + 7] = heads[2 * 12 + 7].model_copy(
-        update={"sink_mass": 0.87, "peak_mass": 0.93, "numerical_rank": 9.0}
+        update={"first_token_mass": 0.87, "max_token_mass": 0.93, "numerical_rank": 9.0}
     )
     heads[4 * 12 + 3] = heads[4 * 12 + 3].model_copy(update={"row_distance": 0.01, "stable_rank": 1.0})
     heads[5 * 12 + 11] = heads[5 * 12 + 11].model_copy(
@@ -153,7 +153,7 @@ def encoder() -> AuditRecord:
             "COLLAPSE",
             "error",
             where=_place(6),
-            evidence={"relative_collapse": 0.213, "mean_cosine": 0.955},
+            evidence={"relative_spread": 0.213, "mean_cosine": 0.955},
             meaning="After layer 6 all tokens point almost the same way.",
             remedy="rankwise skip sample/encoder-6x12 --init 1.0",
         ),
@@ -173,16 +173,16 @@ def encoder() -> AuditRecord:
             meaning="Every token gets the same mixture, so the head adds one vector to all of them.",
         ),
         finding(
-            "TWINS",
+            "DUPLICATE_HEADS",
             where=_place(3, 4),
             evidence={"nearest_distance": 0.02},
             meaning="Heads 4 and 5 mix alike.",
             remedy="rankwise compress sample/encoder-6x12",
         ),
         finding(
-            "BELOW_NULL",
+            "LOW_RANK",
             where=_place(4),
-            evidence={"numerical_rank": 44.1, "null_rank": 81.1},
+            evidence={"numerical_rank": 44.1, "hardmax_rank": 81.1},
             meaning="The heads of this layer mix in fewer directions than every reference.",
         ),
         finding(
@@ -193,14 +193,14 @@ def encoder() -> AuditRecord:
             meaning="Every token keeps to itself.",
         ),
         finding(
-            "ABOVE_NULL",
+            "HIGH_RANK",
             "info",
             where=_place(0),
-            evidence={"numerical_rank": 120.0, "null_rank": 81.1},
+            evidence={"numerical_rank": 120.0, "hardmax_rank": 81.1},
             meaning="The heads of this layer mix in more directions than every reference.",
         ),
         finding(
-            "UNSEEN",
+            "NOT_CAPTURED",
             "info",
             where=Place(site="pooler.mixer"),
             evidence={},
@@ -208,10 +208,12 @@ def encoder() -> AuditRecord:
             remedy="rankwise audit sample/encoder-6x12 --site pooler.mixer",
         ),
     ]
-    unseen = [
+    uncaptured = [
         Unseen(name="pooler.mixer", type="TokenMixer", reason="it calls no operation that is known to mix")
     ]
-    return AuditRecord(provenance=provenance(), heads=heads, layers=states(6), findings=found, unseen=unseen)
+    return AuditRecord(
+        provenance=provenance(), heads=heads, layers=states(6), findings=found, uncaptured=uncaptured
+    )
 
 
 def encoder_decoder() -> AuditRecord:
@@ -238,7 +240,7 @@ def encoder_decoder() -> AuditRecord:
         "COLLAPSE",
         "error",
         where=Place(stack="decoder.block", layer=6),
-        evidence={"relative_collapse": 0.172, "mean_cosine": 0.97},
+        evidence={"relative_spread": 0.172, "mean_cosine": 0.97},
         meaning="After layer 6 all tokens point almost the same way.",
     )
     found = [finding(where=where), collapse]
@@ -269,15 +271,17 @@ def nasty() -> AuditRecord:
         heads=grid(2, 3, **fields),
         layers=states(2, stack=NASTY, site=NASTY),
         findings=found,
-        unseen=[Unseen(name=NASTY, type=NASTY, reason=NASTY)],
+        uncaptured=[Unseen(name=NASTY, type=NASTY, reason=NASTY)],
     )
 
 
 def sized(layers: int, heads: int) -> AuditRecord:
     found = [
-        finding("SINK", where=_place(head.layer, head.head), evidence={"sink_mass": head.sink_mass})
+        finding(
+            "SINK", where=_place(head.layer, head.head), evidence={"first_token_mass": head.first_token_mass}
+        )
         for head in grid(layers, heads)
-        if head.sink_mass > 0.35
+        if head.first_token_mass > 0.35
     ]
     about = provenance(f"sample/decoder-{layers}x{heads}")
     return AuditRecord(
@@ -297,15 +301,16 @@ def empty() -> AuditRecord:
 def only_nan() -> AuditRecord:
     """Two layers of two heads without one finite number."""
     measures = (
-        "numerical_rank effective_rank stable_rank sigma_max row_entropy sink_mass peak_mass row_distance"
+        "numerical_rank effective_rank stable_rank sigma_max row_entropy first_token_mass max_token_mass "
+        "row_distance"
     )
-    others = "tokens sources null_rank identity_distance nearest_distance"
+    others = "tokens sources hardmax_rank identity_distance nearest_distance"
     missing = dict.fromkeys(f"{measures} {others}".split(), math.nan)
     heads = [
         head.model_copy(update={**missing, "spectrum": [math.nan] * 4, "spread": {}}) for head in grid(2, 2)
     ]
     gone = dict.fromkeys(
-        ["tokens", "norm", "collapse", "relative_collapse", "mean_cosine", "effective_rank"], math.nan
+        ["tokens", "norm", "collapse", "relative_spread", "mean_cosine", "effective_rank"], math.nan
     )
     layers = [layer.model_copy(update={**gone, "spread": {}}) for layer in states(2)]
     return AuditRecord(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
@@ -315,7 +320,7 @@ def mixed() -> AuditRecord:
     """A stack that alternates masks and mixers, with one lonely state-space head a layer."""
     full = [h for h in grid(8, 6, 4, stack="layers", site="layers.{}.self_attn") if h.layer % 2]
     masked = [
-        h.model_copy(update={"mask": "causal", "null_rank": 64.5}) if h.layer % 4 == 1 else h for h in full
+        h.model_copy(update={"mask": "causal", "hardmax_rank": 64.5}) if h.layer % 4 == 1 else h for h in full
     ]
     lonely = [
         h for h in grid(8, 1, 5, stack="layers", site="layers.{}.mamba", kind="selective") if h.layer % 2 == 0
@@ -351,7 +356,7 @@ def memberships() -> AuditRecord:
             3, 4, 7, stack=stack, site=stack + ".{}.mixer", kind="diagonal", tokens=float(tokens)
         ):
             share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
-            known = {"membership": 0.25, "coding_rate": 0.02, "null_rank": math.nan, "mask": "other"}
+            known = {"membership": 0.25, "coding_rate": 0.02, "hardmax_rank": math.nan, "mask": "other"}
             heads.append(head.model_copy(update=known | {"membership_map": share, "membership_grid": lies}))
     layers = states(3, stack="text") + states(3, 2, stack="picture")
     return AuditRecord(provenance=provenance("sample/tost"), heads=heads, layers=layers, findings=[])
@@ -363,10 +368,10 @@ def long_names() -> AuditRecord:
     heads = grid(3, 4, stack=stack, site=stack + ".{}." + "attention_" * 10, kind="semiseparable")
     where = Place(stack=stack, layer=1, head=2, site=heads[6].site)
     found = [finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)]
-    unseen = [Unseen(name=stack * 2, type="T" * 100, reason="r" * 100)]
+    uncaptured = [Unseen(name=stack * 2, type="T" * 100, reason="r" * 100)]
     about = provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200])
     layers = states(3, stack=stack)
-    return AuditRecord(provenance=about, heads=heads, layers=layers, findings=found, unseen=unseen)
+    return AuditRecord(provenance=about, heads=heads, layers=layers, findings=found, uncaptured=uncaptured)
 
 
 ALL = {

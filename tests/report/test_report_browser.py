@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.report import samples
 
-from rankwise.audit.matrix_picture import MatrixPicture
-from rankwise.audit.pictures import block_averages
-from rankwise.audit.records import AuditRecord
+from rankwise.auditing.matrix_picture import MatrixPicture
+from rankwise.auditing.pictures import block_averages
+from rankwise.auditing.records import AuditRecord
 from rankwise.operators import DenseMixing
 from rankwise.report import write_html
 from rankwise.report.text import rank_share
@@ -173,7 +173,7 @@ def test_a_finding_leads_to_its_cell_and_opens_the_head_beside_it(encoder: Page)
     settle(encoder)
     box = outline(encoder)
     assert 0 <= box["y"] <= 844 - box["height"]
-    assert encoder.input_value("#measure") == "peak_mass"
+    assert encoder.input_value("#measure") == "max_token_mass"
     assert card.locator("#head-name").inner_text() == "layer 2, head 7"
     assert card.locator("#head-findings").inner_text().startswith("SINK")
     assert card.locator(".chosen").inner_text().split()[:3] == ["Peak", "mass", "0.93"]
@@ -189,7 +189,7 @@ def test_a_finding_marks_all_heads_it_speaks_of(encoder: Page) -> None:
     encoder.wait_for_selector(".heat[data-marked='40 41']")
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
     assert encoder.input_value("#measure") == "nearest_distance"
-    encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # ABOVE_NULL
+    encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # HIGH_RANK
     encoder.wait_for_function("() => document.querySelector('#measure').value === 'numerical_rank'")
 
 
@@ -277,7 +277,7 @@ def test_on_a_phone_a_head_is_a_sheet_below_its_map(browser: Browser, reports: d
 
 def test_choosing_a_measure_changes_colours_words_and_scale(encoder: Page) -> None:
     before = encoder.locator(".heat .hm image").get_attribute("href")
-    encoder.select_option("#measure", "sink_mass")
+    encoder.select_option("#measure", "first_token_mass")
     assert encoder.locator(".heat .hm image").get_attribute("href") != before
     assert encoder.locator("[data-meaning]:visible").inner_text().startswith("The mean share of a row")
     assert encoder.locator(".reference").count() == 0
@@ -343,7 +343,7 @@ def test_tables_are_saved_as_csv_that_runs_nothing_and_keeps_its_numbers(
     assert (rows[0]["site"], rows[0]["kind"]) == ('\'=1+1,"x"', "'-x")
     assert (float(rows[0]["sigma_max"]), rows[0]["identity_distance"]) == (1e-7, "-0.25")
     assert [row["numerical_rank_share"] for row in rows].count("") == 1
-    assert float(rows[5]["sink_mass_std"]) == pytest.approx(heads[5].spread["sink_mass"], rel=1e-5)
+    assert float(rows[5]["sink_mass_std"]) == pytest.approx(heads[5].spread["first_token_mass"], rel=1e-5)
     page.close()
 
 
@@ -402,7 +402,7 @@ def test_memberships_are_drawn_for_the_layer_chosen(browser: Browser, reports: d
 def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
     browser: Browser, tmp_path: Path, width: int
 ) -> None:
-    from rankwise.audit import History
+    from rankwise.auditing import History
 
     history = History([(step, samples.encoder()) for step in (0, 500, 1000)])
     context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)

@@ -11,9 +11,9 @@ from rich.console import Console
 from tests.report import samples
 
 import rankwise as rw
-from rankwise.audit import History
-from rankwise.audit.records import AuditRecord
-from rankwise.audit.steps import steps_of
+from rankwise.auditing import History
+from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.steps import steps_of
 from rankwise.report import comparison_page, render_history
 from rankwise.report.comparison_page import comparison_context, difference_maps
 from rankwise.report.history_page import finding_rows, history_context
@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 
 def changed(audit: AuditRecord, by: float) -> AuditRecord:
-    heads = [head.model_copy(update={"sink_mass": head.sink_mass * by}) for head in audit.heads]
+    heads = [head.model_copy(update={"first_token_mass": head.first_token_mass * by}) for head in audit.heads]
     return audit.model_copy(update={"heads": heads, "findings": audit.findings[: round(by * 8)]})
 
 
@@ -69,9 +69,10 @@ def test_a_map_has_a_cell_for_each_head_coloured_by_the_way_it_went(tmp_path: Pa
 def test_a_larger_change_is_a_deeper_colour() -> None:
     audit = samples.encoder()
     steps = [0.0, 0.01, 0.1, 0.5]
-    heads = [head.model_copy(update={"sink_mass": 0.1}) for head in audit.heads[:4]]
+    heads = [head.model_copy(update={"first_token_mass": 0.1}) for head in audit.heads[:4]]
     later = [
-        head.model_copy(update={"sink_mass": 0.1 + step}) for head, step in zip(heads, steps, strict=True)
+        head.model_copy(update={"first_token_mass": 0.1 + step})
+        for head, step in zip(heads, steps, strict=True)
     ]
     comparison = rw.compare(
         audit.model_copy(update={"heads": heads}), audit.model_copy(update={"heads": later})
@@ -90,7 +91,10 @@ def test_maps_that_would_make_the_page_too_large_are_left_out_by_name(
     before, after = samples.encoder(), samples.encoder()
     heads = [
         head.model_copy(
-            update={name: getattr(head, name) * 0.5 for name in ("sink_mass", "stable_rank", "peak_mass")}
+            update={
+                name: getattr(head, name) * 0.5
+                for name in ("first_token_mass", "stable_rank", "max_token_mass")
+            }
             | {"row_distance": 0.0, "identity_distance": 0.0, "row_entropy": 0.0, "sigma_max": 0.1}
             | {"numerical_rank": 1.0, "effective_rank": 1.0, "nearest_distance": 0.0}
         )
@@ -104,7 +108,9 @@ def test_maps_that_would_make_the_page_too_large_are_left_out_by_name(
 def test_every_outcome_stands_on_the_page_with_its_count() -> None:
     before = samples.encoder()
     worse = before.findings[2].model_copy(update={"severity": "error"})
-    new = samples.finding("TWINS", "info", where=before.findings[2].where, evidence={"nearest_head": 1.0})
+    new = samples.finding(
+        "DUPLICATE_HEADS", "info", where=before.findings[2].where, evidence={"nearest_head": 1.0}
+    )
     after = before.model_copy(update={"findings": [before.findings[0], worse, new]})
     outcomes = comparison_context(rw.compare(before, after))["outcomes"]
     assert [(outcome, len(rows)) for outcome, _, rows in outcomes] == [
@@ -149,10 +155,10 @@ def test_links_to_single_audits_stand_where_they_are_known() -> None:
 
 def test_findings_that_come_or_go_stand_before_those_that_stay() -> None:
     stays = samples.finding("SINK", "warning")
-    comes = samples.finding("TWINS", "info")
+    comes = samples.finding("DUPLICATE_HEADS", "info")
     rows = finding_rows([[stays], [stays, comes], [stays, comes]])
     assert [(name.split()[0], marks) for name, marks in rows] == [
-        ("TWINS", ["", "note", "note"]),
+        ("DUPLICATE_HEADS", ["", "note", "note"]),
         ("SINK", ["warning"] * 3),
     ]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.report import samples
 
-from rankwise.audit import Comparison, compare
-from rankwise.audit.records import AuditRecord, Place
-from rankwise.audit.worth_records import HeadWorth, WorthRecord
+from rankwise.auditing import Comparison, compare
+from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
+from rankwise.auditing.records import AuditRecord, Place
 from rankwise.report import render_comparison
 
 RANGES = {
@@ -21,8 +21,8 @@ RANGES = {
     "effective_rank": 128.0,
     "stable_rank": 128.0,
     "row_entropy": math.log(128),
-    "sink_mass": 1.0,
-    "peak_mass": 1.0,
+    "first_token_mass": 1.0,
+    "max_token_mass": 1.0,
     "row_distance": 1.0,
     "identity_distance": 1.0,
     "nearest_distance": 1.0,
@@ -110,7 +110,7 @@ def test_what_has_no_bound_is_measured_by_its_larger_value() -> None:
 @pytest.mark.parametrize(
     ("measure", "scale"),
     [
-        ("relative_collapse", 1.0),
+        ("relative_spread", 1.0),
         ("mean_cosine", 2.0),
         ("effective_rank", 128.0),
         ("norm", 0.75),
@@ -130,7 +130,7 @@ def test_states_have_ranges_of_their_own(measure: str, scale: float) -> None:
 
 def test_a_number_that_came_or_went_is_a_change_of_the_whole_range() -> None:
     audit = samples.encoder()
-    (change,) = compare(audit, with_heads(audit, {5: {"sink_mass": math.nan}})).changes
+    (change,) = compare(audit, with_heads(audit, {5: {"first_token_mass": math.nan}})).changes
     assert change.size == 1.0
     assert math.isnan(change.change)
 
@@ -151,7 +151,7 @@ def test_cross_attention_is_not_taken_for_self_attention() -> None:
 
 def test_a_module_that_ran_twice_is_matched_time_by_time() -> None:
     heads = samples.grid(1, 2)
-    twice = [*heads, *(head.model_copy(update={"sink_mass": 0.5}) for head in heads)]
+    twice = [*heads, *(head.model_copy(update={"first_token_mass": 0.5}) for head in heads)]
     audit = samples.encoder().model_copy(update={"heads": twice})
     assert compare(audit, audit).is_empty
     assert compare(audit, audit).heads == 4
@@ -207,7 +207,7 @@ def test_advice_in_one_audit_alone_is_a_warning_where_it_found_something() -> No
     advised = with_provenance(audit, advised=True)
     assert compare(audit, advised).is_empty
     assert compare(audit, advised).warnings == []
-    drowned = samples.finding("SWITCHED_OFF", evidence={"mixer_share": 0.001})
+    drowned = samples.finding("INACTIVE_BLOCK", evidence={"mixer_share": 0.001})
     found = advised.model_copy(update={"findings": [*audit.findings, drowned]})
     for first, second in ((audit, found), (found, audit)):
         (warning,) = compare(first, second).warnings
@@ -228,20 +228,23 @@ def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
     assert compare(audit, cut).warnings == ["The audit after is incomplete: it read only a part of its data."]
 
 
-def with_worth(costs: list[float], *, exact: bool = False, **fields: object) -> AuditRecord:
+def with_importance(costs: list[float], *, exact: bool = False, **fields: object) -> AuditRecord:
     """The sample with costs of removal of its first heads."""
     audit, field = samples.encoder(), "exact" if exact else "estimate"
     given: dict[str, object] = {
         "loss": "next tokens, causal", "unit": "nats per token", "value": 4.0, "sequences": 64,
         "counted": 640, "removal": "zero", "probes": 8, "seed": 0,
     }  # fmt: skip
-    heads = {at: {"worth": HeadWorth(**{field: cost}), "removal_cost": cost} for at, cost in enumerate(costs)}
-    return with_heads(audit, heads).model_copy(update={"worth": WorthRecord(**(given | fields))})
+    heads = {
+        at: {"importance": HeadImportance(**{field: cost}), "removal_cost": cost}
+        for at, cost in enumerate(costs)
+    }
+    return with_heads(audit, heads).model_copy(update={"importance": ImportanceRecord(**(given | fields))})
 
 
 @pytest.mark.parametrize(("value", "share"), [(4.0, 0.005), (0.0, 0.02)])
 def test_a_cost_of_removal_is_measured_by_the_loss(value: float, share: float) -> None:
-    before, after = with_worth([1e-4, 0.01], value=value), with_worth([0.0201, 0.01], value=value)
+    before, after = with_importance([1e-4, 0.01], value=value), with_importance([0.0201, 0.01], value=value)
     for change in (compare(before, after).changes[0], compare(after, before).changes[0]):
         assert (change.measure, change.size) == ("removal_cost", pytest.approx(share))
     assert compare(before, after).warnings == []
@@ -260,15 +263,18 @@ def test_a_cost_of_removal_is_measured_by_the_loss(value: float, share: float) -
     ],
 )
 def test_costs_of_two_quantities_are_left_out_by_name(fields: dict[str, Any], said: str) -> None:
-    comparison = compare(with_worth([0.1, 0.2]), with_worth([0.3, 0.2], **fields))
+    comparison = compare(with_importance([0.1, 0.2]), with_importance([0.3, 0.2], **fields))
     (warning,) = comparison.warnings
     assert warning.startswith(said)
     assert "leave costs of removal out" in warning
     assert not [one for one in (*comparison.changes, *comparison.by_layer) if one.measure == "removal_cost"]
 
 
-def test_worth_in_one_audit_alone_is_a_warning_and_no_change() -> None:
-    for first, second in ((samples.encoder(), with_worth([0.1])), (with_worth([0.1]), samples.encoder())):
+def test_importance_in_one_audit_alone_is_a_warning_and_no_change() -> None:
+    for first, second in (
+        (samples.encoder(), with_importance([0.1])),
+        (with_importance([0.1]), samples.encoder()),
+    ):
         (warning,) = compare(first, second).warnings
         assert warning.startswith("Only the audit")
         assert compare(first, second).changes == []
@@ -295,12 +301,15 @@ def test_no_difference_is_said_in_words() -> None:
 
 def test_a_comparison_shows_warnings_findings_and_the_largest_changes() -> None:
     audit = samples.encoder()
-    after = with_heads(audit, {0: {"sink_mass": 1.0}, 1: {"sink_mass": audit.heads[1].sink_mass + 0.001}})
+    after = with_heads(
+        audit,
+        {0: {"first_token_mass": 1.0}, 1: {"first_token_mass": audit.heads[1].first_token_mass + 0.001}},
+    )
     after = with_provenance(after, delta=0.1).model_copy(update={"findings": audit.findings[:8]})
     text = printed(compare(audit, after))
     order = [
         text.index(words)
-        for words in ("δ differs", "Gone: 1 note", "UNSEEN", "layer 0 head 0", "layer 0 head 1")
+        for words in ("δ differs", "Gone: 1 note", "NOT_CAPTURED", "layer 0 head 0", "layer 0 head 1")
     ]
     assert order == sorted(order)
     assert "New:" not in text
@@ -309,7 +318,9 @@ def test_a_comparison_shows_warnings_findings_and_the_largest_changes() -> None:
 
 def test_changes_beyond_the_table_are_counted() -> None:
     audit = samples.encoder()
-    text = printed(compare(audit, with_heads(audit, {index: {"sink_mass": 1.0} for index in range(30)})))
+    text = printed(
+        compare(audit, with_heads(audit, {index: {"first_token_mass": 1.0} for index in range(30)}))
+    )
     assert text[text.index("Largest changes") :].count("sink mass") == 20
     assert "… and 10 smaller ones" in text
 

@@ -84,7 +84,7 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
         f"{mean(map(null_share, heads)):.2f}",
         f"{mean(head.effective_rank for head in heads):.1f}",
         f"{mean(head.stable_rank for head in heads):.1f}",
-        f"{mean(head.sink_mass for head in heads):.2f}",
+        f"{mean(head.first_token_mass for head in heads):.2f}",
     ]
     assert expected in [line.split() for line in printed("encoder").splitlines()]
     assert "full mask, encoder.layer.*.attention.self, 128 tokens" in printed("encoder")
@@ -115,7 +115,7 @@ def test_states_have_their_own_table() -> None:
     cells = [
         "4",
         "128",
-        f"{layer.relative_collapse:.3f}",
+        f"{layer.relative_spread:.3f}",
         f"{layer.mean_cosine:.3f}",
         f"{layer.effective_rank:.1f}",
     ]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report import samples
 
-from rankwise.audit.baseline_records import Baseline
-from rankwise.audit.matrix_picture import MatrixPicture
-from rankwise.audit.measures import HEAD_MEASURES
-from rankwise.audit.pictures import block_averages
+from rankwise.auditing.baseline_records import Baseline
+from rankwise.auditing.matrix_picture import MatrixPicture
+from rankwise.auditing.measures import HEAD_MEASURES
+from rankwise.auditing.pictures import block_averages
 from rankwise.operators import DenseMixing
 from rankwise.report.curves import draw_depth
 from rankwise.report.head_columns import head_columns
@@ -48,7 +48,9 @@ def test_columns_hold_the_numbers_of_the_records() -> None:
     assert ranks["values"] == [pytest.approx(rank_share(head), rel=1e-5) for head in heads]
     assert "spread" not in ranks  # that of a rank is also that of the lengths
     assert column(heads, "sigma_max")["spread"][0] == pytest.approx(heads[0].spread["sigma_max"], rel=1e-5)
-    assert column(heads, "sink_mass")["values"] == [pytest.approx(h.sink_mass, rel=1e-5) for h in heads]
+    assert column(heads, "first_token_mass")["values"] == [
+        pytest.approx(h.first_token_mass, rel=1e-5) for h in heads
+    ]
 
 
 def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() -> None:
@@ -72,7 +74,7 @@ def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() ->
     assert "2 seeds" in first["note"]
     assert [one["name"] for one in others] == ["random winners"]
     assert column(heads, "sigma_max")["references"][0]["at"] == 1.5
-    assert column(heads, "sink_mass")["references"] == []
+    assert column(heads, "first_token_mass")["references"] == []
     data = page_context(audit.model_copy(update={"heads": heads}))["data"]
     assert set(data["fresh_spectra"]["points"]) == {2}
     assert page_context(audit)["data"]["fresh_spectra"] is None
@@ -133,7 +135,7 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
 
 def test_the_band_stays_within_what_the_measure_can_be() -> None:
     layer = samples.states(0)[0]
-    layer = layer.model_copy(update={"relative_collapse": 0.9, "spread": {"relative_collapse": 0.5}})
+    layer = layer.model_copy(update={"relative_spread": 0.9, "spread": {"relative_spread": 0.5}})
     upper, lower, _ = draw_depth([layer])[0]["data"]
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.report import samples
 
-from rankwise.audit.records import RankAt
+from rankwise.auditing.records import RankAt
 from rankwise.errors import InputError
 from rankwise.report import write_html
 from rankwise.report.page import render_html
@@ -18,7 +18,7 @@ from rankwise.report.pages import without_nan
 from rankwise.report.summary import summary
 
 BAND = RankAt(
-    delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, null_rank=9, random_rank=9, uniform_rank=9
+    delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, hardmax_rank=9, random_rank=9, uniform_rank=9
 )
 
 
@@ -218,7 +218,7 @@ def test_without_nan_reaches_into_everything() -> None:
 def test_cards_findings_and_map_count_the_same_heads() -> None:
     audit = samples.encoder()
     where = samples._place(4, 2)
-    below = samples.finding("BELOW_NULL", "info", where=where, evidence={"heads": 3.0})
+    below = samples.finding("LOW_RANK", "info", where=where, evidence={"heads": 3.0})
     below = below.model_copy(update={"heads": [2, 5, 7]})
     heads = [head.model_copy(update={"band": [BAND] * 5}) for head in audit.heads]
     audit = audit.model_copy(update={"findings": [below], "heads": heads})

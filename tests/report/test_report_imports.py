@@ -8,7 +8,7 @@ import pytest
 BARE = """
 import importlib.util, sys, types
 root = importlib.util.find_spec("rankwise").submodule_search_locations[0]
-for name, folder in (("rankwise", root), ("rankwise.audit", root + "/audit")):
+for name, folder in (("rankwise", root), ("rankwise.auditing", root + "/auditing")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
 """
@@ -21,7 +21,7 @@ def loaded(program: str) -> set[str]:
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
-@pytest.mark.parametrize("module", ["rankwise.report", "rankwise.audit.comparison"])
+@pytest.mark.parametrize("module", ["rankwise.report", "rankwise.auditing.comparison"])
 def test_the_report_itself_needs_no_torch(module: str) -> None:
     assert {"torch", "transformers", "plotly", "jinja2"}.isdisjoint(loaded(f"{BARE}\nimport {module}"))
 
@@ -30,7 +30,7 @@ def test_a_page_can_be_written_where_torch_cannot_be_imported(tmp_path) -> None:
     program = f"""{BARE}
 sys.modules["torch"] = None
 from pathlib import Path
-from rankwise.audit.records import AuditRecord, Provenance
+from rankwise.auditing.records import AuditRecord, Provenance
 from rankwise.report import write_html
 audit = AuditRecord(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
 write_html(audit, Path({str(tmp_path)!r}) / "report.html")

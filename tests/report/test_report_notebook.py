@@ -9,7 +9,7 @@ import pytest
 from tests.report import samples
 
 import rankwise as rw
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.errors import InputError
 from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
 
@@ -124,12 +124,12 @@ def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatc
         of("encoder").plot("efective_rank")
     with pytest.raises(InputError, match="Did you mean mean_cosine"):
         of("encoder").plot_depth("mean_cosin")
-    with pytest.raises(InputError, match="wanted heads to draw, got none"):
+    with pytest.raises(InputError, match="expected heads to draw, got none"):
         of("no_heads").plot()
-    with pytest.raises(InputError, match="wanted token states to draw, got none"):
+    with pytest.raises(InputError, match="expected token states to draw, got none"):
         of("no_states").plot_depth()
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     for draw in (of("encoder").plot, of("encoder").plot_depth):
-        with pytest.raises(InputError, match=r"wanted plotly.*pip install plotly"):
+        with pytest.raises(InputError, match=r"expected plotly.*pip install plotly"):
             draw()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.report import samples
 
-from rankwise.audit.measures import PICTURED as HEAD_MEASURES
-from rankwise.audit.measures import outer_fence
-from rankwise.audit.records import AuditRecord, Finding, Place
+from rankwise.auditing.measures import PICTURED as HEAD_MEASURES
+from rankwise.auditing.measures import outer_fence
+from rankwise.auditing.records import AuditRecord, Finding, Place
 from rankwise.report import page
 from rankwise.report.panels import HeadsByLayer, make_panels
 from rankwise.report.targets import Target, find_targets
@@ -65,14 +65,17 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     found = find_targets(audit.findings, audit)
     targets = {finding.code: target for finding, target in zip(audit.findings, found, strict=True)}
     assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", layer=6)
-    assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "peak_mass")
+    assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "max_token_mass")
     assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_distance")
-    assert (targets["TWINS"].heads, targets["TWINS"].measure) == ((40, 41), "nearest_distance")
-    assert targets["BELOW_NULL"].heads == tuple(range(48, 60))
-    assert targets["BELOW_NULL"].measure == targets["ABOVE_NULL"].measure == "numerical_rank"
+    assert (targets["DUPLICATE_HEADS"].heads, targets["DUPLICATE_HEADS"].measure) == (
+        (40, 41),
+        "nearest_distance",
+    )
+    assert targets["LOW_RANK"].heads == tuple(range(48, 60))
+    assert targets["LOW_RANK"].measure == targets["HIGH_RANK"].measure == "numerical_rank"
     assert targets["IDENTITY"].measure == "identity_distance"
     assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
-    assert targets["UNSEEN"].section == "unseen"
+    assert targets["NOT_CAPTURED"].section == "uncaptured"
 
 
 def test_a_site_tells_cross_attention_from_self_attention() -> None:
@@ -86,7 +89,7 @@ def test_the_measure_shown_is_one_the_evidence_names() -> None:
     audit = samples.encoder()
     assert _target(audit, evidence={"row_entropy": 0.1, "sequences": 3.0}).measure == "row_entropy"
     assert _target(audit, code="IDENTITY", evidence={"effective_rank": 9.0}).measure == "effective_rank"
-    assert _target(audit, code="BELOW_NULL", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
+    assert _target(audit, code="LOW_RANK", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
     assert _target(audit, code="NEW", evidence={}).measure == ""
 
 
@@ -120,7 +123,7 @@ def test_the_scale_of_a_measure_holds_its_values_but_for_far_outliers_and_has_a_
 def test_twins_without_a_nearest_head_lead_to_one_head() -> None:
     audit = samples.encoder()
     heads = [head.model_copy(update={"nearest_head": None}) for head in audit.heads]
-    target = _target(audit.model_copy(update={"heads": heads}), code="TWINS")
+    target = _target(audit.model_copy(update={"heads": heads}), code="DUPLICATE_HEADS")
     assert target.heads == (2 * 12 + 7,)
 
 

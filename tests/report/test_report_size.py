@@ -6,7 +6,7 @@ from importlib import resources
 import numpy as np
 from tests.report import samples
 
-from rankwise.audit import MatrixPicture
+from rankwise.auditing import MatrixPicture
 from rankwise.report.page import render_html
 from rankwise.report.pages import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
 

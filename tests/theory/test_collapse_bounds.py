@@ -165,7 +165,7 @@ def test_for_selective_layers_the_input_decides() -> None:
 
 @pytest.mark.parametrize("decay", [attention_decay, linear_decay, selective_decay])
 def test_norms_that_are_none_are_refused(decay) -> None:
-    with pytest.raises(ShapeError, match="wanted as many of one kind as of the other, got 2 and 1"):
+    with pytest.raises(ShapeError, match="expected as many of one kind as of the other, got 2 and 1"):
         decay(1.0, [1.0, 1.0], [1.0])
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(ShapeError, match="a finite number, at least 0"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.theory import NullRank, interpolated_null_rank, null_rank, rank_barrier
+from rankwise.theory import SimulatedRank, interpolated_random_rank, random_head_rank, rank_barrier
 from rankwise.theory import null as null_module
 from rankwise.theory.random_heads import rank_of_stochastic, singular_values_of_stochastic
 
@@ -52,9 +52,9 @@ def test_it_counts_singular_values_of_its_draws(tokens, head_dim, mask, window, 
     tau = math.sqrt(head_dim) if temperature is None else temperature
     # δ of an odd value: that a singular value lies within 1e-15 of it is as good as impossible
     ranks = by_hand(tokens, head_dim, seen, tau, 0.0137, 5, seed=11)
-    got = null_rank(tokens, head_dim, mask, window, temperature, delta=0.0137, trials=5, seed=11)
+    got = random_head_rank(tokens, head_dim, mask, window, temperature, delta=0.0137, trials=5, seed=11)
     assert got == (statistics.mean(ranks), pytest.approx(statistics.stdev(ranks)), 5)
-    assert null_rank(tokens, head_dim, seen, None, temperature, 0.0137, 5, seed=11) == got
+    assert random_head_rank(tokens, head_dim, seen, None, temperature, 0.0137, 5, seed=11) == got
 
 
 @pytest.mark.parametrize("temperature", [0.0, None])
@@ -64,20 +64,20 @@ def test_other_columns_and_masks_with_rows_that_see_nothing(temperature):
     seen[4] = False
     tau = 2.0 if temperature is None else temperature
     ranks = by_hand(12, 4, seen, tau, 0.0137, 4, seed=0)
-    assert null_rank(12, 4, seen, temperature=temperature, delta=0.0137, trials=4).mean == statistics.mean(
-        ranks
-    )
+    assert random_head_rank(
+        12, 4, seen, temperature=temperature, delta=0.0137, trials=4
+    ).mean == statistics.mean(ranks)
     ranks = by_hand(12, 4, torch.ones_like(seen), tau, 0.0137, 4, seed=0)
-    got = null_rank(12, 4, temperature=temperature, delta=0.0137, trials=4, sources=30)
+    got = random_head_rank(12, 4, temperature=temperature, delta=0.0137, trials=4, sources=30)
     assert got.mean == statistics.mean(ranks)
-    assert null_rank(5, 4, torch.zeros(5, 5, dtype=torch.bool), temperature=temperature).mean == 0
+    assert random_head_rank(5, 4, torch.zeros(5, 5, dtype=torch.bool), temperature=temperature).mean == 0
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch):
     seen = torch.ones(700, 700, dtype=torch.bool).tril()
     ranks = by_hand(700, 8, seen, 0.0, 0.5, 1, seed=0)  # rows are scored 512 at a time
-    assert null_rank(700, 8, "causal", temperature=0.0, trials=1).mean == ranks[0]
-    assert null_rank(700, 8, seen, temperature=0.0, trials=1).mean == ranks[0]
+    assert random_head_rank(700, 8, "causal", temperature=0.0, trials=1).mean == ranks[0]
+    assert random_head_rank(700, 8, seen, temperature=0.0, trials=1).mean == ranks[0]
 
 
 @settings(max_examples=60)
@@ -116,16 +116,16 @@ def test_a_delta_that_the_gram_matrix_cannot_see():
 def test_one_simulation_serves_every_delta():
     """Below what the Gram matrix can tell, a second one with singular values."""
     asked = (0.5, 0.1, 1e-2, 1e-3)
-    null_rank(77, 3, trials=2, seed=5)
+    random_head_rank(77, 3, trials=2, seed=5)
     with Operations() as seen:
-        ranks = [null_rank(77, 3, trials=2, seed=5, delta=delta).mean for delta in asked]
+        ranks = [random_head_rank(77, 3, trials=2, seed=5, delta=delta).mean for delta in asked]
     assert seen.count == 0
     assert ranks == [
         statistics.mean(by_hand(77, 3, torch.ones(77, 77, dtype=torch.bool), 3**0.5, delta, 2, seed=5))
         for delta in asked
     ]
     with Operations() as seen:
-        fine = null_rank(77, 3, trials=2, seed=5, delta=1e-9).mean
+        fine = random_head_rank(77, 3, trials=2, seed=5, delta=1e-9).mean
     assert seen.count > 0
     assert fine == statistics.mean(
         by_hand(77, 3, torch.ones(77, 77, dtype=torch.bool), 3**0.5, 1e-9, 2, seed=5)
@@ -134,17 +134,17 @@ def test_one_simulation_serves_every_delta():
 
 def test_the_limits_of_the_temperature():
     for mask in ("full", "causal"):
-        cold = null_rank(50, 8, mask, temperature=1e-12, trials=4)
-        assert cold == null_rank(50, 8, mask, temperature=0.0, trials=4)
-        assert null_rank(50, 8, mask, temperature=1e-320, trials=4) == cold
+        cold = random_head_rank(50, 8, mask, temperature=1e-12, trials=4)
+        assert cold == random_head_rank(50, 8, mask, temperature=0.0, trials=4)
+        assert random_head_rank(50, 8, mask, temperature=1e-320, trials=4) == cold
     # at 10⁶ every row is 1/T to six digits: singular values 1 and at most T·10⁻⁶·8/T
-    assert null_rank(50, 8, temperature=1e6, trials=4) == (1.0, 0.0, 4)
+    assert random_head_rank(50, 8, temperature=1e6, trials=4) == (1.0, 0.0, 4)
 
 
 def test_equal_weights_are_the_limit_of_a_high_temperature():
     for mask, window in (("causal", None), ("full", 5), ("causal", 7)):
-        even = null_rank(50, 8, mask, window, temperature=math.inf, trials=3)
-        assert even == null_rank(50, 1, mask, window, temperature=1e9, trials=3)
+        even = random_head_rank(50, 8, mask, window, temperature=math.inf, trials=3)
+        assert even == random_head_rank(50, 1, mask, window, temperature=1e9, trials=3)
         assert even.std == 0
 
 
@@ -152,25 +152,25 @@ def test_equal_weights_are_the_limit_of_a_high_temperature():
 def test_hardmax_columns_count_by_how_often_they_win(delta):
     """Their singular values are √wins: above δ = 1, a column that wins once no longer counts."""
     ranks = by_hand(60, 2, torch.ones(60, 60, dtype=torch.bool), 0, delta - 1e-9, 4, seed=0)
-    assert null_rank(60, 2, temperature=0.0, trials=4, delta=delta).mean == statistics.mean(ranks)
+    assert random_head_rank(60, 2, temperature=0.0, trials=4, delta=delta).mean == statistics.mean(ranks)
 
 
 def test_hardmax_rank_of_one_feature_is_two():
     """With K = 1 a query's sign alone decides between the largest and the smallest key."""
-    assert null_rank(60, 1, temperature=0.0) == (2.0, 0.0, 8)
+    assert random_head_rank(60, 1, temperature=0.0) == (2.0, 0.0, 8)
 
 
 @pytest.mark.parametrize("temperature", [0.0, None])
 def test_windows_of_one_and_of_all(temperature):
     for mask in ("full", "causal"):
-        assert null_rank(20, 4, mask, window=1, temperature=temperature) == (20.0, 0.0, 8)
-        assert null_rank(20, 4, mask, window=20, temperature=temperature) == null_rank(
+        assert random_head_rank(20, 4, mask, window=1, temperature=temperature) == (20.0, 0.0, 8)
+        assert random_head_rank(20, 4, mask, window=20, temperature=temperature) == random_head_rank(
             20, 4, mask, temperature=temperature
         )
 
 
 def test_a_larger_delta_counts_less():
-    ranks = [null_rank(64, 16, delta=delta).mean for delta in (1e-4, 1e-2, 0.1, 0.5, 2.0)]
+    ranks = [random_head_rank(64, 16, delta=delta).mean for delta in (1e-4, 1e-2, 0.1, 0.5, 2.0)]
     assert ranks == sorted(ranks, reverse=True)
     assert ranks[0] > ranks[2] > ranks[3] >= 1 > ranks[4] == 0  # σ_1 < 2 and the rows sum to 1
 
@@ -179,21 +179,21 @@ def test_wide_hardmax_heads_reach_the_barrier_from_below():
     """Keys of equal length would make winners uniform; the variance of their lengths falls as 1/K."""
     for mask in ("full", "causal"):
         barrier = rank_barrier(60, mask)
-        null = null_rank(60, 6000, mask, temperature=0.0, trials=60)
+        null = random_head_rank(60, 6000, mask, temperature=0.0, trials=60)
         # five standard errors, and 2 % for the last spread of the lengths: they vary by 1/√(2K) = 0.9 %
         assert abs(null.mean - barrier) < 5 * null.std / math.sqrt(60) + 0.02 * barrier
-        assert null_rank(60, 4, mask, temperature=0.0, trials=60).mean < 0.8 * barrier
+        assert random_head_rank(60, 4, mask, temperature=0.0, trials=60).mean < 0.8 * barrier
 
 
 def test_the_global_generator_is_neither_read_nor_moved():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one = null_rank(19, 7, seed=1, trials=3)
+    one = random_head_rank(19, 7, seed=1, trials=3)
     assert torch.equal(torch.get_rng_state(), before)
     null_module.of_names.cache_clear()
     torch.manual_seed(6)
-    assert null_rank(19, 7, seed=1, trials=3) == one
-    assert null_rank(190, 7, seed=2, trials=3) != null_rank(190, 7, seed=1, trials=3)
+    assert random_head_rank(19, 7, seed=1, trials=3) == one
+    assert random_head_rank(190, 7, seed=2, trials=3) != random_head_rank(190, 7, seed=1, trials=3)
 
 
 class Operations(TorchDispatchMode):
@@ -206,7 +206,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
 def test_asking_again_computes_nothing(ask):
     first = ask(101, 5, "causal", trials=2)
     with Operations() as seen:
@@ -220,13 +220,13 @@ def test_asking_again_computes_nothing(ask):
 
 def test_masks_of_the_same_shape_are_told_apart():
     seen = torch.ones(9, 9, dtype=torch.bool)
-    assert null_rank(9, 8, seen.tril()) == null_rank(9, 8, "causal")
-    assert null_rank(9, 8, torch.eye(9, dtype=torch.bool)).mean == 9
-    assert null_rank(9, 8, seen.tril()) == null_rank(9, 8, "causal")
+    assert random_head_rank(9, 8, seen.tril()) == random_head_rank(9, 8, "causal")
+    assert random_head_rank(9, 8, torch.eye(9, dtype=torch.bool)).mean == 9
+    assert random_head_rank(9, 8, seen.tril()) == random_head_rank(9, 8, "causal")
 
 
 def test_one_trial_has_no_spread():
-    null = null_rank(10, 4, trials=1)
+    null = random_head_rank(10, 4, trials=1)
     assert (math.isnan(null.std), null.trials) == (True, 1)
 
 
@@ -237,13 +237,13 @@ def lengths_simulated(size: int, window: int | None) -> tuple[list[int], float]:
     """The lengths that are simulated, and what comes of them where the null is the length itself."""
     lengths: list[int] = []
 
-    def null_of(rows: int, *_: object) -> NullRank:
+    def null_of(rows: int, *_: object) -> SimulatedRank:
         lengths.append(rows)
-        return NullRank(float(rows), 0.0, 1)
+        return SimulatedRank(float(rows), 0.0, 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(null_module, "null_rank", null_of)
-        return lengths, interpolated_null_rank(size, 4, window=window, trials=1).mean
+        patch.setattr(null_module, "random_head_rank", null_of)
+        return lengths, interpolated_random_rank(size, 4, window=window, trials=1).mean
 
 
 @given(size=st.integers(1, 4096), window=st.none() | st.integers(1, 6000))
@@ -277,8 +277,8 @@ def test_all_lengths_of_a_data_set_take_few_simulations():
 def test_interpolation_is_within_what_it_documents(mask, window, temperature, head_dim):
     for tokens in (34, 60, 76, 108, 150):  # half way between what is simulated, and nearer to an end
         options = (head_dim, mask, window, temperature)
-        got = interpolated_null_rank(tokens, *options, trials=24)
-        direct = null_rank(tokens, *options, trials=24, seed=1)
+        got = interpolated_random_rank(tokens, *options, trials=24)
+        direct = random_head_rank(tokens, *options, trials=24, seed=1)
         stderr = math.hypot(got.std, direct.std) / math.sqrt(24)
         allowed = 0.01 if head_dim >= 4 else 0.04
         assert abs(got.mean - direct.mean) < 4 * stderr + allowed * direct.mean
@@ -286,33 +286,35 @@ def test_interpolation_is_within_what_it_documents(mask, window, temperature, he
 
 
 def test_the_spread_is_interpolated_too():
-    got, ends = interpolated_null_rank(54, 8), [null_rank(n, 8) for n in (45, 64)]
+    got, ends = interpolated_random_rank(54, 8), [random_head_rank(n, 8) for n in (45, 64)]
     assert min(end.std for end in ends) <= got.std <= max(end.std for end in ends)
     assert ends[0].mean < got.mean < ends[1].mean
 
 
 def test_short_and_simulated_lengths_are_exact():
     for tokens in (1, 2, 31, 32, 45, 64, 91, 128):
-        assert interpolated_null_rank(tokens, 8) == null_rank(tokens, 8)
-    assert interpolated_null_rank(70, 8, "causal", window=70) == null_rank(70, 8, "causal", window=70)
+        assert interpolated_random_rank(tokens, 8) == random_head_rank(tokens, 8)
+    assert interpolated_random_rank(70, 8, "causal", window=70) == random_head_rank(
+        70, 8, "causal", window=70
+    )
 
 
 def test_cross_attention_between_lengths():
     for tokens, sources in ((38, 76), (76, 38), (20, 76), (76, 64)):
-        got = interpolated_null_rank(tokens, 16, sources=sources, trials=16)
-        direct = null_rank(tokens, 16, sources=sources, trials=16, seed=1)
+        got = interpolated_random_rank(tokens, 16, sources=sources, trials=16)
+        direct = random_head_rank(tokens, 16, sources=sources, trials=16, seed=1)
         stderr = math.hypot(got.std, direct.std) / 4
         assert abs(got.mean - direct.mean) < 4 * stderr + 0.01 * direct.mean
 
 
 @pytest.mark.parametrize(("mask", "window"), [("full", None), ("causal", None), ("full", 40)])
 def test_as_many_columns_as_rows_may_be_said(mask, window):
-    got = interpolated_null_rank(54, 8, mask, window, sources=54)
-    assert got == interpolated_null_rank(54, 8, mask, window)
+    got = interpolated_random_rank(54, 8, mask, window, sources=54)
+    assert got == interpolated_random_rank(54, 8, mask, window)
 
 
 def test_no_singular_value_reaches_delta():
-    assert interpolated_null_rank(54, 8, delta=50.0).mean == 0
+    assert interpolated_random_rank(54, 8, delta=50.0).mean == 0
 
 
 def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
@@ -320,23 +322,23 @@ def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
 
     def spy(tokens, *rest):
         asked.append((tokens, rest[5]))
-        return NullRank(float(tokens), 0.0, rest[5])
+        return SimulatedRank(float(tokens), 0.0, rest[5])
 
-    monkeypatch.setattr(null_module, "null_rank", spy)
+    monkeypatch.setattr(null_module, "random_head_rank", spy)
     for tokens in (1024, 1448, 2048, 4096):
-        interpolated_null_rank(tokens, 8)
+        interpolated_random_rank(tokens, 8)
     assert asked == [(1024, 8), (1448, 4), (2048, 2), (4096, 2)]
     asked.clear()
     for lost in (
-        interpolated_null_rank(4097, 8),
-        interpolated_null_rank(16385, 8, temperature=0.0),
-        interpolated_null_rank(64, 8, sources=10**6),
+        interpolated_random_rank(4097, 8),
+        interpolated_random_rank(16385, 8, temperature=0.0),
+        interpolated_random_rank(64, 8, sources=10**6),
     ):
         assert math.isnan(lost.mean)
         assert math.isnan(lost.std)
         assert lost.trials == 0
     assert asked == []
-    assert interpolated_null_rank(16384, 8, temperature=0.0).mean == 16384
+    assert interpolated_random_rank(16384, 8, temperature=0.0).mean == 16384
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -344,34 +346,34 @@ def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "temperature"), [(4097, None), (4097, 1.0), (16385, 0.0)])
 def test_too_long_a_sequence_is_refused_at_once(tokens, temperature):
-    with pytest.raises(ShapeError, match=r"`tokens`: wanted at most [\d,]+ entries .* got .* rank_barrier"):
-        null_rank(tokens, 8, temperature=temperature)
+    with pytest.raises(ShapeError, match=r"`tokens`: expected at most [\d,]+ entries .* got .* rank_barrier"):
+        random_head_rank(tokens, 8, temperature=temperature)
 
 
 @pytest.mark.parametrize("name", ["tokens", "head_dim", "window", "trials", "sources"])
 @pytest.mark.parametrize("size", [0, -1, True])
-@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
 def test_sizes_are_counts(ask, name, size):
-    with pytest.raises(ShapeError, match=f"`{name}`: wanted a whole number, at least 1, got {size}"):
+    with pytest.raises(ShapeError, match=f"`{name}`: expected a whole number, at least 1, got {size}"):
         ask(**{"tokens": 8, "head_dim": 4} | {name: size})
 
 
 @pytest.mark.parametrize("temperature", [-1.0, math.nan])
-@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
 def test_a_temperature_without_meaning_is_refused(ask, temperature):
-    with pytest.raises(RankwiseError, match="`temperature`: wanted a number, at least 0"):
+    with pytest.raises(RankwiseError, match="`temperature`: expected a number, at least 0"):
         ask(8, 4, temperature=temperature)
 
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, math.inf, math.nan])
 def test_a_delta_without_meaning_is_refused(delta):
-    with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
-        null_rank(8, 4, delta=delta)
+    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
+        random_head_rank(8, 4, delta=delta)
 
 
-@pytest.mark.parametrize("ask", [null_rank, interpolated_null_rank])
+@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
 def test_an_unknown_mask_is_refused_with_the_near_one(ask):
-    with pytest.raises(RankwiseError, match=r"`mask`: wanted .* got 'casual'\. Did you mean causal\?"):
+    with pytest.raises(RankwiseError, match=r"`mask`: expected .* got 'casual'\. Did you mean causal\?"):
         ask(8, 4, "casual")
 
 
@@ -385,16 +387,20 @@ def test_an_unknown_mask_is_refused_with_the_near_one(ask):
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(mask, options):
-    with pytest.raises(ShapeError, match=r"`mask`: wanted torch\.bool of shape \(8, \d\)"):
-        null_rank(8, 4, mask, **options)
+    with pytest.raises(ShapeError, match=r"`mask`: expected torch\.bool of shape \(8, \d\)"):
+        random_head_rank(8, 4, mask, **options)
 
 
 def test_a_mask_has_one_length():
-    with pytest.raises(RankwiseError, match="`mask` of `interpolated_null_rank`: wanted 'full' or 'causal'"):
-        interpolated_null_rank.__wrapped__(8, 4, torch.ones(8, 8, dtype=torch.bool))
+    with pytest.raises(
+        RankwiseError, match="`mask` of `interpolated_random_rank`: expected 'full' or 'causal'"
+    ):
+        interpolated_random_rank.__wrapped__(8, 4, torch.ones(8, 8, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 3), ("full", 3)])
 def test_named_masks_over_other_columns_are_refused(mask, window):
-    with pytest.raises(ShapeError, match="`sources`: wanted 8, as many as tokens, under the causal mask or"):
-        null_rank(8, 4, mask, window, sources=9)
+    with pytest.raises(
+        ShapeError, match="`sources`: expected 8, as many as tokens, under the causal mask or"
+    ):
+        random_head_rank(8, 4, mask, window, sources=9)

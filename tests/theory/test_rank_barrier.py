@@ -132,18 +132,18 @@ def test_rows_that_may_see_nothing_add_nothing():
 @pytest.mark.parametrize("size", [0, -2, True])
 def test_sizes_are_counts(name, size):
     sizes = {"tokens": 4, "mask": "causal"} | {name: size}
-    with pytest.raises(ShapeError, match=f"`{name}`: wanted a whole number, at least 1, got {size}"):
+    with pytest.raises(ShapeError, match=f"`{name}`: expected a whole number, at least 1, got {size}"):
         rank_barrier(**sizes)
 
 
 def test_an_unknown_mask_is_refused_with_the_near_one():
-    with pytest.raises(RankwiseError, match=r"`mask`: wanted .* got 'casual'\. Did you mean causal\?"):
+    with pytest.raises(RankwiseError, match=r"`mask`: expected .* got 'casual'\. Did you mean causal\?"):
         rank_barrier(4, "casual")
 
 
 def test_causal_rows_over_other_columns_need_their_mask():
     with pytest.raises(
-        ShapeError, match="`sources`: wanted 4, as many as tokens, under the causal mask, got 6"
+        ShapeError, match="`sources`: expected 4, as many as tokens, under the causal mask, got 6"
     ):
         rank_barrier(4, "causal", sources=6)
     assert rank_barrier(4, "causal", sources=4) == 2.5
@@ -151,7 +151,7 @@ def test_causal_rows_over_other_columns_need_their_mask():
 
 @pytest.mark.parametrize("mask", ["full", torch.ones(4, 4).bool()])
 def test_a_window_belongs_to_the_causal_mask(mask):
-    with pytest.raises(RankwiseError, match='`window`: wanted mask="causal"'):
+    with pytest.raises(RankwiseError, match='`window`: expected mask="causal"'):
         rank_barrier(4, mask, window=2)
 
 
@@ -161,5 +161,5 @@ def test_a_window_belongs_to_the_causal_mask(mask):
     ids=["additive", "rows", "columns", "vector"],
 )
 def test_a_mask_that_does_not_fit_is_refused(mask):
-    with pytest.raises(ShapeError, match=r"`mask`: wanted torch\.bool of shape \(\.\.\., 4, 4\)"):
+    with pytest.raises(ShapeError, match=r"`mask`: expected torch\.bool of shape \(\.\.\., 4, 4\)"):
         rank_barrier(4, mask, sources=4)

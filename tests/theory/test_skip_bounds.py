@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.measures import token_collapse
+from rankwise.measures import token_spread
 from rankwise.theory import distance_from_mean as mu
 from rankwise.theory import (
     norm_bound,
@@ -423,7 +423,7 @@ def test_the_rest_of_the_proof() -> None:
 def test_without_a_skip_averaging_collapses_at_once() -> None:
     y = normed(states(0, 5, 4, 0.0), centre=True)
     after = normed(torch.full((5, 5), 0.2, dtype=torch.float64) @ y, centre=True)
-    assert token_collapse(after[None]).item() < 1e-12
+    assert token_spread(after[None]).item() < 1e-12
 
 
 def test_with_the_usual_skip_a_row_stochastic_mixer_can_collapse_at_once() -> None:
@@ -463,7 +463,7 @@ def test_shares_outside_the_open_interval_are_refused(a: float) -> None:
         lambda: sum_scale(y, y, a),
         lambda: norm_scale(y, y, a),
     ):
-        with pytest.raises(RankwiseError, match=r"`a`: wanted a number between 0 and 1"):
+        with pytest.raises(RankwiseError, match=r"`a`: expected a number between 0 and 1"):
             call()
 
 
@@ -475,19 +475,19 @@ def test_the_distance_is_the_collapse_before_it_is_normalised() -> None:
     rows = torch.randn(3, 5, 4, dtype=torch.float64)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 2 + [True] * 3])
     rows[1, 4] = torch.nan
-    assert torch.equal(mu(rows, mask), token_collapse(rows, mask, normalized=False))
+    assert torch.equal(mu(rows, mask), token_spread(rows, mask, normalized=False))
 
 
 @pytest.mark.parametrize(
     ("rows", "mask", "match"),
     [
-        (torch.ones(3), None, r"rows: wanted floating-point numbers of shape \(…, T, D\), got \(3,\)"),
+        (torch.ones(3), None, r"rows: expected floating-point numbers of shape \(…, T, D\), got \(3,\)"),
         (torch.ones(3, 2).long(), None, "got .*int64.*float"),
         ([[1.0]], None, "got list"),
         (
             torch.ones(3, 2),
             torch.ones(3),
-            r"mask of rows: wanted torch\.bool of shape \(3,\).*got torch\.float",
+            r"mask of rows: expected torch\.bool of shape \(3,\).*got torch\.float",
         ),
         (torch.ones(3, 2), torch.ones(2, dtype=torch.bool), r"of shape \(2,\)"),
     ],

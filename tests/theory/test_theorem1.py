@@ -12,7 +12,7 @@ from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory import (
     almost_orthonormal,
     hardmax_rank,
-    null_rank,
+    random_head_rank,
     rank_barrier,
     theorem1_bound,
     theorem1_epsilon,
@@ -81,7 +81,7 @@ def test_it_has_the_law_of_the_null_at_temperature_zero(mask, head_dim):
     """X Wq is Gaussian for orthonormal rows of X."""
     ours, null = (
         theorem1_rank(30, head_dim, 50, mask, trials=150, seed=5),
-        null_rank(30, head_dim, mask, temperature=0.0, trials=150, seed=6),
+        random_head_rank(30, head_dim, mask, temperature=0.0, trials=150, seed=6),
     )
     assert abs(ours.mean - null.mean) <= 5 * math.hypot(ours.std, null.std) / math.sqrt(150)
 
@@ -159,29 +159,31 @@ def test_the_global_generator_is_neither_read_nor_moved():
 @pytest.mark.parametrize("name", ["tokens", "head_dim", "width", "trials"])
 @pytest.mark.parametrize("size", [0, -3])
 def test_sizes_are_counts(name, size):
-    with pytest.raises(ShapeError, match=f"`{name}`: wanted a whole number, at least 1, got {size}"):
+    with pytest.raises(ShapeError, match=f"`{name}`: expected a whole number, at least 1, got {size}"):
         theorem1_rank(**{"tokens": 4, "head_dim": 2} | {name: size})
 
 
 def test_more_tokens_than_dimensions_are_refused():
-    with pytest.raises(ShapeError, match="`width`: wanted at least 5, as many as tokens, got 4"):
+    with pytest.raises(ShapeError, match="`width`: expected at least 5, as many as tokens, got 4"):
         theorem1_rank(5, 2, width=4)
 
 
 @pytest.mark.parametrize("epsilon", [-0.1, 0.25, math.nan])
 def test_an_epsilon_too_large_is_refused(epsilon):
-    with pytest.raises(RankwiseError, match=r"`epsilon`: wanted at least 0 and below 1/T = 0\.25"):
+    with pytest.raises(RankwiseError, match=r"`epsilon`: expected at least 0 and below 1/T = 0\.25"):
         almost_orthonormal(4, 6, epsilon)
 
 
 def test_an_unknown_mask_is_refused():
-    with pytest.raises(RankwiseError, match=r"`mask`: wanted 'full' or 'causal', got 'casual'. Did you mean"):
+    with pytest.raises(
+        RankwiseError, match=r"`mask`: expected 'full' or 'causal', got 'casual'. Did you mean"
+    ):
         theorem1_rank(4, 2, mask="casual")
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_formulas_want_counts_too(size):
-    with pytest.raises(ShapeError, match="`tokens`: wanted a whole number"):
+    with pytest.raises(ShapeError, match="`tokens`: expected a whole number"):
         theorem1_bound(size)
-    with pytest.raises(ShapeError, match="`width`: wanted a whole number"):
+    with pytest.raises(ShapeError, match="`width`: expected a whole number"):
         theorem1_epsilon(4, size, 2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.theory import null_rank, uniform_rank
+from rankwise.theory import random_head_rank, uniform_rank
 
 
 def even(tokens: int, mask: str, window: int | None = None) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_windows_of_sequences_that_are_too_long_have_none():
 
 def test_it_is_the_null_at_infinite_temperature():
     for mask in ("full", "causal"):
-        assert null_rank(40, 3, mask, temperature=math.inf, trials=1).mean == uniform_rank(40, mask)
+        assert random_head_rank(40, 3, mask, temperature=math.inf, trials=1).mean == uniform_rank(40, mask)
 
 
 @pytest.mark.parametrize("delta", [1e-200, 5e-324])
@@ -72,11 +72,11 @@ def test_the_smallest_thresholds_count_all(delta):
 
 
 def test_what_has_no_meaning_is_refused():
-    with pytest.raises(ShapeError, match="`tokens`: wanted a whole number, at least 1, got 0"):
+    with pytest.raises(ShapeError, match="`tokens`: expected a whole number, at least 1, got 0"):
         uniform_rank(0)
-    with pytest.raises(ShapeError, match="`sources`: wanted 4, as many as tokens"):
+    with pytest.raises(ShapeError, match="`sources`: expected 4, as many as tokens"):
         uniform_rank(4, "causal", sources=5)
     with pytest.raises(RankwiseError, match=r"`mask`: .* Did you mean causal\?"):
         uniform_rank(4, "casual")
-    with pytest.raises(RankwiseError, match="`delta`: wanted a finite number above 0"):
+    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
         uniform_rank(4, delta=0.0)

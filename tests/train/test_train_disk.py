@@ -162,7 +162,7 @@ def test_a_damaged_file_is_named(stopped: tuple[Path, Any], tmp_path: Path, name
         (checkpoint / name).unlink()
     else:
         (checkpoint / name).write_bytes(content[: len(content) // 2] if how == "half" else b"")
-    with pytest.raises(TrainingError, match=f"{name}: wanted a file that can be read.*Remove the folder"):
+    with pytest.raises(TrainingError, match=f"{name}: expected a file that can be read.*Remove the folder"):
         check_readable(checkpoint)
 
 
@@ -173,7 +173,7 @@ def test_a_run_is_refused_for_damage_and_goes_on_from_the_checkpoint_before(
     shutil.copytree(stopped[0], out)
     assert [one.name for one in whole_checkpoints(out)] == ["checkpoint-2", "checkpoint-4"]
     (out / "checkpoint-4" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(TrainingError, match=r"checkpoint-4/model\.safetensors: wanted a file that can be"):
+    with pytest.raises(TrainingError, match=r"checkpoint-4/model\.safetensors: expected a file that can be"):
         train(stopped[1], out, resume=True)
     shutil.rmtree(out / "checkpoint-4")
     assert train(stopped[1], out, resume=True)["evaluations"][-1][0] == 6
@@ -186,7 +186,7 @@ def test_a_mark_that_holds_no_recipe_is_refused(
     out = tmp_path / "out"
     shutil.copytree(stopped[0], out)
     (out / "checkpoint-4" / MARK).write_text(content)
-    with pytest.raises(TrainingError, match=rf"checkpoint-4: wanted a {MARK} that can be read"):
+    with pytest.raises(TrainingError, match=rf"checkpoint-4: expected a {MARK} that can be read"):
         train(stopped[1], out, resume=True)
 
 

@@ -66,7 +66,7 @@ def test_a_loss_above_a_uniform_guess_counts_once_warmup_is_over(tmp_path: Path)
     stops = recipe.model_copy(update={"when_early_fails": "stop"})
     error = judged(stops, {60: 484.0}).error
     assert error is not None
-    assert "wanted at most 6.36" in str(error)
+    assert "expected at most 6.36" in str(error)
     assert judged(stops, {60: 6.3}).error is None
     at_once = recipe.model_copy(update={"optimiser": recipe.optimiser.model_copy(update={"warmup": 20})})
     late = recipe.model_copy(update={"optimiser": recipe.optimiser.model_copy(update={"warmup": 21})})
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_built_is_named_by_its_settings(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(
-        InputError, match=r"`model`: wanted settings that \w+ can be built with, got .*heads=|abc"
+        InputError, match=r"`model`: expected settings that \w+ can be built with, got .*heads=|abc"
     ):
         train(tiny(tmp_path, **changes), tmp_path / "out")
 
@@ -188,7 +188,7 @@ def test_a_large_seed_trains_and_a_finding_can_stop(tmp_path: Path) -> None:
 
 def test_a_monitor_takes_no_unknown_setting() -> None:
     with pytest.raises(
-        InputError, match=r"`dleta`: wanted a setting of `rankwise.audit`.*Did you mean delta"
+        InputError, match=r"`dleta`: expected a setting of `rankwise.audit`.*Did you mean delta"
     ):
         rw.RankMonitor(torch.randn(1, 5, 8), dleta=3)
 
@@ -197,6 +197,8 @@ def test_a_finding_stops_a_run_and_is_named(tmp_path: Path) -> None:
     collapsing = {"model": "softmax", "model.options.skip_init": 0.1, "model.options.norm_position": "post"}
     watched = {"monitor_every": 2, "monitor_stop_on": ["COLLAPSE"], "layers": 12}
     scale = {"width": 16, "model.options.initializer_range": 0.5}
-    with pytest.raises(TrainingError, match=r"step 0: wanted no finding of monitor_stop_on.*got COLLAPSE at"):
+    with pytest.raises(
+        TrainingError, match=r"step 0: expected no finding of monitor_stop_on.*got COLLAPSE at"
+    ):
         train(tiny(tmp_path, **collapsing, **watched, **scale), tmp_path / "out")
     assert not (tmp_path / "out" / "results.json").exists()

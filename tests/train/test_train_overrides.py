@@ -31,24 +31,24 @@ def test_what_is_no_pair_is_refused(pairs: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"stepz": 3}, "`stepz`: wanted a key of the recipe language.*Did you mean steps"),
+        ({"stepz": 3}, "`stepz`: expected a key of the recipe language.*Did you mean steps"),
         ({"modle": "tost"}, "Did you mean model"),
         ({"model.name": "y"}, None),
-        ({"name": "x"}, r"`name`: wanted a key that may be changed.*model\.name"),
-        ({"betas": [5, 5]}, r"`optimiser\.betas\.0`: wanted less than 1, got 5"),
-        ({"learning_rate": float("inf")}, r"`optimiser\.learning_rate`: wanted a finite number, got inf"),
-        ({"seed": 2**32}, "`seed`: wanted less than or equal to 4294967295"),
-        ({"steps": "many"}, "`steps`: wanted a valid integer.*got 'many'"),
-        ({"batch": True}, "`batch`: wanted a valid integer, got True"),
-        ({"seed": True}, "`seed`: wanted a valid integer, got True"),
-        ({"feed_forward": False}, "`model.feed_forward`: wanted a valid integer, got False"),
-        ({"clip": True}, "`optimiser.clip`: wanted a valid number, got True"),
-        ({"steps": 0}, "`steps`: wanted greater than or equal to 1, got 0"),
+        ({"name": "x"}, r"`name`: expected a key that may be changed.*model\.name"),
+        ({"betas": [5, 5]}, r"`optimiser\.betas\.0`: expected less than 1, got 5"),
+        ({"learning_rate": float("inf")}, r"`optimiser\.learning_rate`: expected a finite number, got inf"),
+        ({"seed": 2**32}, "`seed`: expected less than or equal to 4294967295"),
+        ({"steps": "many"}, "`steps`: expected a valid integer.*got 'many'"),
+        ({"batch": True}, "`batch`: expected a valid integer, got True"),
+        ({"seed": True}, "`seed`: expected a valid integer, got True"),
+        ({"feed_forward": False}, "`model.feed_forward`: expected a valid integer, got False"),
+        ({"clip": True}, "`optimiser.clip`: expected a valid number, got True"),
+        ({"steps": 0}, "`steps`: expected greater than or equal to 1, got 0"),
         ({"learning_rate": -1}, "`optimiser.learning_rate`"),
         ({"model": "tots"}, "Did you mean tost"),
         ({"size": "big"}, "`size`"),
         ({"device": "gpu"}, "`device`"),
-        ({"options": {}}, "wanted one field, got 2. Write model.options or task.options"),
+        ({"options": {}}, "expected one field, got 2. Write model.options or task.options"),
         ({"model.options.normm": "rms", "task.tokenz": 3}, "Did you mean"),
     ],
 )
@@ -87,7 +87,7 @@ def test_an_unknown_recipe_is_named() -> None:
 
 
 def test_an_argument_that_divides_by_zero_is_named() -> None:
-    with pytest.raises(InputError, match=r"wanted sizes above 0, got .*head_dim=0"):
+    with pytest.raises(InputError, match=r"expected sizes above 0, got .*head_dim=0"):
         recipe("saturation", head_dim=0, tied=True)
 
 

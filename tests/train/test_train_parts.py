@@ -99,7 +99,9 @@ def test_options_of_one_mixer_leave_those_of_another(task: Task) -> None:
 
 
 def test_a_model_that_cannot_be_so_small_is_refused(task: Task) -> None:
-    with pytest.raises(InputError, match=r"`model.parameters`: wanted at least [\d,]+ for tost at width 16"):
+    with pytest.raises(
+        InputError, match=r"`model.parameters`: expected at least [\d,]+ for tost at width 16"
+    ):
         build_model(ModelSettings(name="tost", width=16, parameters=10), task, 16)
 
 
@@ -117,7 +119,7 @@ def test_unknown_models_and_options_are_named(task: Task) -> None:
 def test_a_vocabulary_too_small_for_the_task_is_refused(task: Task) -> None:
     for name in ("transformer", "tost"):
         settings = ModelSettings(name=name, width=16, layers=4, heads=2, options={"vocab_size": 31})
-        with pytest.raises(InputError, match=r"vocab_size`: wanted at least 32, .* got 31"):
+        with pytest.raises(InputError, match=r"vocab_size`: expected at least 32, .* got 31"):
             build_model(settings, task, 16)
 
 

@@ -95,7 +95,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
     every: int, subject: str, kept: list[str], tmp_path: Path
 ) -> None:
     diverging = {"learning_rate": 1e30, "clip": 1e30, "log_every": 1, "warmup": 3, "evaluation.every": every}
-    with pytest.raises(TrainingError, match=rf"^{subject}: wanted a finite number, got (nan|inf)"):
+    with pytest.raises(TrainingError, match=rf"^{subject}: expected a finite number, got (nan|inf)"):
         train(tiny(tmp_path, **diverging), tmp_path / "out")
     assert [one.name for one in whole_checkpoints(tmp_path / "out")] == kept
     assert not (tmp_path / "out" / "results.json").exists()
@@ -113,7 +113,7 @@ def test_audits_of_a_run_that_did_not_finish_are_not_written_over(tmp_path: Path
 def test_audits_without_a_checkpoint_are_gone_on_from_by_their_own_run_alone(tmp_path: Path) -> None:
     stopping = {"monitor": True, "monitor_every": 1, "learning_rate": 1e30, "clip": 1e30, "log_every": 1}
     stopping |= {"evaluation.every": 6}
-    with pytest.raises(TrainingError, match="wanted a finite number"):
+    with pytest.raises(TrainingError, match="expected a finite number"):
         train(tiny(tmp_path, **stopping), tmp_path / "out")
     audits = {path: path.read_bytes() for path in tmp_path.glob("out/rank/step-*/audit.json")}
     assert audits
@@ -121,7 +121,7 @@ def test_audits_without_a_checkpoint_are_gone_on_from_by_their_own_run_alone(tmp
     with pytest.raises(TrainingError, match=r"^audits .*learning_rate: 1e\+30 there, 0\.001 here"):
         train(other, tmp_path / "out", resume=True)
     assert audits == {path: path.read_bytes() for path in audits}
-    with pytest.raises(TrainingError, match="wanted a finite number"):
+    with pytest.raises(TrainingError, match="expected a finite number"):
         train(tiny(tmp_path, **stopping), tmp_path / "out", resume=True)
 
 
@@ -139,7 +139,7 @@ def test_a_first_loss_far_from_a_healthy_one_is_told(when: str, tmp_path: Path) 
     }
     recipe = tiny(tmp_path).model_copy(update=far)
     if when == "stop":
-        with pytest.raises(TrainingError, match=r"loss at step 2: wanted 1 ± 0\.1.*got 5\."):
+        with pytest.raises(TrainingError, match=r"loss at step 2: expected 1 ± 0\.1.*got 5\."):
             train(recipe, tmp_path / "out")
         return
     assert "step 2: expected 1 ± 0.1" in train(recipe, tmp_path / "out")["warnings"][0]
@@ -166,7 +166,7 @@ def test_a_training_without_accelerate_is_refused_before_anything_is_written(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="`device` cuda: wanted a device that torch sees, got only cpu"):
+    with pytest.raises(InputError, match="`device` cuda: expected a device that torch sees, got only cpu"):
         train(tiny(tmp_path, device="cuda"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -211,9 +211,9 @@ def test_the_command_lists_shows_and_refuses(tmp_path: Path, monkeypatch: pytest
     shown = run.invoke(app, ["train", "language", "model=tost", "seed=4", "--show"])
     assert json.loads(shown.output)["seed"] == 4
     missing = run.invoke(app, ["train", "language", "--out", "nowhere"])
-    assert "`task.path`: wanted a text file for the task bytes, got none" in str(missing.exception)
+    assert "`task.path`: expected a text file for the task bytes, got none" in str(missing.exception)
     given = run.invoke(app, ["train", "skips", "task=recall", "task.path=a.txt"])
-    assert "wanted none: this task is generated" in str(given.exception)
+    assert "expected none: this task is generated" in str(given.exception)
     wrong = run.invoke(app, ["train", "language", "task.path=nothing.txt"])
     assert "nothing.txt" in str(wrong.exception)
     assert not list(tmp_path.iterdir()), "a refused run leaves no folder"

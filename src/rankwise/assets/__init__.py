@@ -1,6 +1,6 @@
 """The bundled demo: a small trained language model, its ToST twin, and a text they were not trained on.
 
-Made by ``recipes/train_demo.py``; the model card is ``demo/README.md``.
+Made by ``experiments/train_demo.py``; the model card is ``demo/README.md``.
 """
 
 from importlib.resources import files

@@ -38,8 +38,8 @@ def _main(
 
 def main() -> None:
     """Run a command; errors meant for users are shown without a traceback, on standard error."""
+    from rankwise.cli.torchrun import first_speaks
     from rankwise.errors import RankwiseError
-    from rankwise.processes import first_speaks
 
     with first_speaks():
         try:

@@ -11,10 +11,10 @@ import typer
 from rankwise.cli.optional_value import BARE
 
 if TYPE_CHECKING:
-    from rankwise.audit import Audit
-    from rankwise.processes import Processes
-    from rankwise.tasks import AuditTask
-    from rankwise.worth import WorthSettings
+    from rankwise.auditing import Audit
+    from rankwise.cli.audit_job import AuditTask
+    from rankwise.cli.torchrun import Processes
+    from rankwise.importance import ImportanceSettings
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
 
@@ -35,7 +35,7 @@ Started by torchrun, several processes share the sequences, each with a copy of 
 
   rankwise audit google/vit-base-patch16-224 --images photos/
 
-  rankwise audit gpt2 --text book.txt --worth exact --worth-tolerance 0.02
+  rankwise audit gpt2 --text book.txt --importance exact --importance-tolerance 0.02
 
   rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
 
@@ -82,7 +82,7 @@ def command(
             "finding), all, or layer:head,… Of the demo all are shown."
         ),
     ] = None,
-    worth: Annotated[
+    importance: Annotated[
         str | None,
         typer.Option(
             metavar="[auto|estimate|exact|none]",
@@ -91,13 +91,13 @@ def command(
             "exact, of other models an estimate.",
         ),
     ] = None,
-    worth_tolerance: Annotated[
+    importance_tolerance: Annotated[
         float, typer.Option(help="Share of the loss that a set of heads may cost which goes together.")
     ] = 0.01,
-    worth_removal: Annotated[
+    importance_removal: Annotated[
         str, typer.Option(help="What takes a removed head's place: zero, or its mean over tokens.")
     ] = "zero",
-    worth_loss: Annotated[
+    importance_loss: Annotated[
         str,
         typer.Option(
             help="auto, causal, masked, encoder-decoder, labels, own, or output (how far it moves)."
@@ -147,14 +147,14 @@ def command(
     ] = False,
 ) -> None:
     """Audit a model, or several one after the other; see `HELP`."""
-    from rankwise.audit import check_codes, check_method, chosen_heads
+    from rankwise._internals.files import writable_folder
+    from rankwise.auditing import check_codes, check_method, chosen_heads
     from rankwise.cli.audit_history import audit_each
+    from rankwise.cli.audit_job import AuditTask
     from rankwise.cli.audit_one import audit_one
     from rankwise.cli.output import command_line, quiet_libraries
-    from rankwise.files import prepare_folder
+    from rankwise.cli.torchrun import from_environment
     from rankwise.measures import check_delta
-    from rankwise.processes import from_environment
-    from rankwise.tasks import AuditTask
 
     processes = from_environment()
     _check_processes(processes, models or [], baseline or baseline_seeds is not None, device_map)
@@ -175,7 +175,9 @@ def command(
         delta=delta,
         method=how,
         matrices="all" if is_demo and matrices is None else matrices,
-        worth=_worth(worth, is_demo, worth_tolerance, worth_removal, worth_loss),
+        importance=_importance(
+            importance, is_demo, importance_tolerance, importance_removal, importance_loss
+        ),
         baseline=baseline_seeds or baseline or (is_demo and not processes.several),
         device=device,
         device_map=device_map,
@@ -190,7 +192,7 @@ def command(
         _fail_on([merge_files(models or [], out)], codes)
         return
     if processes.first:
-        prepare_folder(out)
+        writable_folder(out)
     quiet_libraries()
     facts = {"command": command_line()}
 
@@ -218,7 +220,7 @@ def _check_processes(
     }
     for what, (asked, fix) in wrong.items():
         if processes.several and asked:
-            raise InputError(several, wanted=f"an audit without {what}", got=what, fix=fix)
+            raise InputError(several, expected=f"an audit without {what}", got=what, fix=fix)
 
 
 def _refuse_with_merge(task: "AuditTask") -> None:
@@ -228,7 +230,7 @@ def _refuse_with_merge(task: "AuditTask") -> None:
     if options := task.options:
         raise InputError(
             "--merge",
-            wanted="saved audits and --out, nothing that says how to audit",
+            expected="saved audits and --out, nothing that says how to audit",
             got=", ".join(options),
             fix="Leave it out: audits are joined as they were measured.",
         )
@@ -244,8 +246,8 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
     Raises:
         InputError: if the audit of the report would replace one of them.
     """
-    from rankwise.audit import Audit
-    from rankwise.audit.merge import merge
+    from rankwise.auditing import Audit
+    from rankwise.auditing.merge import merge
     from rankwise.cli.output import new_folder, write_report
     from rankwise.errors import InputError
 
@@ -256,7 +258,7 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
         if written.exists() and written.samefile(read):
             raise InputError(
                 f"--out {out}",
-                wanted="a folder whose audit.json is none of those to merge",
+                expected="a folder whose audit.json is none of those to merge",
                 got=f"that of {path}",
                 fix="Name another folder: the merged audit would replace it.",
             )
@@ -266,18 +268,18 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
     return merged
 
 
-def _worth(
+def _importance(
     how: str | None, is_demo: bool, tolerance: float, removal: str, loss: str
-) -> "WorthSettings | Literal[False]":
+) -> "ImportanceSettings | Literal[False]":
     """What was asked for; of the demo, which is small, everything."""
     from rankwise.errors import InputError, did_you_mean
-    from rankwise.worth import WorthSettings, check_removal
-    from rankwise.worth.choice import check_loss
+    from rankwise.importance import ImportanceSettings, check_removal
+    from rankwise.importance.choice import check_loss
 
-    values = BARE["--worth"]
+    values = BARE["--importance"]
     if how is not None and how not in values:
-        raise InputError("--worth", wanted=" or ".join(values), got=how, fix=did_you_mean(how, values))
-    settings = WorthSettings(
+        raise InputError("--importance", expected=" or ".join(values), got=how, fix=did_you_mean(how, values))
+    settings = ImportanceSettings(
         exact=how == "exact" or (how in (None, "auto") and is_demo),
         tolerance=tolerance,
         removal=check_removal(removal),
@@ -292,7 +294,10 @@ def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[
 
     if images is not None:
         raise InputError(
-            "--images", wanted="a model that reads pictures", got="the text demo", fix="Name the model first."
+            "--images",
+            expected="a model that reads pictures",
+            got="the text demo",
+            fix="Name the model first.",
         )
     return str(demo_model()), demo_text() if text is None and dataset is None else text
 

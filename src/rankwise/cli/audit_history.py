@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from rankwise.audit import Audit
+    from rankwise.auditing import Audit
 
 
 def audit_each(models: Sequence[str], out: Path, audit_one: "Callable[..., Audit]") -> "list[Audit]":
@@ -29,7 +29,7 @@ def audit_each(models: Sequence[str], out: Path, audit_one: "Callable[..., Audit
         typer.Exit: with status 1 where one failed, 130 after Ctrl-C.
         RankwiseError: if none could be audited; that of the first.
     """
-    from rankwise.audit import in_order
+    from rankwise.auditing import in_order
     from rankwise.errors import RankwiseError
 
     ordered = in_order(list(dict.fromkeys(models)))
@@ -57,7 +57,7 @@ def audit_each(models: Sequence[str], out: Path, audit_one: "Callable[..., Audit
 
 def _folders(models: Sequence[str]) -> list[str]:
     """The last part of each name; the whole names where these are not all different."""
-    from rankwise.audit.history import folder_name
+    from rankwise.auditing.history import folder_name
 
     for names in ([Path(model).name for model in models], list(models)):
         folders = [folder_name(name) for name in names]
@@ -75,7 +75,7 @@ def write_history_page(done: "Sequence[tuple[str, str, Audit]]", out: Path) -> N
     """
     from rich.console import Console
 
-    from rankwise.audit import History
+    from rankwise.auditing import History
     from rankwise.report import render_history, write_history
 
     names = [folder for _, folder, _ in done]

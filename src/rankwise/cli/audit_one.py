@@ -15,10 +15,10 @@ from rankwise.errors import InputError, RankwiseError
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise.audit import Audit
-    from rankwise.audit.widths import HeadMoments
-    from rankwise.processes import Processes
-    from rankwise.tasks import AuditTask, Ready
+    from rankwise.auditing import Audit
+    from rankwise.auditing.widths import HeadMoments
+    from rankwise.cli.audit_job import AuditTask, Ready
+    from rankwise.cli.torchrun import Processes
 
 INTERRUPTED = 130
 NEEDS_ALL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -55,9 +55,9 @@ def audit_one(
         RankwiseError: if it failed, in any of the processes; what was measured is written before.
         typer.Exit: after Ctrl-C, and in all processes but the first.
     """
+    from rankwise.cli.audit_job import prepare
     from rankwise.cli.output import show_progress, write_report
     from rankwise.data.evenly import Shard
-    from rankwise.tasks import prepare
 
     with processes.agreed():
         own = replace(
@@ -101,7 +101,7 @@ def _check_alone(model: "nn.Module", processes: "Processes") -> None:
     if processes.several and waiting:
         raise InputError(
             f"model {type(model).__name__}",
-            wanted=f"in each of {processes.world} processes a model that runs on its own sequences",
+            expected=f"in each of {processes.world} processes a model that runs on its own sequences",
             got=f"a {waiting[0]}, which waits for all of them to run as many batches",
             fix="Return the model without that wrapper; one that no device holds is audited by a single "
             "process with --device-map auto.",
@@ -110,7 +110,7 @@ def _check_alone(model: "nn.Module", processes: "Processes") -> None:
 
 def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
     """Refuse, before anything is measured, weights that each process has drawn for itself."""
-    from rankwise.audit.digests import weights_digest
+    from rankwise.auditing.digests import weights_digest
 
     if not processes.several:
         return
@@ -118,7 +118,7 @@ def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
     if len(set(filter(None, digests))) > 1:
         raise InputError(
             f"model {ready.subject.name}",
-            wanted="the same weights in all processes",
+            expected="the same weights in all processes",
             got=f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}",
             fix="Set a seed in the factory before the model is built, or load a checkpoint.",
         )
@@ -128,9 +128,9 @@ def _measured(
     ready: "Ready", facts: dict[str, Any], processes: "Processes", say: Callable[[str], None]
 ) -> Found:
     """What this process finds; of several, whatever happens the others are to hear of it."""
-    from rankwise.audit import AuditError
-    from rankwise.audit.widths import keeping_moments
-    from rankwise.tasks import run
+    from rankwise.auditing import AuditError
+    from rankwise.auditing.widths import keeping_moments
+    from rankwise.cli.audit_job import run
 
     sequences = len(range(processes.rank, ready.task.sequences, processes.world))
     moments: HeadMoments = []
@@ -158,7 +158,7 @@ def _measured(
 
 
 def _doing(done: int, sequences: int, what: str) -> str:
-    return what if what.startswith("worth") else f"batch {done + 1} (of {sequences} sequences): {what}"
+    return what if what.startswith("importance") else f"batch {done + 1} (of {sequences} sequences): {what}"
 
 
 def _joined(found: Found, task: "AuditTask", out: Path, processes: "Processes") -> Found:
@@ -209,9 +209,9 @@ def merged_shares(
         own: the error of this process.
         interrupted: whether Ctrl-C came while they were collected.
     """
-    from rankwise.audit import Audit, chosen_heads
-    from rankwise.audit.merge import merge
-    from rankwise.processes import raise_first
+    from rankwise.auditing import Audit, chosen_heads
+    from rankwise.auditing.merge import merge
+    from rankwise.cli.torchrun import raise_first
 
     stopped = interrupted or any(one for _, _, one, _ in shares)
     failure: Exception | None = None
@@ -240,10 +240,10 @@ def _advised(
 
     What of it fails does not cost the audit: the notes of the report say it.
     """
-    from rankwise.surgery import advise
+    from rankwise.skips import recommend
 
     try:
-        return advise(result, model, batch, lambda what: say(f"on the first batch: {what}"), say), False
+        return recommend(result, model, batch, lambda what: say(f"on the first batch: {what}"), say), False
     except KeyboardInterrupt:
         notes = [*result.provenance.notes, "skip connections not looked at: interrupted from the keyboard"]
         about = result.provenance.model_copy(update={"notes": notes})

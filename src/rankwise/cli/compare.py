@@ -36,8 +36,8 @@ def command(
     """Compare audits; see `HELP`."""
     from rich.console import Console
 
-    from rankwise.audit import Audit, History, compare
-    from rankwise.files import write_whole
+    from rankwise._internals.files import write_file
+    from rankwise.auditing import Audit, History, compare
     from rankwise.report import render_comparison, render_history
 
     paths = _paths(audits)
@@ -51,7 +51,7 @@ def command(
             if path.suffix == ".html":
                 written = comparison.to_html(path)
             else:
-                written = write_whole(path, comparison.model_dump_json(indent=1), "comparison")
+                written = write_file(path, comparison.model_dump_json(indent=1), "comparison")
             _say("comparison", written, console)
         return
     history = History.of([Audit.load(path) for path in paths], _names(paths))
@@ -62,7 +62,7 @@ def command(
 
 def _paths(given: list[Path]) -> list[Path]:
     """The audits that are meant: a folder without one stands for those in its folders, by their steps."""
-    from rankwise.audit import in_order
+    from rankwise.auditing import in_order
     from rankwise.errors import InputError
 
     paths: list[Path] = []
@@ -72,7 +72,7 @@ def _paths(given: list[Path]) -> list[Path]:
     if len(paths) < 2:
         raise InputError(
             f"audit {paths[0]}",
-            wanted="two audits or more to compare",
+            expected="two audits or more to compare",
             got="one",
             fix="Name the other, or a folder that holds several.",
         )
@@ -92,7 +92,7 @@ def _check_ending(path: Path, known: tuple[str, ...]) -> None:
     if path.suffix not in known:
         raise InputError(
             f"--out {path}",
-            wanted=f"a file ending in {' or '.join(known)}",
+            expected=f"a file ending in {' or '.join(known)}",
             got=path.suffix or "no ending",
             fix=f"For instance --out {path.with_suffix(known[0])}.",
         )

@@ -83,13 +83,13 @@ def command(
     ] = False,
 ) -> None:
     """Compress a model; see `HELP`."""
+    from rankwise.cli.load_model import load_subject
     from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
     from rankwise.compression import compress, compress_qk, save_compressed
     from rankwise.compression.companions import copy_companions
     from rankwise.compression.store import RECORD
     from rankwise.compression.structure import structure_of
     from rankwise.errors import CompressionError
-    from rankwise.subjects import load_subject
 
     names = tuple(name.strip() for name in parts.split(",") if name.strip())
     _check(out, keep, tolerance, width, names)
@@ -138,7 +138,7 @@ def command(
             _show(record, [])
             raise CompressionError(
                 f"model {subject.name}",
-                wanted="something that can go",
+                expected="something that can go",
                 got="nothing, at what was asked for",
                 fix="Raise --tolerance, lower --keep, or choose other --parts. Nothing was written.",
             )
@@ -166,16 +166,16 @@ def _check(
     ]
     if len(given) > 1:
         raise CompressionError(
-            " and ".join(given), wanted="one of them", got=f"{len(given)}", fix="Leave the others out."
+            " and ".join(given), expected="one of them", got=f"{len(given)}", fix="Leave the others out."
         )
     if width is not None and parts != ("qk",):
         raise CompressionError(
-            "--width", wanted="the part qk alone", got=",".join(parts), fix="Use --keep or --tolerance."
+            "--width", expected="the part qk alone", got=",".join(parts), fix="Use --keep or --tolerance."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(
             f"--out {out}",
-            wanted="a folder that is new or empty",
+            expected="a folder that is new or empty",
             got="one with files in it" if out.is_dir() else "a file",
             fix="Choose another name.",
         )
@@ -185,8 +185,8 @@ def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
     """Batches to calibrate on, others to measure on, and what their reader must know."""
+    from rankwise.cli.load_data import inputs_for
     from rankwise.compression.request import every_other_sequence
-    from rankwise.subject_inputs import inputs_for
 
     if subject.batches is not None and text is None and images is None:
         every = list(subject.batches)

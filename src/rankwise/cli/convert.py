@@ -29,12 +29,12 @@ def command(
     """Convert a checkpoint; see `HELP`."""
     from rich.console import Console
 
+    from rankwise._internals.files import writable_folder
     from rankwise.cli.output import quiet_libraries
-    from rankwise.files import prepare_folder
     from rankwise.models import load_released_tost, save_model
 
     quiet_libraries()
-    prepare_folder(out)
+    writable_folder(out)
     model = load_released_tost(path, tokens_norm=tokens_norm)
     written = save_model(model, out)
     config = model.config

@@ -1,11 +1,11 @@
-"""Options whose value may be left out: `--worth` says the same as `--worth auto`."""
+"""Options whose value may be left out: `--importance` says the same as `--importance auto`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
-BARE = {"--worth": ("auto", "estimate", "exact", "none")}
+BARE = {"--importance": ("auto", "estimate", "exact", "none")}
 """Options and the values they take; the first stands where none is given."""
 
 
@@ -24,8 +24,8 @@ def filled_in(args: Sequence[str]) -> list[str]:
         args: of the command.
 
     Examples:
-        >>> filled_in(["--worth", "gpt2"]), filled_in(["gpt2", "--worth", "exact"])
-        (['--worth', 'auto', 'gpt2'], ['gpt2', '--worth', 'exact'])
+        >>> filled_in(["--importance", "gpt2"]), filled_in(["gpt2", "--importance", "exact"])
+        (['--importance', 'auto', 'gpt2'], ['gpt2', '--importance', 'exact'])
     """
     out: list[str] = []
     for at, arg in enumerate(args):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from rankwise._internals.files import writable_folder
 from rankwise.errors import InputError
-from rankwise.files import prepare_folder
 
 if TYPE_CHECKING:
-    from rankwise.audit import Audit
+    from rankwise.auditing import Audit
 
 
 TABLES: tuple[Literal["heads", "layers"], ...] = ("heads", "layers")
@@ -26,13 +26,13 @@ _KINDS = {".html": "report", ".json": "audit", ".csv": "table"}
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """`prepare_folder`; where nothing comes of it, by an error or Ctrl-C, no empty folder is left behind.
+    """`writable_folder`; where nothing comes of it, by an error or Ctrl-C, no empty folder is left behind.
 
     Args:
         folder: the folder.
     """
     existed = folder.exists()
-    prepare_folder(folder)
+    writable_folder(folder)
     try:
         yield
     except BaseException:
@@ -96,7 +96,7 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
         rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")
         raise InputError(
             error.subject,
-            wanted=error.wanted,
+            expected=error.expected,
             got=error.got,
             fix=f"{error.fix} The audit is kept in {rescued}.",
         ) from error

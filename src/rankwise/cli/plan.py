@@ -65,18 +65,18 @@ def command(
     ] = False,
 ) -> None:
     """Plan a head width; see `HELP`."""
+    from rankwise._internals.files import writable_folder
+    from rankwise.cli.load_model import checked_device, load_subject
     from rankwise.cli.output import command_line, quiet_libraries, show_trials
-    from rankwise.files import prepare_folder
     from rankwise.plan import fit_log_law, plan_head_dim, with_prices
     from rankwise.plan.pictures import picture_states
     from rankwise.plan.shape import present_shape
     from rankwise.plan.sources import attention_of, model_states, text_states
     from rankwise.plan.trained import with_trained
-    from rankwise.subjects import checked_device, load_subject
 
     _check(out, overwrite, width, tokens, model, text, images, inputs)
     checked_device(device)
-    prepare_folder(out)
+    writable_folder(out)
     quiet_libraries()
     subject = None
     batches: list[Any] = []
@@ -160,26 +160,26 @@ def _check(
     for name, size in (("--width", width), ("--tokens", tokens)):
         least = 2 if name == "--tokens" else 1
         if size is not None and size < least:
-            raise ShapeError(name, wanted=f"{least} or more", got=str(size), fix="Mend the number.")
+            raise ShapeError(name, expected=f"{least} or more", got=str(size), fix="Mend the number.")
     if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
         raise InputError(
             f"--out {out}",
-            wanted="a folder that is new or empty",
+            expected="a folder that is new or empty",
             got="one with files in it" if out.is_dir() else "a file",
             fix="Choose another name, or add --overwrite.",
         )
     if model is not None and text is None and images is None:
         raise InputError(
-            "--model", wanted="data beside it", got="none", fix="Give --text FILE or --images DIR."
+            "--model", expected="data beside it", got="none", fix="Give --text FILE or --images DIR."
         )
     if text is not None and images is not None:
         raise InputError(
-            "--text and --images", wanted="one of them", got="both", fix="Plan for one after the other."
+            "--text and --images", expected="one of them", got="both", fix="Plan for one after the other."
         )
     if inputs is not None and (model, text, images) != (None, None, None):
         raise InputError(
             f"--inputs {inputs}",
-            wanted="no data beside it: it says how token states are drawn where none are given",
+            expected="no data beside it: it says how token states are drawn where none are given",
             got="--model" if model is not None else "--text" if text is not None else "--images",
             fix="Leave --inputs out, or the data.",
         )

@@ -9,9 +9,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rankwise.subject_inputs import Inputs
-    from rankwise.subjects import Subject
-    from rankwise.surgery import Skips
+    from rankwise.cli.load_data import Inputs
+    from rankwise.cli.load_model import Subject
+    from rankwise.skips import Skips
 
 HELP = """Put λ-skips into a model: the skip connection around every mixer becomes λ·x.
 
@@ -62,16 +62,16 @@ def command(
     """Put in, fit and certify λ-skips; see `HELP`."""
     from rich.console import Console
 
+    from rankwise._internals.files import writable_folder
+    from rankwise.cli.load_data import inputs_for
+    from rankwise.cli.load_model import load_subject
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.cli.skip_tables import show_certificate, show_skips
-    from rankwise.files import prepare_folder
-    from rankwise.subject_inputs import inputs_for
-    from rankwise.subjects import load_subject
-    from rankwise.surgery import certify_skip, load_skips, mean_loss, skips_of, state_collapse
+    from rankwise.skips import certify_skip, load_skips, mean_loss, skips_of, state_collapse
 
     _check(out, certify, per, lr, share, learn_on, text)
     if out is not None:
-        prepare_folder(out)
+        writable_folder(out)
     quiet_libraries()
     subject = load_subject(
         model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
@@ -122,26 +122,26 @@ def _check(
     text: Path | None,
 ) -> None:
     from rankwise.errors import InputError, did_you_mean
-    from rankwise.surgery.certify import check_share
-    from rankwise.surgery.fit import check_rate
+    from rankwise.skips.certify import check_share
+    from rankwise.skips.fit import check_rate
 
     check_rate("--lr", lr)
     check_share(share)
     if learn_on is not None and text is not None:
         raise InputError(
             f"--learn-on {learn_on} --text {text}",
-            wanted="one of the two: a fit is measured on every fifth sequence of what it learns from",
+            expected="one of the two: a fit is measured on every fifth sequence of what it learns from",
             got="both",
             fix="Leave --text out; to measure on it, run again on the folder of --out, with --text alone.",
         )
     if per not in (None, "layer", "channel"):
         raise InputError(
-            "--per", wanted="layer or channel", got=per, fix=did_you_mean(per, ["layer", "channel"])
+            "--per", expected="layer or channel", got=per, fix=did_you_mean(per, ["layer", "channel"])
         )
     if out is None and not certify:
         raise InputError(
             "what to do",
-            wanted="--out DIR, --certify, or both",
+            expected="--out DIR, --certify, or both",
             got="neither",
             fix="Say where the changed model goes, or ask what its λ guarantees.",
         )
@@ -158,7 +158,7 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
     if not all(isinstance(batch, Mapping) for batch in given):
         raise InputError(
             f"model {subject.name}",
-            wanted="a model that takes its inputs by name, as those of transformers do",
+            expected="a model that takes its inputs by name, as those of transformers do",
             got="one that takes a tensor",
             fix="Put λ-skips in with `rw.add_lambda_skip(model, example=batch)`.",
         )
@@ -168,7 +168,7 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
     if len(batches) < 2:
         raise InputError(
             "--learn-on",
-            wanted="two sequences or more: one to learn from, one to measure on",
+            expected="two sequences or more: one to learn from, one to measure on",
             got=f"{len(batches)}",
             fix="Give a longer text, or fewer --tokens.",
         )
@@ -188,8 +188,8 @@ def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[
     """λ-skips of which those chosen, all by default, can learn."""
     import torch
 
-    from rankwise.surgery import add_lambda_skip, apply_saved_skips
-    from rankwise.surgery.skips import check_scale, choose
+    from rankwise.skips import add_lambda_skip, apply_saved_skips
+    from rankwise.skips.skips import check_scale, choose
 
     saved = apply_saved_skips(subject.model, subject.source) if subject.source else None
     if saved is None:
@@ -216,7 +216,7 @@ def _with_new(subject: "Subject", saved: "Skips", per: str | None, sites: list[s
     import torch
 
     from rankwise.errors import InputError
-    from rankwise.surgery import add_lambda_skip, remove_lambda_skip
+    from rankwise.skips import add_lambda_skip, remove_lambda_skip
 
     values = {name: value.detach().clone() for name, value in saved.items()}
     kind: Literal["layer", "channel"] = "layer"
@@ -225,7 +225,7 @@ def _with_new(subject: "Subject", saved: "Skips", per: str | None, sites: list[s
     if per not in (None, kind):
         raise InputError(
             f"--per {per}",
-            wanted=f"--per {kind}, as the λ saved in {subject.source}",
+            expected=f"--per {kind}, as the λ saved in {subject.source}",
             got=str(per),
             fix="Leave it out, or delete skips.json and skips.safetensors to start anew.",
         )
@@ -259,7 +259,7 @@ def _fit(
     from rich.console import Console
     from rich.progress import Progress
 
-    from rankwise.surgery import fit_skips
+    from rankwise.skips import fit_skips
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -273,7 +273,7 @@ def _fit(
 
 def _write(subject: "Subject", out: Path, report: dict[str, Any]) -> list[Path]:
     """Write the skips, and the model without them: they are then no longer in it."""
-    from rankwise.surgery import remove_lambda_skip, save_skips
+    from rankwise.skips import remove_lambda_skip, save_skips
 
     written = [*save_skips(subject.model, out, fitted=report)]
     (out / "certificate.json").unlink(missing_ok=True)  # of the λ that were here before

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rankwise.surgery import SkipCertificate, Skips, StackCertificate
+from rankwise.skips import SkipCertificate, Skips, StackCertificate
 
 
 def show_skips(console: Console, skips: Skips, report: dict[str, Any]) -> None:

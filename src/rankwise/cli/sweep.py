@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.sweep import Job, Result
+    from rankwise.cli.sweep_jobs import Job, Result
 
 HELP = """Audit many models, revisions and data sets, here or as tasks of a Ray cluster.
 
@@ -76,13 +76,13 @@ def command(
     ] = False,
 ) -> None:
     """Run a sweep; see `HELP`."""
-    from rankwise.audit import check_method
+    from rankwise._internals.files import writable_folder
+    from rankwise.auditing import check_method
+    from rankwise.cli.audit_job import AuditTask
     from rankwise.cli.output import quiet_libraries, show_progress
-    from rankwise.files import prepare_folder
+    from rankwise.cli.sweep_jobs import RETRIES, jobs_of, run_here, sweep, why_again
+    from rankwise.cli.sweep_ray import ray_tasks
     from rankwise.measures import check_delta
-    from rankwise.sweep import RETRIES, jobs_of, run_here, sweep, why_again
-    from rankwise.sweep_ray import ray_tasks
-    from rankwise.tasks import AuditTask
 
     if ray is None:
         _refuse_without_ray({"--cpus": cpus, "--gpus": gpus, "--retries": retries})
@@ -107,7 +107,7 @@ def command(
     data += [{"images": path.resolve()} for path in images or []]
     data += [{"dataset": name} for name in dataset or []]
     jobs = jobs_of(task, [_located(model) for model in models], revision or [], data or [{}], out)
-    prepare_folder(out)
+    writable_folder(out)
     quiet_libraries()
     for job in jobs if resume else ():
         if why := why_again(job, out):
@@ -139,7 +139,7 @@ def _refuse_without_ray(given: dict[str, float | int | None]) -> None:
         if value is not None:
             raise InputError(
                 f"{option} {value:g}",
-                wanted="--ray beside it, whose tasks it is about",
+                expected="--ray beside it, whose tasks it is about",
                 got="none",
                 fix="Pass --ray local, or leave it out"
                 + ("; --device cuda runs each job here on a GPU." if option == "--gpus" else "."),
@@ -153,7 +153,7 @@ def _refuse_idle_gpus(gpus: float, device: str | None) -> None:
     if device is None or device.startswith("cpu"):
         raise InputError(
             f"--gpus {gpus:g}",
-            wanted="jobs that use the GPUs they hold",
+            expected="jobs that use the GPUs they hold",
             got=f"--device {device or 'cpu'}",
             fix="Pass --device cuda, or leave --gpus out.",
         )
@@ -183,10 +183,10 @@ class _Teller:
 
 def _write(jobs: "Sequence[Job]", out: Path) -> int:
     """The report of each model whose audits are all there, and the page of them all; how many have none."""
-    from rankwise.audit import Audit
+    from rankwise.auditing import Audit
     from rankwise.cli.audit_history import write_history_page
     from rankwise.cli.output import write_report
-    from rankwise.sweep import merged
+    from rankwise.cli.sweep_jobs import merged
 
     of_models = merged(jobs, out)
     found = {folder: audit for folder, audit in of_models.items() if isinstance(audit, Audit)}

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rankwise._internals.forward import device_of, first_sequences, moved
 from rankwise.compression.latency import longest_input
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.outputs import cache_bytes
@@ -17,7 +18,6 @@ from rankwise.compression.parts import Job, PartResult, Prepared, parts
 from rankwise.compression.records import Budget, PartShare
 from rankwise.compression.widths import widths_for_tolerance, widths_under_budget
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.125, 0.06)
 """At which each part is tried."""
@@ -259,7 +259,8 @@ class SharedBudget:
         cache = f" and the cache of {self.tokens:,} tokens" if self.has_cache else ""
         return CompressionError(
             "`keep`",
-            wanted=f"at least {1 - saved / self.whole:.3g} of the {self.whole:,} bytes that these parts work "
+            expected=f"at least {1 - saved / self.whole:.3g} of the {self.whole:,} bytes that these parts "
+            "work "
             f"on: {self.layers} linear layers{cache}",
             got=f"{self.job.keep:g}",
             fix="Keep more, or name more parts.",

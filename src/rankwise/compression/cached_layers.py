@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import device_of, first_sequences, moved, run_model
 from rankwise.compression.latent import LatentLayer, LatentProjection, ordered_runs
 from rankwise.compression.narrow import NarrowProjection, runs_of
 from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
 from rankwise.compression.rotation import ROTATIONS, Rotation, channels_turned, rotate_back
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved, run_model
 
 LENGTHENED = ("dynamic", "longrope")
 """Rotations that turn by other angles when a text becomes long: keys would have to be rotated anew."""
@@ -86,7 +86,7 @@ def _run(model: nn.Module, batch: Any) -> tuple[_Seen, Any]:
 def _no_cache(model: nn.Module, got: str) -> CompressionError:
     return CompressionError(
         f"model {type(model).__name__}",
-        wanted="a decoder that caches keys and values",
+        expected="a decoder that caches keys and values",
         got=got,
         fix="Leave `kv` out of the parts.",
     )

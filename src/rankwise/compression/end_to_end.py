@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture import MixerSite, capture
+from rankwise._internals.forward import device_of, first_sequences, moved, run_model
 from rankwise.compression.records import HeadWidth
 from rankwise.operators import MixingOperator
-from rankwise.running import device_of, first_sequences, moved, run_model
+from rankwise.tracing import MixerSite, capture
 
 SEQUENCES = 2
 """On which attention is compared, at most."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rankwise.capture import MixerSite, capture
+from rankwise._internals.forward import run_model
 from rankwise.compression.narrow import runs_of
 from rankwise.compression.projections import (
     CLOSE,
@@ -21,7 +21,7 @@ from rankwise.compression.projections import (
 )
 from rankwise.compression.removed_heads import CutLinear, RemovedHeads
 from rankwise.operators import SoftmaxMixing
-from rankwise.running import run_model
+from rankwise.tracing import MixerSite, capture
 
 RUNGS = 4
 """Ways in which layers read their number of heads: not at all, by name, by width, from the configuration."""

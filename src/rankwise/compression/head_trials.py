@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import device_of, first_sequences, moved
 from rankwise.compression.head_sites import RUNGS, HeadSite, find_head_sites
 from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.removed_heads import Removal
 from rankwise.errors import first_line
-from rankwise.running import device_of, first_sequences, moved
 
 Plan = Mapping[str, set[int]]
 """Units that go, by the name of their layer."""

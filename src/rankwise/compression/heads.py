@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise._internals.forward import device_of, first_sequences, moved
 from rankwise.compression.head_sites import HeadSite
 from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
 from rankwise.compression.outputs import main_output, relative_error
@@ -15,8 +16,7 @@ from rankwise.compression.records import HeadWidth
 from rankwise.compression.removed_heads import removed_heads_of
 from rankwise.compression.structure import structure_of
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved
-from rankwise.worth import HeadPlace, Worth, WorthSettings, measure_worth, ranked_units
+from rankwise.importance import HeadPlace, Importance, ImportanceSettings, measure_importance, sort_by_cost
 
 ROUNDS = 4
 """In which a share of the heads goes: costs are estimated again after each."""
@@ -25,7 +25,7 @@ PROBES = 2
 
 
 def prepare_heads(job: Job) -> Prepared:
-    """Remove heads: all that `rankwise.worth` finds removable within the tolerance, or a share of them.
+    """Remove heads: all that `rankwise.importance` finds removable within the tolerance, or a share of them.
 
     Under ``tolerance`` the set is the joint one of `measure_worth`, run together; under ``keep`` heads go in
     rounds, the cheapest by estimate first. Query heads that share keys go together, with their key head.
@@ -39,7 +39,7 @@ def prepare_heads(job: Job) -> Prepared:
     if structure_of(job.model).changes:
         raise CompressionError(
             f"model {type(job.model).__name__}",
-            wanted="a model that is not compressed yet",
+            expected="a model that is not compressed yet",
             got="one with " + ("removed heads" if _has_removed(job.model) else "narrowed layers"),
             fix="Load the original; name all parts at once: heads are done first.",
         )
@@ -49,9 +49,9 @@ def prepare_heads(job: Job) -> Prepared:
         said = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:2])
         raise CompressionError(
             f"model {type(job.model).__name__}",
-            wanted="softmax attention whose heads come from linear layers and go into a linear layer",
+            expected="softmax attention whose heads come from linear layers and go into a linear layer",
             got=said or "no such attention",
-            fix="Its heads cannot be removed this way; `rankwise audit --worth` says what they are worth.",
+            fix="Its heads cannot be removed this way; `rankwise audit --importance` measures what they do.",
         )
     linear = {name for site in sites for name in (*site.outputs, site.into)}
 
@@ -60,20 +60,20 @@ def prepare_heads(job: Job) -> Prepared:
         return removal_of(job.model, sites, plan)
 
     @cache
-    def first() -> Worth:
-        return _worth(job, sites, {}, None)
+    def first() -> Importance:
+        return _importance(job, sites, {}, None)
 
     return Prepared(linear, change, lambda wanted: _removed(wanted, sites, left_out))
 
 
 def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartResult:
     if job.keep is not None:
-        plan, notes, worth = _share(job, sites)
+        plan, notes, importance = _share(job, sites)
     elif job.tolerance is not None:
-        plan, notes, worth = _within(job, sites)
+        plan, notes, importance = _within(job, sites)
     else:
         raise CompressionError(
-            "`width`", wanted="a share to keep or a tolerance", got="a width", fix="Use `compress`."
+            "`width`", expected="a share to keep or a tolerance", got="a width", fix="Use `compress`."
         )
     removal = removal_of(job.model, sites, plan)
     with zeroed(job.model, sites, plan):
@@ -84,16 +84,16 @@ def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartR
         removal.take_out()
         raise CompressionError(
             f"model {type(job.model).__name__}",
-            wanted="outputs of the smaller model that are those with the heads at zero",
+            expected="outputs of the smaller model that are those with the heads at zero",
             got=f"a relative difference of {off:.1e}",
             fix="The model is as it was: its own code does not compute with these heads alone.",
         )
     if job.calibrate:
         notes = [*notes, "Heads are removed whole: steps of calibration are for qk and rotary alone."]
     return PartResult(
-        heads=_records(sites, plan, worth),
+        heads=_records(sites, plan, importance),
         kl={site.name: float("nan") for site in sites},
-        tokens=round(worth.counted),
+        tokens=round(importance.counted),
         left_out=left_out,
         notes=notes,
         undo=removal.take_out,
@@ -101,65 +101,68 @@ def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartR
     )
 
 
-def _within(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Worth]:
+def _within(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Importance]:
     """The set that can go together within the tolerance."""
     assert job.tolerance is not None
-    worth = _worth(job, sites, {}, job.tolerance)
-    if worth.joint is None:
+    importance = _importance(job, sites, {}, job.tolerance)
+    if importance.joint is None:
         raise CompressionError(
             f"model {type(job.model).__name__}",
-            wanted="heads whose cost is known",
-            got="; ".join(worth.notes) or "none: no gradient reaches them",
-            fix="`rankwise audit --worth` says why, for each layer.",
+            expected="heads whose cost is known",
+            got="; ".join(importance.notes) or "none: no gradient reaches them",
+            fix="`rankwise audit --importance` says why, for each layer.",
         )
     plan: dict[str, set[int]] = {}
     groups = {site.name: site.group for site in sites}
-    for place in worth.joint.removal.heads:
+    for place in importance.joint.removal.heads:
         plan.setdefault(place.site, set()).add(place.head // groups[place.site])
-    removal = worth.joint.removal
-    share = f" ({removal.relative:+.2%} of {worth.reference_name})"
+    removal = importance.joint.removal
+    share = f" ({removal.relative:+.2%} of {importance.reference_name})"
     say = (
-        f"Heads: {_count(plan, sites)}; without them the loss ({worth.loss}, {worth.unit}) is "
-        f"{removal.loss:.4g} on the calibration data, {worth.value:.4g} with them{share}; the tolerance was "
-        f"{job.tolerance:g} of that. Sorted by {worth.joint.order}; {worth.joint.runs} sets were run."
+        f"Heads: {_count(plan, sites)}; without them the loss ({importance.loss}, {importance.unit}) is "
+        f"{removal.loss:.4g} on the calibration data, {importance.value:.4g} with them{share}; the tolerance "
+        f"was {job.tolerance:g} of that. Sorted by {importance.joint.order}; "
+        f"{importance.joint.runs} sets were run."
     )
-    return plan, [say, *worth.notes], worth
+    return plan, [say, *importance.notes], importance
 
 
-def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Worth]:
+def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Importance]:
     """The cheapest heads, in rounds."""
     assert job.keep is not None
     every = sum(site.heads for site in sites)
     plan: dict[str, set[int]] = {}
     first = None
     for number in range(1, ROUNDS + 1):
-        worth = _worth(job, sites, plan, None)
-        first = first or worth
-        _cheapest(sites, worth, (every - job.keep * every) * number / ROUNDS, plan)
+        importance = _importance(job, sites, plan, None)
+        first = first or importance
+        _cheapest(sites, importance, (every - job.keep * every) * number / ROUNDS, plan)
     assert first is not None
     say = f"Heads: {_count(plan, sites)}, the cheapest by estimate in {ROUNDS} rounds ({first.loss})."
     return plan, [say, *first.notes], first
 
 
 def _cheapest(
-    sites: list[HeadSite], worth: Worth, room: float, plan: dict[str, set[int]] | None = None
+    sites: list[HeadSite], importance: Importance, room: float, plan: dict[str, set[int]] | None = None
 ) -> dict[str, set[int]]:
     """Add the cheapest units to a plan while no more heads go than there is room for."""
     plan = {} if plan is None else plan
     groups = {site.name: site.group for site in sites}
     gone = sum(len(units) * groups[name] for name, units in plan.items())
-    for unit in ranked_units(worth, False, _together(sites, plan)):
+    for unit in sort_by_cost(importance, False, _together(sites, plan)):
         if gone + len(unit) <= room + 1e-9:
             plan.setdefault(unit[0].site, set()).add(unit[0].head // groups[unit[0].site])
             gone += len(unit)
     return plan
 
 
-def _worth(job: Job, sites: list[HeadSite], plan: dict[str, set[int]], tolerance: float | None) -> Worth:
-    probes = PROBES if tolerance is None else WorthSettings.probes
-    settings = WorthSettings(tolerance=tolerance, seed=job.seed, probes=probes)
+def _importance(
+    job: Job, sites: list[HeadSite], plan: dict[str, set[int]], tolerance: float | None
+) -> Importance:
+    probes = PROBES if tolerance is None else ImportanceSettings.probes
+    settings = ImportanceSettings(tolerance=tolerance, seed=job.seed, probes=probes)
     with zeroed(job.model, sites, plan):
-        return measure_worth(
+        return measure_importance(
             job.model, job.batches, settings, together=_together(sites, plan), on_progress=job.on_step
         )
 
@@ -191,8 +194,8 @@ def _count(plan: dict[str, set[int]], sites: list[HeadSite]) -> str:
     return words + (f", all of {empty} layers" if empty else "")
 
 
-def _records(sites: list[HeadSite], plan: dict[str, set[int]], worth: Worth) -> list[HeadWidth]:
-    places = {site.site: (site.stack, site.layer) for site in reversed(worth.sites)}
+def _records(sites: list[HeadSite], plan: dict[str, set[int]], importance: Importance) -> list[HeadWidth]:
+    places = {site.site: (site.stack, site.layer) for site in reversed(importance.sites)}
     return [
         HeadWidth(
             part="heads",

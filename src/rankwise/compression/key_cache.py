@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rankwise._internals.torch_private import forward_pre_hooks
 from rankwise.compression.narrow import Runs
-from rankwise.torch_internals import forward_pre_hooks
 
 
 class NarrowKeysHook:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import run_model
 from rankwise.compression.cached_layers import find_cached_layers
 from rankwise.compression.latent import LatentLayer, fill, latent_modules
 from rankwise.compression.latent_curves import latent_curves
@@ -20,7 +21,6 @@ from rankwise.compression.part_checks import check_some, keep_sound
 from rankwise.compression.parts import Change, Job, PartResult, Prepared
 from rankwise.compression.records import LatentRank
 from rankwise.errors import CompressionError
-from rankwise.running import run_model
 
 LEAST_TOKENS = 0.5
 """Calibration tokens for each channel of the latent at full rank, below which moments say too little."""
@@ -216,7 +216,7 @@ def _check_tokens(layers: list[LatentLayer], moments: list[Moments]) -> list[str
     if tokens < LEAST_TOKENS * full:
         raise CompressionError(
             "the calibration data",
-            wanted=f"at least {round(LEAST_TOKENS * full)} tokens for latents of up to {full} channels, "
+            expected=f"at least {round(LEAST_TOKENS * full)} tokens for latents of up to {full} channels, "
             f"better {10 * full}",
             got=f"{tokens}",
             fix="Give more text.",

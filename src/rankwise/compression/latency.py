@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import first_sequences, run_model, tensors_of
 from rankwise.compression.outputs import is_decoder
 from rankwise.compression.records import Latency
-from rankwise.running import first_sequences, run_model, tensors_of
 
 SECONDS = 3.0
 """For each pair of measurements; at least five rounds are done, of which the first does not count."""

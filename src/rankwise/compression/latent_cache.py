@@ -56,7 +56,7 @@ class LatentCache(DynamicLayer):
         if new is None:  # the hook of another model's layer waits for tokens
             raise CompressionError(
                 "the cache",
-                wanted="one that this model filled",
+                expected="one that this model filled",
                 got="latents of another model, or of a copy of it",
                 fix="Give each model a cache of its own.",
             )

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rankwise._internals.torch_private import forward_pre_hooks
 from rankwise.compression.key_cache import keep_in_cache, kept_channels, whole_keys
 from rankwise.compression.latent import Latent, LatentLayer, LatentProjection, latent_modules
 from rankwise.compression.narrow import put
 from rankwise.compression.rotation import rotate
-from rankwise.torch_internals import forward_pre_hooks
 
 
 class LatentReader:

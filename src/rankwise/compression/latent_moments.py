@@ -25,11 +25,11 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise._internals.forward import device_of, moved, run_model
 from rankwise.compression.latent import LatentLayer, channels_of
 from rankwise.compression.output_price import real_tokens
 from rankwise.compression.projections import linear_parts
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, moved, run_model
 
 RIDGE = 1e-9
 """Added to second moments of tokens, relative to their mean eigenvalue: what was never seen stays finite."""
@@ -147,7 +147,7 @@ def layer_moments(
         if not bool(moment.tokens.isfinite().all() and moment.gradients.isfinite().all()):
             raise CompressionError(
                 f"attention layer {layer.module!r}",
-                wanted="finite tokens and gradients",
+                expected="finite tokens and gradients",
                 got="NaN or infinity",
                 fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
             )
@@ -192,7 +192,7 @@ def _add_batch(
         if logits is None or logits.dim() != 3:
             raise CompressionError(
                 f"model {type(model).__name__}",
-                wanted="logits (B, T, V), whose divergence says what keys and values are worth",
+                expected="logits (B, T, V), whose divergence says what keys and values are worth",
                 got="none" if logits is None else f"logits of shape {tuple(logits.shape)}",
                 fix="Load it with its language-modelling head: AutoModelForCausalLM.",
             )
@@ -200,7 +200,7 @@ def _add_batch(
         chances = logits.detach()[real].float().softmax(-1)
         if not bool(chances.isfinite().all()):
             raise CompressionError(
-                f"model {type(model).__name__}", wanted="finite logits", got="NaN or infinity",
+                f"model {type(model).__name__}", expected="finite logits", got="NaN or infinity",
                 fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
             )  # fmt: skip
         drawn = torch.multinomial(chances, 1, generator=generator)[:, 0]

@@ -31,7 +31,7 @@ def ranks_for_keep(
     if count < len(layers):
         least = (positions + size * len(layers)) / (size * sum(layer.full for layer in layers))
         raise CompressionError(
-            "`keep`", wanted=f"at least {least:.3g} of the cache", got=f"{keep:g}", fix="Keep more."
+            "`keep`", expected=f"at least {least:.3g} of the cache", got=f"{keep:g}", fix="Keep more."
         )
     return _best(nats, count)
 
@@ -43,8 +43,8 @@ def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int
         nats: what each direction of each layer is worth, falling.
         tolerance: nats a token, sum over layers.
     """
-    worth = torch.cat(nats).sort(descending=True).values
-    left = worth.flip(0).cumsum(0).flip(0)  # left[n] is what is lost when n are kept
+    importance = torch.cat(nats).sort(descending=True).values
+    left = importance.flip(0).cumsum(0).flip(0)  # left[n] is what is lost when n are kept
     count = int((left > tolerance).sum())
     return _best(nats, max(count, len(nats)))
 

@@ -1,6 +1,6 @@
 """Tables of latents: ranks by layer, and other ways to factor at the same bytes."""
 
-from rankwise.audit.measures import shown
+from rankwise.auditing.measures import shown
 from rankwise.compression.records import Compression
 
 Words = tuple[str, list[str], list[list[str]], str]

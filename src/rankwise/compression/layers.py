@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from rankwise.capture import MixerSite, capture
+from rankwise._internals.forward import device_of, first_sequences, moved, run_model
 from rankwise.compression.divergence import Sample
 from rankwise.compression.pair_rotation import fitted
 from rankwise.compression.projections import (
@@ -22,7 +22,7 @@ from rankwise.compression.projections import (
 )
 from rankwise.compression.written import find_written
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.running import device_of, first_sequences, moved, run_model
+from rankwise.tracing import MixerSite, capture
 
 WRITTEN = (
     "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "

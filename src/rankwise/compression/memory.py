@@ -35,7 +35,7 @@ def naming_layer(name: str) -> Iterator[None]:
             raise
         raise CompressionError(
             f"attention layer {name!r}",
-            wanted="memory for its attention matrices",
+            expected="memory for its attention matrices",
             got=_said(error),
             fix="Give fewer or shorter sequences, or smaller batches; the model is unchanged.",
         ) from error
@@ -58,7 +58,7 @@ def no_memory(model: nn.Module, error: BaseException, under_way: str) -> Compres
     subject = f"layer {running[-1]!r}" if running else f"model {type(model).__name__}"
     return CompressionError(
         subject,
-        wanted=f"memory for {under_way or 'a batch'}",
+        expected=f"memory for {under_way or 'a batch'}",
         got=_said(error),
         fix="Give fewer or shorter sequences, or smaller batches; the model is unchanged.",
     )

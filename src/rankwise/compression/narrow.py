@@ -69,7 +69,7 @@ class NarrowProjection(nn.Module):
         if not isinstance(narrow, nn.Linear):
             raise CompressionError(
                 "`widened`",
-                wanted="a narrowed layer that is linear",
+                expected="a narrowed layer that is linear",
                 got="one whose keys are read out of a latent",
                 fix="Load the original.",
             )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise._internals.forward import batch_size, device_of, first_sequences, moved, run_model
 from rankwise.compression.outputs import main_output
-from rankwise.running import batch_size, device_of, first_sequences, moved, run_model
 
 SEQUENCES = 16
 """On which outputs are compared, at most."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import run_model
 from rankwise.errors import CompressionError
-from rankwise.running import run_model
 
 COUNTED = 8
 """Tokens whose cache is counted."""
@@ -47,7 +47,7 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
             layer, _, own = name.rpartition(".")
             raise CompressionError(
                 f"layer {layer!r}" if layer else f"model {type(model).__name__}",
-                wanted="finite weights",
+                expected="finite weights",
                 got=f"NaN or infinity in {broken} of {weight.numel()} numbers of its {own}",
                 fix="Mend the weights: `rankwise audit` shows what they reach. The model is as it was.",
             )
@@ -55,7 +55,7 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
     low = output.dtype in (torch.float16, torch.bfloat16)
     raise CompressionError(
         f"model {type(model).__name__}",
-        wanted="finite outputs",
+        expected="finite outputs",
         got=f"NaN or infinity in {broken} of {output.numel()}; its weights are finite",
         fix=("Use float32" if low else "Look at the batch")
         + ": `rankwise audit` shows where it begins. The model is as it was.",

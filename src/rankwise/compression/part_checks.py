@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import device_of, first_sequences, moved
 from rankwise.compression.outputs import check_finite, main_output
 from rankwise.errors import CompressionError
-from rankwise.running import device_of, first_sequences, moved
 
 Layer = TypeVar("Layer")
 
@@ -62,7 +62,7 @@ def check_some(model: nn.Module, layers: list[Any], reasons: dict[str, str], wan
         return
     said = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2])
     raise CompressionError(
-        f"model {type(model).__name__}", wanted=wanted, got=said or "no such attention", fix=fix
+        f"model {type(model).__name__}", expected=wanted, got=said or "no such attention", fix=fix
     )
 
 
@@ -75,7 +75,7 @@ def no_finite_layer(broken: dict[str, str]) -> CompressionError:
     name, reason = next(iter(broken.items()))
     return CompressionError(
         f"attention layer {name!r}",
-        wanted="finite queries and keys",
+        expected="finite queries and keys",
         got=reason,
         fix="Mend the weights, or use float32: `rankwise audit` shows where it begins.",
     )
@@ -93,7 +93,10 @@ def check_width(width: int | float | None, least: int) -> None:
     """
     if width is not None and width >= least:
         raise CompressionError(
-            "`width`", wanted=f"a mean width below the present {least}", got=f"{width:g}", fix="Ask for less."
+            "`width`",
+            expected=f"a mean width below the present {least}",
+            got=f"{width:g}",
+            fix="Ask for less.",
         )
 
 
@@ -110,7 +113,7 @@ def check_tokens(tokens: int, width: int) -> None:
     if tokens < LEAST_TOKENS * width:
         raise CompressionError(
             "the calibration data",
-            wanted=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
+            expected=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
             got=f"{tokens}",
             fix="Give more text.",
         )

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture import MixerSite, StateSite, capture
+from rankwise._internals.forward import device_of, moved, run_model
 from rankwise.compression.end_to_end import attention_moves, softmax_sites
 from rankwise.compression.latency import measure_latency
 from rankwise.compression.outputs import cache_bytes, main_output, relative_error
 from rankwise.compression.parts import PartResult
 from rankwise.compression.task import Task, measure_task
-from rankwise.running import device_of, moved, run_model
+from rankwise.tracing import MixerSite, StateSite, capture
 
 
 @dataclass

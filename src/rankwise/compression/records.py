@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rankwise.audit.fields import Number, Record
+from rankwise._internals.files import write_file
+from rankwise.auditing.fields import Number, Record
 from rankwise.errors import InputError, RecordError
-from rankwise.files import write_whole
 
 
 class HeadWidth(Record):
@@ -204,7 +204,7 @@ class Compression(Record):
         Raises:
             InputError: if it cannot be written.
         """
-        return write_whole(Path(path), self.model_dump_json(indent=1), "compression")
+        return write_file(Path(path), self.model_dump_json(indent=1), "compression")
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that needs nothing else.
@@ -217,7 +217,7 @@ class Compression(Record):
         """
         from rankwise.compression.page import render_page
 
-        return write_whole(Path(path), render_page(self), "page")
+        return write_file(Path(path), render_page(self), "page")
 
     @classmethod
     def load(cls, path: str | Path) -> "Compression":
@@ -236,14 +236,14 @@ class Compression(Record):
         except OSError as error:
             raise InputError(
                 f"compression {path}",
-                wanted="a file that can be read",
+                expected="a file that can be read",
                 got=error.strerror or str(error),
                 fix="Check the path.",
             ) from error
         except (ValidationError, UnicodeDecodeError) as error:
             raise RecordError(
                 f"compression {path}",
-                wanted="what `Compression.save` writes",
+                expected="what `Compression.save` writes",
                 got=str(error).splitlines()[0],
                 fix="Compress the model again.",
             ) from error

@@ -191,7 +191,7 @@ def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
     if parts is None or parts[0].shape[0 if cut.side == "out" else 1] != cut.size:
         raise CompressionError(
             f"module {cut.module!r}",
-            wanted=f"a linear layer with {cut.size} channels ({cut.side})",
+            expected=f"a linear layer with {cut.size} channels ({cut.side})",
             got=f"a {module!r}",
             fix="Load it into the class it was saved from.",
         )

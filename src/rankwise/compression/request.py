@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rankwise._internals.forward import batch_size, changed
 from rankwise.compression.parts import parts
 from rankwise.compression.structure import structure_of
 from rankwise.errors import CompressionError, InputError, did_you_mean
-from rankwise.running import batch_size, changed
 
 
 def chosen_parts(names: Sequence[str]) -> list[str]:
@@ -27,14 +27,14 @@ def chosen_parts(names: Sequence[str]) -> list[str]:
     if wrong or not names:
         raise CompressionError(
             "`parts`",
-            wanted="names of parts",
+            expected="names of parts",
             got=repr(wrong[0]) if wrong else "none",
             fix=did_you_mean(wrong[0] if wrong else "", known),
         )
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise CompressionError(
-            "`parts`", wanted="each part once", got=f"{twice[0]!r} twice", fix="Name each part once."
+            "`parts`", expected="each part once", got=f"{twice[0]!r} twice", fix="Name each part once."
         )
     return [name for name in known if name in names]
 
@@ -48,7 +48,7 @@ def check_untouched(model: nn.Module) -> None:
     if structure_of(model).changes:
         raise CompressionError(
             f"model {type(model).__name__}",
-            wanted="a model that is not compressed yet",
+            expected="a model that is not compressed yet",
             got="one that is",
             fix="Load the original, and compress it once to the budget you want.",
         )
@@ -72,7 +72,7 @@ def check_budget(keep: Any, tolerance: Any, width: Any, calibrate: Any) -> None:
     if isinstance(calibrate, bool) or not isinstance(calibrate, Integral) or int(calibrate) < 0:
         wrong.append(("`calibrate`", "0 or more steps, a whole number", calibrate))
     for name, wanted, got in wrong:
-        raise CompressionError(name, wanted=wanted, got=repr(got), fix="Mend the number.")
+        raise CompressionError(name, expected=wanted, got=repr(got), fix="Mend the number.")
 
 
 def _real(value: Any) -> bool:
@@ -92,13 +92,15 @@ def listed_batches(batches: Iterable[Any], name: str) -> list[Any]:
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise InputError(
             f"`{name}`",
-            wanted="an iterable of batches",
+            expected="an iterable of batches",
             got=type(batches).__name__,
             fix="Put a single batch into a list: `[batch]`.",
         )
     data = list(batches)
     if not data or not sum(batch_size(batch) for batch in data):
-        raise InputError(f"`{name}`", wanted="a batch or more", got="none", fix="Give data the model takes.")
+        raise InputError(
+            f"`{name}`", expected="a batch or more", got="none", fix="Give data the model takes."
+        )
     return data
 
 

@@ -87,7 +87,7 @@ def _usable(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
     if any(True for _ in narrow_projections(model)):
         raise CompressionError(
             f"model {type(model).__name__}",
-            wanted="a model that is not compressed yet",
+            expected="a model that is not compressed yet",
             got="one with narrowed queries and keys",
             fix="Load the original, and compress it once to the width you want.",
         )

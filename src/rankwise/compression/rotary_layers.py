@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture import MixerSite, capture
+from rankwise._internals.forward import device_of, first_sequences, moved, run_model
 from rankwise.compression.layers import Found, linear_outputs
 from rankwise.compression.pair_rotation import fitted
 from rankwise.compression.projections import Projection, each_once, head_layouts, names_below, side_of
 from rankwise.operators import SoftmaxMixing
-from rankwise.running import device_of, first_sequences, moved, run_model
+from rankwise.tracing import MixerSite, capture
 
 FIT = 16
 """Roundings of the dtype, relative in the Frobenius norm, that the fitted rotation may be off."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise._internals.forward import batch_size, eval_mode
 from rankwise.compression.budget import SharedBudget
 from rankwise.compression.memory import no_memory, out_of_memory
 from rankwise.compression.output_price import OutputPrice
@@ -22,7 +23,6 @@ from rankwise.compression.request import (
     listed_batches,
 )
 from rankwise.errors import CompressionError
-from rankwise.running import batch_size, evaluating
 
 SLOWER = 1.03
 """After/before above which a model is called slower, if 9 rounds of 10 say so too."""
@@ -81,7 +81,7 @@ def compress_qk(
         >>> sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
         >>> model = BertModel(BertConfig(vocab_size=99, **sizes)).eval()
         >>> batch = {"input_ids": torch.randint(0, 99, (4, 24))}
-        >>> done = rw.compress_qk(model, [batch], width=4, time=False, nulls=False)
+        >>> done = rw.compression.compress_qk(model, [batch], width=4, time=False, nulls=False)
         >>> done.mean_width, sorted({head.before for head in done.heads})
         (4.0, [16])
         >>> model.encoder.layer[0].attention.self.query  # doctest: +ELLIPSIS
@@ -92,7 +92,7 @@ def compress_qk(
     """
     if width is not None and tolerance is not None:
         raise CompressionError(
-            "`compress_qk`", wanted="a tolerance or a width", got="both", fix="Leave one of them out."
+            "`compress_qk`", expected="a tolerance or a width", got="both", fix="Leave one of them out."
         )
     tolerance = 0.01 if width is None and tolerance is None else tolerance
     return _compress(
@@ -136,7 +136,7 @@ def compress(
         tolerance: or what it may cost. Of several parts, the price of all together on the calibration data.
             Of one part alone, nats: of ``qk`` and ``rotary`` the attention KL, of ``kv`` the KL of the
             outputs as predicted to second order; of ``heads``, the share of the loss that removing them
-            together may cost, the loss as `rankwise.worth` takes it.
+            together may cost, the loss as `rankwise.importance` takes it.
         parts: which, by name.
         calibrate: steps of Adam for each layer.
         held_out: data to measure prices on.
@@ -157,12 +157,12 @@ def compress(
     """
     if keep is not None and tolerance is not None:
         raise CompressionError(
-            "`compress`", wanted="a share to keep or a tolerance", got="both", fix="Leave one of them out."
+            "`compress`", expected="a share to keep or a tolerance", got="both", fix="Leave one of them out."
         )
     if width is not None and (keep is not None or tolerance is not None or chosen_parts(parts) != ["qk"]):
         raise CompressionError(
             "`width`",
-            wanted="the part qk alone, with neither a share to keep nor a tolerance",
+            expected="the part qk alone, with neither a share to keep nor a tolerance",
             got=f"parts {parts!r}, keep {keep}, tolerance {tolerance}",
             fix="Use `keep` or `tolerance` for other parts.",
         )
@@ -215,7 +215,7 @@ def _compress(
     job = Job(model, data, figures or data, keep, tolerance, width, calibrate, nulls, seed, said)
     done: list[PartResult] = []
     budget: Budget | None = None
-    with evaluating(model):
+    with eval_mode(model):
         try:
             if len(chosen) == 1:
                 done.append(parts()[chosen[0]](job).finish(job))

@@ -8,10 +8,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from rankwise._internals.files import parse_json, write_file
 from rankwise.compression.records import Compression
 from rankwise.compression.structure import read_structure, rebuild, structure_of
 from rankwise.errors import CompressionError, InputError
-from rankwise.files import parse_json, write_whole
 
 WEIGHTS, STRUCTURE, RECORD = "model.safetensors", "structure.json", "compression.json"
 
@@ -38,14 +38,14 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
     if not structure.changes:
         raise CompressionError(
             f"model {type(model).__name__}",
-            wanted="a compressed model",
+            expected="a compressed model",
             got="one without narrowed layers",
-            fix="Compress it first: `rw.compress_qk(model, batches)`.",
+            fix="Compress it first: `rw.compression.compress_qk(model, batches)`.",
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
             f"folder {folder}",
-            wanted="a new or empty folder",
+            expected="a new or empty folder",
             got="one with files in it" if folder.is_dir() else "a file",
             fix="Choose another name.",
         )
@@ -61,12 +61,12 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             weights = {
                 name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()
             }
-            write_whole(folder / WEIGHTS, lambda partial: save_file(weights, partial), "weights")
-            write_whole(folder / STRUCTURE, structure.model_dump_json(), "structure")
+            write_file(folder / WEIGHTS, lambda partial: save_file(weights, partial), "weights")
+            write_file(folder / STRUCTURE, structure.model_dump_json(), "structure")
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"folder {folder}",
-            wanted="a folder that can be written",
+            expected="a folder that can be written",
             got=str(error),
             fix="Choose a folder you may write to and that has room.",
         ) from error
@@ -96,7 +96,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> ids = torch.randint(0, 50, (2, 24))
-        >>> done = rw.compress_qk(model, [{"input_ids": ids}], width=8, time=False, nulls=False)
+        >>> done = rw.compression.compress_qk(model, [{"input_ids": ids}], width=8, time=False, nulls=False)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model.save_pretrained(folder)
         ...     again = rw.load_compressed(folder)
@@ -115,7 +115,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
     if not isinstance(noted, dict) or noted.get("quant_method") != NAME or not names:
         raise CompressionError(
             f"folder {folder}",
-            wanted="a compressed model of transformers",
+            expected="a compressed model of transformers",
             got="a configuration that names no compression",
             fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
         )
@@ -126,7 +126,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
     if known is None:
         raise CompressionError(
             f"folder {folder}",
-            wanted="a class of transformers",
+            expected="a class of transformers",
             got=str(names[0]),
             fix="Build the model yourself and pass it as `model=`.",
         )
@@ -142,7 +142,7 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"weights {folder / WEIGHTS}",
-            wanted="a file that `save_compressed` wrote",
+            expected="a file that `save_compressed` wrote",
             got=str(error),
             fix="Save the model again.",
         ) from error
@@ -153,7 +153,7 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     except RuntimeError as error:
         raise CompressionError(
             f"weights {folder / WEIGHTS}",
-            wanted=f"those of a {type(model).__name__} of the same sizes",
+            expected=f"those of a {type(model).__name__} of the same sizes",
             got=str(error).splitlines()[-1].strip(),
             fix="Build the model as it was built when it was saved.",
         ) from error
@@ -166,7 +166,7 @@ def _read_json(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise InputError(
             f"file {path}",
-            wanted="JSON of a compressed model",
+            expected="JSON of a compressed model",
             got="no such file" if isinstance(error, FileNotFoundError) else str(error),
             fix="Check the folder; of a module that is none of transformers, pass `model=`.",
         ) from error

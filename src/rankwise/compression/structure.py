@@ -97,7 +97,7 @@ def read_structure(content: Any, where: str) -> Structure:
         first = error.errors()[0]
         raise CompressionError(
             where,
-            wanted="the structure of a compressed model, as `save_compressed` writes it",
+            expected="the structure of a compressed model, as `save_compressed` writes it",
             got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
             fix="Save the model again, with the same version of Rankwise.",
         ) from error
@@ -152,7 +152,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
         known = [name for name, _ in model.named_modules()]
         raise CompressionError(
             f"model {type(model).__name__}",
-            wanted=f"a module {name!r}, which was compressed",
+            expected=f"a module {name!r}, which was compressed",
             got="none",
             fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
         ) from None
@@ -160,5 +160,5 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 def _another(name: str, wanted: str, got: nn.Module) -> CompressionError:
     return CompressionError(
-        f"module {name!r}", wanted=wanted, got=f"a {got!r}", fix="Load it into the class it was saved from."
+        f"module {name!r}", expected=wanted, got=f"a {got!r}", fix="Load it into the class it was saved from."
     )

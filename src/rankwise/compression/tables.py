@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rankwise.audit.measures import shown
+from rankwise.auditing.measures import shown
 from rankwise.compression.latent_tables import latent_tables, latent_words
 from rankwise.compression.records import Budget, Compression
 

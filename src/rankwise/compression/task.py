@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise._internals.forward import run_model
 from rankwise.compression.outputs import is_decoder
-from rankwise.running import run_model
 
 Metric = Literal["", "accuracy", "token accuracy"]
 

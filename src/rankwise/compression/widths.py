@@ -82,7 +82,7 @@ def widths_under_budget(curves: list[tuple[list[int], list[float]]], budget: int
     if room < 0:
         raise CompressionError(
             "budget",
-            wanted=f"a width of at least {math.ceil(sum(taken) / len(taken))} on average",
+            expected=f"a width of at least {math.ceil(sum(taken) / len(taken))} on average",
             got=f"{budget / max(len(taken), 1):.2f}",
             fix="Keep more.",
         )

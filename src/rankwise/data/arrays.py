@@ -41,7 +41,7 @@ def open_array(path: str | Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
     file, name = _split(path)
     if not file.is_file():
-        raise InputError(str(file), wanted="a file of pictures", got="no such file", fix="Check the path.")
+        raise InputError(str(file), expected="a file of pictures", got="no such file", fix="Check the path.")
     subject = f"{file}:{name}" if name else str(file)
     return _read(file, lambda arrays: _pixels(arrays[_chosen(arrays, file, name)], subject))
 
@@ -63,7 +63,7 @@ def open_labels(path: str | Path, count: int, classes: int) -> np.ndarray[Any, n
         if name not in arrays.files:
             raise InputError(
                 f"{file}:{name}",
-                wanted="an array of the file",
+                expected="an array of the file",
                 got="none of that name",
                 fix=did_you_mean(name, arrays.files),
             )
@@ -74,7 +74,7 @@ def open_labels(path: str | Path, count: int, classes: int) -> np.ndarray[Any, n
             got += f", {values.min()} to {values.max()}" if right else ""
             raise InputError(
                 f"{file}:{name}",
-                wanted=f"{count} whole numbers from 0 to {classes - 1}",
+                expected=f"{count} whole numbers from 0 to {classes - 1}",
                 got=got,
                 fix="Give each picture its class.",
             )
@@ -92,7 +92,7 @@ def _read(file: Path, take: Callable[[Any], Array]) -> Array:
             raise
         raise InputError(
             str(file),
-            wanted="a .npz file of NumPy arrays",
+            expected="a .npz file of NumPy arrays",
             got=f"a file that cannot be read as one ({error})",
             fix="Write it with `numpy.savez`.",
         ) from error
@@ -114,24 +114,26 @@ def _chosen(arrays: Any, file: Path, name: str) -> str:
     if name:
         raise InputError(
             f"{file}:{name}",
-            wanted="an array of the file",
+            expected="an array of the file",
             got="none of that name",
             fix=did_you_mean(name, shapes),
         )
     fix = f"Name one: {file}:{pictures[0]}." if pictures else "Give an array (N, H, W) or (N, H, W, C)."
-    raise InputError(str(file), wanted="one array of pictures", got=held, fix=fix)
+    raise InputError(str(file), expected="one array of pictures", got=held, fix=fix)
 
 
 def _pixels(values: Any, subject: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if values.ndim not in (3, 4) or values.dtype.kind not in "buif":
         got = f"shape {values.shape}, {values.dtype}"
         fix = "Give an array of numbers (N, H, W) or (N, H, W, C)."
-        raise InputError(subject, wanted="pictures", got=got, fix=fix)
+        raise InputError(subject, expected="pictures", got=got, fix=fix)
     if values.ndim == 4 and values.shape[-1] not in (1, 3, 4) and values.shape[1] in (1, 3, 4):
         values = np.moveaxis(values, 1, -1)
     if values.ndim == 4 and values.shape[-1] not in (1, 3, 4):
         got = f"shape {values.shape}"
-        raise InputError(subject, wanted="1, 3 or 4 channels", got=got, fix="Keep the channels of a picture.")
+        raise InputError(
+            subject, expected="1, 3 or 4 channels", got=got, fix="Keep the channels of a picture."
+        )
     if values.dtype == np.uint8:
         return values
     low, high = float(values.min()), float(values.max())
@@ -139,6 +141,6 @@ def _pixels(values: Any, subject: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if not (low >= 0 and high * scale <= 255):  # NaN is in no range
         got = f"{low:.4g} to {high:.4g}"
         raise InputError(
-            subject, wanted="pixels from 0 to 255, or from 0 to 1", got=got, fix="Scale them first."
+            subject, expected="pixels from 0 to 255, or from 0 to 1", got=got, fix="Scale them first."
         )
     return np.round(values.astype(np.float64) * scale).astype(np.uint8)

@@ -114,7 +114,9 @@ def windows(text: str, tokenizer: Tokenizer, *, tokens: int, sequences: int) -> 
     if len(ids) < room:
         total = len(ids) + special.size
         fix = f"Use --tokens {total} or less, or a longer text." if ids else "Use another text or tokenizer."
-        raise InputError("the text", wanted=f"{tokens} tokens for one window", got=f"{total} tokens", fix=fix)
+        raise InputError(
+            "the text", expected=f"{tokens} tokens for one window", got=f"{total} tokens", fix=fix
+        )
     starts = (room * i for i in evenly(len(ids) // room, sequences))
     return [special.around(ids[start : start + room]) for start in starts]
 
@@ -145,7 +147,7 @@ def separate(texts: Sequence[str], tokenizer: Tokenizer, *, tokens: int, sequenc
     if not encoded:
         got = f"{len(texts)} without a token"
         raise InputError(
-            "the texts", wanted="at least one with a token", got=got, fix="Check the text column."
+            "the texts", expected="at least one with a token", got=got, fix="Check the text column."
         )
     special = _special_tokens(encoded[0][0], tokenizer, tokens)
     return [special.around(ids[: tokens - special.size]) for _, ids in encoded]

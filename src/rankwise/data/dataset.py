@@ -52,7 +52,7 @@ def parse_dataset(spec: str) -> DatasetSpec:
     if len(rest) > 2 or not head + name:
         raise InputError(
             f"--dataset {spec!r}",
-            wanted="NAME[@CONFIG][:SPLIT[:COLUMN]]",
+            expected="NAME[@CONFIG][:SPLIT[:COLUMN]]",
             got=f"{len(rest) + 1} parts" if name else "no name",
             fix="For instance: --dataset stanfordnlp/imdb:test:text",
         )
@@ -89,7 +89,7 @@ def dataset_texts(spec: str | DatasetSpec, *, rows: int = 4096) -> list[str]:
     if spec.column not in data.column_names:
         raise InputError(
             spec.name,
-            wanted=f"a column {spec.column!r}",
+            expected=f"a column {spec.column!r}",
             got=f"the columns {', '.join(map(repr, data.column_names))}",
             fix=did_you_mean(spec.column, data.column_names),
         )
@@ -102,7 +102,7 @@ def _strings(texts: list[Any], spec: DatasetSpec) -> list[str]:
     if wrong or not texts:
         raise InputError(
             f"column {spec.column!r} of {spec.name}",
-            wanted="texts",
+            expected="texts",
             got=f"values of type {wrong}" if wrong else "no rows",
             fix="Name the column that holds the text: --dataset NAME:SPLIT:COLUMN",
         )
@@ -123,7 +123,7 @@ def need_datasets(subject: str = "--dataset") -> None:
     except ImportError as error:
         raise InputError(
             subject,
-            wanted="the package datasets to read it",
+            expected="the package datasets to read it",
             got="no such package installed",
             fix="Install it: pip install 'rankwise[train]'; or give a file: --text FILE (text or .jsonl).",
         ) from error
@@ -139,7 +139,7 @@ def _load(spec: DatasetSpec) -> Any:
         _need_name(spec.name)
         need_hub(
             spec.name,
-            wanted="a data set: a file, a folder or a name on the Hugging Face Hub",
+            expected="a data set: a file, a folder or a name on the Hugging Face Hub",
             fix="Use --text FILE, or --dataset with a local file or folder.",
         )
         return _from_hub(spec)
@@ -148,13 +148,13 @@ def _load(spec: DatasetSpec) -> Any:
     except Exception as error:  # of datasets, which raises whatever its readers and file systems raise
         first = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
         fix = "Check name, configuration and split: NAME@CONFIG:SPLIT:COLUMN; or give a file: --text FILE."
-        raise InputError(spec.name, wanted="a data set that can be read", got=first, fix=fix) from error
+        raise InputError(spec.name, expected="a data set that can be read", got=first, fix=fix) from error
 
 
 def _need_name(name: str) -> None:
     """Refuse what is plainly meant as a path: the Hub would be asked for nothing."""
     if name.startswith(("/", ".", "~")) or _DRIVE.match(name) or _suffix(Path(name)) in _READERS:
-        raise InputError(name, wanted="a data file or folder", got="no such file", fix="Check the path.")
+        raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
 
 
 def _suffix(path: Path) -> str:
@@ -168,7 +168,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     if suffix not in _READERS:
         known = ", ".join(_READERS)
         raise InputError(
-            str(path), wanted=f"a data file ({known})", got=f"{suffix or 'no'} ending", fix="Convert it."
+            str(path), expected=f"a data file ({known})", got=f"{suffix or 'no'} ending", fix="Convert it."
         )
     # not load_dataset("json", …): that counts the use on the Hub, and waits for it where there is no network
     return {"train": getattr(Dataset, f"from_{_READERS[suffix]}")(str(path))}
@@ -201,7 +201,7 @@ def _choose(splits: Mapping[str, Any], spec: DatasetSpec) -> Any:
     split = spec.split or _preferred(list(splits))
     if split not in splits:
         fix = did_you_mean(split, splits)
-        raise InputError(spec.name, wanted=f"a split {split!r}", got=f"{', '.join(splits)}", fix=fix)
+        raise InputError(spec.name, expected=f"a split {split!r}", got=f"{', '.join(splits)}", fix=fix)
     return splits[split]
 
 

@@ -71,5 +71,5 @@ def check_positive(**numbers: int) -> None:
         if number < 1:
             flag = name.replace("_", "-")
             raise InputError(
-                f"--{flag}", wanted="a whole number, 1 or more", got=str(number), fix=f"Give {name} ≥ 1."
+                f"--{flag}", expected="a whole number, 1 or more", got=str(number), fix=f"Give {name} ≥ 1."
             )

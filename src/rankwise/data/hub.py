@@ -36,12 +36,12 @@ def _ask(endpoint: str, timeout: float, answers: list[int]) -> None:
         return
 
 
-def need_hub(name: str, *, wanted: str, fix: str) -> None:
+def need_hub(name: str, *, expected: str, fix: str) -> None:
     """Refuse a name that only the Hub can resolve where the Hub does not answer.
 
     Args:
         name: model or data set, as the user gave it.
-        wanted: what would have done, such as ``"a local file or folder, or the Hugging Face Hub"``.
+        expected: what would have done, such as ``"a local file or folder, or the Hugging Face Hub"``.
         fix: what works without a network.
 
     Raises:
@@ -52,7 +52,7 @@ def need_hub(name: str, *, wanted: str, fix: str) -> None:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     raise InputError(
         name,
-        wanted=wanted,
+        expected=expected,
         got=f"no such file or folder, and no answer from {endpoint}",
         fix=f"{fix} What has been downloaded before is read with HF_HUB_OFFLINE=1 in the environment.",
     )

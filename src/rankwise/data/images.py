@@ -56,7 +56,7 @@ def read_images(
         >>> read_images("missing", processor=dict)
         Traceback (most recent call last):
         ...
-        rankwise.errors.InputError: missing: wanted a folder of pictures, got no such folder. Check the path.
+        rankwise.errors.InputError: missing: expected a folder of pictures, got no such folder. Check the ...
     """
     check_positive(sequences=sequences, batch_size=batch_size)
     need_pillow()
@@ -106,7 +106,7 @@ def find_images(folder: str | Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise InputError(
-            str(folder), wanted="a folder of pictures", got="no such folder", fix="Check the path."
+            str(folder), expected="a folder of pictures", got="no such folder", fix="Check the path."
         )
     found = sorted(
         path for path in folder.rglob("*") if _is_picture(path.relative_to(folder)) and path.is_file()
@@ -115,7 +115,7 @@ def find_images(folder: str | Path) -> list[Path]:
         others = sum(path.is_file() for path in folder.rglob("*"))
         fix = f"Give a folder with files ending in {', '.join(SUFFIXES)}."
         raise InputError(
-            str(folder), wanted="a folder of pictures", got=f"{others} files, none a picture", fix=fix
+            str(folder), expected="a folder of pictures", got=f"{others} files, none a picture", fix=fix
         )
     return found
 
@@ -143,7 +143,7 @@ def open_image(path: Path, mode: str = "RGB") -> Any:
         # Pillow says broken PNG as SyntaxError, truncated files as OSError, odd headers as ValueError
         raise InputError(
             str(path),
-            wanted="a picture",
+            expected="a picture",
             got=f"a file that cannot be read as one ({error})",
             fix="Remove or mend it.",
         ) from error
@@ -174,7 +174,7 @@ def need_pillow() -> None:
     except ImportError as error:
         fix = "Install it: pip install 'rankwise[images]'"
         raise InputError(
-            "pictures", wanted="Pillow to read them", got="no Pillow installed", fix=fix
+            "pictures", expected="Pillow to read them", got="no Pillow installed", fix=fix
         ) from error
 
 
@@ -187,7 +187,7 @@ def _process(images: list[Any], processor: ImageProcessor, first: str) -> dict[s
             raise
         raise InputError(
             f"the batch that begins with {first}",
-            wanted="pictures that the model's image processor makes the same size",
+            expected="pictures that the model's image processor makes the same size",
             got=f"sizes {', '.join(sizes)} ({str(error).splitlines()[0].rstrip('.')})",
             fix="Use --batch-size 1, or pictures of one size.",
         ) from error

@@ -90,25 +90,28 @@ def check_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str], 
         >>> check_texts(["one", 2], len)
         Traceback (most recent call last):
         ...
-        rankwise.errors.InputError: `texts`, number 2: wanted a str, got int. Give a list of strings.
+        rankwise.errors.InputError: `texts`, number 2: expected a str, got int. Give a list of strings.
     """
     several = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else None
     if several is None or isinstance(texts, dict):
         raise InputError(
-            "`texts`", wanted="a list of strings", got=type(texts).__name__, fix="Put the texts into a list."
+            "`texts`",
+            expected="a list of strings",
+            got=type(texts).__name__,
+            fix="Put the texts into a list.",
         )
     for number, text in enumerate(several, start=1):
         if not isinstance(text, str):
             got = type(text).__name__
             raise InputError(
-                f"`texts`, number {number}", wanted="a str", got=got, fix="Give a list of strings."
+                f"`texts`, number {number}", expected="a str", got=got, fix="Give a list of strings."
             )
     if not several:
-        raise InputError("`texts`", wanted="at least one text", got="none", fix="Give a list of strings.")
+        raise InputError("`texts`", expected="at least one text", got="none", fix="Give a list of strings.")
     if not callable(tokenizer):
         raise InputError(
             "`tokenizer`",
-            wanted="the tokenizer of the model, beside `texts`",
+            expected="the tokenizer of the model, beside `texts`",
             got="none" if tokenizer is None else type(tokenizer).__name__,
             fix="tokenizer = transformers.AutoTokenizer.from_pretrained(name of the model)",
         )

@@ -117,7 +117,7 @@ def load_image_processor(
         if size is None:
             raise InputError(
                 str(model),
-                wanted="a model that reads pictures",
+                expected="a model that reads pictures",
                 got="neither preprocessor_config.json nor image_size in its configuration",
                 fix="Give --text for a language model, or save the image processor beside the model.",
             ) from error
@@ -150,7 +150,7 @@ def plain_processor(settings: dict[str, Any], note: str = "") -> PlainImageProce
         known = 'a number, {"height": …, "width": …} or {"shortest_edge": …}'
         raise InputError(
             "size in preprocessor_config.json",
-            wanted=known,
+            expected=known,
             got=repr(size),
             fix="Install torchvision for this model.",
         )

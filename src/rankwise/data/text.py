@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rankwise._internals.files import parse_json
 from rankwise.errors import InputError, did_you_mean
-from rankwise.files import parse_json
 
 _ROWS = (".jsonl", ".jsonl.gz")
 _GZIP = b"\x1f\x8b"
@@ -32,7 +32,7 @@ def load_text(path: str | Path, column: str = "text") -> str | list[str]:
         >>> load_text("missing.txt")
         Traceback (most recent call last):
         ...
-        rankwise.errors.InputError: missing.txt: wanted a text file, got no such file. Check the path.
+        rankwise.errors.InputError: missing.txt: expected a text file, got no such file. Check the path.
     """
     return read_rows(path, column) if str(path).lower().endswith(_ROWS) else read_text(path)
 
@@ -49,7 +49,7 @@ def read_text(path: str | Path) -> str:
     text = _decode(_read_bytes(path), path)
     if not text.strip():
         raise InputError(
-            str(path), wanted="some text", got="an empty file", fix="Give a file with a paragraph or more."
+            str(path), expected="some text", got="an empty file", fix="Give a file with a paragraph or more."
         )
     return text
 
@@ -88,7 +88,7 @@ def read_labelled_rows(
             got = "an empty text" if not text else f"{number!r} in {label!r}"
             fix = "Correct the line or leave it out."
             raise InputError(
-                where, wanted=f'a text in "{column}" and a whole number in "{label}"', got=got, fix=fix
+                where, expected=f'a text in "{column}" and a whole number in "{label}"', got=got, fix=fix
             )
         texts.append(text)
         labels.append(number)
@@ -105,7 +105,7 @@ def _objects(path: str | Path, column: str) -> list[tuple[str, dict[str, Any]]]:
     rows = [(where, _object(line, where, column)) for where, line in places]
     if not rows:
         raise InputError(
-            str(path), wanted="JSON objects, one a line", got="an empty file", fix="Give a row or more."
+            str(path), expected="JSON objects, one a line", got="an empty file", fix="Give a row or more."
         )
     return rows
 
@@ -120,11 +120,11 @@ def _object(line: str, where: str, column: str) -> dict[str, Any]:
         row = parse_json(line)
     except ValueError as error:
         raise InputError(
-            where, wanted=wanted, got=f"no JSON ({error})", fix="Write one object a line."
+            where, expected=wanted, got=f"no JSON ({error})", fix="Write one object a line."
         ) from error
     if not isinstance(row, dict):
         raise InputError(
-            where, wanted=wanted, got=f"type {type(row).__name__}", fix="Write one object a line."
+            where, expected=wanted, got=f"type {type(row).__name__}", fix="Write one object a line."
         )
     return row
 
@@ -133,11 +133,11 @@ def _text(row: dict[str, Any], where: str, column: str) -> str:
     if column not in row:
         fields = ", ".join(map(repr, row)) or "none"
         fix = did_you_mean(column, row) or f"Write the text under {column!r}."
-        raise InputError(where, wanted=f"a field {column!r}", got=f"the fields {fields}", fix=fix)
+        raise InputError(where, expected=f"a field {column!r}", got=f"the fields {fields}", fix=fix)
     if not isinstance(row[column], str):
         got = f"type {type(row[column]).__name__} in {column!r}"
         raise InputError(
-            where, wanted="text", got=got, fix="Give the name of the column that holds the text."
+            where, expected="text", got=got, fix="Give the name of the column that holds the text."
         )
     return row[column]
 
@@ -148,18 +148,20 @@ def _read_bytes(path: str | Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise InputError(str(path), wanted=wanted, got="no such file", fix="Check the path.") from error
+        raise InputError(str(path), expected=wanted, got="no such file", fix="Check the path.") from error
     except IsADirectoryError as error:
-        raise InputError(str(path), wanted=wanted, got="a folder", fix="Name one file in it.") from error
+        raise InputError(str(path), expected=wanted, got="a folder", fix="Name one file in it.") from error
     except PermissionError as error:
         if path.is_dir():  # what Windows says of a folder
-            raise InputError(str(path), wanted=wanted, got="a folder", fix="Name one file in it.") from error
+            raise InputError(
+                str(path), expected=wanted, got="a folder", fix="Name one file in it."
+            ) from error
         raise InputError(
-            str(path), wanted=wanted, got="a file you may not read", fix="Change its permissions."
+            str(path), expected=wanted, got="a file you may not read", fix="Change its permissions."
         ) from error
     except OSError as error:
         raise InputError(
-            str(path), wanted=wanted, got=str(error), fix="Check the path and the disk."
+            str(path), expected=wanted, got=str(error), fix="Check the path and the disk."
         ) from error
 
 
@@ -169,7 +171,7 @@ def _unzip(raw: bytes, path: str | Path) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
             str(path),
-            wanted="a whole gzip file",
+            expected="a whole gzip file",
             got=f"a broken one ({error})",
             fix="Download or pack it again.",
         ) from error
@@ -183,7 +185,7 @@ def _decode(raw: bytes, path: str | Path) -> str:
         offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
         line = raw.count(b"\n", 0, offset) + 1
         got = f"byte 0x{raw[offset]:02X} at offset {offset} (line {line})"
-        raise InputError(str(path), wanted="UTF-8 text", got=got, fix=_conversion(raw, path)) from error
+        raise InputError(str(path), expected="UTF-8 text", got=got, fix=_conversion(raw, path)) from error
 
 
 def _conversion(raw: bytes, path: str | Path) -> str:

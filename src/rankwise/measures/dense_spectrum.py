@@ -8,7 +8,7 @@ The rule, as measured on a CPU by benchmarks/rank.py (decision 004):
 - what they leave open: the SVD.
 
 Matrices are decomposed a few at a time, so that what is formed on the way stays small; on a CPU each part on
-one thread, several beside each other (`rankwise.parallel`).
+one thread, several beside each other (`rankwise._internals.threads`).
 """
 
 import itertools
@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
-from rankwise.linalg import MATRIX, ratio, unit_scale
+from rankwise._internals.linalg import MATRIX, ratio, unit_scale
+from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.measures.inputs import Mixing, as_matrices
 from rankwise.operators import MixingOperator
-from rankwise.parallel import beside_each_other, numpy_is_on_one_thread
 
 DIRECT = 96
 """Fewer rows or columns than this go straight to the SVD, which is about as fast there."""
@@ -298,7 +298,7 @@ def measured_in_parts(mixing: Mixing, subject: str, measure: PartMeasure) -> tup
     Memory: the parts under way, `UNDER_WAY_BYTES` of them, or one matrix where that is more.
     """
     parts, at_once = _parts(mixing, subject)
-    answers = beside_each_other(lambda form: _measure_part(form(), measure), parts, at_once)
+    answers = map_threads(lambda form: _measure_part(form(), measure), parts, at_once)
     lead = mixing.shape[:-2]
     joined = (torch.cat(numbers) for numbers in zip(*answers, strict=True))
     return tuple(numbers.reshape(lead + numbers.shape[1:]) for numbers in joined)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from rankwise._internals.threads import map_threads
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures.counting import Counter
 from rankwise.measures.inputs import Mixing, to_float64
@@ -17,7 +18,6 @@ from rankwise.measures.krylov import Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator, t_quantile
 from rankwise.measures.rank import check_delta
 from rankwise.operators import DenseMixing, MixingOperator
-from rankwise.parallel import beside_each_other
 
 __all__ = [
     "Estimate",
@@ -156,7 +156,7 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     with torch.no_grad():
         indices = list(itertools.product(*map(range, batch)))
         needed = 8 * operator.shape[-1] * probes * steps
-        heads = beside_each_other(
+        heads = map_threads(
             lambda index: _measure(operator[index] if index else operator, probes, steps, seed),
             indices,
             max(1, UNDER_WAY_BYTES // needed) if operator.device.type == "cpu" else 1,
@@ -290,7 +290,7 @@ def _operator(op: Mixing) -> MixingOperator:
     if shape is None or len(shape) < 2 or 0 in shape[-2:]:
         raise ShapeError(
             "`estimate_spectrum`",
-            wanted="a MixingOperator or a tensor of shape (..., T, S) with T, S ≥ 1",
+            expected="a MixingOperator or a tensor of shape (..., T, S) with T, S ≥ 1",
             got=type(op).__name__ if shape is None else str(tuple(shape)),
             fix="Wrap an array with torch.as_tensor; give each matrix at least one row and one column.",
         )
@@ -303,14 +303,14 @@ def _check_budget(probes: int, steps: int) -> None:
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 8 or probes % 2:
         raise RankwiseError(
             "`probes`",
-            wanted="an even number, at least 8",
+            expected="an even number, at least 8",
             got=str(probes),
             fix="Each half corrects the other, and fewer may agree by chance; 16 is a good number.",
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 4:
         raise RankwiseError(
             "`steps`",
-            wanted="a whole number, at least 4",
+            expected="a whole number, at least 4",
             got=str(steps),
             fix="Each step is a product with M and one with its transpose; 64 is a good number.",
         )

@@ -54,14 +54,14 @@ def _check_matrices(mixing: Mixing, subject: str) -> None:
     if not isinstance(mixing, MixingOperator | Tensor):
         raise ShapeError(
             subject,
-            wanted="a MixingOperator or a tensor of shape (..., T, S)",
+            expected="a MixingOperator or a tensor of shape (..., T, S)",
             got=type(mixing).__name__,
             fix="Wrap an array with torch.as_tensor.",
         )
     if len(mixing.shape) < 2 or 0 in mixing.shape[-2:]:
         raise ShapeError(
             subject,
-            wanted="shape (..., T, S) with T, S ≥ 1",
+            expected="shape (..., T, S) with T, S ≥ 1",
             got=str(tuple(mixing.shape)),
             fix="Give each matrix at least one row and one column; leading axes may be empty.",
         )
@@ -82,14 +82,14 @@ def as_tokens(
     if tokens.ndim != 3 or 0 in tokens.shape[1:]:
         raise ShapeError(
             subject,
-            wanted="tokens of shape (B, T, D) with T, D ≥ 1",
+            expected="tokens of shape (B, T, D) with T, D ≥ 1",
             got=str(tuple(tokens.shape)),
             fix="Add the batch axis of a single sequence with tokens[None].",
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
         raise ShapeError(
             f"mask of {subject}",
-            wanted=f"torch.bool of shape {tuple(tokens.shape[:2])}, True where a token is real",
+            expected=f"torch.bool of shape {tuple(tokens.shape[:2])}, True where a token is real",
             got=f"{mask.dtype} of shape {tuple(mask.shape)}",
             fix="A tokenizer's attention_mask becomes one with .bool().",
         )
@@ -105,7 +105,7 @@ def to_float64(tensor: Tensor, subject: str) -> Tensor:
     if tensor.is_complex():
         raise ShapeError(
             subject,
-            wanted="real numbers",
+            expected="real numbers",
             got=str(tensor.dtype),
             fix="Measure tensor.real, tensor.imag or tensor.abs().",
         )

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.operators import DenseMixing, MixingOperator, PartMixing, SoftmaxMixing
+from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, SoftmaxMixing
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
@@ -92,7 +92,7 @@ class Gram:
 
 
 def _walks_rows(operator: MixingOperator) -> bool:
-    whole = operator.operator if isinstance(operator, PartMixing) else operator
+    whole = operator.operator if isinstance(operator, IndexedMixing) else operator
     return isinstance(whole, ROW_WALKED)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.errors import InputError
 from rankwise.operators import SoftmaxMixing
 
-__all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "needed_width"]
+__all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
 
 RIDGE = 1e-9
 """Added to second moments, relative to their mean eigenvalue: directions never seen stay finite."""
@@ -155,7 +155,7 @@ def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
     return real.sum(-1).double().to(vectors.device)[:, None].expand(vectors.shape[:-2])
 
 
-def needed_width(
+def required_head_dim(
     moments: LogitMoments | SoftmaxMixing, tolerance: float | int = WIDTH_TOLERANCE
 ) -> Float64[Tensor, "*batch"]:
     """Least query/key width whose best logits keep a head's attention, to second order.
@@ -184,11 +184,11 @@ def needed_width(
         >>> import torch
         >>> q, k = torch.randn(2, 64, 2), torch.randn(2, 64, 2)
         >>> wide = torch.nn.functional.pad(torch.stack([q[0], k[0]]), (0, 6))  # of 8 channels 6 are zeros
-        >>> bool(needed_width(SoftmaxMixing(wide[:1], wide[1:])).item() <= 2)
+        >>> bool(required_head_dim(SoftmaxMixing(wide[:1], wide[1:])).item() <= 2)
         True
     """
     if not 0 < tolerance < float("inf"):
-        raise InputError("`tolerance`", wanted="nats above 0", got=repr(tolerance), fix="0.01 is usual.")
+        raise InputError("`tolerance`", expected="nats above 0", got=repr(tolerance), fix="0.01 is usual.")
     seen = logit_moments(moments) if isinstance(moments, SoftmaxMixing) else moments
     pairs = seen.rows * seen.columns
     known = seen.query.isfinite().all(-1).all(-1) & seen.key.isfinite().all(-1).all(-1) & (pairs > 0)

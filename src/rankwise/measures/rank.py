@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from rankwise._internals.linalg import ratio
 from rankwise.errors import RankwiseError
-from rankwise.linalg import ratio
 from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, measured_in_parts, scaled_svd
 from rankwise.measures.inputs import Mixing
 from rankwise.measures.laws import measure_of
@@ -298,7 +298,7 @@ def check_delta(delta: float) -> None:
     if not sound:
         raise RankwiseError(
             "`delta`",
-            wanted="a finite number above 0",
+            expected="a finite number above 0",
             got=str(delta),
             fix="It is the smallest singular value that still counts, such as 0.01.",
         )

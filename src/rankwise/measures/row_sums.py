@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from rankwise.linalg import MATRIX, norm, ratio, unit_scale
+from rankwise._internals.linalg import MATRIX, norm, ratio, unit_scale
 from rankwise.measures.inputs import Mixing, as_operator
 from rankwise.measures.laws import measure_of
 from rankwise.operators import MixingOperator

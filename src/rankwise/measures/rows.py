@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
+from rankwise._internals.linalg import ratio
+from rankwise._internals.threads import map_threads
 from rankwise.errors import ShapeError
-from rankwise.linalg import ratio
 from rankwise.measures.inputs import Mixing, as_operator
 from rankwise.measures.row_sums import (
     ROW_MEASURES,
@@ -22,17 +23,16 @@ from rankwise.measures.row_sums import (
     walk_over,
 )
 from rankwise.operators import MixingOperator
-from rankwise.parallel import beside_each_other
 
 __all__ = [
     "RowSummary",
+    "first_token_mass",
     "head_distance",
     "identity_distance",
-    "peak_mass",
+    "max_token_mass",
     "row_distance",
     "row_entropy",
     "row_summary",
-    "sink_mass",
 ]
 
 UNDER_WAY_BYTES = 2**29
@@ -44,17 +44,17 @@ class RowSummary(NamedTuple):
     """What the rows of each matrix do. NaN where a matrix is not finite."""
 
     row_entropy: Float64[Tensor, "*batch"]
-    sink_mass: Float64[Tensor, "*batch"]
-    peak_mass: Float64[Tensor, "*batch"]
+    first_token_mass: Float64[Tensor, "*batch"]
+    max_token_mass: Float64[Tensor, "*batch"]
     row_distance: Float64[Tensor, "*batch"]
     identity_distance: Float64[Tensor, "*batch"]
     head_distance: Float64[Tensor, "*batch H"]
-    peak_token: Int64[Tensor, "*batch"]
-    """The column that `peak_mass` is the mean share of, the first of equals; −1 where that is NaN."""
+    max_token_index: Int64[Tensor, "*batch"]
+    """The column that `max_token_mass` is the mean share of, the first of equals; −1 where that is NaN."""
 
 
 def row_summary(op: MixingOperator | Mixing) -> RowSummary:
-    """Every measure of rows at once: `row_entropy`, `sink_mass`, `peak_mass`, the three distances.
+    """Compute every measure of rows at once: `row_entropy`, `first_token_mass`, `max_token_mass`, distances.
 
     The matrix is not formed: each is a sum over rows, and rows come in blocks.
 
@@ -79,7 +79,7 @@ def row_summary(op: MixingOperator | Mixing) -> RowSummary:
 
 
 def row_measures(op: MixingOperator | Mixing) -> dict[str, Tensor]:
-    """Every function marked by `row_measure`, `head_distance` and the token of `peak_mass`, from one walk.
+    """Compute all measures of rows, `head_distance` and `max_token_index` in one walk.
 
     Args:
         op: as in `row_summary`.
@@ -90,7 +90,7 @@ def row_measures(op: MixingOperator | Mixing) -> dict[str, Tensor]:
             return _measures_of(operator)
         sequences = [operator[at : at + 1] for at in range(operator.shape[0])]
         at_once = UNDER_WAY_BYTES // (8 * math.prod(operator.shape[1:]))
-        found = beside_each_other(_measures_of, sequences, max(1, at_once))
+        found = map_threads(_measures_of, sequences, max(1, at_once))
         return {name: torch.cat([numbers[name] for numbers in found]) for name in found[0]}
 
 
@@ -98,7 +98,7 @@ def _measures_of(operator: MixingOperator) -> dict[str, Tensor]:
     kinds = {kind for measure in ROW_MEASURES.values() for kind in measure.kinds}
     found = walk_over(operator, *kinds, HeadsApart)
     numbers = {name: measure.function(found) for name, measure in ROW_MEASURES.items()}
-    return numbers | {"head_distance": _head_distance(found), "peak_token": _peak_token(found)}
+    return numbers | {"head_distance": _head_distance(found), "max_token_index": _peak_token(found)}
 
 
 @row_measure(Shares, degree=0)
@@ -130,7 +130,7 @@ def row_entropy(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
 
 
 @row_measure(Shares, degree=0)
-def sink_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*batch"]:
+def first_token_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*batch"]:
     """Mean share of a row spent on one token, by default the first.
 
     Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Zero rows are left out of the mean.
@@ -147,16 +147,16 @@ def sink_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*batch"]:
 
     Examples:
         >>> import torch
-        >>> sink_mass(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).item()
+        >>> first_token_mass(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).item()
         0.75
     """
-    found = walk(op, "sink_mass")
+    found = walk(op, "first_token_mass")
     shares = found.of(Shares)
     sources = shares.mass.shape[-1]
     if not -sources <= column < sources:
         raise ShapeError(
-            "`column` of `sink_mass`",
-            wanted=f"an index in [−{sources}, {sources})",
+            "`column` of `first_token_mass`",
+            expected=f"an index in [−{sources}, {sources})",
             got=str(column),
             fix="Name a column of the matrix.",
         )
@@ -164,7 +164,7 @@ def sink_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*batch"]:
 
 
 @row_measure(Shares, degree=0)
-def peak_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
+def max_token_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
     """Largest mean share of a row that any one token gets.
 
     Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Zero rows are left out of the mean.
@@ -180,10 +180,10 @@ def peak_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
 
     Examples:
         >>> import torch
-        >>> peak_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
+        >>> max_token_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
         0.75
     """
-    found = walk(op, "peak_mass")
+    found = walk(op, "max_token_mass")
     shares = found.of(Shares)
     return found.known(shares.mass.amax(-1) / shares.live)
 
@@ -192,7 +192,7 @@ def peak_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
 def row_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
     """Distance to the nearest matrix with equal rows, as a share of the norm.
 
-    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_collapse` of the rows.
+    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_spread` of the rows.
     Range: [0, 1] for any real matrix; 0 = all rows equal, so that every token receives the same mixture.
     NaN where a matrix holds NaN or infinity.
     Cost: O(T S).
@@ -266,7 +266,7 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
     if len(operator.shape) < 3:
         raise ShapeError(
             "`head_distance`",
-            wanted="shape (..., H, T, S)",
+            expected="shape (..., H, T, S)",
             got=str(tuple(operator.shape)),
             fix="Stack the heads of a layer on the axis before T.",
         )
@@ -274,7 +274,7 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
 
 
 def _peak_token(found: Walk) -> Int64[Tensor, "*batch"]:
-    return found.of(Shares).mass.argmax(-1).masked_fill(peak_mass(found).isnan(), -1)
+    return found.of(Shares).mass.argmax(-1).masked_fill(max_token_mass(found).isnan(), -1)
 
 
 def _head_distance(found: Walk) -> Float64[Tensor, "*batch H H"]:
@@ -290,7 +290,7 @@ def _heads_of(op: MixingOperator | Mixing) -> MixingOperator:
     if shape is None or len(shape) < 3 or 0 in shape[-3:]:
         raise ShapeError(
             "`row_summary`",
-            wanted="a MixingOperator or a tensor of shape (..., H, T, S) with H, T, S ≥ 1",
+            expected="a MixingOperator or a tensor of shape (..., H, T, S) with H, T, S ≥ 1",
             got=type(op).__name__ if shape is None else str(tuple(shape)),
             fix="Stack the heads of a layer on the axis before T.",
         )

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
+from rankwise._internals.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
 from rankwise.measures.inputs import as_tokens, to_float64
 from rankwise.measures.laws import measure_of
 from rankwise.measures.rank import effective_rank, scaled_spectrum
@@ -16,10 +16,10 @@ from rankwise.shapes import TokenMask, Tokens
 __all__ = [
     "coding_rate",
     "mean_cosine",
+    "relative_update",
     "state_effective_rank",
-    "state_turn",
-    "token_collapse",
     "token_norm",
+    "token_spread",
     "variational_rate",
 ]
 
@@ -29,7 +29,7 @@ RTOL = 1e-6
 
 
 @measure_of("tokens", degree=0)
-def token_collapse(
+def token_spread(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
 ) -> Float64[Tensor, " B"]:
     """Distance of the tokens from their mean: μ, or its share of the norm.
@@ -54,10 +54,10 @@ def token_collapse(
     Examples:
         >>> import torch
         >>> states = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]])
-        >>> token_collapse(states).tolist()
+        >>> token_spread(states).tolist()
         [1.0, 0.0]
     """
-    states, valid, usable = as_tokens(tokens, mask, "`token_collapse`")
+    states, valid, usable = as_tokens(tokens, mask, "`token_spread`")
     unit = unit_scale(states, MATRIX)
     states = states / unit
     distance = mean_distance(states, valid)
@@ -153,7 +153,7 @@ def state_effective_rank(
     return effective_rank(states).masked_fill(~usable, math.nan)
 
 
-def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
     """How far the states after a block point away from those before it.
 
     Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y before and Z after; 0 where Z is 0.
@@ -173,20 +173,20 @@ def state_turn(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> 
     Examples:
         >>> import torch
         >>> y = torch.randn(1, 5, 3)
-        >>> bool(state_turn(y, -2 * y) < 1e-7)
+        >>> bool(relative_update(y, -2 * y) < 1e-7)
         True
-        >>> state_turn(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 3.0]]])).item()
+        >>> relative_update(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 3.0]]])).item()
         1.0
     """
     if before.shape != after.shape:
         raise ShapeError(
-            "`state_turn`",
-            wanted="states of one shape before and after",
+            "`relative_update`",
+            expected="states of one shape before and after",
             got=f"{tuple(before.shape)} and {tuple(after.shape)}",
             fix="Compare states of one stack, layer by layer.",
         )
-    y, valid, usable = as_tokens(before, mask, "`state_turn`")
-    z, _, also = as_tokens(after, mask, "`state_turn`")
+    y, valid, usable = as_tokens(before, mask, "`relative_update`")
+    z, _, also = as_tokens(after, mask, "`relative_update`")
     usable = usable & also & valid.any(-1)
     y, z = (states / unit_scale(states, MATRIX) for states in (y, z))
     along = ratio((y * z).sum(MATRIX), y.square().sum(MATRIX))
@@ -231,7 +231,7 @@ def coding_rate(
     if not (math.isfinite(eps) and eps > 0):
         raise RankwiseError(
             "`eps`",
-            wanted="a finite number above 0",
+            expected="a finite number above 0",
             got=str(eps),
             fix="It is the distortion allowed, such as 0.5.",
         )
@@ -281,7 +281,7 @@ def variational_rate(
     if projection.ndim != 4 or membership.shape != projection.shape[:3]:
         raise ShapeError(
             "`variational_rate`",
-            wanted="projection (B, H, T, K) and membership (B, H, T)",
+            expected="projection (B, H, T, K) and membership (B, H, T)",
             got=f"{tuple(projection.shape)} and {tuple(membership.shape)}",
             fix="Move the heads before the tokens.",
         )
@@ -312,7 +312,7 @@ def _check_rounding(low: Float64[Tensor, " B"], high: Float64[Tensor, " B"]) -> 
         at = unsure[0]
         raise RankwiseError(
             "`coding_rate`",
-            wanted=f"tokens whose rate rounding leaves right to {RTOL:g} of it",
+            expected=f"tokens whose rate rounding leaves right to {RTOL:g} of it",
             got=f"sequence {at}, whose rate is anything from {float(low[at]):.6g} to {float(high[at]):.6g}",
             fix="Normalise the tokens first, or give an `eps` near their size: rounding hides directions "
             "below 1e-16 of the largest, and these lie above ε.",

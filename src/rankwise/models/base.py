@@ -75,7 +75,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
         if any(weight is not found[0] for weight in found):
             raise InputError(
                 f"weights of {type(self).__name__}",
-                wanted='one λ for all layers, as skip="shared" says',
+                expected='one λ for all layers, as skip="shared" says',
                 got=f"of its own for each: {', '.join(f'{weight.item():g}' for weight in found)}",
                 fix='Load them with skip="learned".',
             )
@@ -96,7 +96,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
             if name in PACKING:
                 raise InputError(
                     f"`{name}`",
-                    wanted="one text in a row",
+                    expected="one text in a row",
                     got="several, packed",
                     fix="TSSA does not read where packed texts end: give each a row, and a mask.",
                 )
@@ -104,7 +104,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
                 known = [known for known in inspect.signature(self.forward).parameters if known != "kwargs"]
                 raise InputError(
                     f"`{name}`",
-                    wanted=f"an argument of {type(self).__name__}",
+                    expected=f"an argument of {type(self).__name__}",
                     got="an unknown one",
                     fix=did_you_mean(name, known),
                 )

@@ -125,7 +125,7 @@ class MixerCache(Cache):
         """
         raise InputError(
             "`MixerCache.crop`",
-            wanted="no removal of tokens",
+            expected="no removal of tokens",
             got=str(tokens_to_remove),
             fix="A sum over tokens cannot be rolled back: keep a copy of the states instead.",
         )

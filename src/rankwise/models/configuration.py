@@ -205,7 +205,7 @@ class ToSTConfig(PreTrainedConfig):
         if len(self.layer_types) != self.num_hidden_layers:
             raise InputError(
                 "ToSTConfig `layer_types`",
-                wanted=f"one name for each of {self.num_hidden_layers} layers",
+                expected=f"one name for each of {self.num_hidden_layers} layers",
                 got=f"{len(self.layer_types)}",
                 fix="Give as many names as num_hidden_layers, or one name for all.",
             )
@@ -225,7 +225,7 @@ def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
 def _refuse_half_life(heads: int, got: str) -> NoReturn:
     raise InputError(
         "ToSTConfig `half_life`",
-        wanted=f"a number of tokens above 0, or one for each of {heads} heads",
+        expected=f"a number of tokens above 0, or one for each of {heads} heads",
         got=got,
         fix="A ladder such as [4, 16, 64, 256] gives each head a time scale of its own.",
     )
@@ -233,7 +233,7 @@ def _refuse_half_life(heads: int, got: str) -> NoReturn:
 
 def _refuse_name(field: str, wanted: str, got: str, known: Iterable[str]) -> NoReturn:
     fix = did_you_mean(str(got), known)
-    raise InputError(f"ToSTConfig `{field}`", wanted=wanted, got=repr(got), fix=fix)
+    raise InputError(f"ToSTConfig `{field}`", expected=wanted, got=repr(got), fix=fix)
 
 
 def _check_keywords(others: Mapping[str, Any]) -> None:
@@ -244,7 +244,7 @@ def _check_keywords(others: Mapping[str, Any]) -> None:
         if near:
             raise InputError(
                 f"ToSTConfig `{name}`",
-                wanted="a known field",
+                expected="a known field",
                 got="an unknown one",
                 fix=f"Did you mean {near[0]}?",
             )
@@ -256,7 +256,7 @@ def _check_flags(config: ToSTConfig) -> None:
         value = getattr(config, name)
         if isinstance(value, str):
             raise InputError(
-                f"ToSTConfig `{name}`", wanted="true or false", got=repr(value), fix="Leave the quotes out."
+                f"ToSTConfig `{name}`", expected="true or false", got=repr(value), fix="Leave the quotes out."
             )
 
 
@@ -270,19 +270,21 @@ def _check_numbers(config: ToSTConfig) -> None:
 
 
 def _refuse_number(field: str, wanted: str, got: float) -> NoReturn:
-    raise InputError(f"ToSTConfig `{field}`", wanted=wanted, got=f"{got}", fix="Change it, or leave it out.")
+    raise InputError(
+        f"ToSTConfig `{field}`", expected=wanted, got=f"{got}", fix="Change it, or leave it out."
+    )
 
 
 def _check_sizes(config: ToSTConfig) -> None:
     for name in POSITIVE:
         if getattr(config, name) < 1:
             raise InputError(
-                f"ToSTConfig `{name}`", wanted="at least 1", got=f"{getattr(config, name)}", fix="Raise it."
+                f"ToSTConfig `{name}`", expected="at least 1", got=f"{getattr(config, name)}", fix="Raise it."
             )
     if config.position_bias and not (config.causal and config.membership == "softmax"):
         raise InputError(
             "ToSTConfig `position_bias`",
-            wanted="a causal model with softmax memberships",
+            expected="a causal model with softmax memberships",
             got=f"causal={config.causal}, membership={config.membership!r}",
             fix="Leave position_bias out.",
         )
@@ -296,7 +298,7 @@ def _check_half_life(config: ToSTConfig, lives: list[float | None]) -> None:
     if not config.causal:
         raise InputError(
             "ToSTConfig `half_life`",
-            wanted="a causal model",
+            expected="a causal model",
             got="causal=False",
             fix="Sums over all tokens do not decay: leave half_life out.",
         )

@@ -11,14 +11,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rankwise._internals.files import write_files
+from rankwise._internals.torch_private import COMPILED_PREFIX
 from rankwise.errors import InputError
-from rankwise.files import write_together
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.language import ToSTForCausalLM
 from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
 from rankwise.models.vision import ToSTForImageClassification
 from rankwise.ops.token_statistics.checks import FLOATS
-from rankwise.torch_internals import COMPILED_PREFIX
 
 WRAPPERS = (COMPILED_PREFIX, "module.")
 """What torch.compile and DistributedDataParallel put before every name."""
@@ -57,7 +57,7 @@ def load_released_tost(
         >>> load_released_tost("nothing.pt")
         Traceback (most recent call last):
         ...
-        rankwise.errors.InputError: checkpoint nothing.pt: wanted a file, got nothing there. Check the path.
+        rankwise.errors.InputError: checkpoint nothing.pt: expected a file, got nothing there. Check the path.
     """
     path = Path(path)
     weights = weights_of(_read(path), path)
@@ -99,7 +99,7 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
             settings = json.dumps(picture_settings(model.config), indent=2) + "\n"
             Path(partial, "preprocessor_config.json").write_text(settings, encoding="utf-8")
 
-    return write_together(Path(folder), write, "folder")
+    return write_files(Path(folder), write, "folder")
 
 
 def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def _check_kind(name: str, weight: Tensor, path: Path) -> None:
         return
     raise InputError(
         f"checkpoint {path}, weight {_plain(name)}",
-        wanted="a dense tensor of floating-point numbers",
+        expected="a dense tensor of floating-point numbers",
         got=got,
         fix="The released files hold no other weights.",
     )
@@ -147,7 +147,7 @@ def _check_kind(name: str, weight: Tensor, path: Path) -> None:
 def _read(path: Path) -> Any:
     if not path.is_file():
         got = "a folder" if path.is_dir() else "nothing there"
-        raise InputError(f"checkpoint {path}", wanted="a file", got=got, fix="Check the path.")
+        raise InputError(f"checkpoint {path}", expected="a file", got=got, fix="Check the path.")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -156,7 +156,7 @@ def _read(path: Path) -> Any:
         refused = isinstance(error, PermissionError)
         raise InputError(
             f"checkpoint {path}",
-            wanted="a file of torch.save that holds tensors and plain values only",
+            expected="a file of torch.save that holds tensors and plain values only",
             got="no permission to read it" if refused else "a damaged file, or one that holds other things",
             fix="Only the released .pt and .pth files are read; no code from a checkpoint is ever run.",
         ) from None
@@ -171,14 +171,14 @@ def _understood(understand: Callable[[], ReleasedModel], path: Path) -> Released
             raise _foreign(path, f"no {name}: a model with another attention") from None
         raise InputError(
             f"checkpoint {path}",
-            wanted=f"a weight {name}",
+            expected=f"a weight {name}",
             got="none",
             fix="The file is not whole: get it again.",
         ) from None
     except InputError as error:
         raise InputError(
             f"checkpoint {path}, {error.subject}",
-            wanted=error.wanted,
+            expected=error.expected,
             got=error.got,
             fix="Its sizes are not those of a released model.",
         ) from None
@@ -195,7 +195,7 @@ def _renamed(weights: Weights, released: ReleasedModel, path: Path) -> dict[str,
     if missing or foreign:
         raise InputError(
             f"checkpoint {path}",
-            wanted=f"the {len(released.names)} weights of a released {released.kind} model",
+            expected=f"the {len(released.names)} weights of a released {released.kind} model",
             got=f"{_some(missing)} missing, {_some(foreign)} unknown",
             fix="Variants of the released models cannot be loaded.",
         )
@@ -207,7 +207,7 @@ def _renamed(weights: Weights, released: ReleasedModel, path: Path) -> dict[str,
         if own in renamed and renamed[own].shape != ours[own].shape:
             raise InputError(
                 f"checkpoint {path}, weight {name}",
-                wanted=f"shape {tuple(ours[own].shape)}",
+                expected=f"shape {tuple(ours[own].shape)}",
                 got=f"{tuple(renamed[own].shape)}",
                 fix="Sizes are read off the other weights: this one is of another model.",
             )
@@ -228,7 +228,7 @@ def _check_tied(renamed: dict[str, Tensor], path: Path) -> None:
     if not torch.equal(renamed["lm_head.weight"], embedding):
         raise InputError(
             f"checkpoint {path}, weight lm_head.weight",
-            wanted="the same numbers as transformer.wte.weight, which the released models tie it to",
+            expected="the same numbers as transformer.wte.weight, which the released models tie it to",
             got="other numbers",
             fix="A model with a head of its own cannot be loaded.",
         )
@@ -252,7 +252,7 @@ def _plain(name: Any) -> str:
 def _foreign(path: Path, got: str) -> InputError:
     return InputError(
         f"checkpoint {path}",
-        wanted="a checkpoint of the released ToST code, language or vision",
+        expected="a checkpoint of the released ToST code, language or vision",
         got=got,
         fix="Models in Hugging Face's format are loaded by from_pretrained, without conversion.",
     )

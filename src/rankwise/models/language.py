@@ -81,7 +81,7 @@ class ToSTModel(ToSTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
             raise InputError(
-                "`forward`", wanted="input_ids or inputs_embeds", got=got, fix="Give one of them."
+                "`forward`", expected="input_ids or inputs_embeds", got=got, fix="Give one of them."
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
@@ -115,7 +115,7 @@ class ToSTModel(ToSTPreTrainedModel):
         if given is not None and not self.config.causal:
             raise InputError(
                 "`past_key_values`",
-                wanted="None",
+                expected="None",
                 got=f"a {type(given).__name__}",
                 fix="A model with causal=False reads a text as a whole: leave it out.",
             )
@@ -124,7 +124,7 @@ class ToSTModel(ToSTPreTrainedModel):
         if given is not None:
             raise InputError(
                 "`past_key_values`",
-                wanted=f"the MixerCache of {len(self.layers)} layers that an earlier call gave back",
+                expected=f"the MixerCache of {len(self.layers)} layers that an earlier call gave back",
                 got=f"a {type(given).__name__} of {len(given)}",
                 fix="Leave it out on the first call.",
             )
@@ -165,7 +165,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         if not config.causal:
             raise InputError(
-                "ToSTForCausalLM", wanted="causal=True", got="causal=False", fix="Set causal=True."
+                "ToSTForCausalLM", expected="causal=True", got="causal=False", fix="Set causal=True."
             )
         self.model = ToSTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -181,7 +181,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InputError(
                 "`cache_implementation`",
-                wanted="None",
+                expected="None",
                 got=repr(generation_config.cache_implementation),
                 fix="The model keeps its own MixerCache: leave it out.",
             )
@@ -259,7 +259,7 @@ def _of_this_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
     if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or not (of_this or of_all):
         raise InputError(
             "`attention_mask`",
-            wanted=f"({rows}, {tokens})" + (f" or ({rows}, {before + tokens})" if before else ""),
+            expected=f"({rows}, {tokens})" + (f" or ({rows}, {before + tokens})" if before else ""),
             got=f"{tuple(attention_mask.shape)}",
             fix="Give 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
         )
@@ -278,7 +278,7 @@ def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None,
     if not fits or not any(bool(((position_ids == way) | padding).all()) for way in (counted, plain)):
         raise InputError(
             "`position_ids`",
-            wanted=f"{before}, {before + 1}, … for each row, over its real tokens or over all",
+            expected=f"{before}, {before + 1}, … for each row, over its real tokens or over all",
             got=f"{position_ids.flatten()[:8].tolist()}, shape {tuple(position_ids.shape)}",
             fix="TSSA does not read position_ids, so packed texts would mix: give each a row, and a mask.",
         )
@@ -292,7 +292,7 @@ def _check_length(positions: Tensor, most: int, limit: int) -> None:
     if most > limit and not torch.compiler.is_compiling() and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",
-            wanted=f"at most max_position_embeddings = {limit} tokens",
+            expected=f"at most max_position_embeddings = {limit} tokens",
             got=f"{int(positions.max()) + 1}",
             fix='Cut the text. A model with position_embeddings="none" and a half_life has no bound.',
         )

@@ -30,7 +30,7 @@ class PatchEmbedding(nn.Module):
         if config.patch_size not in (2, 4, 8, 16) or config.hidden_size % 2 ** (halvings - 1):
             raise InputError(
                 "ToSTConfig `patch_size`",
-                wanted="2, 4, 8 or 16, and a hidden_size that patch_size / 2 divides",
+                expected="2, 4, 8 or 16, and a hidden_size that patch_size / 2 divides",
                 got=f"patch_size={config.patch_size}, hidden_size={config.hidden_size}",
                 fix="The released models use 16 or 8.",
             )
@@ -51,7 +51,7 @@ class PatchEmbedding(nn.Module):
         if height % self.patch_size or width % self.patch_size or colours != self.num_channels:
             raise InputError(
                 "`pixel_values`",
-                wanted=f"(B, {self.num_channels}, Y, X) with sides that {self.patch_size} divides",
+                expected=f"(B, {self.num_channels}, Y, X) with sides that {self.patch_size} divides",
                 got=f"{tuple(pixel_values.shape)}",
                 fix="Resize or crop the images.",
             )

@@ -66,7 +66,7 @@ def preset(name: str, **changes: Any) -> ToSTConfig:
     """
     if name not in PRESETS:
         raise InputError(
-            "preset", wanted="the name of a released size", got=repr(name), fix=did_you_mean(name, PRESETS)
+            "preset", expected="the name of a released size", got=repr(name), fix=did_you_mean(name, PRESETS)
         )
     if name in LANGUAGE:
         (layers, width, heads), frame = LANGUAGE[name], LANGUAGE_FRAME

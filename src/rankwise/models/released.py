@@ -197,5 +197,5 @@ def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
     """
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
-        raise InputError(f"weight {name}", wanted=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")
+        raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")
     return shape

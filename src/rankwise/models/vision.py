@@ -37,7 +37,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         if config.causal:
             raise InputError(
                 "ToSTForImageClassification",
-                wanted="causal=False",
+                expected="causal=False",
                 got="causal=True",
                 fix="An image has no order: set causal=False.",
             )

@@ -26,7 +26,7 @@ def lightning_callback(monitor: "RankMonitor") -> Any:
     if package is None:
         raise InputError(
             "`RankMonitor.lightning`",
-            wanted="Lightning",
+            expected="Lightning",
             got="an environment without it",
             fix="pip install lightning, or call `monitor.step(model, step)` in your own loop.",
         )

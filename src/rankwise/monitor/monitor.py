@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.audit import Audit, audit
-from rankwise.audit.batches import check_rows
-from rankwise.audit.finding_changes import finding_changes
-from rankwise.audit.history import History
-from rankwise.audit.records import Finding
-from rankwise.audit.settings import check_callable, check_settings
+from rankwise._internals.forward import Batch, device_of, eval_mode
+from rankwise.auditing import Audit, audit
+from rankwise.auditing.batches import check_rows
+from rankwise.auditing.finding_changes import finding_changes
+from rankwise.auditing.history import History
+from rankwise.auditing.records import Finding
+from rankwise.auditing.settings import check_callable, check_settings
 from rankwise.errors import InputError
 from rankwise.monitor.record import Record
 from rankwise.monitor.scalars import scalars
@@ -26,7 +27,6 @@ from rankwise.monitor.settings import (
     stopping_codes,
 )
 from rankwise.monitor.untouched import buffers_kept, random_state_kept, weights_kept
-from rankwise.running import Batch, device_of, evaluating
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -135,7 +135,7 @@ class RankMonitor:
         if step % self.every or step in self.history.steps:
             return None
         began = time.perf_counter()
-        with random_state_kept(model), buffers_kept(model), weights_kept(model), evaluating(model):
+        with random_state_kept(model), buffers_kept(model), weights_kept(model), eval_mode(model):
             found = audit(model, self.batches, **self._settings)
         self.seconds += time.perf_counter() - began
         if not found.complete:
@@ -213,7 +213,7 @@ class RankMonitor:
         if known() is not model or step < last:
             raise InputError(
                 "`RankMonitor.step`",
-                wanted=f"the model of the steps before, at step {last} or later",
+                expected=f"the model of the steps before, at step {last} or later",
                 got=f"step {step}" if step < last else "another model",
                 fix="Make a new RankMonitor for another training; in one training pass the same object at "
                 "each step, either the model or what wraps it.",

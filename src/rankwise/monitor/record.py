@@ -9,11 +9,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rankwise.audit import Audit
-from rankwise.audit.history import History
+from rankwise._internals.files import writable_folder, write_file
+from rankwise._internals.forward import Batch, tensors_of
+from rankwise.auditing import Audit
+from rankwise.auditing.history import History
 from rankwise.errors import InputError, first_line
-from rankwise.files import prepare_folder, write_whole
-from rankwise.running import Batch, tensors_of
 
 logger = logging.getLogger("rankwise.monitor")
 PROBE = "probe.safetensors"
@@ -46,7 +46,7 @@ class Record:
             RecordError: if one of them is damaged.
         """
         if writes:
-            prepare_folder(self.folder, "`folder`")
+            writable_folder(self.folder, "`folder`")
         found = {
             int(path.parent.name.removeprefix("step-")): path
             for path in self.folder.glob("step-*/audit.json")
@@ -55,7 +55,7 @@ class Record:
         if writes and found and not resume:
             raise InputError(
                 f"`folder` {self.folder}",
-                wanted="a folder without audits of another training",
+                expected="a folder without audits of another training",
                 got=", ".join(f"step-{at}" for at in sorted(found)[:4]),
                 fix="Choose another folder or remove that one; to go on from a checkpoint with its audits, "
                 "set `resume=True`.",
@@ -106,7 +106,7 @@ class Record:
             for name, tensor in tensors_of(batch).items()
         }
         path = self.folder / PROBE
-        return _cause(lambda: write_whole(path, lambda partial: save_file(tensors, partial), "probe"))
+        return _cause(lambda: write_file(path, lambda partial: save_file(tensors, partial), "probe"))
 
     def finish(self, history: History) -> Path | None:
         """Write all audits and their page.

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping
 
-from rankwise.audit.layer_changes import layer_numbers
-from rankwise.audit.records import AuditRecord
+from rankwise.auditing.layer_changes import layer_numbers
+from rankwise.auditing.records import AuditRecord
 
 LOGGED: Mapping[str, tuple[str, ...]] = {
-    "heads": ("effective_rank", "stable_rank", "sink_mass"),
-    "states": ("relative_collapse", "mean_cosine", "effective_rank"),
+    "heads": ("effective_rank", "stable_rank", "first_token_mass"),
+    "states": ("relative_spread", "mean_cosine", "effective_rank"),
 }
 """Measures of heads (their mean over a layer) and of token states; the others are in the saved audits."""
 
@@ -27,7 +27,7 @@ def scalars(audit: AuditRecord, prefix: str = "rank") -> dict[str, float]:
         A number for each name.
 
     Examples:
-        >>> from rankwise.audit.records import Provenance
+        >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
         >>> scalars(AuditRecord(provenance=about, heads=[], layers=[], findings=[]))
         {'rank/findings/error': 0.0, 'rank/findings/warning': 0.0}

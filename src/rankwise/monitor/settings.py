@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rankwise.audit.findings import check_codes
+from rankwise._internals.forward import Batch, changed
+from rankwise.auditing.findings import check_codes
 from rankwise.errors import InputError
-from rankwise.running import Batch, changed
 
 
 def probe_batches(probe: Any) -> list[Batch]:
@@ -30,7 +30,7 @@ def _copied(batch: Any) -> Batch:
     fix = "Take a batch of the evaluation data: `next(iter(loader))`."
     if not isinstance(batch, Mapping | tuple | Tensor):
         wanted = "a batch (dict, tuple or tensor) or a list of batches"
-        raise InputError("`probe`", wanted=wanted, got=type(batch).__name__, fix=fix)
+        raise InputError("`probe`", expected=wanted, got=type(batch).__name__, fix=fix)
     shapes: list[tuple[int, ...]] = []
 
     def copied(tensor: Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def _copied(batch: Any) -> Batch:
     copy: Batch = changed(batch, copied)
     if not shapes:
         got = f"a {type(batch).__name__} without tensors"
-        raise InputError("`probe`", wanted="at least one tensor in each batch", got=got, fix=fix)
+        raise InputError("`probe`", expected="at least one tensor in each batch", got=got, fix=fix)
     if any(0 in shape for shape in shapes):
         got = "tensors of shape " + ", ".join(map(str, shapes))
-        raise InputError("`probe`", wanted="at least one sequence of one token", got=got, fix=fix)
+        raise InputError("`probe`", expected="at least one sequence of one token", got=got, fix=fix)
     return copy
 
 
@@ -72,7 +72,7 @@ def steps_between(every: Any, usual: int) -> int:
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise InputError(
-            "`every`", wanted="a number of steps, 1 or more", got=repr(every), fix=f"Take {usual}."
+            "`every`", expected="a number of steps, 1 or more", got=repr(every), fix=f"Take {usual}."
         )
     return every
 
@@ -93,7 +93,7 @@ def step_number(step: Any) -> int:
     if number < 0:
         raise InputError(
             "`step`",
-            wanted="a whole number, 0 or more",
+            expected="a whole number, 0 or more",
             got=repr(step),
             fix="Count the steps: `for step, batch in enumerate(loader)`.",
         )

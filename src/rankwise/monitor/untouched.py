@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from rankwise.running import acts_on_mode
-from rankwise.torch_internals import changes_in_place, registered_buffers_kept
+from rankwise._internals.forward import acts_on_mode
+from rankwise._internals.torch_private import changes_in_place, registered_buffers_kept
 
 
 def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:

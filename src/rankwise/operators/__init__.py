@@ -7,7 +7,7 @@ from rankwise.operators.dense import DenseMixing
 from rankwise.operators.diagonal import DiagonalMixing
 from rankwise.operators.gated_delta import GatedDeltaMixing
 from rankwise.operators.linear_attention import LinearAttentionMixing
-from rankwise.operators.part import PartMixing
+from rankwise.operators.part import IndexedMixing
 from rankwise.operators.selective import SelectiveMixing
 from rankwise.operators.semiseparable import SemiseparableMixing
 from rankwise.operators.softmax import SoftmaxMixing
@@ -17,9 +17,9 @@ __all__ = [
     "DenseMixing",
     "DiagonalMixing",
     "GatedDeltaMixing",
+    "IndexedMixing",
     "LinearAttentionMixing",
     "MixingOperator",
-    "PartMixing",
     "ProductMixing",
     "SelectiveMixing",
     "SemiseparableMixing",

@@ -57,7 +57,7 @@ class MixingOperator(ABC):
         return self.support()[..., start:stop, :]
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """Whether a mask may keep a column from every row, as that of padding does.
 
         By default it may, and padding is looked for in the support. A kind without a mask says False, and one
@@ -124,14 +124,14 @@ class MixingOperator(ABC):
         if not values.is_floating_point():
             raise ShapeError(
                 f"`{what}`",
-                wanted="values of a floating type",
+                expected="values of a floating type",
                 got=str(values.dtype),
                 fix="Rows of whole numbers would be cut off: cast them with .float().",
             )
         if values.ndim < 2 or values.shape[-2] != wanted or not self._takes(values.shape[:-2]):
             raise ShapeError(
                 f"`{what}`",
-                wanted=f"values of shape (..., {wanted}, V) for an operator of shape {tuple(self.shape)}",
+                expected=f"values of shape (..., {wanted}, V) for an operator of shape {tuple(self.shape)}",
                 got=f"{tuple(values.shape)}",
                 fix="Put the tokens on the last axis but one; leading axes must broadcast.",
             )
@@ -207,7 +207,7 @@ def on_or_below(start: int, stop: int, sources: int, device: torch.device) -> Bo
     return torch.arange(sources, device=device) <= torch.arange(start, stop, device=device)[:, None]
 
 
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type rows are computed in: float64 stays, everything else is float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -228,7 +228,7 @@ def checked_mask(mask: Tensor, shape: torch.Size, what: str) -> Tensor:
     ):
         raise ShapeError(
             what,
-            wanted=f"a shape that broadcasts to {tuple(shape)}",
+            expected=f"a shape that broadcasts to {tuple(shape)}",
             got=f"{tuple(mask.shape)}",
             fix="Give a (T, S), (B, 1, T, S) or (B, H, T, S) mask.",
         )

@@ -35,11 +35,13 @@ def sampled_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -
         ([0, 1, 2, 3], (2, 4, 5, 5))
     """
     if count < 1:
-        raise InputError("`count` of `sampled_channels`", wanted="at least 1", got=str(count), fix="Pass 16.")
+        raise InputError(
+            "`count` of `sampled_channels`", expected="at least 1", got=str(count), fix="Pass 16."
+        )
     if len(operator.shape) < 3:
         raise ShapeError(
             "`sampled_channels`",
-            wanted="an operator of shape (..., H, T, S)",
+            expected="an operator of shape (..., H, T, S)",
             got=f"{tuple(operator.shape)}",
             fix="Index it with None to give it an axis of heads.",
         )

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32
+from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype
 from rankwise.operators.diagonal import DiagonalMixing
 
 
@@ -28,7 +28,7 @@ class _Composed(MixingOperator):
         ):
             raise ShapeError(
                 f"`{type(self).__name__}`",
-                wanted=f"operators of the same leading axes {self._wanted}",
+                expected=f"operators of the same leading axes {self._wanted}",
                 got=", ".join(str(tuple(part.shape)) for part in parts) or "none",
                 fix="Give each of them every sequence and head; `DiagonalMixing` scales tokens.",
             )
@@ -60,7 +60,7 @@ class _Composed(MixingOperator):
 
     def _wide(self, values: Tensor) -> Tensor:
         """Values in the type to sum in."""
-        return values.to(at_least_float32(torch.promote_types(self.dtype, values.dtype)))
+        return values.to(compute_dtype(torch.promote_types(self.dtype, values.dtype)))
 
 
 class ProductMixing(_Composed):
@@ -99,9 +99,9 @@ class ProductMixing(_Composed):
         return rows.mT
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """A column that no row sees, one of its factors must hide."""
-        return any(part.may_leave_columns_unseen for part in self.parts)
+        return any(part.may_hide_columns for part in self.parts)
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries that some chain of entries of its parts leads to."""
@@ -163,9 +163,9 @@ class SumMixing(_Composed):
         return sum(rest, start=first)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """A column that no row sees, all of its terms must hide."""
-        return all(part.may_leave_columns_unseen for part in self.parts)
+        return all(part.may_hide_columns for part in self.parts)
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries of any part."""

@@ -9,8 +9,8 @@ from rankwise.operators.base import (
     Index,
     MixingOperator,
     TensorMap,
-    at_least_float32,
     checked_mask,
+    compute_dtype,
     leading,
 )
 
@@ -39,7 +39,7 @@ class DenseMixing(MixingOperator):
         if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
             raise ShapeError(
                 "`DenseMixing`",
-                wanted="a matrix of shape (..., T, S) with T, S ≥ 1",
+                expected="a matrix of shape (..., T, S) with T, S ≥ 1",
                 got=f"{tuple(matrix.shape)}",
                 fix="Pass one T×S matrix for each sequence and head.",
             )
@@ -63,7 +63,7 @@ class DenseMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Rows of the matrix."""
-        return self.matrix[..., start:stop, :].to(at_least_float32(self.dtype))
+        return self.matrix[..., start:stop, :].to(compute_dtype(self.dtype))
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
         """Entries the mask allows, or those that are not exactly zero."""
@@ -82,7 +82,7 @@ class DenseMixing(MixingOperator):
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """Whether it has a mask: zeros of the weights themselves are none."""
         return self.allowed is not None
 

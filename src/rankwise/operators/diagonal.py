@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading
 
 
 class DiagonalMixing(MixingOperator):
@@ -32,7 +32,7 @@ class DiagonalMixing(MixingOperator):
         if diagonal.ndim < 1 or diagonal.shape[-1] == 0:
             raise ShapeError(
                 "`DiagonalMixing`",
-                wanted="one number for each token, (..., T) with T ≥ 1",
+                expected="one number for each token, (..., T) with T ≥ 1",
                 got=f"{tuple(diagonal.shape)}",
                 fix="Pass the diagonal, not the matrix.",
             )
@@ -55,7 +55,7 @@ class DiagonalMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Rows that are zero but for one entry."""
-        picked = self.diagonal[..., start:stop].to(at_least_float32(self.dtype))
+        picked = self.diagonal[..., start:stop].to(compute_dtype(self.dtype))
         return torch.where(self._own(start, stop), picked[..., None], 0.0)
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
@@ -77,7 +77,7 @@ class DiagonalMixing(MixingOperator):
         return self.diagonal[..., None].to(values.dtype) * values
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading, on_or_below
+from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading, on_or_below
 from rankwise.operators.delta_scan import delta_scan, delta_scan_transposed
 
 
@@ -78,7 +78,7 @@ class GatedDeltaMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Mᵀ applied to unit vectors: O(stop (stop − start) K)."""
-        work = at_least_float32(self.dtype)
+        work = compute_dtype(self.dtype)
         if stop <= start:
             return self.beta.new_zeros((*self.shape[:-2], 0, self.shape[-1]), dtype=work)
         unit = torch.eye(stop, dtype=work, device=self.device)[:, start:]
@@ -97,17 +97,17 @@ class GatedDeltaMixing(MixingOperator):
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """M V."""
         self._check(values, self.shape[-1], "M @ values")
-        work = at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        work = compute_dtype(torch.promote_types(self.dtype, values.dtype))
         return delta_scan(*self._inputs(work), values.to(work)).to(values.dtype)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
         """Mᵀ U, from the end."""
         self._check(values, self.shape[-2], "M.mT @ values")
-        work = at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        work = compute_dtype(torch.promote_types(self.dtype, values.dtype))
         return delta_scan_transposed(*self._inputs(work), values.to(work)).to(values.dtype)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 
@@ -144,8 +144,8 @@ def _check(query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor | None) -
         decay = "" if log_decay is None else f", log_decay {tuple(log_decay.shape)}"
         raise ShapeError(
             "`GatedDeltaMixing`",
-            wanted="query and key (..., H, T, K), beta (..., H, T), log_decay (..., H, T) or (..., H, T, K), "
-            "T and K ≥ 1",
+            expected="query and key (..., H, T, K), beta (..., H, T), log_decay (..., H, T) or "
+            "(..., H, T, K), T and K ≥ 1",
             got=f"query {tuple(query.shape)}, key {tuple(key.shape)}, beta {tuple(beta.shape)}{decay}",
             fix="Move the heads before the tokens, and repeat key heads that several value heads share.",
         )

@@ -10,7 +10,7 @@ from rankwise.operators.base import (
     Index,
     MixingOperator,
     TensorMap,
-    at_least_float32,
+    compute_dtype,
     leading,
     on_or_below,
 )
@@ -79,7 +79,7 @@ class LinearAttentionMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Products of the features: O((stop − start) S F)."""
-        query, key = self._features(at_least_float32(self.dtype))
+        query, key = self._features(compute_dtype(self.dtype))
         products = query[..., start:stop, :] @ key.mT
         products = products.tril(start) if self.is_causal else products
         return products * self._inverse(products.sum(-1, keepdim=True)) if self.normalized else products
@@ -124,7 +124,7 @@ class LinearAttentionMixing(MixingOperator):
         return mixed.to(values.dtype)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 
@@ -141,7 +141,7 @@ class LinearAttentionMixing(MixingOperator):
 
     def _work(self, values: Tensor) -> torch.dtype:
         """The type to sum in."""
-        return at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        return compute_dtype(torch.promote_types(self.dtype, values.dtype))
 
     def _row_sums(self, query: Tensor, key: Tensor) -> Float[Tensor, "*batch T 1"]:
         if self.is_causal:  # where rows outnumber columns the later ones see all
@@ -170,7 +170,7 @@ def _check_features(query: Tensor, key: Tensor) -> None:
     if not fits:
         raise ShapeError(
             "`LinearAttentionMixing`",
-            wanted="query features (..., H, T, F) and key features (..., H, S, F) with T, S, F ≥ 1",
+            expected="query features (..., H, T, F) and key features (..., H, S, F) with T, S, F ≥ 1",
             got=f"{tuple(query.shape)} and {tuple(key.shape)}",
             fix="Repeat key heads that several query heads share.",
         )

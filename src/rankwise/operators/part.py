@@ -10,7 +10,7 @@ from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, TensorMap
 
 
-class PartMixing(MixingOperator):
+class IndexedMixing(MixingOperator):
     """The rows and columns of M that are asked for, ``M[rows][:, columns]``, not formed.
 
     Cost: that of the products of M, on values padded with zeros.
@@ -27,7 +27,7 @@ class PartMixing(MixingOperator):
         >>> import torch
         >>> from rankwise.operators import DenseMixing
         >>> keep = torch.tensor([True, False, True])
-        >>> PartMixing(DenseMixing(torch.arange(9.0).reshape(3, 3)), keep, keep).dense().tolist()
+        >>> IndexedMixing(DenseMixing(torch.arange(9.0).reshape(3, 3)), keep, keep).dense().tolist()
         [[0.0, 2.0], [6.0, 8.0]]
     """
 
@@ -36,8 +36,8 @@ class PartMixing(MixingOperator):
     ) -> None:
         if (len(rows), len(columns)) != operator.shape[-2:] or not (rows.any() and columns.any()):
             raise ShapeError(
-                "`PartMixing`",
-                wanted=f"some rows and some columns of an operator of shape {tuple(operator.shape)}",
+                "`IndexedMixing`",
+                expected=f"some rows and some columns of an operator of shape {tuple(operator.shape)}",
                 got=f"{int(rows.sum())} of {len(rows)} rows, {int(columns.sum())} of {len(columns)} columns",
                 fix="Pass one truth value for each row and column.",
             )
@@ -84,12 +84,12 @@ class PartMixing(MixingOperator):
         whole = _padded_with_zeros(values, self._rows, self.operator.shape[-2])
         return self.operator.apply_transposed(whole)[..., self._columns, :]
 
-    def __getitem__(self, index: Index) -> "PartMixing":
+    def __getitem__(self, index: Index) -> "IndexedMixing":
         """Pick sequences and heads; all keep the same rows and columns."""
-        return PartMixing(self.operator[index], self.row_mask, self.column_mask)
+        return IndexedMixing(self.operator[index], self.row_mask, self.column_mask)
 
-    def _map(self, change: TensorMap) -> "PartMixing":
-        return PartMixing(self.operator._map(change), change(self.row_mask), change(self.column_mask))
+    def _map(self, change: TensorMap) -> "IndexedMixing":
+        return IndexedMixing(self.operator._map(change), change(self.row_mask), change(self.column_mask))
 
     def _cut(self, give: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
         picked = self._rows[start:stop]

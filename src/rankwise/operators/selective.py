@@ -13,7 +13,7 @@ from rankwise.operators.base import (
     Index,
     MixingOperator,
     TensorMap,
-    at_least_float32,
+    compute_dtype,
     leading,
     on_or_below,
 )
@@ -85,7 +85,7 @@ class SelectiveMixing(MixingOperator):
         if stop - start > ROW_BLOCK:  # what is summed takes several times the memory of the rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
-        c, b, rate, step = self._tensors(at_least_float32(self.dtype))
+        c, b, rate, step = self._tensors(compute_dtype(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
         # 0 · ∞ above the diagonal would be no number: finite, and cut off at the end
         time = (-log_weights(-step, start)).clamp(max=torch.finfo(step.dtype).max)
@@ -118,7 +118,7 @@ class SelectiveMixing(MixingOperator):
         return (mixed * step[..., None]).to(values.dtype)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 
@@ -144,7 +144,7 @@ class SelectiveMixing(MixingOperator):
 
     def _work(self, values: Tensor) -> torch.dtype:
         """The type to sum in."""
-        return at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        return compute_dtype(torch.promote_types(self.dtype, values.dtype))
 
 
 def _check(c: Tensor, b: Tensor, rate: Tensor, step: Tensor) -> None:
@@ -164,7 +164,7 @@ def _check(c: Tensor, b: Tensor, rate: Tensor, step: Tensor) -> None:
     if not fits:
         raise ShapeError(
             "`SelectiveMixing`",
-            wanted="c and b (..., 1 or D, T, N), rate (D, N) or (..., D, N), step (..., D, T), T and N ≥ 1",
+            expected="c and b (..., 1 or D, T, N), rate (D, N) or (..., D, N), step (..., D, T), T and N ≥ 1",
             got=f"c {tuple(c.shape)}, b {tuple(b.shape)}, rate {tuple(rate.shape)}, step {tuple(step.shape)}",
             fix="Give c and b an axis of channels before the tokens: `c.unsqueeze(-3)`.",
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading, on_or_below
+from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading, on_or_below
 from rankwise.operators.scan import log_weights, scan, scan_transposed
 
 
@@ -76,7 +76,7 @@ class SemiseparableMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Products of c and b under their decay: O((stop − start) T N)."""
-        work = at_least_float32(self.dtype)
+        work = compute_dtype(self.dtype)
         products = self.c[..., start:stop, :].to(work) @ self.b[..., :stop, :].to(work).mT
         weights = log_weights(self.log_decay[..., :stop].to(work), start).exp()
         rows = self._ungrouped(products) * weights
@@ -110,7 +110,7 @@ class SemiseparableMixing(MixingOperator):
         return mixed.to(values.dtype)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 
@@ -137,7 +137,7 @@ class SemiseparableMixing(MixingOperator):
 
     def _work(self, values: Tensor) -> torch.dtype:
         """The type to sum in."""
-        return at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        return compute_dtype(torch.promote_types(self.dtype, values.dtype))
 
     def _ungrouped(self, tensor: Tensor) -> Tensor:
         """What belongs to a group, once for each of its heads."""
@@ -164,7 +164,7 @@ def _check(c: Tensor, b: Tensor, log_decay: Tensor, step: Tensor | None) -> None
         steps = "" if step is None else f", step {tuple(step.shape)}"
         raise ShapeError(
             "`SemiseparableMixing`",
-            wanted="c and b (..., G, T, N), log_decay and step (..., H, T), H a multiple of G, T and N ≥ 1",
+            expected="c and b (..., G, T, N), log_decay and step (..., H, T), H a multiple of G, T and N ≥ 1",
             got=f"c {tuple(c.shape)}, b {tuple(b.shape)}, log_decay {tuple(log_decay.shape)}{steps}",
             fix="Move the heads before the tokens.",
         )

@@ -12,8 +12,8 @@ from rankwise.operators.base import (
     Index,
     MixingOperator,
     TensorMap,
-    at_least_float32,
     checked_mask,
+    compute_dtype,
     leading,
     on_or_below,
 )
@@ -124,7 +124,7 @@ class SoftmaxMixing(MixingOperator):
         return F.scaled_dot_product_attention(query, key, values, mask, 0.0, self.is_causal, scale=self.scale)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """Whether it has a mask other than the causal one."""
         return self.mask is not None
 
@@ -141,7 +141,7 @@ class SoftmaxMixing(MixingOperator):
         return SoftmaxMixing(change(self.query), change(self.key), mask, self.is_causal, self.scale)
 
     def _scores(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        dtype = at_least_float32(self.dtype)
+        dtype = compute_dtype(self.dtype)
         query, key = self.query[..., start:stop, :].to(dtype), self._ungrouped(self.key.to(dtype))
         scores = (query * self.scale) @ key.mT
         if self.mask is not None:
@@ -188,7 +188,7 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
     if not fits:
         raise ShapeError(
             "`SoftmaxMixing`",
-            wanted="query (..., H, T, K) and key (..., Hkv, S, K) with H a multiple of Hkv and no empty axis",
+            expected="query (..., H, T, K) and key (..., Hkv, S, K), H a multiple of Hkv and no empty axis",
             got=f"query {tuple(query.shape)} and key {tuple(key.shape)}",
             fix="Split the heads before you pass them.",
         )

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, at_least_float32, leading
+from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading
 
 
 class ToeplitzMixing(MixingOperator):
@@ -104,7 +104,7 @@ class ToeplitzMixing(MixingOperator):
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """The kernel, shifted by one lag a row."""
         lag = self._lags(start, stop)
-        kernel = self.kernel.to(at_least_float32(self.dtype))
+        kernel = self.kernel.to(compute_dtype(self.dtype))
         if self.is_causal:
             return kernel[..., lag.clamp(min=0)].masked_fill(lag < 0, 0)
         return kernel[..., lag + self.shape[-1] - 1]
@@ -130,7 +130,7 @@ class ToeplitzMixing(MixingOperator):
         return self._convolve(values, transposed=True)
 
     @property
-    def may_leave_columns_unseen(self) -> bool:
+    def may_hide_columns(self) -> bool:
         """It has no mask: every token is seen by itself."""
         return False
 
@@ -146,7 +146,7 @@ class ToeplitzMixing(MixingOperator):
         return tokens[start:stop, None] - tokens
 
     def _convolve(self, values: Tensor, transposed: bool) -> Tensor:
-        work = at_least_float32(torch.promote_types(self.dtype, values.dtype))
+        work = compute_dtype(torch.promote_types(self.dtype, values.dtype))
         if 0 in values.shape:  # which no FFT takes
             return values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], values.shape[-1])))
         tokens = self.shape[-1]
@@ -167,7 +167,7 @@ def _check_ssm(a: Tensor, b: Tensor, c: Tensor, step: Tensor, tokens: int) -> No
     if a.ndim == 0 or not (a.shape == b.shape == c.shape and step.shape == a.shape[:-1] and tokens > 0):
         raise ShapeError(
             "`ToeplitzMixing.from_ssm`",
-            wanted="a, b and c (..., H, N), step (..., H), tokens ≥ 1",
+            expected="a, b and c (..., H, N), step (..., H), tokens ≥ 1",
             got=f"a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}, step {tuple(step.shape)}, "
             f"tokens {tokens}",
             fix="Expand what heads share.",
@@ -179,7 +179,7 @@ def _check_kernel(kernel: Tensor, is_causal: bool) -> None:
     if kernel.is_complex():
         raise ShapeError(
             "`ToeplitzMixing` kernel",
-            wanted="real numbers",
+            expected="real numbers",
             got=str(kernel.dtype),
             fix="Pass twice its real part where conjugate states were left out.",
         )
@@ -187,7 +187,7 @@ def _check_kernel(kernel: Tensor, is_causal: bool) -> None:
     if lags == 0 or (not is_causal and lags % 2 == 0):
         raise ShapeError(
             "`ToeplitzMixing` kernel",
-            wanted=wanted,
+            expected=wanted,
             got=f"{tuple(kernel.shape)}",
             fix="Pad the kernel with zeros to the lags it lacks.",
         )

@@ -2,7 +2,7 @@
 
 import math
 
-from rankwise.audit.measures import shown
+from rankwise.auditing.measures import shown
 from rankwise.plan.records import HeadDimPlan, Option
 
 MORE, FEWER = "more heads", "fewer heads"

@@ -19,13 +19,13 @@ def given_states(tokens: int | Tensor) -> Tensor | None:
     if states.ndim != 3 or not states.is_floating_point() or not bool(states.isfinite().all()):
         raise ShapeError(
             "`tokens`",
-            wanted="a length, or finite token states of shape (T, D) or (B, T, D)",
+            expected="a length, or finite token states of shape (T, D) or (B, T, D)",
             got=f"{tokens.dtype} of shape {tuple(tokens.shape)}"
             + ("" if not states.is_floating_point() or states.isfinite().all() else " with NaN or infinity"),
             fix="Give embeddings, not token ids.",
         )
     if bool((states.flatten(1).abs().amax(1) == 0).any()):
-        raise ShapeError("`tokens`", wanted="states that are not all 0", got="zeros", fix="Leave them out.")
+        raise ShapeError("`tokens`", expected="states that are not all 0", got="zeros", fix="Leave them out.")
     return states
 
 
@@ -34,7 +34,7 @@ def check_drawn(inputs: str | None, given: Tensor | None) -> None:
     if inputs is not None and given is not None:
         raise RankwiseError(
             "`inputs`",
-            wanted="nothing beside token states of your own: it says how states are drawn",
+            expected="nothing beside token states of your own: it says how states are drawn",
             got=repr(inputs),
             fix="Leave it out, or give a length as `tokens`.",
         )
@@ -48,33 +48,33 @@ def check_fit(setting: Setting, widths: tuple[int, ...], width: int | None) -> N
     """Refuse sizes that do not fit together."""
     if width is not None and setting.given is not None and width != setting.dim:
         raise ShapeError(
-            "`width`", wanted=f"{setting.dim}, as the token states", got=str(width), fix="Leave it out."
+            "`width`", expected=f"{setting.dim}, as the token states", got=str(width), fix="Leave it out."
         )
     if setting.inputs == "orthonormal" and not setting.knows_no_width and setting.dim < setting.tokens:
         raise ShapeError(
             "`inputs`",
-            wanted=f"a width of at least {setting.tokens}: more than D rows of width D are not orthonormal",
+            expected=f"a width of at least {setting.tokens}: more than D rows of width D are not orthonormal",
             got=f"orthonormal with D = {setting.dim}",
             fix='Use inputs="gaussian".',
         )
     if setting.temperature > 0 and setting.tokens**2 > MAX_ENTRIES:
         raise ShapeError(
             "`tokens`",
-            wanted=f"at most {math.isqrt(MAX_ENTRIES):,} at a temperature above 0: matrices are factorised",
+            expected=f"at most {math.isqrt(MAX_ENTRIES):,} at a temperature above 0: matrices are factorised",
             got=f"{setting.tokens:,}",
             fix="Use temperature 0, which counts winners.",
         )
     if setting.kv_heads is not None and (setting.heads is None or setting.heads % setting.kv_heads):
         raise ShapeError(
             "`kv_heads`",
-            wanted="a divisor of `heads`, which must be given with it",
+            expected="a divisor of `heads`, which must be given with it",
             got=f"heads={setting.heads}, kv_heads={setting.kv_heads}",
             fix="For 12 heads in groups of 3 give heads=12, kv_heads=4.",
         )
     if setting.layers > 1 and setting.heads is None and widths[-1] > setting.dim:
         raise ShapeError(
             "`head_dims`",
-            wanted=f"at most {setting.dim} where D = H·K",
+            expected=f"at most {setting.dim} where D = H·K",
             got=str(widths[-1]),
             fix="Give `heads` for D ≠ H·K, or narrower widths.",
         )
@@ -89,7 +89,7 @@ def check_names(mask: str, inputs: str | None, positions: str, block: str | None
         if value not in known:
             raise RankwiseError(
                 f"`{name}`",
-                wanted=" or ".join(map(repr, known)),
+                expected=" or ".join(map(repr, known)),
                 got=repr(value),
                 fix=did_you_mean(str(value), known),
             )
@@ -102,7 +102,7 @@ def check_sizes(sized: dict[str, int | None]) -> None:
         if (value is None and name == "layers") or (value is not None and not (whole and value >= 1)):
             raise ShapeError(
                 f"`{name}`",
-                wanted="a whole number, at least 1",
+                expected="a whole number, at least 1",
                 got=repr(value),
                 fix="Leave it out or mend it.",
             )
@@ -115,14 +115,14 @@ def check_numbers(
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
         raise ShapeError(
             "`tokens`",
-            wanted="two tokens or more",
+            expected="two tokens or more",
             got=repr(tokens),
             fix="A single token mixes with itself alone: its rank is 1 at every width.",
         )
     if tokens > MAX_TOKENS:
         raise ShapeError(
             "`tokens`",
-            wanted=f"at most {MAX_TOKENS:,}: time grows as T²",
+            expected=f"at most {MAX_TOKENS:,}: time grows as T²",
             got=f"{tokens:,}",
             fix="Plan for fewer tokens; the law in ln T says how K* goes on.",
         )
@@ -140,4 +140,4 @@ def check_numbers(
     }
     for name, (value, good, form, fix) in wanted.items():
         if not good:
-            raise RankwiseError(f"`{name}`", wanted=form, got=repr(value), fix=fix)
+            raise RankwiseError(f"`{name}`", expected=form, got=repr(value), fix=fix)

@@ -44,7 +44,7 @@ def picture_states(
     if side is None:
         raise InputError(
             f"--images {path}",
-            wanted=f"pictures that square patches cut into 2 to {tokens} tokens",
+            expected=f"pictures that square patches cut into 2 to {tokens} tokens",
             got=f"{height} × {across} pixels",
             fix="Give more --tokens, or pictures whose sides share a divisor.",
         )

@@ -202,7 +202,7 @@ def _widths(head_dims: tuple[int, ...] | list[int] | None, setting: Setting) -> 
     if len(widths) < 2 or not whole or (rope and any(k % 2 for k in widths)):
         raise ShapeError(
             "`head_dims`",
-            wanted="two widths or more, whole numbers from 1"
+            expected="two widths or more, whole numbers from 1"
             + (", even for rotary positions" if rope else ""),
             got=str(list(head_dims)),
             fix="Leave it out, or give for example [4, 8, 16, 32, 64].",
@@ -210,7 +210,7 @@ def _widths(head_dims: tuple[int, ...] | list[int] | None, setting: Setting) -> 
     if 2 * widths[0] > widths[-1]:
         raise ShapeError(
             "`head_dims`",
-            wanted="widths that double at least once: the gain is from K to 2K",
+            expected="widths that double at least once: the gain is from K to 2K",
             got=str(list(head_dims)),
             fix=f"Add {2 * widths[0]} or more.",
         )

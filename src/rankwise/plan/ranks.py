@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rankwise._internals.rotary import rotated
 from rankwise.plan.states import RandomBlock, Setting, gaussian, token_states
-from rankwise.rotary import rotated
 from rankwise.theory.random_heads import rank_of_stochastic
 
 BLOCK = 32_767

@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rankwise.audit.records import Number, Record
+from rankwise._internals.files import write_file
+from rankwise.auditing.records import Number, Record
 from rankwise.errors import InputError, RecordError
-from rankwise.files import write_whole
 
 
 class LayerCurve(Record):
@@ -119,7 +119,7 @@ class HeadDimPlan(Record):
     mask: str
     tolerance: float
     barrier: Number
-    """`rankwise.rank_barrier`: the expected rank of hardmax with uniform winners, not divided by T."""
+    """`rankwise.theory.rank_barrier`: the expected rank of hardmax with uniform winners, not divided by T."""
     inputs: str
     """Orthonormal, gaussian, or in words what was given."""
     width: int | None = None
@@ -180,7 +180,7 @@ class HeadDimPlan(Record):
         """
         path = Path(path)
         path = path / "plan.json" if path.is_dir() else path
-        return write_whole(path, self.model_dump_json(indent=1) + "\n", "plan")
+        return write_file(path, self.model_dump_json(indent=1) + "\n", "plan")
 
     @classmethod
     def load(cls, path: str | Path) -> "HeadDimPlan":
@@ -197,14 +197,14 @@ class HeadDimPlan(Record):
         except OSError as error:
             raise InputError(
                 f"plan {path}",
-                wanted="a file written by `rankwise plan`",
+                expected="a file written by `rankwise plan`",
                 got=error.strerror or str(error),
                 fix="Check the path.",
             ) from None
         except (ValidationError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"plan {path}",
-                wanted="a file written by `rankwise plan`, schema version 1",
+                expected="a file written by `rankwise plan`, schema version 1",
                 got=str(error).splitlines()[0][:200],
                 fix="Run `rankwise plan` again.",
             ) from None
@@ -219,4 +219,4 @@ class HeadDimPlan(Record):
 
         path = Path(path)
         path = path / "index.html" if path.is_dir() else path
-        return write_whole(path, render_page(self), "page")
+        return write_file(path, render_page(self), "page")

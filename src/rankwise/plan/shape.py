@@ -47,11 +47,13 @@ def present_shape(
         if size is None:
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ShapeError(f"`{name}`", wanted="a whole number, at least 1", got=repr(size), fix="Mend it.")
+            raise ShapeError(
+                f"`{name}`", expected="a whole number, at least 1", got=repr(size), fix="Mend it."
+            )
     if heads % kv_heads:
         raise ShapeError(
             "`kv_heads`",
-            wanted=f"a divisor of {heads} heads",
+            expected=f"a divisor of {heads} heads",
             got=str(kv_heads),
             fix="Groups are of one size.",
         )
@@ -61,7 +63,7 @@ def present_shape(
         if head_dim < 1:
             raise ShapeError(
                 "`heads`",
-                wanted=f"at most {width // least}: each of H heads has D // H channels, {least} or more"
+                expected=f"at most {width // least}: each of H heads has D // H channels, {least} or more"
                 + (" with rotary positions" if least == 2 else ""),
                 got=f"{heads} heads at D = {width}",
                 fix="Give fewer heads, or in Python `head_dim` where D ≠ H·K.",

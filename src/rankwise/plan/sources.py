@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.capture import capture
+from rankwise._internals.forward import run_model
+from rankwise.cli.load_data import inputs_for
+from rankwise.cli.load_model import Subject
 from rankwise.data import load_text
 from rankwise.errors import InputError
 from rankwise.plan.planner import embedded
-from rankwise.running import run_model
-from rankwise.subject_inputs import inputs_for
-from rankwise.subjects import Subject
+from rankwise.tracing import capture
 
 
 def attention_of(subject: Subject, asked: int | None = None) -> dict[str, Any]:
@@ -34,21 +34,21 @@ def attention_of(subject: Subject, asked: int | None = None) -> dict[str, Any]:
     if not isinstance(heads, int) or not isinstance(width, int):
         raise InputError(
             f"model {subject.name}",
-            wanted="a model whose configuration has attention heads",
+            expected="a model whose configuration has attention heads",
             got=f"{type(config).__name__} without num_attention_heads and hidden_size",
             fix="Leave --model out and give --width.",
         )
     if getattr(config, "kv_lora_rank", None):
         raise InputError(
             f"model {subject.name}",
-            wanted="projections of keys and of values of their own: their parameters and cache are priced",
+            expected="projections of keys and of values of their own: their parameters and cache are priced",
             got=f"{type(config).__name__}, whose keys and values are one latent",
             fix="Leave --model out and give --width.",
         )
     if asked is not None and asked != width:
         raise InputError(
             f"--width {asked}",
-            wanted=f"{width}, as the token states and heads of model {subject.name} have it",
+            expected=f"{width}, as the token states and heads of model {subject.name} have it",
             got=str(asked),
             fix="Leave --width out, or --model.",
         )
@@ -97,7 +97,7 @@ def model_states(
     if longest < 2 or (images is None and longest < tokens and not inputs.notes):
         raise InputError(
             f"--text {text}",
-            wanted=f"a sequence of {tokens} tokens",
+            expected=f"a sequence of {tokens} tokens",
             got=f"{longest} at most",
             fix=f"Give a longer text, or --tokens {max(longest, 2)}.",
         )
@@ -134,7 +134,7 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
     if not rows:
         raise InputError(
             f"--text {path}",
-            wanted=f"a text of {tokens} words and signs or more",
+            expected=f"a text of {tokens} words and signs or more",
             got=f"{len(words)} in the longest" if isinstance(text, str) else "none so long",
             fix="Give a longer text, or fewer --tokens.",
         )

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise.rotary import rotated
+from rankwise._internals.rotary import rotated
 from rankwise.theory import almost_orthonormal
 
 INPUTS = ("orthonormal", "gaussian")

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.capture import MixerSite, capture
+from rankwise._internals.forward import run_model
 from rankwise.measures import effective_rank
 from rankwise.measures.logits import logit_bases
 from rankwise.operators import SoftmaxMixing
 from rankwise.plan.records import HeadDimPlan, TrainedHead
-from rankwise.running import run_model
+from rankwise.tracing import MixerSite, capture
 
 EPS = 1e-30
 NAMED = 6

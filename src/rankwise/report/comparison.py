@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from rankwise.audit.comparison import Change, Comparison
-from rankwise.audit.finding_changes import OUTCOMES, FindingChange
-from rankwise.audit.layer_changes import LayerChange
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, shown
-from rankwise.audit.records import Place
-from rankwise.audit.same_finding import OF_THE_MODEL
+from rankwise.auditing.comparison import Change, Comparison
+from rankwise.auditing.finding_changes import OUTCOMES, FindingChange
+from rankwise.auditing.layer_changes import LayerChange
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, shown
+from rankwise.auditing.records import Place
+from rankwise.auditing.same_finding import OF_THE_MODEL
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import count, model_name, plain, title
 
@@ -19,8 +19,8 @@ _MOST_CHANGES = 20
 _MOST_PLACES = 5
 _MOST_LINES = 8
 _COLUMNS = {
-    "heads": ("numerical_rank", "effective_rank", "stable_rank", "sink_mass"),
-    "states": ("relative_collapse", "effective_rank"),
+    "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
+    "states": ("relative_spread", "effective_rank"),
 }
 """Of the table of the layers; the page has all."""
 _MEANS = {"heads": "means of the heads", "states": "token states"}
@@ -33,7 +33,7 @@ def render_comparison(comparison: Comparison, console: Console | None = None) ->
     """Print what changed between two audits: structure, findings, layers, the largest changes.
 
     Args:
-        comparison: what `rankwise.audit.compare` returned.
+        comparison: what `rankwise.auditing.compare` returned.
         console: where to print; the standard output where there is none.
     """
     with spelled_out(console or Console()) as out:

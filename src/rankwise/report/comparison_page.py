@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise.audit.comparison import Change, Comparison
-from rankwise.audit.finding_changes import OUTCOMES
-from rankwise.audit.layer_changes import LayerChange
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure, shown
-from rankwise.audit.records import Place
-from rankwise.files import write_whole
+from rankwise._internals.files import write_file
+from rankwise.auditing.comparison import Change, Comparison
+from rankwise.auditing.finding_changes import OUTCOMES
+from rankwise.auditing.layer_changes import LayerChange
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure, shown
+from rankwise.auditing.records import Place
 from rankwise.report.comparison import change_words, finding_words
 from rankwise.report.pages import render_page
 from rankwise.report.text import SEVERITIES, model_name, title
@@ -42,7 +42,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
         InputError: where it cannot be written.
     """
     path = path / "comparison.html" if path.is_dir() else path
-    return write_whole(path, render_page("comparison.html", comparison_context(comparison)), "comparison")
+    return write_file(path, render_page("comparison.html", comparison_context(comparison)), "comparison")
 
 
 def comparison_context(comparison: Comparison) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.audit.agreement import estimate_words
-from rankwise.audit.consequence import whole_words
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
-from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord
-from rankwise.audit.worth_records import WorthRecord
+from rankwise.auditing.agreement import estimate_words
+from rankwise.auditing.consequence import whole_words
+from rankwise.auditing.importance_records import ImportanceRecord
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
+from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import (
@@ -31,7 +31,7 @@ _MOST_NAMES = 5
 
 _HEAD_COLUMNS = [measure for measure in HEAD_MEASURES if measure.console]
 _LAYER_COLUMNS = [measure for measure in LAYER_MEASURES if measure.console]
-_IF_ROOM = ("needed_width",)
+_IF_ROOM = ("required_head_dim",)
 """Left out where worth or a baseline add columns: a line of 80 characters has no room for all."""
 _NULLS = {"random": random_share, "uniform": uniform_share}
 """Beside the barrier, shown where they are known."""
@@ -45,7 +45,7 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
         console: where to print; the standard output where there is none.
 
     Examples:
-        >>> from rankwise.audit.records import Provenance
+        >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
         >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
         >>> render_console(audit, Console(width=60))
@@ -71,8 +71,8 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
         if not audit.heads:
             out.print("No heads: no mixing operator was captured.")
             out.print()
-        if audit.worth is not None:
-            _print_worth(audit, audit.worth, out)
+        if audit.importance is not None:
+            _print_importance(audit, audit.importance, out)
         _print_unseen(audit, out)
         _print_provenance(audit, out)
 
@@ -125,7 +125,7 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     ]
     tokens = ["tokens"] if len(lengths) > 1 else []
     nulls = [name for name, of in _NULLS.items() if any(math.isfinite(of(head)) for head in mine)]
-    crowded = any(head.baseline or head.worth for head in mine)
+    crowded = any(head.baseline or head.importance for head in mine)
     if any(head.baseline for head in mine):
         nulls = []  # a line has room for what the model itself is at fresh weights, or for these
     shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
@@ -192,27 +192,29 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 
 
-def _print_worth(audit: AuditRecord, worth: WorthRecord, console: Console) -> None:
+def _print_importance(audit: AuditRecord, importance: ImportanceRecord, console: Console) -> None:
     """What was lost, and how far the estimates of removal hold."""
-    removed = f"a removed head is replaced by {'zero' if worth.removal == 'zero' else 'its mean over tokens'}"
-    console.print(line(("Worth", "bold"), worth.loss, whole_words(worth), removed), overflow="fold")
-    for name, words in estimate_words([head.worth for head in audit.heads], worth.blocks):
+    removed = (
+        f"a removed head is replaced by {'zero' if importance.removal == 'zero' else 'its mean over tokens'}"
+    )
+    console.print(line(("Worth", "bold"), importance.loss, whole_words(importance), removed), overflow="fold")
+    for name, words in estimate_words([head.importance for head in audit.heads], importance.blocks):
         console.print(f"{name}: {words}", overflow="fold")
-    found = worth.removable
+    found = importance.removable
     if found is not None and not found.heads:
         console.print(
-            f"No set of heads was found that can go at {found.tolerance:.2%} of {worth.reference_name}."
+            f"No set of heads was found that can go at {found.tolerance:.2%} of {importance.reference_name}."
         )
-    for note in worth.notes:
+    for note in importance.notes:
         console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
     console.print()
 
 
 def _print_unseen(audit: AuditRecord, console: Console) -> None:
-    if not audit.unseen:
+    if not audit.uncaptured:
         return
-    names = ", ".join(module.name for module in audit.unseen[:_MOST_NAMES])
-    more = len(audit.unseen) - _MOST_NAMES
+    names = ", ".join(module.name for module in audit.uncaptured[:_MOST_NAMES])
+    more = len(audit.uncaptured) - _MOST_NAMES
     rest = f" … and {more} more (see the report)" if more > 0 else ""
     console.print(line(("Not captured:", "bold"), f" {names}{rest}", separator=""), overflow="fold")
     console.print()

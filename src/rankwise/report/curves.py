@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.audit.measures import DRAWN, LAYER_MEASURES, LayerMeasure, shown
-from rankwise.audit.records import LayerRecord
+from rankwise.auditing.measures import DRAWN, LAYER_MEASURES, LayerMeasure, shown
+from rankwise.auditing.records import LayerRecord
 
 _MOST_TICKS = 8
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -88,7 +88,7 @@ def _depth_layout(measure: LayerMeasure, deepest: int) -> dict[str, Any]:
         "dragmode": False,
         "hovermode": "closest",
         "xaxis": depth,
-        "yaxis": scale | ({"range": [0, 1.03]} if measure.name == "relative_collapse" else {}),
+        "yaxis": scale | ({"range": [0, 1.03]} if measure.name == "relative_spread" else {}),
     }
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankwise.audit.measures import (
+from rankwise.auditing.measures import (
     DRAWN,
     HEAD_MEASURES,
     LAYER_MEASURES,
@@ -14,7 +14,7 @@ from rankwise.audit.measures import (
     Measure,
     shown,
 )
-from rankwise.audit.records import AuditRecord, HeadRecord, LayerRecord
+from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.errors import InputError, did_you_mean
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.text import model_name
@@ -40,7 +40,7 @@ def plot_heads(audit: AuditRecord, measure: str) -> "go.Figure":
     """
     go, subplots = _plotly()
     of: HeadMeasure = _named(measure, HEAD_MEASURES)
-    _need(audit.heads, "heads", "No mixing operator was captured: see `audit.unseen`.")
+    _need(audit.heads, "heads", "No mixing operator was captured: see `audit.uncaptured`.")
     panels = make_panels(audit.heads)
     figure = subplots(
         rows=len(panels), cols=1, subplot_titles=[html.escape(panel.title) for panel in panels],
@@ -89,7 +89,7 @@ def _plotly() -> tuple[Any, Any]:
     except ImportError:
         raise InputError(
             "figures",
-            wanted="plotly",
+            expected="plotly",
             got="an environment without it",
             fix="pip install plotly; `audit.to_html(path)` draws them in a file without it.",
         ) from None
@@ -100,14 +100,14 @@ def _named(name: str, table: Sequence[Any]) -> Any:
     known = {measure.name: measure for measure in table}
     if name not in known:
         raise InputError(
-            f"measure {name!r}", wanted="a measure", got=repr(name), fix=did_you_mean(str(name), known)
+            f"measure {name!r}", expected="a measure", got=repr(name), fix=did_you_mean(str(name), known)
         )
     return known[name]
 
 
 def _need(records: Sequence[Any], words: str, fix: str) -> None:
     if not records:
-        raise InputError("the audit", wanted=f"{words} to draw", got="none", fix=fix)
+        raise InputError("the audit", expected=f"{words} to draw", got="none", fix=fix)
 
 
 def _map(panel: Panel, heads: Sequence[HeadRecord], measure: HeadMeasure) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankwise.audit.measures import HEAD_MEASURES, NULLS, HeadMeasure, share
-from rankwise.audit.records import HeadRecord
+from rankwise.auditing.measures import HEAD_MEASURES, NULLS, HeadMeasure, share
+from rankwise.auditing.records import HeadRecord
 from rankwise.report.pages import short
 from rankwise.report.references import Reference, references_of
 

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rankwise.audit.measures import MISSING
-from rankwise.audit.records import Severity
+from rankwise.auditing.measures import MISSING
+from rankwise.auditing.records import Severity
 from rankwise.report.panels import Panel, Row
 
 _MOST_NUMBERS = 16

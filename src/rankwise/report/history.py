@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, Measure, shown
-from rankwise.audit.records import AuditRecord
-from rankwise.audit.steps import steps_of
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, Measure, shown
+from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.steps import steps_of
 from rankwise.report.terminal import line, new_table, spelled_out
 from rankwise.report.text import SEVERITIES, count, mean, model_name, plain
 
 if TYPE_CHECKING:
-    from rankwise.audit.history import History
+    from rankwise.auditing.history import History
 
 HEADS = [
-    m for m in HEAD_MEASURES if m.name in ("numerical_rank", "effective_rank", "stable_rank", "sink_mass")
+    m
+    for m in HEAD_MEASURES
+    if m.name in ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass")
 ]
 _NAME = 14
 """Columns of a name that is not broken over lines, at least."""
-STATES = [m for m in LAYER_MEASURES if m.name in ("relative_collapse", "mean_cosine")]
+STATES = [m for m in LAYER_MEASURES if m.name in ("relative_spread", "mean_cosine")]
 """Of the last states of each stack."""
 
 

@@ -6,18 +6,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.audit.layer_changes import LayerKey
-from rankwise.audit.measures import DRAWN, PICTURED, HeadMeasure, LayerMeasure
-from rankwise.audit.records import SEVERITY_ORDER, Finding
-from rankwise.audit.same_finding import OF_THE_MODEL
-from rankwise.files import write_whole
+from rankwise._internals.files import write_file
+from rankwise.auditing.layer_changes import LayerKey
+from rankwise.auditing.measures import DRAWN, PICTURED, HeadMeasure, LayerMeasure
+from rankwise.auditing.records import SEVERITY_ORDER, Finding
+from rankwise.auditing.same_finding import OF_THE_MODEL
 from rankwise.report.comparison_page import finding_groups
 from rankwise.report.history import HEADS, STATES, audit_words
 from rankwise.report.pages import chart_script, render_page, template_text
 from rankwise.report.text import SEVERITIES, model_name
 
 if TYPE_CHECKING:
-    from rankwise.audit.history import History
+    from rankwise.auditing.history import History
 
 MOST_FINDINGS = 60
 """Rows of the table of findings; those that changed come first."""
@@ -41,7 +41,7 @@ def write_history(history: "History", path: Path, links: Mapping[str, str] | Non
     """
     path = path / "index.html" if path.is_dir() else path
     scripts = [chart_script(), template_text("history.js")]
-    return write_whole(
+    return write_file(
         path, render_page("history.html", history_context(history, links or {}), scripts), "history"
     )
 

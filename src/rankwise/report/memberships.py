@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.audit.records import HeadRecord
+from rankwise.auditing.records import HeadRecord
 from rankwise.report.panels import Panel, Row
 
 

@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from rankwise.audit.measures import HEAD_MEASURES, HeadMeasure, shown
-from rankwise.audit.records import AuditRecord, HeadRecord
+from rankwise.auditing.measures import HEAD_MEASURES, HeadMeasure, shown
+from rankwise.auditing.records import AuditRecord, HeadRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.text import SEVERITIES, count, mean, model_name
 
 MOST_ROWS, MOST_COLUMNS = 48, 64
 """Layers and heads of a map that are shown; of more, it is said how many."""
-_COLUMNS = ("numerical_rank", "effective_rank", "stable_rank", "sink_mass")
+_COLUMNS = ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass")
 _MEASURES = [measure for measure in HEAD_MEASURES if measure.name in _COLUMNS]
 _CELL = "padding:0 .3em;text-align:right"
 
@@ -25,7 +25,7 @@ def notebook_html(audit: AuditRecord) -> str:
         audit: the audit.
 
     Examples:
-        >>> from rankwise.audit.records import Provenance
+        >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="<b>", delta=0.01)
         >>> text = notebook_html(AuditRecord(provenance=about, heads=[], layers=[], findings=[]))
         >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.audit.records import AuditRecord, HeadRecord, MatrixPicture
+from rankwise.auditing.records import AuditRecord, HeadRecord, MatrixPicture
 from rankwise.report.pages import short
 from rankwise.report.text import rank_share
 

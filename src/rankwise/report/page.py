@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise.audit.measures import DRAWN
-from rankwise.audit.records import AuditRecord, HeadRecord
-from rankwise.files import write_whole
+from rankwise._internals.files import write_file
+from rankwise.auditing.measures import DRAWN
+from rankwise.auditing.records import AuditRecord, HeadRecord
 from rankwise.report.curves import draw_depth, state_table
 from rankwise.report.head_columns import head_columns
 from rankwise.report.heatmap import draw_panel
@@ -15,7 +15,7 @@ from rankwise.report.memberships import membership_maps
 from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
 from rankwise.report.pages import chart_script, script_hash, template_text, without_nan
 from rankwise.report.panels import Panel, make_panels, panel_words
-from rankwise.report.scatter import head_costs, scatter, worth_words
+from rankwise.report.scatter import head_costs, importance_words, scatter
 from rankwise.report.summary import origin, summary
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
 from rankwise.report.text import SEVERITIES, model_name
@@ -51,7 +51,7 @@ def write_html(audit: AuditRecord, path: Path) -> Path:
 
     Examples:
         >>> import tempfile
-        >>> from rankwise.audit.records import Provenance
+        >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
         >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def write_html(audit: AuditRecord, path: Path) -> Path:
         'index.html'
     """
     path = path / "index.html" if path.is_dir() else path
-    return write_whole(path, render_html(audit), "report")
+    return write_file(path, render_html(audit), "report")
 
 
 def render_html(audit: AuditRecord) -> str:
@@ -165,7 +165,7 @@ def page_context(audit: AuditRecord) -> dict[str, Any]:
         "panels": [panel_words(panel, audit.heads) for panel in panels],
         "stacks": stacks,
         "memberships": memberships,
-        "worth": worth_words(audit),
+        "importance": importance_words(audit),
         "scatter": data["scatter"],
         "provenance": origin(audit),
         "flagged": list(marks),
@@ -188,7 +188,7 @@ def _head_names(heads: Sequence[HeadRecord], panels: Sequence[Panel]) -> dict[st
         "kind": _coded([head.kind for head in heads]),
         "mask": _coded([head.mask for head in heads]),
         "site": _coded([head.site for head in heads]),
-        "peak_token": _coded([head.named_peak for head in heads]),
+        "max_token": _coded([head.named_peak for head in heads]),
     }
 
 

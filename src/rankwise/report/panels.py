@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankwise.audit.measures import shown
-from rankwise.audit.mixer_kinds import mixer_kind
-from rankwise.audit.records import HeadRecord, Place
+from rankwise.auditing.measures import shown
+from rankwise.auditing.mixer_kinds import mixer_kind
+from rankwise.auditing.records import HeadRecord, Place
 from rankwise.errors import RecordError
 from rankwise.report.text import mean
 
@@ -80,7 +80,7 @@ def _check_cells(panels: Sequence[Panel]) -> None:
     if cells > MOST_CELLS:
         raise RecordError(
             "heads of the audit",
-            wanted=f"layers by heads, in grids of {MOST_CELLS:,} cells at most",
+            expected=f"layers by heads, in grids of {MOST_CELLS:,} cells at most",
             got=f"{cells:,} cells, nearly all of them empty",
             fix="The file is damaged; run `rankwise audit` again. `Audit.to_frame` lists its heads.",
         )

@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.audit.agreement import estimate_words
-from rankwise.audit.consequence import share_words, whole_words
-from rankwise.audit.measures import shown
-from rankwise.audit.records import AuditRecord
-from rankwise.audit.worth_records import HeadWorth, WorthRecord
-from rankwise.rank_correlation import spearman
+from rankwise._internals.statistics import spearman
+from rankwise.auditing.agreement import estimate_words
+from rankwise.auditing.consequence import share_words, whole_words
+from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
+from rankwise.auditing.measures import shown
+from rankwise.auditing.records import AuditRecord
 from rankwise.report.pages import short
 
 COST = "removal_cost"
@@ -26,11 +26,11 @@ def scatter(audit: AuditRecord, columns: Mapping[str, Sequence[float]]) -> dict[
         What the page's script draws; None where no head has a cost.
     """
     costs = columns.get(COST)
-    if audit.worth is None or costs is None:
+    if audit.importance is None or costs is None:
         return None
     return {
         "cost": COST,
-        "axis": f"cost of removal{'' if _is_exact(audit) else ', estimated'}, {audit.worth.unit}",
+        "axis": f"cost of removal{'' if _is_exact(audit) else ', estimated'}, {audit.importance.unit}",
         "correlations": {name: spearman(values, costs) for name, values in columns.items() if name != COST},
     }
 
@@ -44,24 +44,27 @@ def head_costs(audit: AuditRecord) -> dict[str, Any] | None:
     Returns:
         Columns of ``exact`` and ``estimate``; None where worth was not asked for.
     """
-    worth = audit.worth
-    if worth is None:
+    importance = audit.importance
+    if importance is None:
         return None
-    known = [head.worth or HeadWorth() for head in audit.heads]
+    known = [head.importance or HeadImportance() for head in audit.heads]
     return {
-        "unit": worth.unit,
-        "reference": None if math.isnan(worth.share(1.0)) else 1 / worth.share(1.0),
-        "of": worth.reference_name,
+        "unit": importance.unit,
+        "reference": None if math.isnan(importance.share(1.0)) else 1 / importance.share(1.0),
+        "of": importance.reference_name,
         "exact": [short(one.exact) for one in known],
         "estimate": [short(one.estimate) for one in known],
     }
 
 
 def _is_exact(audit: AuditRecord) -> bool:
-    return all(head.worth is None or head.worth.why_not or head.worth.how == "exact" for head in audit.heads)
+    return all(
+        head.importance is None or head.importance.why_not or head.importance.how == "exact"
+        for head in audit.heads
+    )
 
 
-def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
+def importance_words(audit: AuditRecord) -> dict[str, Any] | None:
     """What the page says of worth: plain text, not escaped.
 
     Args:
@@ -70,34 +73,36 @@ def worth_words(audit: AuditRecord) -> dict[str, Any] | None:
     Returns:
         ``facts`` (pairs of a name and words) and ``blocks`` (rows of a table); None where nothing is known.
     """
-    worth = audit.worth
-    if worth is None:
+    importance = audit.importance
+    if importance is None:
         return None
-    whole = whole_words(worth)
-    known = [head.worth for head in audit.heads if head.worth is not None and not head.worth.why_not]
+    whole = whole_words(importance)
+    known = [
+        head.importance for head in audit.heads if head.importance is not None and not head.importance.why_not
+    ]
     costs = sorted({head.how for head in known})
     facts = [
-        ("Loss", f"{worth.loss}: {whole}" if whole else worth.loss),
+        ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
         (
             "Costs of heads",
-            f"{' and '.join(costs) or 'not known'}; {worth.removal} in a head's place",
+            f"{' and '.join(costs) or 'not known'}; {importance.removal} in a head's place",
         ),
     ]
-    facts += estimate_words([head.worth for head in audit.heads], worth.blocks)
-    facts += [("Heads that can go together", words) for words in _set(worth)]
+    facts += estimate_words([head.importance for head in audit.heads], importance.blocks)
+    facts += [("Heads that can go together", words) for words in _set(importance)]
     blocks = [
-        (block.stack, block.layer, _estimate(block.estimate), _cost(worth, block.exact))
-        for block in worth.blocks
+        (block.stack, block.layer, _estimate(block.estimate), _cost(importance, block.exact))
+        for block in importance.blocks
     ]
-    return {"facts": facts, "blocks": blocks, "notes": worth.notes}
+    return {"facts": facts, "blocks": blocks, "notes": importance.notes}
 
 
-def _set(worth: WorthRecord) -> list[str]:
-    found = worth.removable
+def _set(importance: ImportanceRecord) -> list[str]:
+    found = importance.removable
     if found is None:
         return []
     if not found.heads:
-        return [f"none was found at {found.tolerance:.2%} of {worth.reference_name}"]
+        return [f"none was found at {found.tolerance:.2%} of {importance.reference_name}"]
     layers: dict[tuple[str, int], list[int]] = {}
     for head in found.heads:
         layers.setdefault((head.stack, head.layer), []).append(head.head)
@@ -106,7 +111,7 @@ def _set(worth: WorthRecord) -> list[str]:
     )
     count = len(found.heads)
     heads, them = ("1 head", "it") if count == 1 else (f"{count} heads together", "them")
-    return [f"removing {heads} {share_words(worth, found.cost)}, by a run without {them} ({where})"]
+    return [f"removing {heads} {share_words(importance, found.cost)}, by a run without {them} ({where})"]
 
 
 def _estimate(cost: float) -> str:
@@ -114,6 +119,6 @@ def _estimate(cost: float) -> str:
     return "–" if math.isnan(cost) else shown(cost, 4)
 
 
-def _cost(worth: WorthRecord, cost: float) -> str:
-    share = worth.share(cost)
+def _cost(importance: ImportanceRecord, cost: float) -> str:
+    share = importance.share(cost)
     return "–" if math.isnan(cost) else shown(cost, 4) + ("" if math.isnan(share) else f" ({share:.1%})")

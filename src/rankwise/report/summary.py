@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from rankwise.audit.measures import HEAD_MEASURES, NULLS, share, shown
-from rankwise.audit.records import AuditRecord, Finding
+from rankwise.auditing.measures import HEAD_MEASURES, NULLS, share, shown
+from rankwise.auditing.records import AuditRecord, Finding
 from rankwise.report.text import count, mean, rank_share
 
 
@@ -19,11 +19,11 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
     mixing = [head for head in heads if HEAD_MEASURES[0].speaks_of(head)]
     if mixing:
         nulls = {words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()}
-        fresh = mean(share(head.fresh_numerical_rank, head) for head in mixing)
+        fresh = mean(share(head.init_numerical_rank, head) for head in mixing)
         named = {"fresh weights": fresh, **nulls}
         known = [f"{words} {value:.2g}" for words, value in named.items() if math.isfinite(value)]
         facts.append(("Mean rank share", shown(mean(map(rank_share, mixing)), 2), ", ".join(known)))
-    above, below = (_heads_of(audit.findings, code) for code in ("ABOVE_NULL", "BELOW_NULL"))
+    above, below = (_heads_of(audit.findings, code) for code in ("HIGH_RANK", "LOW_RANK"))
     if any(head.baseline is not None and head.baseline.judged for head in mixing):
         against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
         facts.append(("Heads unlike fresh weights", str(above + below), against))
@@ -31,10 +31,10 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
         against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
         facts.append(("Heads unlike every reference", str(above + below), against))
     last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
-    nearest = min(last.values(), key=lambda y: _nan_last(y.relative_collapse), default=None)
+    nearest = min(last.values(), key=lambda y: _nan_last(y.relative_spread), default=None)
     if nearest is not None:
         against = f"0: all tokens alike; mean cosine {shown(nearest.mean_cosine, 2)}"
-        facts.append(("μ/‖Y‖ at the end", shown(nearest.relative_collapse, 3), against))
+        facts.append(("μ/‖Y‖ at the end", shown(nearest.relative_spread, 3), against))
     return facts
 
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rankwise.audit.measures import DRAWN, NULLS, PICTURED, shown
-from rankwise.audit.records import AuditRecord, Finding, Place, Severity
+from rankwise.auditing.measures import DRAWN, NULLS, PICTURED, shown
+from rankwise.auditing.records import AuditRecord, Finding, Place, Severity
 from rankwise.report.panels import HeadsByLayer, Panel
 from rankwise.report.text import SEVERITIES, pieces, title
 
-Section = Literal["heads", "states", "unseen", "provenance"]
+Section = Literal["heads", "states", "uncaptured", "provenance"]
 
 _GRAVEST = list(SEVERITIES)
 _OPEN = 4
@@ -19,13 +19,13 @@ _HEAD_NAMES = {measure.name for measure in PICTURED}
 _STATE_NAMES = {measure.name for measure in DRAWN}
 _ALIASES = dict.fromkeys(NULLS, "numerical_rank")
 _BY_CODE = {
-    "SINK": "peak_mass",
+    "SINK": "max_token_mass",
     "CONSTANT": "row_distance",
     "IDENTITY": "identity_distance",
-    "TWINS": "nearest_distance",
-    "ABOVE_NULL": "numerical_rank",
-    "BELOW_NULL": "numerical_rank",
-    "OVER_WIDE": "needed_width",
+    "DUPLICATE_HEADS": "nearest_distance",
+    "HIGH_RANK": "numerical_rank",
+    "LOW_RANK": "numerical_rank",
+    "OVERSIZED_HEADS": "required_head_dim",
     "REMOVABLE": "removal_cost",
 }
 
@@ -73,8 +73,8 @@ def find_targets(findings: Sequence[Finding], audit: AuditRecord) -> list[Target
 
 def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Target:
     where = finding.where
-    if finding.code == "UNSEEN":
-        return Target("unseen")
+    if finding.code == "NOT_CAPTURED":
+        return Target("uncaptured")
     named = bool(where.stack or where.site) or where.layer is not None or where.head is not None
     heads = layers.at(where) if named else []
     for number in finding.heads:
@@ -87,7 +87,7 @@ def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Targe
     if not heads:
         return Target("provenance")
     first = audit.heads[heads[0]]
-    if finding.code == "TWINS" and where.head is not None and first.nearest_head is not None:
+    if finding.code == "DUPLICATE_HEADS" and where.head is not None and first.nearest_head is not None:
         same = layers.at(where.model_copy(update={"head": first.nearest_head}))
         heads += [index for index in same if audit.heads[index].cross == first.cross and index not in heads]
     return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, _about(finding, heads))
@@ -95,7 +95,7 @@ def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Targe
 
 def _about(finding: Finding, heads: Sequence[int]) -> str:
     """A finding on many heads can name one of them that is not the one whose page shows it."""
-    if finding.code == "TWINS" or len(heads) < 2:
+    if finding.code == "DUPLICATE_HEADS" or len(heads) < 2:
         return ""
     if finding.code == "REMOVABLE":
         return f"the set of {len(heads)} heads"
@@ -104,7 +104,7 @@ def _about(finding: Finding, heads: Sequence[int]) -> str:
 
 def _removable(audit: AuditRecord) -> list[Place]:
     """The heads that can go together."""
-    found = None if audit.worth is None else audit.worth.removable
+    found = None if audit.importance is None else audit.importance.removable
     heads = [] if found is None else found.heads
     return [Place(stack=head.stack, layer=head.layer, site=head.site, head=head.head) for head in heads]
 

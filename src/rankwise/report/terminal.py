@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.audit.measures import shown
-from rankwise.audit.records import Finding, Severity
+from rankwise.auditing.measures import shown
+from rankwise.auditing.records import Finding, Severity
 from rankwise.report.text import SEVERITIES, count, is_command, plain, title
 
 _STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}

@@ -5,8 +5,8 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-from rankwise.audit.measures import HEAD_MEASURES, LAYER_MEASURES, share
-from rankwise.audit.records import HeadRecord, Severity
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, share
+from rankwise.auditing.records import HeadRecord, Severity
 
 SEVERITIES: dict[Severity, tuple[str, str]] = {
     "error": ("error", "errors"),
@@ -41,7 +41,7 @@ def title(measure: str) -> str:
     """Name a measure for a reader.
 
     Examples:
-        >>> title("sink_mass"), title("relative_collapse")
+        >>> title("first_token_mass"), title("relative_spread")
         ('sink mass', 'μ/‖Y‖')
     """
     return _TITLES.get(measure, measure.replace("_", " "))
@@ -113,7 +113,7 @@ def rank_share(head: HeadRecord) -> float:
 
 def null_share(head: HeadRecord) -> float:
     """Null rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
-    return share(head.null_rank, head)
+    return share(head.hardmax_rank, head)
 
 
 def random_share(head: HeadRecord) -> float:

@@ -15,7 +15,9 @@ def check_count(name: str, size: int) -> None:
         ShapeError: if it is none.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ShapeError(f"`{name}`", wanted="a whole number, at least 1", got=repr(size), fix="Count them.")
+        raise ShapeError(
+            f"`{name}`", expected="a whole number, at least 1", got=repr(size), fix="Count them."
+        )
 
 
 def check_mask_name(mask: str, wanted: str = "'full' or 'causal'") -> None:
@@ -29,4 +31,4 @@ def check_mask_name(mask: str, wanted: str = "'full' or 'causal'") -> None:
         RankwiseError: if it is none of `MASKS`.
     """
     if mask not in MASKS:
-        raise RankwiseError("`mask`", wanted=wanted, got=repr(mask), fix=did_you_mean(str(mask), MASKS))
+        raise RankwiseError("`mask`", expected=wanted, got=repr(mask), fix=did_you_mean(str(mask), MASKS))

@@ -77,7 +77,7 @@ def rank_barrier(
         return (tokens + 1) / 2 if window is None else _window(tokens, window)
     raise RankwiseError(
         "`mask`",
-        wanted="'full', 'causal' or a boolean tensor",
+        expected="'full', 'causal' or a boolean tensor",
         got=repr(mask),
         fix=did_you_mean(str(mask), MASKS),
     )
@@ -126,14 +126,14 @@ def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[
         part = torch.where(block, torch.log1p(-1 / seen), 0.0).sum(-2)
         log_missed = part if log_missed is None else log_missed + part
     if log_missed is None:
-        raise ShapeError("`rows`", wanted="at least one block", got="none", fix="Pass the rows of a mask.")
+        raise ShapeError("`rows`", expected="at least one block", got="none", fix="Pass the rows of a mask.")
     return -torch.expm1(log_missed).sum(-1)
 
 
 def _check_size(name: str, size: int) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ShapeError(
-            f"`{name}`", wanted="a whole number, at least 1", got=repr(size), fix="Count the tokens."
+            f"`{name}`", expected="a whole number, at least 1", got=repr(size), fix="Count the tokens."
         )
 
 
@@ -142,7 +142,7 @@ def _check_window(window: int, mask: str | Tensor) -> None:
     if isinstance(mask, Tensor) or mask != "causal":
         raise RankwiseError(
             "`window`",
-            wanted='mask="causal"',
+            expected='mask="causal"',
             got="a boolean mask" if isinstance(mask, Tensor) else repr(mask),
             fix="Give a window of another shape as a boolean mask.",
         )
@@ -152,7 +152,7 @@ def _check_square(tokens: int, sources: int | None) -> None:
     if sources not in (None, tokens):
         raise ShapeError(
             "`sources`",
-            wanted=f"{tokens}, as many as tokens, under the causal mask",
+            expected=f"{tokens}, as many as tokens, under the causal mask",
             got=str(sources),
             fix="Say which columns each row sees with a boolean mask.",
         )
@@ -163,7 +163,7 @@ def _check_mask(mask: Tensor, tokens: int, sources: int | None) -> None:
     if mask.dtype != torch.bool or not fits or mask.shape[-1] == 0:
         raise ShapeError(
             "`mask`",
-            wanted=f"torch.bool of shape (..., {tokens}, {'S' if sources is None else sources})",
+            expected=f"torch.bool of shape (..., {tokens}, {'S' if sources is None else sources})",
             got=f"{mask.dtype} of shape {tuple(mask.shape)}",
             fix="True where row i may see column j; an additive mask becomes one with mask == 0.",
         )

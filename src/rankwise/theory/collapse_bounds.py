@@ -158,10 +158,12 @@ def _check(size: float, first: Sequence[float], other: Sequence[float], *more: f
     if len(first) != len(other):
         raise ShapeError(
             "norms of the layers",
-            wanted="as many of one kind as of the other",
+            expected="as many of one kind as of the other",
             got=f"{len(first)} and {len(other)}",
             fix="Give one number for each layer.",
         )
     for value in (size, *first, *other, *more):
         if not (math.isfinite(value) and value >= 0):
-            raise ShapeError("a norm", wanted="a finite number, at least 0", got=repr(value), fix="Check it.")
+            raise ShapeError(
+                "a norm", expected="a finite number, at least 0", got=repr(value), fix="Check it."
+            )

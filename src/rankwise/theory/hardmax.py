@@ -43,7 +43,7 @@ def _check(scores: Tensor, mask: Tensor | None) -> None:
         said = "" if mask is None else f", mask {mask.dtype} {tuple(mask.shape)}"
         raise ShapeError(
             "`hardmax_rank`",
-            wanted="scores (..., T, S) without NaN, S ≥ 1, and a boolean mask that broadcasts to them",
+            expected="scores (..., T, S) without NaN, S ≥ 1, and a boolean mask that broadcasts to them",
             got=f"scores {tuple(scores.shape)}{said}",
             fix="NaN has no largest; an additive mask becomes a boolean one with mask == 0.",
         )

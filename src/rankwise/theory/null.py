@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory._checks import check_count, check_mask_name
-from rankwise.theory.random_heads import NullRank, of_masks, of_names
+from rankwise.theory.random_heads import SimulatedRank, of_masks, of_names
 
 MAX_ENTRIES = 4096 * 4096
 """Largest simulated softmax matrix: one trial takes about 10 seconds of one core and 0.4 GiB."""
@@ -19,7 +19,7 @@ EXACT_TOKENS = 32
 """Up to this length nothing is interpolated."""
 
 
-def null_rank(
+def random_head_rank(
     tokens: int,
     head_dim: int,
     mask: str | Bool[Tensor, "T S"] = "full",
@@ -29,7 +29,7 @@ def null_rank(
     trials: int = 8,
     seed: int = 0,
     sources: int | None = None,
-) -> NullRank:
+) -> SimulatedRank:
     """Numerical rank of softmax(Q Kᵀ/τ) for Q, K with independent N(0, 1) entries, by simulation.
 
     Range: [1, min(T, S)] for the usual δ; grows with K towards saturation under the full mask. Unlike
@@ -38,7 +38,7 @@ def null_rank(
     Cost: trials × O(T S (K + min(T, S))), once: spectra are kept in memory (for the last 8 boolean masks),
     so that another δ costs a count. A trial takes 5 ms at T = 256, 0.15 s at 1,024 and
     10 s at 4,096, the longest allowed, on one CPU core; τ = 0 needs no decomposition and is allowed up to T =
-    16,384. For many lengths, or fewer trials of long ones, ask `interpolated_null_rank`.
+    16,384. For many lengths, or fewer trials of long ones, ask `interpolated_random_rank`.
     Source: the randomly initialised heads of "On the Limitation and Redundancy of Transformers: A Rank
     Perspective": with orthonormal token states, X Wq and X Wk are such Q and K.
 
@@ -58,9 +58,10 @@ def null_rank(
         RankwiseError: if the mask has no such name, or τ, δ or trials have no meaning.
 
     Examples:
-        >>> null_rank(64, 8, temperature=0.0, trials=4).mean < 64 * (1 - 1 / 2.718)
+        >>> random_head_rank(64, 8, temperature=0.0, trials=4).mean < 64 * (1 - 1 / 2.718)
         True
-        >>> null_rank(64, 64, mask="causal").mean > null_rank(64, 64, mask="causal", delta=0.5).mean
+        >>> small = random_head_rank(64, 64, mask="causal", delta=0.5)
+        >>> random_head_rank(64, 64, mask="causal").mean > small.mean
         True
     """
     columns = checked_sources(tokens, sources, mask, window)
@@ -69,7 +70,7 @@ def null_rank(
     if tokens * columns > limit:
         raise ShapeError(
             "`tokens`",
-            wanted=f"at most {limit:,} entries in the matrix, such as T = S = {math.isqrt(limit):,}",
+            expected=f"at most {limit:,} entries in the matrix, such as T = S = {math.isqrt(limit):,}",
             got=f"{tokens:,} × {columns:,}",
             fix="Simulate a shorter sequence, or use rank_barrier, which needs no simulation.",
         )
@@ -81,7 +82,7 @@ def null_rank(
     return (spectra if delta >= spectra.least else simulate(*key, precise=True)).rank(delta)
 
 
-def interpolated_null_rank(
+def interpolated_random_rank(
     tokens: int,
     head_dim: int,
     mask: str = "full",
@@ -91,47 +92,47 @@ def interpolated_null_rank(
     trials: int | None = None,
     seed: int = 0,
     sources: int | None = None,
-) -> NullRank:
-    """`null_rank` for whatever length comes, simulated at few: for sequences that differ in length.
+) -> SimulatedRank:
+    """`random_head_rank` for whatever length comes, simulated at few: for sequences that differ in length.
 
     Lengths up to 32, 32·2^(i/2) and the first four multiples of a window are simulated. Between two of them
     log rank is taken as linear in log T (and in log S, where S is given), beyond a window rank as linear in
     T. Against direct simulation that is off by less than 1 % for K ≥ 4 and 4 % for fewer, besides the noise
     of the trials.
-    Cost: that of `null_rank` at two lengths (four with ``sources``), the first time; on one CPU core all
+    Cost: `random_head_rank` at two lengths (four with ``sources``), the first time; on one CPU core all
     lengths up to 1,024 together take about 2 seconds, those up to 4,096 about 30.
 
     Args:
         tokens: rows T.
         head_dim: K.
         mask: "full" or "causal".
-        window: as in `null_rank`.
-        temperature: as in `null_rank`.
-        delta: as in `null_rank`.
+        window: as in `random_head_rank`.
+        temperature: as in `random_head_rank`.
+        delta: as in `random_head_rank`.
         trials: matrices at each simulated length; by default 8 up to T = S = 1,024, then fewer for the same
             time, at least 2: the mean of a long one varies by less than 1 % of it.
-        seed: as in `null_rank`.
+        seed: as in `random_head_rank`.
         sources: columns S, as many as rows by default.
 
     Returns:
-        The null, or NaN with no trials where `null_rank` would refuse a length as too long.
+        The null, or NaN with no trials where `random_head_rank` would refuse a length as too long.
 
     Raises:
-        ShapeError: as `null_rank`, but for the length.
-        RankwiseError: as `null_rank`.
+        ShapeError: as `random_head_rank`, but for the length.
+        RankwiseError: as `random_head_rank`.
 
     Examples:
-        >>> null_rank(181, 16).mean == interpolated_null_rank(181, 16).mean
+        >>> random_head_rank(181, 16).mean == interpolated_random_rank(181, 16).mean
         True
-        >>> interpolated_null_rank(100_000, 16)
-        NullRank(mean=nan, std=nan, trials=0)
+        >>> interpolated_random_rank(100_000, 16)
+        SimulatedRank(mean=nan, std=nan, trials=0)
     """
     if isinstance(mask, Tensor):
         raise RankwiseError(
-            "`mask` of `interpolated_null_rank`",
-            wanted="'full' or 'causal'",
+            "`mask` of `interpolated_random_rank`",
+            expected="'full' or 'causal'",
             got="a tensor, which has one length",
-            fix="Give it to null_rank.",
+            fix="Give it to random_head_rank.",
         )
     checked_sources(tokens, sources, mask, window)
     _check_numbers(head_dim, temperature, delta, 1 if trials is None else trials)
@@ -139,11 +140,11 @@ def interpolated_null_rank(
     rows, columns = _nodes(tokens, window), [(0, 1.0)] if square else _nodes(sources or tokens, None)
     corners = [(r, r if square else c, weight * other) for (r, weight), (c, other) in product(rows, columns)]
     if any(r * c > _limit(temperature) for r, c, _ in corners):
-        return NullRank(math.nan, math.nan, 0)
+        return SimulatedRank(math.nan, math.nan, 0)
     points = []
     for r, c, _ in corners:
         count = max(2, min(8, 2**23 // (r * c))) if trials is None else trials
-        points.append(null_rank(r, head_dim, mask, window, temperature, delta, count, seed, c))
+        points.append(random_head_rank(r, head_dim, mask, window, temperature, delta, count, seed, c))
     weights = [weight for _, _, weight in corners]
     return _between(points, weights, linear=_banded(tokens, window))
 
@@ -171,7 +172,7 @@ def _banded(size: int, window: int | None) -> bool:
     return window is not None and size > window
 
 
-def _between(points: list[NullRank], weights: list[float], linear: bool) -> NullRank:
+def _between(points: list[SimulatedRank], weights: list[float], linear: bool) -> SimulatedRank:
     if len(points) == 1:
         return points[0]
     means = [point.mean for point in points]
@@ -180,7 +181,7 @@ def _between(points: list[NullRank], weights: list[float], linear: bool) -> Null
     else:
         mean = math.exp(sum(w * math.log(m) for w, m in zip(weights, means, strict=True)))
     std = sum(w * point.std for w, point in zip(weights, points, strict=True))
-    return NullRank(mean, std, min(point.trials for point in points))
+    return SimulatedRank(mean, std, min(point.trials for point in points))
 
 
 def _limit(temperature: float | None) -> int:
@@ -198,7 +199,7 @@ def checked_sources(tokens: int, sources: int | None, mask: str | Tensor, window
         if mask.dtype != torch.bool or mask.shape != (tokens, columns) or columns == 0 or window is not None:
             raise ShapeError(
                 "`mask`",
-                wanted=f"torch.bool of shape ({tokens}, {columns}) and no window beside it",
+                expected=f"torch.bool of shape ({tokens}, {columns}) and no window beside it",
                 got=f"{mask.dtype} of shape {tuple(mask.shape)} and window={window}",
                 fix="True where row i may see column j, one matrix for all heads.",
             )
@@ -207,7 +208,7 @@ def checked_sources(tokens: int, sources: int | None, mask: str | Tensor, window
         if columns != tokens and (mask == "causal" or window is not None):
             raise ShapeError(
                 "`sources`",
-                wanted=f"{tokens}, as many as tokens, under the causal mask or a window",
+                expected=f"{tokens}, as many as tokens, under the causal mask or a window",
                 got=str(columns),
                 fix="Say which columns each row sees with a boolean mask.",
             )
@@ -220,14 +221,14 @@ def _check_numbers(head_dim: int, temperature: float | None, delta: float, trial
     if temperature is not None and not temperature >= 0:
         raise RankwiseError(
             "`temperature`",
-            wanted="a number, at least 0",
+            expected="a number, at least 0",
             got=str(temperature),
             fix="Scores are divided by it; 0 means hardmax, None means √K, infinity equal weights.",
         )
     if not (math.isfinite(delta) and delta > 0):
         raise RankwiseError(
             "`delta`",
-            wanted="a finite number above 0",
+            expected="a finite number above 0",
             got=str(delta),
             fix="It is the smallest singular value that still counts, such as 0.01.",
         )

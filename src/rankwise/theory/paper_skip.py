@@ -143,5 +143,5 @@ def check_share(a: float) -> None:
     """
     if not 0 < a < 1:
         raise RankwiseError(
-            "`a`", wanted="a number between 0 and 1", got=repr(a), fix="0.5 keeps half of μ² in each layer."
+            "`a`", expected="a number between 0 and 1", got=repr(a), fix="0.5 keeps half of μ² in each layer."
         )

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankwise.parallel import beside_each_other, numpy_is_on_one_thread
+from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.theory.hardmax import wins
 
 ROWS = 512
@@ -19,7 +19,7 @@ UNDER_WAY_BYTES = 2**29
 """Float64 matrices decomposed beside each other, or one where that takes more."""
 
 
-class NullRank(NamedTuple):
+class SimulatedRank(NamedTuple):
     """Rank of simulated matrices."""
 
     mean: float
@@ -30,7 +30,7 @@ class NullRank(NamedTuple):
     """Matrices simulated."""
 
 
-def summarized(ranks: list[int]) -> NullRank:
+def summarized(ranks: list[int]) -> SimulatedRank:
     """Mean and spread of the ranks of several trials.
 
     Args:
@@ -38,11 +38,13 @@ def summarized(ranks: list[int]) -> NullRank:
 
     Examples:
         >>> summarized([2, 4, 6])
-        NullRank(mean=4.0, std=2.0, trials=3)
+        SimulatedRank(mean=4.0, std=2.0, trials=3)
     """
     mean = sum(ranks) / len(ranks)
     squares = sum((rank - mean) ** 2 for rank in ranks)
-    return NullRank(mean, math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan, len(ranks))
+    return SimulatedRank(
+        mean, math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan, len(ranks)
+    )
 
 
 class Spectra(NamedTuple):
@@ -53,7 +55,7 @@ class Spectra(NamedTuple):
     least: float
     """The smallest δ at which rounding cannot matter."""
 
-    def rank(self, delta: float) -> NullRank:
+    def rank(self, delta: float) -> SimulatedRank:
         """Count singular values ≥ δ.
 
         Args:
@@ -88,7 +90,7 @@ def simulated(
 
     Examples:
         >>> simulated(1, 1, 8, "full", None, 1.0, trials=2, seed=0).rank(0.01)
-        NullRank(mean=1.0, std=0.0, trials=2)
+        SimulatedRank(mean=1.0, std=0.0, trials=2)
     """
     generator = torch.Generator().manual_seed(seed)
     seen = _Seen(sources, mask, window)
@@ -104,7 +106,7 @@ def simulated(
         for _ in range(trials)
     ]
     at_once = max(1, UNDER_WAY_BYTES // (8 * tokens * sources))
-    spectra = beside_each_other(spectrum, drawn, at_once)
+    spectra = map_threads(spectrum, drawn, at_once)
     return Spectra(np.stack([values for values, _ in spectra]), max(least for _, least in spectra))
 
 

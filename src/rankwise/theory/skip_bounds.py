@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from rankwise._internals.linalg import mean_distance, norm
 from rankwise.errors import ShapeError
-from rankwise.linalg import mean_distance, norm
 from rankwise.theory.paper_skip import check_share
 
 Rows = Float[Tensor, "*batch T D"]
@@ -22,7 +22,7 @@ def distance_from_mean(rows: Rows, mask: Bool[Tensor, "*batch T"] | None = None)
 
     Formula: ‖Y − 1ȳᵀ‖_F over the rows of the mask. Range: [0, ‖Y‖_F]; 0 = all rows the same. NaN with NaN or
     infinity in a row that counts. Cost: O(T D).
-    `rankwise.token_collapse` of a batch is its share μ/‖Y‖_F, and the same number with ``normalized=False``.
+    `rankwise.measures.token_spread` with ``normalized=False`` is the same number.
 
     Args:
         rows: the rows.
@@ -254,11 +254,11 @@ def _counted(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     if not isinstance(rows, Tensor) or rows.dim() < 2 or not rows.is_floating_point():
         got = f"{tuple(rows.shape)}, {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
         fix = "Give token states, one row a token; integers become some with .float()."
-        raise ShapeError("rows", wanted="floating-point numbers of shape (…, T, D)", got=got, fix=fix)
+        raise ShapeError("rows", expected="floating-point numbers of shape (…, T, D)", got=got, fix=fix)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != rows.shape[:-1]):
         raise ShapeError(
             "mask of rows",
-            wanted=f"torch.bool of shape {tuple(rows.shape[:-1])}, True where a row counts",
+            expected=f"torch.bool of shape {tuple(rows.shape[:-1])}, True where a row counts",
             got=f"{mask.dtype} of shape {tuple(mask.shape)}",
             fix="A tokenizer's attention_mask becomes one with .bool().",
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory._checks import check_count, check_mask_name
 from rankwise.theory.hardmax import hardmax_rank
-from rankwise.theory.random_heads import NullRank, summarized
+from rankwise.theory.random_heads import SimulatedRank, summarized
 
 
 def theorem1_bound(tokens: int) -> float:
@@ -108,10 +108,10 @@ def theorem1_rank(
     epsilon: float = 0.0,
     trials: int = 10,
     seed: int = 0,
-) -> NullRank:
+) -> SimulatedRank:
     """Rank of hardmax(X Wq Wkᵀ Xᵀ) over draws of the weights, one X: what Theorem 1 bounds the mean of.
 
-    Wq and Wk (D×K) have independent N(0, 1) entries. With ε = 0 it has the law of `null_rank` at temperature
+    Wq and Wk (D×K) have independent N(0, 1) entries. ε = 0 has the law of `random_head_rank` at temperature
     0, which is cheaper: X Wq is then T×K Gaussian again.
 
     Range: [1, T]; the mean grows with K towards `rank_barrier`.
@@ -157,14 +157,14 @@ def _check_tokens(tokens: int, width: int, epsilon: float) -> None:
     if width < tokens:
         raise ShapeError(
             "`width`",
-            wanted=f"at least {tokens}, as many as tokens",
+            expected=f"at least {tokens}, as many as tokens",
             got=str(width),
             fix="More than D rows of width D cannot be almost orthonormal.",
         )
     if not 0 <= epsilon < 1 / tokens:
         raise RankwiseError(
             "`epsilon`",
-            wanted=f"at least 0 and below 1/T = {1 / tokens:.3g}",
+            expected=f"at least 0 and below 1/T = {1 / tokens:.3g}",
             got=str(epsilon),
             fix="theorem1_epsilon gives the scale of the theorem, which is far smaller.",
         )

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from rankwise.errors import RankwiseError
 from rankwise.theory._checks import check_mask_name
-from rankwise.theory.null import MAX_ENTRIES, checked_sources, null_rank
+from rankwise.theory.null import MAX_ENTRIES, checked_sources, random_head_rank
 
 
 @lru_cache(maxsize=4096)
@@ -25,7 +25,7 @@ def uniform_rank(
     matrix B with i on its diagonal and −(i − 1) below it, so σ_i ≥ δ are the eigenvalues ≤ 1/δ² of the
     tridiagonal BᵀB; the signs of its pivots count them (Sturm). Under a window it is decomposed.
     Range: [0, min(T, S)]; at least 1 where δ ≤ 1 and T = S.
-    Cost: O(T) for the causal mask; with a window that of one matrix of `null_rank`. Answers are kept.
+    Cost: O(T) for the causal mask; with a window that of one matrix of `random_head_rank`. Answers are kept.
 
     Args:
         tokens: rows T.
@@ -50,14 +50,14 @@ def uniform_rank(
     if not (math.isfinite(delta) and delta > 0):
         raise RankwiseError(
             "`delta`",
-            wanted="a finite number above 0",
+            expected="a finite number above 0",
             got=str(delta),
             fix="It is the smallest singular value that still counts, such as 0.01.",
         )
     if window is not None and window < tokens:
         if tokens * tokens > MAX_ENTRIES:
             return math.nan
-        return null_rank(tokens, 1, mask, window, math.inf, delta, trials=1).mean
+        return random_head_rank(tokens, 1, mask, window, math.inf, delta, trials=1).mean
     if mask == "full":
         return float(delta <= math.sqrt(tokens / columns))
     return float(_causal(tokens, delta))

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rankwise._internals.files import parse_json, write_file
 from rankwise.errors import TrainingError
-from rankwise.files import parse_json, write_whole
 from rankwise.train.overrides import fields
 from rankwise.train.settings import Recipe
 
@@ -70,7 +70,7 @@ def mark(checkpoint: Path, content: dict[str, Any]) -> None:
         checkpoint: the folder.
         content: `identity` of the run.
     """
-    write_whole(checkpoint / MARK, json.dumps(content, indent=1) + "\n", "checkpoint")
+    write_file(checkpoint / MARK, json.dumps(content, indent=1) + "\n", "checkpoint")
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -179,7 +179,7 @@ def refuse_foreign(out: Path) -> None:
     if foreign:
         raise TrainingError(
             f"--out {out}",
-            wanted="a folder with checkpoints of `rankwise train` alone",
+            expected="a folder with checkpoints of `rankwise train` alone",
             got=f"{', '.join(one.name for one in foreign[:4])} without {MARK}, which it did not write",
             fix="Choose another --out, or move them away.",
         )
@@ -215,7 +215,7 @@ def find_best_beside(checkpoint: Path) -> None:
     best = state.get("best_model_checkpoint")
     here = None if best is None else checkpoint.parent / Path(best).name
     if here is not None and here.is_dir() and str(here) != best:
-        write_whole(path, json.dumps(state | {"best_model_checkpoint": str(here)}, indent=2), "state")
+        write_file(path, json.dumps(state | {"best_model_checkpoint": str(here)}, indent=2), "state")
 
 
 def refuse_other(folder: Path, content: dict[str, Any], kind: str = "checkpoint") -> None:
@@ -236,7 +236,7 @@ def refuse_other(folder: Path, content: dict[str, Any], kind: str = "checkpoint"
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"{kind} {folder}",
-            wanted=f"a {MARK} that can be read",
+            expected=f"a {MARK} that can be read",
             got=str(error),
             fix="Remove that folder; the run goes on from what is before it.",
         ) from error
@@ -247,7 +247,7 @@ def refuse_other(folder: Path, content: dict[str, Any], kind: str = "checkpoint"
         )
         raise TrainingError(
             f"{kind} {folder}",
-            wanted=f"those of {content['name']} with this configuration",
+            expected=f"those of {content['name']} with this configuration",
             got=f"another run's ({first})",
             fix="Give the keys it was started with, or another --out.",
         )

@@ -22,7 +22,7 @@ def check_installed() -> None:
     if find_spec("accelerate") is None:
         raise InputError(
             "a training",
-            wanted="the package accelerate, by which the Trainer runs",
+            expected="the package accelerate, by which the Trainer runs",
             got="an environment without it",
             fix="pip install 'rankwise[train]'",
         )
@@ -41,7 +41,7 @@ def check_batch(recipe: Recipe, processes: int) -> None:
     if recipe.batch % processes:
         raise TrainingError(
             "`batch`",
-            wanted=f"a number that {processes} processes divide",
+            expected=f"a number that {processes} processes divide",
             got=str(recipe.batch),
             fix=f"Take batch={recipe.batch // processes * processes + processes}.",
         )
@@ -61,7 +61,7 @@ def check_copies(trainer: Trainer) -> None:
     if named:
         raise TrainingError(
             "accelerate's configuration",
-            wanted="a copy of the model in each process (DDP)",
+            expected="a copy of the model in each process (DDP)",
             got=named[0],
             fix="Start it by `torchrun --nproc-per-node N -m rankwise train …`, without an accelerate "
             "configuration and without ACCELERATE_USE_FSDP or ACCELERATE_USE_DEEPSPEED.",
@@ -83,7 +83,7 @@ def check_mixed(labels: list[int], most: int) -> None:
     if count - most * share > UNLIKELY * math.sqrt(most * share * (1 - share)):
         raise InputError(
             "`evaluation.examples`",
-            wanted=f"held-out examples in an order in which the first {most} are like all {len(labels)}",
+            expected=f"held-out examples in an order in which the first {most} are like all {len(labels)}",
             got=f"class {label} in {count / most:.0%} of the first, {share:.0%} of all",
             fix="Shuffle the examples of the file, or leave evaluation.examples out to judge by all.",
         )

@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
+from rankwise._internals.files import parse_json
 from rankwise.errors import TrainingError, first_line
-from rankwise.files import parse_json
 from rankwise.train.checkpoints import STATE
 
 WEIGHTS = "model.safetensors"
@@ -65,7 +65,7 @@ def _check(path: Path, read: Any, fix: str) -> Any:
     except (*UNREADABLE, SafetensorError) as error:
         raise TrainingError(
             f"checkpoint file {path}",
-            wanted="a file that can be read",
+            expected="a file that can be read",
             got="none" if isinstance(error, FileNotFoundError) else first_line(error),
             fix=fix,
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 from rankwise.train.settings import EarlyLoss
 
 KEPT = Path(__file__).with_name("early.json")
-"""Written by `python -m recipes.early` from kept runs; small sizes alone."""
+"""Written by `python -m experiments.early` from kept runs; small sizes alone."""
 
 
 def early_losses(

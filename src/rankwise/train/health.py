@@ -60,7 +60,7 @@ class HealthCheck(TrainerCallback):
             if not math.isfinite(loss):
                 self.error = TrainingError(
                     f"{LOSSES[name]} at step {step}",
-                    wanted="a finite number",
+                    expected="a finite number",
                     got=str(loss),
                     fix="Lower optimiser.learning_rate or raise optimiser.warmup, and take another --out; "
                     "checkpoints before it stay.",
@@ -71,7 +71,7 @@ class HealthCheck(TrainerCallback):
             if self.recipe.when_early_fails == "stop":
                 self.error = TrainingError(
                     f"loss at step {step}",
-                    wanted=wanted,
+                    expected=wanted,
                     got=f"{loss:.3f}",
                     fix=f"{fix}; when_early_fails=warn goes on all the same.",
                 )

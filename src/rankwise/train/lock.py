@@ -6,8 +6,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from rankwise._internals.files import writable_folder
 from rankwise.errors import TrainingError
-from rankwise.files import prepare_folder
 
 LOCK = ".lock"
 
@@ -25,14 +25,14 @@ def alone(out: Path) -> Iterator[None]:
         TrainingError: if another process holds it.
         InputError: if the folder cannot be written to.
     """
-    prepare_folder(out)
+    writable_folder(out)
     lock = FileLock(out / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise TrainingError(
             f"--out {out}",
-            wanted="a folder that no other process trains into",
+            expected="a folder that no other process trains into",
             got="one in which a run is going on",
             fix="Wait until it has ended, or choose another --out.",
         ) from error

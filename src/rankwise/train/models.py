@@ -16,11 +16,11 @@ from transformers import (
     ViTConfig,
 )
 
+from rankwise._internals.rotary import ROPE_BASE
 from rankwise.data.tasks import Task
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models import ToSTConfig
 from rankwise.ops import half_lives
-from rankwise.rotary import ROPE_BASE
 from rankwise.train.settings import ModelSettings
 
 MakeConfig = Callable[[ModelSettings, Task, int], PreTrainedConfig]
@@ -62,7 +62,7 @@ def model_config(settings: ModelSettings, task: Task, tokens: int) -> PreTrained
     """
     if settings.name not in MODELS:
         fix = did_you_mean(settings.name, MODELS)
-        raise InputError("`model.name`", wanted="a model", got=repr(settings.name), fix=fix)
+        raise InputError("`model.name`", expected="a model", got=repr(settings.name), fix=fix)
     if settings.parameters is not None:
         settings = settings.model_copy(update={"feed_forward": _matched(settings, task, tokens)})
     return MODELS[settings.name](settings, task, tokens)
@@ -95,7 +95,7 @@ def _matched(settings: ModelSettings, task: Task, tokens: int) -> int:
     if width < 1:
         raise InputError(
             "`model.parameters`",
-            wanted=f"at least {narrow:,} for {settings.name} at width {settings.width}",
+            expected=f"at least {narrow:,} for {settings.name} at width {settings.width}",
             got=f"{wanted:,}",
             fix="Raise it, or lower model.width or model.layers.",
         )
@@ -166,7 +166,7 @@ def _made(kind: Any, settings: ModelSettings, task: Task, content: dict[str, Any
         if name not in known:
             raise InputError(
                 f"`model.options.{name}`",
-                wanted=f"a field of {kind.__name__}",
+                expected=f"a field of {kind.__name__}",
                 got="an unknown one",
                 fix=did_you_mean(name, known).partition(" Known:")[0] or "Leave it out.",
             )
@@ -186,7 +186,7 @@ def _check_words(settings: ModelSettings, task: Task) -> None:
     if task.kind != "image" and isinstance(words, int) and words < (task.vocab_size or 0):
         raise InputError(
             "`model.options.vocab_size`",
-            wanted=f"at least {task.vocab_size:,}, the tokens of the task",
+            expected=f"at least {task.vocab_size:,}, the tokens of the task",
             got=f"{words:,}",
             fix="Leave it out.",
         )

@@ -45,9 +45,9 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise InputError(repr(pair), wanted="KEY=VALUE", got="no =", fix="For instance: steps=100.")
+            raise InputError(repr(pair), expected="KEY=VALUE", got="no =", fix="For instance: steps=100.")
         if key in found:
-            raise InputError(f"`{key}`", wanted="one value", got="two", fix="Leave one of them out.")
+            raise InputError(f"`{key}`", expected="one value", got="two", fix="Leave one of them out.")
         _refuse_fixed(key)
         try:
             found[key] = json.loads(text)
@@ -153,12 +153,12 @@ def _path(recipe: Recipe, key: str, arguments: Mapping[str, Any]) -> str:
         return ends[0]
     if ends:
         raise InputError(
-            f"`{key}`", wanted="one field", got=f"{len(ends)}", fix=f"Write {' or '.join(sorted(ends))}."
+            f"`{key}`", expected="one field", got=f"{len(ends)}", fix=f"Write {' or '.join(sorted(ends))}."
         )
     names = {*known, *(name.rpartition(".")[2] for name in known), *arguments}
     raise InputError(
         f"`{key}`",
-        wanted=f"a key of the recipe {recipe.name}",
+        expected=f"a key of the recipe {recipe.name}",
         got="an unknown one",
         fix=did_you_mean(key, names).partition(" Known:")[0] or f"Known: {', '.join(sorted(known))}.",
     )
@@ -172,7 +172,7 @@ def _called(function: RecipeFunction, own: Mapping[str, Any]) -> Recipe:
     except ArithmeticError as error:
         raise InputError(
             "arguments of the recipe",
-            wanted="sizes above 0",
+            expected="sizes above 0",
             got=", ".join(f"{key}={value}" for key, value in own.items()),
             fix="Raise the one that is 0.",
         ) from error
@@ -182,7 +182,7 @@ def _refuse_fixed(key: str) -> None:
     if key in FIXED:
         raise InputError(
             f"`{key}`",
-            wanted="a key that may be changed",
+            expected="a key that may be changed",
             got="what the recipe itself writes",
             fix="Take the recipe's argument model=…, or model.name=…, task.name=…, optimiser.name=….",
         )
@@ -213,4 +213,4 @@ def _refused(error: ValidationError, key: str = "") -> InputError:
     if allowed and isinstance(value, str):
         guess = did_you_mean(value, [word.strip("' ") for word in allowed.replace(" or ", ",").split(",")])
         fix = guess or fix
-    return InputError(f"`{place}`", wanted=wanted, got=repr(value), fix=fix)
+    return InputError(f"`{place}`", expected=wanted, got=repr(value), fix=fix)

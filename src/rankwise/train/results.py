@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import ByT5Tokenizer, PreTrainedModel, Trainer
 
+from rankwise._internals.files import write_file
+from rankwise.cli.torchrun import from_environment
 from rankwise.data.tasks import Task
 from rankwise.data.tasks.language import BYTE_VOCABULARY
-from rankwise.files import write_whole
 from rankwise.models import LambdaSkip
 from rankwise.monitor import RankMonitor, scalars
-from rankwise.processes import from_environment
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
 from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, forget_removed, is_ours, remove
@@ -124,8 +124,8 @@ def write(out: Path, model: PreTrainedModel, results: dict[str, Any], tokenizer:
         tokenizer.save_pretrained(out / "model")
     elif model.config.to_dict().get("vocab_size") == BYTE_VOCABULARY:
         ByT5Tokenizer(extra_ids=0).save_pretrained(out / "model")
-    write_whole(out / "model" / "README.md", card(results), "model card")
-    write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
+    write_file(out / "model" / "README.md", card(results), "model card")
+    write_file(out / RESULTS, json.dumps(results, indent=1) + "\n", "results")
     for one in filter(is_ours, checkpoints(out)):
         remove(one)
     forget_removed(out)

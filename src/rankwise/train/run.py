@@ -11,8 +11,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
+from rankwise.cli.device_maps import checked_device
 from rankwise.data.tasks import Task
-from rankwise.device_maps import checked_device
 from rankwise.errors import InputError, RankwiseError, TrainingError
 from rankwise.monitor import RankMonitor
 from rankwise.train.callbacks import Clock, LastEvaluation, Lines, LogAtCheckpoints
@@ -124,7 +124,7 @@ def _train(
         finding = monitor.stopped_by
         raise TrainingError(
             f"step {monitor.history.steps[-1]}",
-            wanted=f"no finding of monitor_stop_on ({', '.join(recipe.monitor_stop_on)})",
+            expected=f"no finding of monitor_stop_on ({', '.join(recipe.monitor_stop_on)})",
             got=f"{finding.code} at {finding.where}: {finding.meaning.rstrip('.')}",
             fix=f"Look at {out / AUDITS}; without monitor_stop_on the training goes on all the same.",
         )
@@ -141,7 +141,7 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
     if (out / RESULTS).exists():
         raise TrainingError(
             f"--out {out}",
-            wanted="a folder without a finished run",
+            expected="a folder without a finished run",
             got=f"one with {RESULTS}",
             fix="Choose another --out, or remove that folder to train again.",
         )
@@ -150,7 +150,7 @@ def _starting_point(out: Path, content: dict[str, Any], resume: bool) -> Path | 
     if unfinished and not resume:
         raise TrainingError(
             f"--out {out}",
-            wanted="a folder without checkpoints and audits",
+            expected="a folder without checkpoints and audits",
             got=f"{unfinished[-1].relative_to(out)} of a run that did not finish",
             fix="Go on from it with --resume, or choose another --out.",
         )
@@ -176,7 +176,7 @@ def _model(recipe: Recipe, task: Task) -> PreTrainedModel:
         given = recipe.model.model_dump(exclude_none=True)
         raise InputError(
             "`model`",
-            wanted=f"settings that {recipe.model.name} can be built with",
+            expected=f"settings that {recipe.model.name} can be built with",
             got=f"{', '.join(f'{name}={value!r}' for name, value in given.items())} "
             f"({' '.join(str(error).split()) or type(error).__name__})",
             fix="Change model.width, model.heads or model.options.",

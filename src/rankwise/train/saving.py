@@ -111,7 +111,7 @@ def _not_written(out: Path, error: Exception) -> TrainingError:
         why = f"a file that torch could not write to its end ({first_line(error)})"
     return TrainingError(
         f"--out {out}",
-        wanted=f"a folder that can be written, with {room}",
+        expected=f"a folder that can be written, with {room}",
         got=f"{why or first_line(error)}; {_size(free)} were free",
         fix=f"Make room, then go on from {whole[-1].name} with --resume."
         if whole

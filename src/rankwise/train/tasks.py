@@ -46,7 +46,7 @@ def make_task(recipe: Recipe) -> "Task":
     """
     name = recipe.task.name
     if name not in TASKS:
-        raise InputError("`task.name`", wanted="a task", got=repr(name), fix=did_you_mean(name, TASKS))
+        raise InputError("`task.name`", expected="a task", got=repr(name), fix=did_you_mean(name, TASKS))
     function = TASKS[name]
     parameters = inspect.signature(function).parameters
     given: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def make_task(recipe: Recipe) -> "Task":
         if option not in parameters:
             raise InputError(
                 f"`task.options.{option}`",
-                wanted=f"an option of the task {name}",
+                expected=f"an option of the task {name}",
                 got="an unknown one",
                 fix=did_you_mean(option, parameters) or "It takes none.",
             )
@@ -62,13 +62,13 @@ def make_task(recipe: Recipe) -> "Task":
     place = next((one for one in PLACES if one in parameters), None)
     if recipe.task.path is None and place and parameters[place].default is inspect.Parameter.empty:
         raise InputError(
-            "`task.path`", wanted=f"a text file for the task {name}", got="none", fix=SHAKESPEARE
+            "`task.path`", expected=f"a text file for the task {name}", got="none", fix=SHAKESPEARE
         )
     if recipe.task.path is not None:
         if place is None:
             raise InputError(
                 "`task.path`",
-                wanted="none: this task is generated",
+                expected="none: this task is generated",
                 got=recipe.task.path,
                 fix="Leave it out.",
             )

@@ -64,7 +64,7 @@ def test_validation_is_taken_out_of_training_and_noted() -> None:
     assert held.provenance.options["validation_seed"] == 3, "enough to take them out again"
     with pytest.raises(InputError, match="10 examples taken out already"):
         held.with_validation(5)
-    with pytest.raises(InputError, match="examples: wanted a whole number, from 1 to 29, got 30"):
+    with pytest.raises(InputError, match="examples: expected a whole number, from 1 to 29, got 30"):
         task.with_validation(30)
 
 
@@ -95,7 +95,7 @@ def test_a_seed_of_another_type_is_refused_before_anything_is_read(name: str) ->
     assert "seed" in parameters
     nowhere = {place: "nowhere" for place in PLACES if place in parameters}
     for seed in ("x", -1, 1.5, True):
-        message = f"seed: wanted a whole number, 0 or more, got {seed!r}"
+        message = f"seed: expected a whole number, 0 or more, got {seed!r}"
         with unchecked(), pytest.raises(InputError, match=re.escape(message)):
             TASKS[name](**nowhere, seed=seed)
 
@@ -103,12 +103,12 @@ def test_a_seed_of_another_type_is_refused_before_anything_is_read(name: str) ->
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (tasks.mqar, {"power": "a"}, "power: wanted a number, 0 or more, got 'a'. Give power=0.1"),
-        (tasks.needle, {"depth": "half"}, "depth: wanted a number, from 0 to 1, got 'half'"),
-        (tasks.needle, {"depth": True}, "depth: wanted a number, from 0 to 1, got True"),
-        (tasks.needle, {"length": "long"}, "length: wanted a whole number, 1 or more, got 'long'"),
-        (tasks.pathfinder, {"size": [32]}, "size: wanted one of 32, 128, 256, got [32]"),
-        (tasks.pathfinder, {"size": 32.0}, "size: wanted one of 32, 128, 256, got 32.0"),
+        (tasks.mqar, {"power": "a"}, "power: expected a number, 0 or more, got 'a'. Give power=0.1"),
+        (tasks.needle, {"depth": "half"}, "depth: expected a number, from 0 to 1, got 'half'"),
+        (tasks.needle, {"depth": True}, "depth: expected a number, from 0 to 1, got True"),
+        (tasks.needle, {"length": "long"}, "length: expected a whole number, 1 or more, got 'long'"),
+        (tasks.pathfinder, {"size": [32]}, "size: expected one of 32, 128, 256, got [32]"),
+        (tasks.pathfinder, {"size": 32.0}, "size: expected one of 32, 128, 256, got 32.0"),
     ],
 )
 def test_numbers_of_another_type_are_refused(make: Any, options: dict[str, Any], message: str) -> None:

@@ -70,10 +70,10 @@ def test_tokens_take_the_place_of_bytes(file: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 78}, r"length: wanted room .* got 78\. Give length=80 or more"),
-        ({"length": 600}, r"the text: wanted \d+ tokens in each part, got 458 tokens"),
-        ({"depth": 1.5}, r"depth: wanted a number, from 0 to 1, got 1\.5"),
-        ({"test": 0}, "test: wanted a whole number, 1 or more, got 0"),
+        ({"length": 78}, r"length: expected room .* got 78\. Give length=80 or more"),
+        ({"length": 600}, r"the text: expected \d+ tokens in each part, got 458 tokens"),
+        ({"depth": 1.5}, r"depth: expected a number, from 0 to 1, got 1\.5"),
+        ({"test": 0}, "test: expected a whole number, 1 or more, got 0"),
     ],
 )
 def test_what_has_no_room_is_refused(file: Path, options: dict[str, object], message: str) -> None:

@@ -59,13 +59,13 @@ def test_random_windows_are_drawn_by_the_seed_from_the_training_part(tmp_path: P
         (
             b"short",
             {},
-            r"a\.txt, training part: wanted 256 tokens for one window, got 4 tokens\. .*or 4 tokens or less",
+            r"a\.txt, training part: expected 256 tokens for one window, got 4 tokens\. .*or 4 tokens or l",
         ),
         (b"\xff\xfe\x00", {}, "UTF-8"),
-        (b"long " * 99, {"length": 1}, "length: wanted a whole number, 2 or more, got 1"),
+        (b"long " * 99, {"length": 1}, "length: expected a whole number, 2 or more, got 1"),
         (b"long " * 99, {"validation_share": 1.0}, r"validation_share: .* got 1\.0"),
-        (b"long " * 99, {"windows": 0}, "windows: wanted a whole number, 1 or more, got 0"),
-        (b"long " * 99, {"length": 60}, "validation part: wanted 60 tokens for one window, got 50 tokens"),
+        (b"long " * 99, {"windows": 0}, "windows: expected a whole number, 1 or more, got 0"),
+        (b"long " * 99, {"length": 60}, "validation part: expected 60 tokens for one window, got 50 tokens"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
@@ -77,5 +77,5 @@ def test_what_cannot_be_cut_is_refused(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.txt: wanted a text file, got no such file"):
+    with pytest.raises(InputError, match=r"none\.txt: expected a text file, got no such file"):
         tasks.byte_language_model(tmp_path / "none.txt")

@@ -107,12 +107,12 @@ def test_no_expression_comes_twice_and_the_seed_decides() -> None:
 
 def test_what_no_expression_has_is_refused() -> None:
     with pytest.raises(
-        InputError, match="wanted lengths that 401 different expressions have, got 400 longer"
+        InputError, match="expected lengths that 401 different expressions have, got 400 longer"
     ):
         tasks.listops(1, 401, min_length=3, max_length=5, max_depth=2, max_arguments=2)
-    with pytest.raises(InputError, match="max_length: wanted a whole number, 12 or more, got 11"):
+    with pytest.raises(InputError, match="max_length: expected a whole number, 12 or more, got 11"):
         tasks.listops(1, 1, min_length=10, max_length=11)
-    with pytest.raises(InputError, match="max_depth: wanted a whole number, 2 or more, got 1"):
+    with pytest.raises(InputError, match="max_depth: expected a whole number, 2 or more, got 1"):
         tasks.listops(1, 1, max_depth=1)
 
 

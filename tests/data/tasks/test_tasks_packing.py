@@ -46,9 +46,9 @@ def test_files_give_the_same_as_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
-        (["only one document"], {}, "documents: wanted two or more, .* got 1"),
-        (["a", "b"], {}, "the training part: wanted 256 tokens for one window, got 2 tokens"),
-        (["a", ""], {"length": 2}, "the validation part: wanted 2 tokens for one window, got 0 tokens"),
+        (["only one document"], {}, "documents: expected two or more, .* got 1"),
+        (["a", "b"], {}, "the training part: expected 256 tokens for one window, got 2 tokens"),
+        (["a", ""], {"length": 2}, "the validation part: expected 2 tokens for one window, got 0 tokens"),
         (["a", "b"], {"validation_share": 0.0}, r"validation_share: .* got 0\.0"),
         (["", ""], {"length": 2}, r"got 0 tokens\. Give a longer text\.$"),
     ],
@@ -63,10 +63,10 @@ def test_what_cannot_be_packed_is_refused(
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (3, "wanted a text file, .* got int"),
-        (None, "wanted a text file, .* got NoneType"),
-        (b"text", "wanted a text file, .* got bytes"),
-        ([None, "b"], "the document None: wanted text, got NoneType"),
+        (3, "expected a text file, .* got int"),
+        (None, "expected a text file, .* got NoneType"),
+        (b"text", "expected a text file, .* got bytes"),
+        ([None, "b"], "the document None: expected text, got NoneType"),
     ],
 )
 def test_what_is_no_list_of_texts_is_refused(documents: Any, message: str) -> None:
@@ -75,5 +75,5 @@ def test_what_is_no_list_of_texts_is_refused(documents: Any, message: str) -> No
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused() -> None:
-    with pytest.raises(InputError, match=r"the tokenizer: wanted an end mark \(eos_token_id\), got none"):
+    with pytest.raises(InputError, match=r"the tokenizer: expected an end mark \(eos_token_id\), got none"):
         tasks.token_language_model(DOCUMENTS, SimpleNamespace(eos_token_id=None))

@@ -111,9 +111,9 @@ def test_the_task_is_the_pictures_and_the_first_do_not_depend_on_how_many() -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": 33}, "size: wanted one of 32, 128, 256, got 33"),
-        ({"contour_length": 2}, "contour_length: wanted a whole number, from 3 to 16, got 2"),
-        ({"train": 0}, "train: wanted a whole number, 1 or more, got 0"),
+        ({"size": 33}, "size: expected one of 32, 128, 256, got 33"),
+        ({"contour_length": 2}, "contour_length: expected a whole number, from 3 to 16, got 2"),
+        ({"train": 0}, "train: expected a whole number, 1 or more, got 0"),
     ],
 )
 def test_pictures_that_cannot_be_drawn_are_refused(options: dict[str, int], message: str) -> None:

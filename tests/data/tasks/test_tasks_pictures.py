@@ -63,7 +63,7 @@ def test_a_folder_of_datasets_gives_the_same_contents(
     np.savez(tmp_path / "svhn.npz", **given)
     kept, plain = tasks.svhn(tmp_path / "svhn"), tasks.svhn(tmp_path / "svhn.npz")
     assert kept.provenance.sha256 == plain.provenance.sha256
-    with pytest.raises(InputError, match="wanted a column 'img', got image, label"):
+    with pytest.raises(InputError, match="expected a column 'img', got image, label"):
         tasks.cifar10(tmp_path / "svhn")
 
 
@@ -88,10 +88,10 @@ def test_a_shrunk_picture_has_means_of_blocks(tmp_path: Path) -> None:
     means = np.concatenate(blocks, axis=1)
     assert (task.length, task.test[0]["input_ids"].tolist()) == (4, grey(means)[0].ravel().tolist())
     for side in (3, 16):
-        with pytest.raises(InputError, match="`side`: wanted a divisor of the edge"):
+        with pytest.raises(InputError, match="`side`: expected a divisor of the edge"):
             tasks.cifar10_sequence(tmp_path, side=side)
     for wrong in (0, True):
-        with pytest.raises(InputError, match="side: wanted a whole number"):
+        with pytest.raises(InputError, match="side: expected a whole number"):
             tasks.cifar10_sequence(tmp_path, side=wrong)
 
 
@@ -102,7 +102,7 @@ def test_some_examples_are_drawn_by_the_seed(tmp_path: Path) -> None:
     assert some[0].provenance.sha256 != some[2].provenance.sha256
     everything = arrays()["x_train"].transpose(0, 3, 1, 2)
     assert all((everything == one).all((1, 2, 3)).any() for one in some[0].train.arrays["pixel_values"])
-    with pytest.raises(InputError, match="train_examples: wanted a whole number, from 1 to 12, got 13"):
+    with pytest.raises(InputError, match="train_examples: expected a whole number, from 1 to 12, got 13"):
         tasks.cifar10(tmp_path, train_examples=13)
 
 
@@ -138,15 +138,18 @@ def test_digits_are_not_mirrored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x_test": None}, r"cifar10\.npz:x_test: wanted an array of the file, got none.*x_train"),
-        ({"y_test": None}, r"cifar10\.npz:y_test: wanted an array of the file, got none.*y_train"),
-        ({"x_train": np.zeros((12, 8, 8, 3), "U1")}, "x_train: wanted pictures, got .*<U1"),
-        ({"x_train": np.full((12, 8, 8, 3), np.nan)}, "x_train: wanted pixels from 0 to 255"),
-        ({"x_train": np.zeros((12, 8, 8, 1), np.uint8)}, "x_train: wanted colour pictures"),
-        ({"x_train": np.zeros((0, 8, 8, 3), np.uint8)}, "x_train: wanted colour pictures"),
-        ({"x_test": np.zeros((5, 9, 9, 3), np.uint8)}, "cifar10: wanted pictures of one size"),
-        ({"y_train": np.zeros(12)}, "y_train: wanted 12 whole numbers from 0 to 9, got .*float64"),
-        ({"y_train": np.zeros(11, int)}, r"y_train: wanted 12 whole numbers from 0 to 9, got shape \(11,\)"),
+        ({"x_test": None}, r"cifar10\.npz:x_test: expected an array of the file, got none.*x_train"),
+        ({"y_test": None}, r"cifar10\.npz:y_test: expected an array of the file, got none.*y_train"),
+        ({"x_train": np.zeros((12, 8, 8, 3), "U1")}, "x_train: expected pictures, got .*<U1"),
+        ({"x_train": np.full((12, 8, 8, 3), np.nan)}, "x_train: expected pixels from 0 to 255"),
+        ({"x_train": np.zeros((12, 8, 8, 1), np.uint8)}, "x_train: expected colour pictures"),
+        ({"x_train": np.zeros((0, 8, 8, 3), np.uint8)}, "x_train: expected colour pictures"),
+        ({"x_test": np.zeros((5, 9, 9, 3), np.uint8)}, "cifar10: expected pictures of one size"),
+        ({"y_train": np.zeros(12)}, "y_train: expected 12 whole numbers from 0 to 9, got .*float64"),
+        (
+            {"y_train": np.zeros(11, int)},
+            r"y_train: expected 12 whole numbers from 0 to 9, got shape \(11,\)",
+        ),
         ({"y_train": np.full(12, -1)}, "y_train: .*, -1 to -1"),
     ],
 )
@@ -166,7 +169,7 @@ def test_a_broken_file_is_named(tmp_path: Path, how: str) -> None:
         content = (tmp_path / "x.npy").read_bytes()
     broken = {"cut": content[: len(content) // 2], "flipped": content[:900] + b"?" + content[901:]}
     file.write_bytes({"empty": b"", "text": b"not an archive"}.get(how, broken.get(how, content)))
-    with pytest.raises(InputError, match=r"cifar10\.npz: wanted a \.npz file of NumPy arrays"):
+    with pytest.raises(InputError, match=r"cifar10\.npz: expected a \.npz file of NumPy arrays"):
         tasks.cifar10(tmp_path)
 
 

@@ -103,12 +103,12 @@ def test_a_reader_that_looks_the_keys_up_is_always_right_and_one_that_does_not_i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 15}, "length: wanted a whole number, 16 or more, got 15"),
-        ({"vocab_size": 9}, "vocab_size: wanted a whole number, 10 or more, got 9"),
-        ({"pairs": 0}, "pairs: wanted a whole number, 1 or more, got 0"),
-        ({"train": 2.5}, r"train: wanted a whole number, 1 or more, got 2\.5"),
-        ({"power": math.nan}, "power: wanted a number, 0 or more, got nan"),
-        ({"fill": "none"}, "fill: wanted 'zero' or 'random', got 'none'"),
+        ({"length": 15}, "length: expected a whole number, 16 or more, got 15"),
+        ({"vocab_size": 9}, "vocab_size: expected a whole number, 10 or more, got 9"),
+        ({"pairs": 0}, "pairs: expected a whole number, 1 or more, got 0"),
+        ({"train": 2.5}, r"train: expected a whole number, 1 or more, got 2\.5"),
+        ({"power": math.nan}, "power: expected a number, 0 or more, got nan"),
+        ({"fill": "none"}, "fill: expected 'zero' or 'random', got 'none'"),
     ],
 )
 def test_pairs_without_room_are_refused(options: dict[str, object], message: str) -> None:

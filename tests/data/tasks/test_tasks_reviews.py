@@ -59,19 +59,19 @@ def test_datasets_give_the_same_contents(tmp_path: Path, monkeypatch: pytest.Mon
     kept = tasks.imdb_bytes(tmp_path / "imdb", length=16)
     assert kept.provenance.sha256 == tasks.imdb_bytes(saved(tmp_path), length=16).provenance.sha256
     datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "half")
-    with pytest.raises(InputError, match="half: wanted a split 'test', got train"):
+    with pytest.raises(InputError, match="half: expected a split 'test', got train"):
         tasks.imdb_bytes(tmp_path / "half")
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "", "label": 1}, "line 1: wanted .* got an empty text"),
-        ({"text": "a"}, "line 1: wanted .* got None in 'label'"),
-        ({"text": "a", "label": True}, "line 1: wanted .* got True in 'label'"),
-        ({"text": "a", "label": 2}, r"labels of .*, test: wanted 0 and 1, got 2"),
-        ({"body": "a", "label": 1}, "line 1: wanted a field 'text', got the fields 'body', 'label'"),
-        (["a", 1], "line 1: wanted a JSON object .* got type list"),
+        ({"text": "", "label": 1}, "line 1: expected .* got an empty text"),
+        ({"text": "a"}, "line 1: expected .* got None in 'label'"),
+        ({"text": "a", "label": True}, "line 1: expected .* got True in 'label'"),
+        ({"text": "a", "label": 2}, r"labels of .*, test: expected 0 and 1, got 2"),
+        ({"body": "a", "label": 1}, "line 1: expected a field 'text', got the fields 'body', 'label'"),
+        (["a", 1], "line 1: expected a JSON object .* got type list"),
     ],
 )
 def test_a_row_that_is_no_review_is_named(tmp_path: Path, row: object, message: str) -> None:
@@ -83,11 +83,11 @@ def test_broken_and_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.
     file = saved(tmp_path) / "test.jsonl.gz"
     content = file.read_bytes()
     file.write_bytes(content[:-12])
-    with pytest.raises(InputError, match=r"test\.jsonl\.gz: wanted a whole gzip file, got a broken one"):
+    with pytest.raises(InputError, match=r"test\.jsonl\.gz: expected a whole gzip file, got a broken one"):
         tasks.imdb_bytes(tmp_path)
     file.write_bytes(b"")
     with pytest.raises(
-        InputError, match=r"test\.jsonl\.gz: wanted JSON objects, one a line, got an empty file"
+        InputError, match=r"test\.jsonl\.gz: expected JSON objects, one a line, got an empty file"
     ):
         tasks.imdb_bytes(tmp_path)
     file.unlink()
@@ -104,7 +104,7 @@ def test_broken_and_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(InputError, match=r"no answer from .*save_to_disk\('imdb'\)"):
         tasks.imdb_bytes()
     monkeypatch.setattr(hub, "hub_reachable", lambda: True)  # offline with nothing downloaded before
-    with pytest.raises(InputError, match=r"stanfordnlp/imdb: wanted .*save_to_disk\('imdb'\)"):
+    with pytest.raises(InputError, match=r"stanfordnlp/imdb: expected .*save_to_disk\('imdb'\)"):
         tasks.imdb_bytes()
 
 

@@ -66,14 +66,14 @@ def test_what_is_no_tokenizer_is_refused_in_words(tmp_path: Path) -> None:
         (tmp_path, "got a folder with nothing in it"),
         (Path(__file__), "got a file"),
     ):
-        with pytest.raises(InputError, match=rf"wanted a folder with tokenizer\.json.*, {got}"):
+        with pytest.raises(InputError, match=rf"expected a folder with tokenizer\.json.*, {got}"):
             load_tokenizer(place)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=r"got a folder with tokenizer\.json \("):
         load_tokenizer(tmp_path)
-    with pytest.raises(InputError, match=r"vocab_size: wanted a whole number, 257 or more, got 256"):
+    with pytest.raises(InputError, match=r"vocab_size: expected a whole number, 257 or more, got 256"):
         tasks.token_language_model(TRAIN, vocab_size=256)
-    with pytest.raises(InputError, match=r"vocab_size: wanted none beside a tokenizer, got 300"):
+    with pytest.raises(InputError, match=r"vocab_size: expected none beside a tokenizer, got 300"):
         tasks.token_language_model(TRAIN, TOKENIZER, vocab_size=300)
     with pytest.raises(InputError, match=r"the document 'a.*half of a surrogate pair at character 1"):
         tasks.token_language_model([*TRAIN, "a\ud800"])

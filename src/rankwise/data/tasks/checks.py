@@ -24,7 +24,7 @@ def need_whole(name: str, value: int, least: int = 1, most: int | None = None) -
     if whole and value >= least and (most is None or value <= most):
         return
     span = f"{least} or more" if most is None else f"from {least} to {most}"
-    raise InputError(name, wanted=f"a whole number, {span}", got=repr(value), fix=f"Give {name}={least}.")
+    raise InputError(name, expected=f"a whole number, {span}", got=repr(value), fix=f"Give {name}={least}.")
 
 
 def need_number(
@@ -49,7 +49,7 @@ def need_number(
     if number and least <= value < math.inf and (most is None or value <= most):
         return
     span = f"{least} or more" if most is None else f"from {least} to {most}"
-    raise InputError(name, wanted=f"a number, {span}", got=repr(value), fix=f"Give {name}={example}.")
+    raise InputError(name, expected=f"a number, {span}", got=repr(value), fix=f"Give {name}={example}.")
 
 
 def need_share(name: str, value: float | int) -> None:
@@ -67,4 +67,4 @@ def need_share(name: str, value: float | int) -> None:
     """
     if isinstance(value, float | int) and not isinstance(value, bool) and 0 < value < 1:
         return
-    raise InputError(name, wanted="a share between 0 and 1", got=repr(value), fix=f"Give {name}=0.1.")
+    raise InputError(name, expected="a share between 0 and 1", got=repr(value), fix=f"Give {name}=0.1.")

@@ -114,12 +114,12 @@ def _sequences(
         if room < 1:
             fix = f"Give length={length - room + 1} or more."
             raise InputError(
-                "length", wanted="room for sentence, question and answer", got=str(length), fix=fix
+                "length", expected="room for sentence, question and answer", got=str(length), fix=fix
             )
         if len(hay) < room:
             fix = "Give a longer text, or a smaller length."
             raise InputError(
-                "the text", wanted=f"{room} tokens in each part", got=f"{len(hay)} tokens", fix=fix
+                "the text", expected=f"{room} tokens in each part", got=f"{len(hay)} tokens", fix=fix
             )
         start = int(place * (len(hay) - room + 1))
         at = round(share * room)

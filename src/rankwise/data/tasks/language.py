@@ -113,7 +113,7 @@ def cut(ids: np.ndarray, length: int, subject: str, windows: int | None = None, 
         if len(ids) >= 2:
             fix += f", or {len(ids)} tokens or less (task.tokens of a recipe)"
         raise InputError(
-            subject, wanted=f"{length} tokens for one window", got=f"{len(ids)} tokens", fix=f"{fix}."
+            subject, expected=f"{length} tokens for one window", got=f"{len(ids)} tokens", fix=f"{fix}."
         )
     if windows is None:
         starts = np.arange((len(ids) - 1) // (length - 1)) * (length - 1)

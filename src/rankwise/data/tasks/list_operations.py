@@ -127,7 +127,7 @@ def _expressions(draw: np.random.Generator, rows: int, rule: Rule, seen: set[byt
         if idle > TRIES:
             raise InputError(
                 "min_length and max_length",
-                wanted=f"lengths that {rows} different expressions have",
+                expected=f"lengths that {rows} different expressions have",
                 got=f"{found} longer than {rule.min_length} and shorter than {rule.max_length} tokens",
                 fix="Widen the lengths, or raise max_depth and max_arguments.",
             )

@@ -61,7 +61,7 @@ def token_language_model(
     if not is_file and (isinstance(documents, bytes) or not isinstance(documents, Iterable)):
         raise InputError(
             "documents",
-            wanted="a text file, a .jsonl file, or a list of texts",
+            expected="a text file, a .jsonl file, or a list of texts",
             got=type(documents).__name__,
             fix="Give the path of a file, or decode what was read and give it in a list.",
         )
@@ -74,7 +74,7 @@ def token_language_model(
     end = getattr(tokenizer, "eos_token_id", None)
     if end is None:
         fix = "Set tokenizer.eos_token, or give another tokenizer."
-        raise InputError("the tokenizer", wanted="an end mark (eos_token_id)", got="none", fix=fix)
+        raise InputError("the tokenizer", expected="an end mark (eos_token_id)", got="none", fix=fix)
     ids = [_packed(part, tokenizer, end) for part in parts]
     return make_task(
         "token_language_model",
@@ -105,7 +105,7 @@ def _tokenizer(given: Any, vocab_size: int | None, texts: list[str]) -> tuple[An
         return made, f"byte-level BPE of {len(made):,} entries, trained on the training part"
     if vocab_size is not None:
         fix = "Leave one of the two out."
-        raise InputError("vocab_size", wanted="none beside a tokenizer", got=str(vocab_size), fix=fix)
+        raise InputError("vocab_size", expected="none beside a tokenizer", got=str(vocab_size), fix=fix)
     found = load_tokenizer(given) if isinstance(given, str | Path) else given
     name = str(getattr(found, "name_or_path", "")) or type(found).__name__
     return found, Path(name).name if Path(name).is_dir() else name
@@ -115,7 +115,7 @@ def _bytes(text: str) -> int:
     if not isinstance(text, str):
         raise InputError(
             f"the document {text!r}"[:60],
-            wanted="text",
+            expected="text",
             got=type(text).__name__,
             fix="Leave it out, or make it a string.",
         )
@@ -124,7 +124,7 @@ def _bytes(text: str) -> int:
     except UnicodeEncodeError as error:
         raise InputError(
             f"the document {text[:20]!r}…",
-            wanted="Unicode text",
+            expected="Unicode text",
             got=f"half of a surrogate pair at character {error.start}",
             fix="Correct or leave out the document.",
         ) from error
@@ -137,7 +137,7 @@ def _split(texts: str | list[str], share: float) -> tuple[list[str], list[str]]:
     if len(texts) < 2:
         fix = "Give more documents, or one text file, which is split by characters."
         raise InputError(
-            "documents", wanted="two or more, to keep some for testing", got=str(len(texts)), fix=fix
+            "documents", expected="two or more, to keep some for testing", got=str(len(texts)), fix=fix
         )
     boundary = min(int(len(texts) * (1 - share)), len(texts) - 1)
     return texts[: max(boundary, 1)], texts[max(boundary, 1) :]

@@ -81,7 +81,7 @@ def pathfinder(
     need_whole("test", test)
     if not isinstance(size, int) or size not in RULES:
         sizes = ", ".join(map(str, RULES))
-        raise InputError("size", wanted=f"one of {sizes}", got=repr(size), fix="Give size=32.")
+        raise InputError("size", expected=f"one of {sizes}", got=repr(size), fix="Give size=32.")
     need_whole("contour_length", contour_length, 3, 16)
     need_whole("seed", seed, 0)
     splits = []

@@ -190,7 +190,7 @@ def shrunk(pixels: np.ndarray, side: int) -> np.ndarray:
     if high % side or wide != high:
         raise InputError(
             "`side`",
-            wanted="a divisor of the edge of square pictures",
+            expected="a divisor of the edge of square pictures",
             got=f"{side} for pictures of {high}×{wide} pixels",
             fix="Leave it out, or take half the edge of pictures with an even, equal edge.",
         )
@@ -257,7 +257,7 @@ def _read(
     shapes = {pixels.shape[1:] for pixels, _ in parts}
     if len(shapes) > 1:
         raise InputError(
-            name, wanted="pictures of one size", got=f"{sorted(shapes)}", fix="Give both splits one size."
+            name, expected="pictures of one size", got=f"{sorted(shapes)}", fix="Give both splits one size."
         )
     kept = []
     for part, ((pixels, labels), (option, wanted)) in enumerate(zip(parts, options.items(), strict=True)):
@@ -271,7 +271,7 @@ def _from_file(file: Path, split: str, classes: int) -> Split:
     if pixels.ndim != 4 or pixels.shape[-1] != 3 or not len(pixels):
         raise InputError(
             f"{file}:x_{split}",
-            wanted="colour pictures (N, H, W, 3)",
+            expected="colour pictures (N, H, W, 3)",
             got=f"shape {pixels.shape}",
             fix="Save them so with `numpy.savez`.",
         )

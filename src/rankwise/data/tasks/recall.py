@@ -63,7 +63,7 @@ def mqar(
     need_number("power", power, 0, example=0.1)
     need_whole("seed", seed, 0)
     if fill not in ("zero", "random"):
-        raise InputError("fill", wanted="'zero' or 'random'", got=repr(fill), fix="Give fill='zero'.")
+        raise InputError("fill", expected="'zero' or 'random'", got=repr(fill), fix="Give fill='zero'.")
     options = {"vocab_size": vocab_size, "length": length, "pairs": pairs, "power": power, "fill": fill}
     parts = [
         _sequences(np.random.default_rng([seed, part]), rows, vocab_size, length, pairs, power, fill)

@@ -55,7 +55,7 @@ def imdb_bytes(
         if set(labels) - {0, 1}:
             got = ", ".join(map(str, sorted(set(labels))[:8]))
             raise InputError(
-                f"labels of {origin}, {split}", wanted="0 and 1", got=got, fix="Give each review its class."
+                f"labels of {origin}, {split}", expected="0 and 1", got=got, fix="Give each review its class."
             )
     wanted = {"train_examples": train_examples, "test_examples": test_examples}
     examples = [

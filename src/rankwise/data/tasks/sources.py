@@ -33,7 +33,7 @@ class HubData(NamedTuple):
         return f"datasets.load_dataset({self.repository!r}{config})"
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         """What has to be there."""
         files = " and ".join(name.replace(".jsonl.gz", ".jsonl[.gz]") for name in self.files)
         return f"{files}, a folder written by `datasets`, or {self.repository} (about {self.megabytes} MB)"
@@ -65,7 +65,7 @@ def local_files(source: str | Path, data: HubData) -> list[Path] | None:
         return [path]
     if not path.is_dir():
         got = "a file" if path.exists() else "no such file or folder"
-        raise InputError(str(path), wanted=data.wanted, got=got, fix=data.fix)
+        raise InputError(str(path), expected=data.expected, got=got, fix=data.fix)
     either = {name: [path / name, path / name.removesuffix(".gz")] for name in data.files}
     held_of = {name: next((file for file in files if file.is_file()), None) for name, files in either.items()}
     found = [file for file in held_of.values() if file is not None]
@@ -76,7 +76,7 @@ def local_files(source: str | Path, data: HubData) -> list[Path] | None:
     missing = [name for name, file in held_of.items() if file is None]
     held = sorted(child.name for child in path.iterdir())
     got = f"a folder without {' and '.join(missing)} (it holds {', '.join(held[:8]) or 'nothing'})"
-    raise InputError(str(path), wanted=data.wanted, got=got, fix=data.fix)
+    raise InputError(str(path), expected=data.expected, got=got, fix=data.fix)
 
 
 def _is_of_datasets(path: Path) -> bool:
@@ -97,21 +97,21 @@ def open_splits(source: str | Path | None, data: HubData) -> Mapping[str, Any]:
     name = data.repository if source is None else str(source)
     need_datasets(name)
     if source is None:
-        need_hub(name, wanted=data.wanted, fix=data.fix)
+        need_hub(name, expected=data.expected, fix=data.fix)
     try:
         splits = open_folder(Path(source)) if source is not None else _download(data)
     except Exception as error:  # of datasets, which raises whatever its readers and file systems raise
         first = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-        raise InputError(name, wanted=data.wanted, got=first, fix=data.fix) from error
+        raise InputError(name, expected=data.expected, got=first, fix=data.fix) from error
     for split in ("train", "test"):
         if split not in splits:
             fix = did_you_mean(split, splits)
-            raise InputError(name, wanted=f"a split {split!r}", got=", ".join(splits) or "none", fix=fix)
+            raise InputError(name, expected=f"a split {split!r}", got=", ".join(splits) or "none", fix=fix)
         columns = splits[split].column_names
         for column in (data.inputs, data.labels):
             if column not in columns:
                 fix = did_you_mean(column, columns)
-                raise InputError(name, wanted=f"a column {column!r}", got=", ".join(columns), fix=fix)
+                raise InputError(name, expected=f"a column {column!r}", got=", ".join(columns), fix=fix)
     return splits
 
 

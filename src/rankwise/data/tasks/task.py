@@ -93,7 +93,7 @@ class Task:
         if self.validation is not None:
             raise InputError(
                 "`with_validation`",
-                wanted="a task without a validation split",
+                expected="a task without a validation split",
                 got=f"{self.provenance.validation} examples taken out already",
                 fix="Call it once, on the task as it was made.",
             )

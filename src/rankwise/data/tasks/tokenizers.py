@@ -81,7 +81,7 @@ def load_tokenizer(place: str | Path) -> Any:
 def _refused(place: str | Path, got: str) -> InputError:
     return InputError(
         f"tokenizer {place}",
-        wanted="a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face Hub",
+        expected="a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face Hub",
         got=got,
         fix="Write one with tokenizer.save_pretrained(folder); or name none: a byte-level BPE is trained.",
     )

@@ -39,7 +39,7 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
     if name not in MIXERS:
         raise InputError(
             f"ToSTConfig `layer_types[{layer}]`",
-            wanted="the name of a mixer",
+            expected="the name of a mixer",
             got=repr(name),
             fix=did_you_mean(name, MIXERS),
         )
@@ -48,7 +48,7 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
         if option not in known:
             raise InputError(
                 f"ToSTConfig `mixer_options[{name!r}]`",
-                wanted=f"arguments of {MIXERS[name].__name__}",
+                expected=f"arguments of {MIXERS[name].__name__}",
                 got=repr(option),
                 fix=did_you_mean(str(option), known),
             )

@@ -36,7 +36,7 @@ class Mixer(nn.Module, ABC):
 
     causal: bool
     """Whether a token sees only itself and earlier ones; only then is there a state."""
-    joined_at = "out_proj"
+    output_projection = "out_proj"
     """The module inside that reads the heads side by side, (B, T, H V)."""
 
     @classmethod
@@ -104,7 +104,7 @@ def token_mask(
     if attention_mask.shape != hidden_states.shape[:2]:
         raise ShapeError(
             "`attention_mask`",
-            wanted=f"one value for each token, {tuple(hidden_states.shape[:2])}",
+            expected=f"one value for each token, {tuple(hidden_states.shape[:2])}",
             got=f"{tuple(attention_mask.shape)}",
             fix="A mixer takes the mask of the tokens of this call; its state remembers earlier ones.",
         )
@@ -127,7 +127,7 @@ def real_tokens(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         other = attention_mask[real.to(attention_mask.dtype) != attention_mask]
         raise InputError(
             "`attention_mask`",
-            wanted="1 (or true) for real tokens and 0 for padding",
+            expected="1 (or true) for real tokens and 0 for padding",
             got=f"{other[0].item()}",
             fix="A mask that is added to scores, 0 and -inf, is the other way round: pass (mask == 0).",
         )
@@ -168,11 +168,11 @@ def head_width(subject: str, hidden_size: int, num_heads: int, head_dim: int | N
     }
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(f"{subject} `{name}`", wanted="at least 1", got=f"{size}", fix="Raise it.")
+            raise InputError(f"{subject} `{name}`", expected="at least 1", got=f"{size}", fix="Raise it.")
     if head_dim is None and hidden_size % num_heads:
         raise InputError(
             f"{subject} heads",
-            wanted=f"a number that divides the width {hidden_size}",
+            expected=f"a number that divides the width {hidden_size}",
             got=f"{num_heads}",
             fix="Choose other sizes, or give head_dim.",
         )
@@ -187,6 +187,6 @@ def make_dropout(subject: str, rate: float) -> nn.Dropout:
     """
     if not 0 <= rate <= 1:
         raise InputError(
-            f"{subject} `dropout`", wanted="a rate from 0 to 1", got=f"{rate}", fix="0 drops nothing."
+            f"{subject} `dropout`", expected="a rate from 0 to 1", got=f"{rate}", fix="0 drops nothing."
         )
     return nn.Dropout(rate)

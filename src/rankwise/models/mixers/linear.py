@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from rankwise.models.mixers.base import MixerState, head_width, make_dropout, options_of
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, rows_after
 from rankwise.operators import LinearAttentionMixing
-from rankwise.operators.base import at_least_float32
+from rankwise.operators.base import compute_dtype
 
 
 class LinearAttention(OperatorMixer):
@@ -83,7 +83,7 @@ class LinearAttention(OperatorMixer):
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        wide = at_least_float32(value.dtype)  # the state is a sum over all tokens
+        wide = compute_dtype(value.dtype)  # the state is a sum over all tokens
         query, key = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1
         if mask is not None:
             key = key * mask[:, None, :, None]

@@ -21,7 +21,7 @@ from rankwise.models.mixers.scanned import (
     rows_after,
 )
 from rankwise.operators import SelectiveMixing
-from rankwise.operators.base import at_least_float32
+from rankwise.operators.base import compute_dtype
 
 TINY = 2.0**-60
 """Step of a source that stands for a state: it decays nothing, and as a factor of its source is undone
@@ -111,7 +111,7 @@ class Mamba(OperatorMixer):
     ) -> Mixing:
         past, inputs = (None, None) if state is None else state
         read, inputs = self.convolution(self.in_proj(hidden_states), mask, inputs)
-        wide = at_least_float32(read.dtype)
+        wide = compute_dtype(read.dtype)
         sizes = [self.step_rank, self.state_dim, self.state_dim]
         low, b, c = self.x_proj(read).split(sizes, -1)
         b, c = b[:, None].to(wide), c[:, None].to(wide)

@@ -20,7 +20,7 @@ from rankwise.models.mixers.scanned import (
     rows_after,
 )
 from rankwise.operators import SemiseparableMixing
-from rankwise.operators.base import at_least_float32
+from rankwise.operators.base import compute_dtype
 
 STEPS = (0.001, 0.1)
 """Between which steps start, as released."""
@@ -112,7 +112,7 @@ class Mamba2(OperatorMixer):
         read, inputs = self.convolution(read, mask, inputs)
         value, b, c = read.split(self.sizes, -1)
         value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        wide = at_least_float32(value.dtype)
+        wide = compute_dtype(value.dtype)
         b, c = (x.unflatten(-1, (self.groups, -1)).transpose(1, 2).to(wide) for x in (b, c))
         step = F.softplus(raw.to(wide) + self.step_bias.to(wide)).mT
         if mask is not None:

@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from rankwise.models.mixers.scanned import decay_to_end, in_front, rows_after
 from rankwise.operators import DiagonalMixing, MixingOperator, SemiseparableMixing, SumMixing
-from rankwise.operators.base import at_least_float32
+from rankwise.operators.base import compute_dtype
 from rankwise.ops import half_lives
 
 Features = Float[Tensor, "B T H F"]
@@ -70,7 +70,7 @@ class MembershipScan(nn.Module):
         Returns:
             The sum, and the state after the last token.
         """
-        wide = at_least_float32(mixed.dtype)
+        wide = compute_dtype(mixed.dtype)
         values = mixed.transpose(1, 2).to(wide)
         scan, sources = self._scan(c, b, membership, None), values
         if past is not None:
@@ -93,7 +93,7 @@ class MembershipScan(nn.Module):
         return rows_after(operator, states) if states else operator
 
     def _scan(self, c: Features, b: Features, membership: Tensor, past: State | None) -> SemiseparableMixing:
-        wide = at_least_float32(membership.dtype)
+        wide = compute_dtype(membership.dtype)
         c, b = (F.normalize(x.transpose(1, 2).to(wide), dim=-1) for x in (c, b))
         decay = -self.log_rate.to(wide).exp()[:, None] * membership.mT.to(wide)
         if past is not None:  # feature n of the state is a source with b = e_n that has not decayed yet

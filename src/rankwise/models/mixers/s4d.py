@@ -12,7 +12,7 @@ from transformers import initialization as init
 from rankwise.models.mixers.base import MixerState, make_dropout, options_of
 from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, only_causal
 from rankwise.operators import DenseMixing, ToeplitzMixing
-from rankwise.operators.base import at_least_float32
+from rankwise.operators.base import compute_dtype
 
 STEPS = (0.001, 0.1)
 """Between which steps start, as released."""
@@ -97,7 +97,7 @@ class S4D(OperatorMixer):
         real = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=value.device)
         if mask is not None:
             real, value = mask, value * mask[:, None, :, None]
-        turn, c = self._system(at_least_float32(value.dtype))
+        turn, c = self._system(compute_dtype(value.dtype))
         unit, step = torch.ones_like(c), torch.ones_like(c[:, 0].real)
         kernel = ToeplitzMixing.from_ssm(turn, unit, c, step, value.shape[-2], conjugates=True).kernel
         left = (_state(turn, value, real, state),) if return_state else None

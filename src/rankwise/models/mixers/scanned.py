@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankwise.errors import InputError
 from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, token_mask
 from rankwise.operators import MixingOperator
-from rankwise.operators.part import PartMixing
+from rankwise.operators.part import IndexedMixing
 
 
 class Mixing(NamedTuple):
@@ -94,7 +94,7 @@ def only_causal(name: str, causal: bool) -> None:
     if not causal:
         raise InputError(
             f"the mixer {name!r}",
-            wanted="causal=True",
+            expected="causal=True",
             got="causal=False",
             fix="A recurrence runs forward only: set causal=True, or take linear, softmax or tssa.",
         )
@@ -112,7 +112,7 @@ def rows_after(operator: MixingOperator, states: int) -> MixingOperator:
         torch.ones(size, dtype=torch.bool, device=operator.device) for size in operator.shape[-2:]
     )
     rows[:states] = False
-    return PartMixing(operator, rows, columns)
+    return IndexedMixing(operator, rows, columns)
 
 
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise._internals.rotary import ROPE_BASE, rotated
 from rankwise.errors import InputError
 from rankwise.models.mixers.base import (
     Mixer,
@@ -19,7 +20,6 @@ from rankwise.models.mixers.base import (
     token_mask,
 )
 from rankwise.operators import SoftmaxMixing
-from rankwise.rotary import ROPE_BASE, rotated
 
 
 class SoftmaxAttention(Mixer):
@@ -77,14 +77,14 @@ class SoftmaxAttention(Mixer):
         if not (number and 0 < float(base) < math.inf):  # type: ignore[arg-type]
             raise InputError(
                 "SoftmaxAttention `rotary_base`",
-                wanted="a positive number",
+                expected="a positive number",
                 got=repr(base),
                 fix=f"Take {ROPE_BASE:g}, or None for no rotary positions.",
             )
         if self.query_dim % 2:
             raise InputError(
                 "SoftmaxAttention `rotary_base`",
-                wanted="queries and keys of an even width",
+                expected="queries and keys of an even width",
                 got=f"{self.query_dim}",
                 fix="Set `query_dim`, or width over heads, to an even number; rotary_base=None has none.",
             )

@@ -246,7 +246,7 @@ def _check_name(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InputError(
             f"TokenStatisticsAttention `{argument}`",
-            wanted=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(known)}",
             got=repr(value),
             fix=did_you_mean(str(value), known),
         )
@@ -258,7 +258,7 @@ def _half_lives(half_life: Sequence[int | float | None], heads: int, causal: boo
     if not causal or len(lives) != heads or not all(life > 0 for life in lives):
         raise InputError(
             "TokenStatisticsAttention `half_life`",
-            wanted=f"causal=True and numbers of tokens above 0, one for each of {heads} heads",
+            expected=f"causal=True and numbers of tokens above 0, one for each of {heads} heads",
             got=f"causal={causal}, {list(half_life)}",
             fix="Make them with rankwise.ops.half_lives(heads), or leave half_life out.",
         )
@@ -269,7 +269,7 @@ def _check_positions(max_positions: int, causal: bool, membership: str) -> None:
     if max_positions < 0 or (max_positions and not (causal and membership == "softmax")):
         raise InputError(
             "TokenStatisticsAttention `max_positions`",
-            wanted="0, or more with causal=True and softmax memberships",
+            expected="0, or more with causal=True and softmax memberships",
             got=f"{max_positions}, causal={causal}, membership={membership!r}",
             fix="Leave max_positions out: there is no bias by position here.",
         )
@@ -279,7 +279,7 @@ def _check_causal(option: str, value: int, causal: bool) -> None:
     if value < 0 or (value and not causal):
         raise InputError(
             f"TokenStatisticsAttention `{option}`",
-            wanted="0, or more with causal=True",
+            expected="0, or more with causal=True",
             got=f"{value}, causal={causal}",
             fix=f"Leave {option} out: it reads tokens in their order.",
         )

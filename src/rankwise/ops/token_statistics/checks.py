@@ -102,7 +102,9 @@ def check_device(name: str, value: Tensor, w: Tensor) -> None:
     """
     if value.device != w.device:
         fix = f"Move it: {name}.to(w.device)."
-        raise InputError(name, wanted=f"a tensor on {w.device}, as w", got=f"one on {value.device}", fix=fix)
+        raise InputError(
+            name, expected=f"a tensor on {w.device}, as w", got=f"one on {value.device}", fix=fix
+        )
 
 
 def check_process(w: Tensor) -> None:
@@ -116,7 +118,7 @@ def check_process(w: Tensor) -> None:
     if w.device.type == "cpu" and w.numel() >= ALONE and torch.get_num_threads() > 1:
         raise InputError(
             "a forked process",
-            wanted="torch.get_num_threads() = 1, as the threads of torch stay behind in a fork",
+            expected="torch.get_num_threads() = 1, as the threads of torch stay behind in a fork",
             got=f"{torch.get_num_threads()}",
             fix="Call torch.set_num_threads(1) in it first, as DataLoader does, or start it by spawn.",
         )
@@ -137,36 +139,36 @@ def check_options(
     """
     if membership not in MEMBERSHIPS:
         fix = did_you_mean(str(membership), MEMBERSHIPS)
-        raise InputError("membership", wanted="softmax or uniform", got=repr(membership), fix=fix)
+        raise InputError("membership", expected="softmax or uniform", got=repr(membership), fix=fix)
     if membership == "softmax" and temperature is None:
         fix = "Pass torch.ones(H), or membership='uniform', which needs none."
-        raise InputError("temperature", wanted="a tensor (H,), one a head", got="None", fix=fix)
+        raise InputError("temperature", expected="a tensor (H,), one a head", got="None", fix=fix)
     ordered = {"bias": bias, "state": state, "half_life": half_life}
     given = [name for name, value in ordered.items() if value is not None]
     if not causal and given:
         raise InputError(
             f"{' and '.join(given)} with causal=False",
-            wanted="causal=True",
+            expected="causal=True",
             got="the bidirectional operation, which has no order of tokens",
             fix="Pass causal=True or leave it out.",
         )
     if membership == "uniform" and bias is not None:
         raise InputError(
             "bias with membership='uniform'",
-            wanted="membership='softmax'",
+            expected="membership='softmax'",
             got="memberships of 1/H, which no score changes",
             fix="Leave the bias out.",
         )
     if half_life is not None and half_life.requires_grad:
         raise InputError(
             "half_life",
-            wanted="constants",
+            expected="constants",
             got="a tensor that requires a gradient",
             fix="Half-lives are not learned: pass half_life.detach() or a buffer.",
         )
     if half_life is not None and not torch.compiler.is_compiling() and not bool((half_life > 0).all()):
         got = f"{half_life.min().item():g}"
-        raise InputError("half_life", wanted="numbers above 0", got=got, fix="Infinity forgets nothing.")
+        raise InputError("half_life", expected="numbers above 0", got=got, fix="Infinity forgets nothing.")
 
 
 def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
@@ -178,7 +180,7 @@ def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
     """
     if not isinstance(state, TSSAState):
         got = type(state).__name__
-        raise InputError("state", wanted="a TSSAState", got=got, fix="Make one with TSSAState(*state).")
+        raise InputError("state", expected="a TSSAState", got=got, fix="Make one with TSSAState(*state).")
     sums = (sequences, *w.shape[2:])
     wanted = TSSAState(sums, sums, sums[:2], sums[:1])  # type: ignore[arg-type]
     for name, part, shape in zip(TSSAState._fields, state, wanted, strict=True):
@@ -196,7 +198,7 @@ def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
     least = int(state.seen.min())
     if least < 0:
         fix = "It counts the real tokens before these; TSSAState.zeros begins."
-        raise InputError("state.seen", wanted="numbers from 0 on", got=f"{least}", fix=fix)
+        raise InputError("state.seen", expected="numbers from 0 on", got=f"{least}", fix=fix)
 
 
 def check_packing(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
@@ -273,11 +275,11 @@ def check_positions(positions: int, farthest: int) -> None:
 def _tensor(subject: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         fix = f"Pass torch.as_tensor({subject})."
-        raise InputError(subject, wanted="a tensor", got=type(value).__name__, fix=fix)
+        raise InputError(subject, expected="a tensor", got=type(value).__name__, fix=fix)
     if value.layout != torch.strided:
         fix = f"Pass {subject}.to_dense()."
-        raise InputError(subject, wanted="a dense tensor", got=str(value.layout), fix=fix)
+        raise InputError(subject, expected="a dense tensor", got=str(value.layout), fix=fix)
 
 
 def _shape(subject: str, wanted: str, got: str, fix: str) -> NoReturn:
-    raise ShapeError(subject, wanted=wanted, got=got, fix=fix)
+    raise ShapeError(subject, expected=wanted, got=got, fix=fix)

@@ -40,7 +40,7 @@ def half_lives(
     if heads < 1 or falling < 0 or infinite < 0 or not 0 < shortest <= longest < math.inf:
         raise InputError(
             "`half_lives`",
-            wanted="heads ≥ 1, 0 ≤ infinite ≤ heads and 0 < shortest ≤ longest < ∞",
+            expected="heads ≥ 1, 0 ≤ infinite ≤ heads and 0 < shortest ≤ longest < ∞",
             got=f"heads={heads}, shortest={shortest}, longest={longest}, infinite={infinite}",
             fix="Give the ladder from its shortest to its longest half-life, in tokens.",
         )

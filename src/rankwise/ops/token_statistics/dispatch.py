@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
+from rankwise._internals.torch_private import constant_when_traced
 from rankwise.errors import InputError, did_you_mean
-from rankwise.torch_internals import constant_when_traced
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 NEEDS = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
@@ -42,7 +42,7 @@ def choose(impl: str, device: torch.device) -> str:
         return "reference" if fast is None or missing(fast) else fast
     if impl not in IMPLEMENTATIONS:
         fix = did_you_mean(str(impl), ("auto", *IMPLEMENTATIONS))
-        raise InputError("impl", wanted="auto, reference, cpu or triton", got=repr(impl), fix=fix)
+        raise InputError("impl", expected="auto, reference, cpu or triton", got=repr(impl), fix=fix)
     if impl == "cpu" and device.type != "cpu":
         raise _cannot("cpu", "tensors on a CPU", f"tensors on {device}")
     if lost := missing(impl):
@@ -87,4 +87,4 @@ def _failure(package: str) -> str:
 
 def _cannot(impl: str, wanted: str, got: str, fix: str = "") -> InputError:
     fix += 'Pass impl="auto", or impl="reference", which runs everywhere.'
-    return InputError(f'impl="{impl}"', wanted=wanted, got=got, fix=fix)
+    return InputError(f'impl="{impl}"', expected=wanted, got=got, fix=fix)

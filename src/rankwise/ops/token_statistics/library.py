@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from rankwise.errors import InputError
-from rankwise.ops.token_statistics.checks import check_call
-from rankwise.ops.token_statistics.dispatch import kernels
-from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact
-from rankwise.torch_internals import (
+from rankwise._internals.torch_private import (
     in_dispatch_mode,
     in_forward_derivative,
     in_function_transform,
     is_profiled,
     is_zero_tensor,
 )
+from rankwise.errors import InputError
+from rankwise.ops.token_statistics.checks import check_call
+from rankwise.ops.token_statistics.dispatch import kernels
+from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact
 
 
 @torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
@@ -168,7 +168,7 @@ def _check_no_tangent(given: list[Tensor], impl: str) -> None:
         return
     raise InputError(
         f"forward-mode derivatives with impl={impl!r}",
-        wanted="derivatives by .backward() or torch.autograd.grad",
+        expected="derivatives by .backward() or torch.autograd.grad",
         got="a tensor with a tangent",
         fix='Pass impl="reference".',
     )
@@ -180,7 +180,7 @@ def _sums(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -
         return None
     if energy is None or assigned is None or mass is None:
         wanted, fix = "the sums of one state", "Pass all three, or None for all."
-        raise InputError("energy, assigned, mass", wanted=wanted, got="None for some", fix=fix)
+        raise InputError("energy, assigned, mass", expected=wanted, got="None for some", fix=fix)
     return Sums(energy, assigned, mass)
 
 

@@ -49,10 +49,10 @@ function drawNumbers(head) {
 }
 
 function drawFacts(head) {
-  const { kind, mask, site, peak_token: peak, tokens, sequences, nonfinite } = report.heads;
+  const { kind, mask, site, max_token: peak, tokens, sequences, nonfinite } = report.heads;
   const facts = [wordOf(kind, head), wordOf(kind, head) === "diagonal" ? "" : `${wordOf(mask, head)} mask`, `${shown(tokens[head], 0)} tokens`, `${sequences[head]} sequences`];
   if (nonfinite[head]) facts.push(`not finite in ${nonfinite[head]} of ${nonfinite[head] + sequences[head]} sequences`);
-  const mass = drawn.find((column) => column.name === "peak_mass")?.values[head];
+  const mass = drawn.find((column) => column.name === "max_token_mass")?.values[head];
   if (wordOf(peak, head)) facts.push(`${Math.round(100 * mass)} % of the weight on ${wordOf(peak, head)}`);
   find("#head-name").textContent = fullName(head);
   find("#head-facts").textContent = facts.filter(Boolean).join(" · ");

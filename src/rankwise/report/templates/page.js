@@ -37,7 +37,7 @@ function follow(event) {
 }
 
 async function drawAll() {
-  await Promise.all([...(maps.length ? [drawMaps()] : []), drawDepth(), drawWorth(), drawSpectra(), open === null ? null : drawMatrix(), drawMemberships()]);
+  await Promise.all([...(maps.length ? [drawMaps()] : []), drawDepth(), drawImportance(), drawSpectra(), open === null ? null : drawMatrix(), drawMemberships()]);
 }
 
 if (maps.length) {
@@ -50,7 +50,7 @@ if (report.opening !== null && beside.matches) {
 }
 await drawAll();
 maps.forEach(listenToMap);
-listenToWorth();
+listenToImportance();
 makeTables();
 document.addEventListener("click", follow);
 measurePicker?.addEventListener("change", () => showMeasure());

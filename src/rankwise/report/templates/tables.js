@@ -2,7 +2,7 @@
 const MOST_ROWS = 200;
 
 function headTable() {
-  const { layer, head, panel, kind, mask, site, tokens, sequences, nonfinite, nearest, peak_token: peak } = report.heads;
+  const { layer, head, panel, kind, mask, site, tokens, sequences, nonfinite, nearest, max_token: peak } = report.heads;
   const texts = (name, title, coded) => ({ name, head: title, texts: coded.of.map((at) => coded.words[at]) });
   const numbers = (name, title, values) => ({ name, head: title, digits: 0, values });
   const link = (at) => element("a", { href: `#panel-${panel[at]}`, textContent: `L${layer[at]} H${head[at]}` });
@@ -21,7 +21,7 @@ function headTable() {
     texts("kind", "Kind", kind), texts("mask", "Mask", mask), numbers("tokens", "Tokens", tokens),
     ...report.columns,
     { ...report.columns.find((column) => column.name === "nearest_distance"), name: "nearest_head", file_name: undefined, head: "Nearest head", digits: 0, values: nearest, spread: undefined, words: undefined },
-    texts("peak_token", "Peak at", peak),
+    texts("max_token", "Peak at", peak),
     numbers("sequences", "Sequences", sequences), numbers("nonfinite", "Not finite", nonfinite),
   ];
 }

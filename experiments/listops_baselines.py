@@ -1,0 +1,95 @@
+"""How much of ListOps is told by counting: what an accuracy must be above to be of more than counts.
+
+The small task of `rankwise train long-range`. Two classifiers that cannot tell one order of the tokens from
+another, but for the first: the most common value of each first operation, and a linear classifier of the
+logarithms of how often each token occurs, apart for each first operation.
+
+    python -m experiments.listops_baselines
+
+writes experiments/results/listops_baselines.json: the share right of the test split, the loss in nats, and
+the checksum of the data.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from rankwise._internals.files import write_file
+from rankwise.data.tasks import Examples
+from rankwise.data.tasks.list_operations import TOKENS
+from rankwise.train import recipe
+from rankwise.train.tasks import make_task
+
+RESULTS = Path(__file__).with_name("results") / "listops_baselines.json"
+CLASSES = 10
+DECAY = 1e-4
+"""Of the squared weights."""
+
+
+def first_and_counts(examples: Examples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First token, log(1 + count) of every token, and value, of each expression."""
+    ids, lengths = examples.arrays["input_ids"], examples.arrays["lengths"]
+    there = np.arange(ids.shape[1]) < lengths[:, None]
+    counts = np.stack([((ids == token) & there).sum(1) for token in range(len(TOKENS))], 1)
+    return ids[:, 0], np.log1p(counts), examples.arrays["labels"]
+
+
+def by_first(train: Examples, test: Examples) -> float:
+    """Share right of the most common value of each first operation."""
+    first, _, values = first_and_counts(train)
+    told, _, right = first_and_counts(test)
+    common = {token: np.bincount(values[first == token]).argmax() for token in np.unique(first)}
+    return float(np.mean([common[token] == value for token, value in zip(told, right, strict=True)]))
+
+
+def by_counts(train: Examples, test: Examples) -> tuple[float, float]:
+    """Share right and loss of the linear classifier."""
+
+    def inputs(examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
+        first, counts, values = first_and_counts(examples)
+        known = np.concatenate([counts, np.ones((len(counts), 1))], 1)
+        apart = np.eye(len(TOKENS))[first][:, :, None] * known[:, None]
+        return torch.from_numpy(apart.reshape(len(known), -1)), torch.from_numpy(values).long()
+
+    (known, values), (told, right) = inputs(train), inputs(test)
+    weights = torch.zeros(known.shape[1], CLASSES, dtype=known.dtype, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weights], max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimiser.zero_grad()
+        loss = F.cross_entropy(known @ weights, values) + DECAY * weights.square().sum()
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    logits = (told @ weights).detach()
+    return float((logits.argmax(1) == right).double().mean()), float(F.cross_entropy(logits, right))
+
+
+def told() -> dict[str, float | str]:
+    """What `main` wrote."""
+    found: dict[str, float | str] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    """Write and print both."""
+    task = make_task(recipe("long-range", task="listops"))
+    assert isinstance(task.train, Examples)
+    assert isinstance(task.test, Examples)
+    share, loss = by_counts(task.train, task.test)
+    content = {
+        "first_operation": by_first(task.train, task.test),
+        "counts": share,
+        "counts_loss": round(loss, 5),
+        "sha256": task.provenance.sha256,
+    }
+    write_file(RESULTS, json.dumps(content, indent=1) + "\n", "results")
+    print(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()

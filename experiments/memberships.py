@@ -1,0 +1,162 @@
+"""Which tokens of a picture belong to which head of a ToST, trained and at fresh weights.
+
+Claim     Wu et al., “Token Statistics Transformer”, ICLR 2025, figures of memberships: heads group the tokens
+          of a picture by what they show.
+Asked     How far memberships are from uniform, and whether they follow the picture or only the place in it.
+Model     one trained by `rankwise train vision model=tost`, about 4 minutes of a CPU core at the small size
+Data      held-out pictures of CIFAR-10, an .npz file as `rankwise.data.tasks.cifar10` takes it
+Hardware  one CPU core, seconds
+
+    rankwise train vision model=tost task.path=cifar10 --out tost
+    python -m experiments.memberships --model tost/model --images cifar10
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForImageClassification, PreTrainedModel
+
+from rankwise._internals.files import write_file
+from rankwise.data.tasks import cifar10
+from rankwise.models import TokenStatisticsAttention
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("results") / "memberships.json"
+PAGE = ROOT / "docs" / "memberships.md"
+PICTURE = ROOT / "docs" / "images" / "memberships.webp"
+INTRODUCTION = Path(__file__).with_name("memberships_page.md")
+EXAMPLES, SHOWN, ENLARGED, GAP = 200, 6, 2, 4
+"""Pictures measured and pictures drawn; screen pixels for a pixel, and between two pictures."""
+
+
+def memberships(model: PreTrainedModel, pixels: Float[Tensor, "N C H W"]) -> list[Float[Tensor, "N T H"]]:
+    """Memberships of the tokens of pictures in the heads of each TSSA layer, the first one first."""
+    found: list[Tensor] = []
+
+    def keep(mixer: TokenStatisticsAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(mixer.membership_of(*args, **{k: v for k, v in kwargs.items() if k == "hidden_states"}))
+
+    hooks = [
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, TokenStatisticsAttention)
+    ]
+    try:
+        with torch.no_grad():
+            model.eval()(pixel_values=pixels)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def entropy(membership: Float[Tensor, "N T H"]) -> float:
+    """Mean entropy of memberships over ln H: 1 where all heads share a token, 0 where one head has it."""
+    bits = -(membership * membership.clamp(min=1e-30).log()).sum(-1)
+    return float(bits.mean() / np.log(membership.shape[-1]))
+
+
+def by_place(membership: Float[Tensor, "N T H"]) -> float:
+    """Share of the variance over pictures and places that the place alone explains, from 0 to 1.
+
+    1: every picture has the same memberships. With N pictures, 1/N is expected of chance alone.
+    """
+    whole = membership.var((0, 1), correction=0).sum()
+    return float(membership.mean(0).var(0, correction=0).sum() / whole)
+
+
+def measured(model: PreTrainedModel, pixels: Tensor) -> list[dict[str, float]]:
+    """The numbers of each layer."""
+    return [
+        {
+            "entropy": entropy(layer),
+            "by_place": by_place(layer),
+            "least": float(layer.min()),
+            "most": float(layer.max()),
+        }
+        for layer in memberships(model, pixels)
+    ]
+
+
+def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
+    """A row for each picture: itself, then memberships by layer and head, over the range of the layer."""
+    layers = memberships(model, pixels)
+    scaled = [(layer - layer.min()) / (layer.max() - layer.min()) for layer in layers]
+    edge = pixels.shape[-1] * ENLARGED
+    heads = layers[0].shape[-1]
+    width = edge + len(layers) * (3 * GAP + heads * (edge + GAP))
+    sheet = Image.new("RGB", (width, len(pixels) * (edge + GAP) - GAP), "white")
+    for row, picture in enumerate(pixels):
+        top = row * (edge + GAP)
+        colours = ((picture.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
+        sheet.paste(Image.fromarray(colours).resize((edge, edge), Image.Resampling.NEAREST), (0, top))
+        for number, layer in enumerate(scaled):
+            side = round(layer.shape[1] ** 0.5)
+            for head in range(heads):
+                grey = (layer[row, :, head].reshape(side, side) * 255).round().to(torch.uint8).numpy()
+                left = edge + 3 * GAP + number * (heads * (edge + GAP) + 3 * GAP) + head * (edge + GAP)
+                tile = Image.fromarray(grey).resize((edge, edge), Image.Resampling.NEAREST)
+                sheet.paste(tile, (left, top))
+    return sheet
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of the results."""
+    rows = [
+        f"| {layer} | {trained['least']:.2f} to {trained['most']:.2f} | {trained['entropy']:.4f} "
+        f"| {fresh['entropy']:.4f} | {trained['by_place']:.2f} | {fresh['by_place']:.2f} |"
+        for layer, (trained, fresh) in enumerate(zip(found["trained"], found["fresh"], strict=True))
+    ]
+    text = INTRODUCTION.read_text(encoding="utf-8")
+    learned = [value for layer in found["temperatures"] for value in layer]
+    return text.format(
+        table="\n".join(rows),
+        examples=found["examples"],
+        shown=found["shown"],
+        coldest=f"{min(learned):.2f}",
+        hottest=f"{max(learned):.2f}",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, draw, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    parser.add_argument("--images", type=Path, required=True, help="cifar10.npz, or the folder that has it")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    chosen = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    model = AutoModelForImageClassification.from_pretrained(chosen.model)
+    fresh = AutoModelForImageClassification.from_config(model.config)
+    task = cifar10(chosen.images)
+    pixels = torch.stack([task.test[place]["pixel_values"] for place in range(EXAMPLES)])
+    found = {
+        "examples": EXAMPLES,
+        "shown": SHOWN,
+        "sha256": task.provenance.sha256,
+        "trained": measured(model, pixels),
+        "fresh": measured(fresh, pixels),
+        "temperatures": [
+            module.temperature.flatten().tolist()
+            for module in model.modules()
+            if isinstance(module, TokenStatisticsAttention)
+        ],
+    }
+    write_file(chosen.results, json.dumps(found, indent=1) + "\n", "results")
+    drawn(model, pixels[:SHOWN]).save(chosen.picture, lossless=True)
+    write_file(chosen.page, page(found), "page")
+    print(f"wrote {chosen.page}, {chosen.picture} and {chosen.results}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Where the rank of random heads saturates: the rank paper's curves, tables and real data, beside ours.
+
+Claim     "On the Limitation and Redundancy of Transformers: A Rank Perspective": rank grows with the head
+          width K and saturates at K* = Ω(log T); in layers 2 and 4 of a text model at random initialisation
+          it does so at the same K for widths 32 to 512 (two tables of the rebuttal).
+Asked     Whether the tables come out again, and what saturation looks like in real classes on real data.
+Hardware  one CPU core, about 3 minutes
+Expect    K* = a + b·ln T to within about one unit of width over T = 64 … 8,192. The rebuttal names neither
+          length, text preparation, positions, number of heads, kind of block nor δ: all but the heads are
+          varied, and the nearest variant is shown.
+
+    python -m experiments.rank_saturation --images cifar10.npz --text imdb.jsonl.gz
+"""
+
+import argparse
+import json
+import math
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import rankwise as rw
+from experiments.rank_saturation_page import REBUTTAL, write_page
+from rankwise._internals.files import write_file
+from rankwise.data import load_text
+from rankwise.plan import embedded, fit_log_law, plan_head_dim
+from rankwise.plan.ranks import head_rank
+from rankwise.plan.states import RandomBlock, Setting, token_states
+
+RESULTS = Path(__file__).with_name("results") / "rank_saturation.json"
+PAGE = Path(__file__).parents[1] / "docs" / "rank-saturation.md"
+HEADS = 8
+"""Of the text model: the rebuttal's widths are no multiples of K = 3, so its D was not H·K."""
+
+MEASURES = {"hardmax": 0.0, "softmax": 1.0}
+"""Different winners, or singular values ≥ 0.01 of the softmax at τ = √K: temperature in units of √K."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """All that decides a run."""
+
+    lengths: tuple[int, ...] = (50, 200, 800)
+    law: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    text_lengths: tuple[int, ...] = (128, 256, 512)
+    text_widths: tuple[int, ...] = (32, 128, 256, 512)
+    text_head_dims: tuple[int, ...] = (2, 3, 4, 8, 16)
+    model_width: int = 192
+    model_layers: int = 6
+    model_head_dims: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+    image_tokens: int = 257
+    """Patches of 2 × 2 of a 32 × 32 picture, and the class token."""
+    text_tokens: int = 256
+    trials: int = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the rebuttal leaves open."""
+
+    tokens: int
+    padded: bool
+    """Reviews cut or filled up with equal padding to T; else windows of T words of the longer ones."""
+    positions: str
+    block: str
+
+
+def synthetic(recipe: Recipe) -> list[dict[str, Any]]:
+    """Rank/T of hardmax heads on orthonormal and Gaussian tokens."""
+    kinds = [("full", "orthonormal"), ("causal", "orthonormal"), ("full", "gaussian")]
+    found = []
+    for (mask, inputs), tokens in product(kinds, recipe.lengths):
+        plan = plan_head_dim(
+            tokens, mask, inputs=inputs, width=64 if inputs == "gaussian" else None, trials=recipe.trials,
+            seed=recipe.seed,
+        )  # fmt: skip
+        points = [point for point in plan.curve if point[0] & (point[0] - 1) == 0]
+        found.append(
+            {
+                "mask": mask, "inputs": inputs, "tokens": tokens, "barrier": plan.barrier / tokens,
+                "head_dim": plan.head_dim, "interval": plan.interval, "points": points,
+            }
+        )  # fmt: skip
+    return found
+
+
+def word_ids(path: Path, tokens: int, padded: bool, sequences: int) -> Tensor:
+    """Word ids of reviews, 0 for padding."""
+    names: dict[str, int] = {}
+    rows = []
+    texts = load_text(path)
+    for text in [texts] if isinstance(texts, str) else texts:
+        words = re.findall(r"\w+|[^\w\s]", text.lower().replace("<br />", " "))[:tokens]
+        if len(words) == tokens or padded:
+            ids = [names.setdefault(word, len(names) + 1) for word in words]
+            rows.append(ids + [0] * (tokens - len(ids)))
+        if len(rows) == sequences:
+            break
+    return torch.tensor(rows)
+
+
+def text_ranks(variant: Variant, width: int, recipe: Recipe, ids: Tensor) -> dict[str, dict[str, Any]]:
+    """Mean and spread of rank/T in layers 2 and 4 of random blocks, by measure, layer and K."""
+    states = embedded(ids, width, recipe.seed)
+    setting = Setting(
+        variant.tokens, given=states, heads=HEADS, positions=variant.positions, block=variant.block, layers=4,
+        seed=recipe.seed,
+    )  # fmt: skip
+    found: dict[str, dict[str, Any]] = {name: {"2": {}, "4": {}} for name in MEASURES}
+    for head_dim in recipe.text_head_dims:
+        ranks = np.array([list(layer_ranks(setting, head_dim, trial)) for trial in range(recipe.trials)])
+        for (at, name), layer in product(enumerate(MEASURES), (2, 4)):
+            share = ranks[:, layer - 1, at] / variant.tokens
+            found[name][f"{layer}"][f"{head_dim}"] = [float(share.mean()), float(share.std(ddof=1))]
+    return found
+
+
+def layer_ranks(setting: Setting, head_dim: int, trial: int) -> Iterator[list[float]]:
+    """Rank of each layer by each measure, the mean over two of its heads."""
+    states = token_states(setting, trial)
+    block = RandomBlock(setting, head_dim, setting.generator(trial, 3, head_dim))
+    for _ in range(setting.layers):
+        query, key = block.query_key(states)
+        pairs = list(zip(query[:2], key[:2], strict=True))
+        yield [
+            sum(head_rank(replace(setting, temperature=tau), *pair) for pair in pairs) / len(pairs)
+            for tau in MEASURES.values()
+        ]
+        states = block.passed(states, block.mixed(states, query, key))
+
+
+def rebuttal(recipe: Recipe, text: Path) -> dict[str, Any]:
+    """Every variant at width 128, then all widths of the nearest one."""
+    tried = []
+    quick = replace(recipe, trials=max(2, recipe.trials // 3))
+    choices = product(recipe.text_lengths, (False, True), ("none", "learned"), ("pre", "post"))
+    for variant in (Variant(*choice) for choice in choices):
+        ids = word_ids(text, variant.tokens, variant.padded, quick.trials)
+        for measure, cells in text_ranks(variant, 128, quick, ids).items():
+            tried.append({**asdict(variant), "measure": measure, "error": cell_error(cells, 128)})
+    tried.sort(key=lambda one: one["error"])
+    best = Variant(**{name: tried[0][name] for name in Variant.__dataclass_fields__})
+    ids = word_ids(text, best.tokens, best.padded, recipe.trials)
+    different = sum(len(row.unique()) for row in ids) / ids.numel()
+    measure = tried[0]["measure"]
+    return {
+        "nearest": {**asdict(best), "measure": measure},
+        "different": different,
+        "tables": {f"{width}": text_ranks(best, width, recipe, ids)[measure] for width in recipe.text_widths},
+        "tried": tried,
+    }
+
+
+def cell_error(cells: dict[str, Any], width: int) -> float:
+    """Mean distance to the rebuttal's means."""
+    away = [
+        abs(cells[f"{layer}"][f"{k}"][0] - REBUTTAL[layer][width][k][0])
+        for layer in (2, 4)
+        for k in REBUTTAL[layer][width]
+        if f"{k}" in cells[f"{layer}"]
+    ]
+    return sum(away) / len(away)
+
+
+def models(recipe: Recipe, images: Path | None, text: Path | None) -> list[dict[str, Any]]:
+    """Hardmax rank/T by layer of ViT on pictures and BERT on reviews, as initialised, D = H·K."""
+    batches: dict[str, dict[str, Tensor]] = {}
+    if images is not None:
+        pixels = np.load(images)["x_test"][:4].astype(np.float32) / 127.5 - 1
+        batches["ViT"] = {"pixel_values": torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()}
+    if text is not None:
+        batches["BERT"] = {"input_ids": word_ids(text, recipe.text_tokens, padded=False, sequences=4)}
+    return [
+        {"model": name, "head_dim": k, **layer_means(name, k, recipe, batch)}
+        for name, batch in batches.items()
+        for k in recipe.model_head_dims
+    ]
+
+
+def layer_means(name: str, head_dim: int, recipe: Recipe, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Mean rank/T of all heads and sequences of each layer, its spread over seeds."""
+    runs = []
+    for trial in range(max(2, recipe.trials // 3)):
+        torch.manual_seed(recipe.seed + trial)
+        shape = {
+            "hidden_size": recipe.model_width, "num_hidden_layers": recipe.model_layers,
+            "num_attention_heads": recipe.model_width // head_dim,
+            "intermediate_size": 4 * recipe.model_width,
+        }  # fmt: skip
+        if name == "ViT":
+            model = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=2, **shape))
+        else:
+            config = transformers.BertConfig(vocab_size=int(batch["input_ids"].max()) + 1, **shape)
+            model = transformers.BertModel(config)
+        with torch.no_grad(), rw.capture(model.eval()) as trace:
+            model(**batch)
+        layers = []
+        for site in trace.mixers:
+            query, key = site.operator.query.flatten(0, 1), site.operator.key.flatten(0, 1)
+            setting = Setting(query.shape[1])
+            ranks = [head_rank(setting, *pair) for pair in zip(query, key, strict=True)]
+            layers.append(sum(ranks) / len(ranks) / setting.tokens)
+        runs.append(layers)
+    found = np.array(runs)
+    return {
+        "tokens": setting.tokens, "mean": found.mean(0).tolist(), "std": found.std(0, ddof=1).tolist()
+    }  # fmt: skip
+
+
+def results(recipe: Recipe, images: Path | None, text: Path | None) -> dict[str, Any]:
+    """What was run and what came out."""
+    started = time.perf_counter()
+    laws = {mask: fit_log_law(mask, lengths=recipe.law, seed=recipe.seed) for mask in ("full", "causal")}
+    found = {
+        "synthetic": synthetic(recipe),
+        "law": {mask: law.model_dump() for mask, law in laws.items()},
+        "rebuttal": rebuttal(recipe, text) if text is not None else None,
+        "models": models(recipe, images, text),
+    }
+    named = [f"--images {images.name}"] if images else []
+    named += [f"--text {text.name}"] if text else []
+    return {
+        "recipe": "rank_saturation",
+        "command": " ".join(["python -m experiments.rank_saturation", *named]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - started),
+        "settings": asdict(recipe),
+        **found,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "rankwise": rw.__version__,
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the recipe, write results and page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=Path, help="npz with x_test, (N, 32, 32, 3) bytes")
+    parser.add_argument("--text", type=Path, help="reviews, .jsonl(.gz) with a field text")
+    parser.add_argument("--trials", type=int, default=Recipe().trials)
+    parser.add_argument("--seed", type=int, default=Recipe().seed)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page-only", action="store_true", help="write the page of saved results")
+    options = parser.parse_args(argv)
+    if options.page_only:
+        report = json.loads(options.results.read_text())
+    else:
+        report = results(Recipe(trials=options.trials, seed=options.seed), options.images, options.text)
+        kept = json.dumps(rounded(report), indent=1)
+        print(f"wrote {write_file(options.results, kept + chr(10), 'results')}")
+    print(f"wrote {write_page(options.page, report)}")
+
+
+def rounded(value: Any) -> Any:
+    """Floats to five digits, NaN to null."""
+    if isinstance(value, float):
+        return round(value, 5) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

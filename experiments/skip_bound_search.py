@@ -1,0 +1,329 @@
+"""An adversarial search for states that break the bounds on what a λ-skip keeps behind a norm.
+
+Claim     docs/proofs/skip-bound.md: μ behind LayerNorm or RMSNorm of λY + B is at least the larger of a bound
+          row by row and one by the mean row, whatever way B points; and the paper's Theorem 4.1.
+Asked     Whether gradient ascent on (promised − found) over Y and B, or over Y, M and C, ends above 0: both
+          norms, ε from 0 to 1, four shapes, starts at random, from tokens nearly alike and from B against
+          what tells tokens apart. And what least |λ| each bound asks for on trained models.
+Hardware  one CPU core, float64, about three minutes
+Expect    no violation; on all-MiniLM-L6-v2 the bound by the mean row lowers the least |λ| of every layer. The
+          demo has no norm behind its sums: what it needs stays as it was
+
+    python -m experiments.skip_bound_search [--text TEXT]
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import rankwise
+from experiments.real_models import minilm
+from rankwise._internals.files import write_file
+from rankwise.assets import demo_model, demo_text
+from rankwise.data import load_text, text_batches
+from rankwise.skips.norms import NormCalls
+from rankwise.skips.probe import find_skip_locations
+from rankwise.skips.skip_sums import skip_sums
+from rankwise.skips.skips import name_sites
+from rankwise.theory import norm_bound, norm_scale, paper_strength, sum_scale
+
+RESULTS = Path(__file__).with_name("results") / "skip_bound_search.json"
+SHAPES = ((2, 2), (3, 8), (8, 3), (12, 16))
+STARTS = ("random", "alike", "against", "towards")
+KEEP = 0.5
+"""The part of μ² that a layer is to keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """All that decides a run."""
+
+    eps: tuple[float, ...] = (0.0, 1e-5, 0.1, 1.0)
+    steps: int = 150
+    copies: int = 4
+    """Of each start, with other random numbers and sizes of B."""
+    rate: float = 0.03
+    tokens: int = 128
+    sequences: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The ascent on one bound behind one norm."""
+
+    bound: str
+    norm: str
+    eps: float
+    evaluations: int
+    speaking: int
+    """Evaluations at which the bound promised something."""
+    worst: float
+    """The largest (promised − found) that was met, over μ of the directions: below 0, none is broken."""
+
+
+def normed(x: Tensor, centre: bool, eps: float) -> Tensor:
+    """LayerNorm or RMSNorm without gain."""
+    x = x - x.mean(-1, keepdim=True) if centre else x
+    return x / (x.square().mean(-1, keepdim=True) + eps + 1e-300).sqrt()
+
+
+def mu(x: Tensor) -> Tensor:
+    """μ, by the last two axes."""
+    return torch.linalg.vector_norm(x - x.mean(-2, keepdim=True), dim=(-2, -1))
+
+
+def rows_of(y: Tensor, b: Tensor, centre: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Directions, what each row can move by and the least length of each, in units of √D, at λ = 1."""
+    if centre:
+        y, b = y - y.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    size, move = (torch.linalg.vector_norm(x, dim=-1) / math.sqrt(y.shape[-1]) for x in (y, b))
+    ratio = move / size
+    chord = torch.where(ratio < 1, 2 * torch.sin(torch.asin(ratio.clamp(max=1 - 1e-12)) / 2), 2.0)
+    least = (size - move).clamp(min=0)
+    length = least / (least.square() + eps + 1e-300).sqrt()
+    return y / size[..., None] / math.sqrt(y.shape[-1]), (chord + 1 - length).clamp(max=2), length
+
+
+def by_rows(y: Tensor, b: Tensor, centre: bool, eps: float) -> Tensor:
+    """√D·μ(U) − ‖e‖."""
+    units, moved, _ = rows_of(y, b, centre, eps)
+    return math.sqrt(y.shape[-1]) * (mu(units) - torch.linalg.vector_norm(moved, dim=-1))
+
+
+def by_mean(y: Tensor, b: Tensor, centre: bool, eps: float) -> Tensor:
+    """The root of Σ r² − T(√D‖ū‖ + ē)², with its sign."""
+    units, moved, length = rows_of(y, b, centre, eps)
+    mean = torch.linalg.vector_norm(units.mean(-2), dim=-1) + moved.mean(-1)
+    square = length.square().sum(-1) - y.shape[-2] * mean.square()
+    return math.sqrt(y.shape[-1]) * square.sign() * (square.abs() + 1e-300).sqrt()
+
+
+BOUNDS: dict[str, Callable[[Tensor, Tensor, bool, float], Tensor]] = {"rows": by_rows, "mean": by_mean}
+
+
+def starts(recipe: Recipe, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """States and branches to start from, several of each kind."""
+    generator = torch.Generator().manual_seed(recipe.seed + 100 * tokens + width)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    states, branches = [], []
+    for start in STARTS:
+        for copy in range(recipe.copies):
+            y, b = draw(2, tokens, width)
+            if start == "alike":
+                y = 0.05 * y + draw(1, width)
+            if start == "against":
+                b = -(y - y.mean(0)) + 0.1 * b
+            if start == "towards":
+                b = draw(1, width) + 0.1 * b
+            states.append(y)
+            branches.append(b * 3.0 ** -(1 + copy))
+    return torch.stack(states), torch.stack(branches)
+
+
+Violation = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""What to ascend on, (promised − found), and whether something was promised."""
+
+
+def ascend(recipe: Recipe, values: list[Tensor], violation: Violation) -> list[Tensor]:
+    """All violations that Adam meets on its way up, and where something was promised."""
+    values = [value.clone().requires_grad_() for value in values]
+    optimiser = torch.optim.Adam(values, lr=recipe.rate)
+    met, spoke = [], []
+    for _ in range(recipe.steps):
+        optimiser.zero_grad()
+        upwards, found, speaks = violation(*values)
+        met.append(found.detach())
+        spoke.append(speaks.detach())
+        (-upwards).sum().backward()
+        for value in values:
+            assert value.grad is not None
+            value.grad.nan_to_num_(0.0)
+        optimiser.step()
+    return [torch.stack(met).flatten(), torch.stack(spoke).flatten()]
+
+
+def search_bound(recipe: Recipe, name: str, centre: bool, eps: float) -> Search:
+    """Ascend on promised − found of one bound."""
+
+    def violation(y: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        promised, before = BOUNDS[name](y, b, centre, eps), by_rows(y, 0 * b, centre, 0.0)
+        shipped = norm_bound(y, b, 1.0, centre=centre, eps=eps)
+        assert bool((shipped >= promised - 1e-9 * before).all())  # the better of two is shipped
+        found = mu(normed(y + b, centre, eps))
+        return (promised - found) / before, (shipped - found) / before, shipped > 0
+
+    parts = [ascend(recipe, list(starts(recipe, *shape)), violation) for shape in SHAPES]
+    return _search(name, centre, eps, parts)
+
+
+def search_theorem(recipe: Recipe, centre: bool, eps: float) -> Search:
+    """Ascend on a·μ² − μ_out², at the largest a for which the theorem's hypotheses hold."""
+
+    def violation(
+        raw: Tensor, m: Tensor, c: Tensor, sizes: Tensor, size: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        u = normed(raw, centre, 0.0)
+        y = u * (0.2 * sizes).exp()
+        tokens, width = y.shape[-2:]
+        lengths = torch.linalg.vector_norm(y, dim=-1) / math.sqrt(width)
+        m, c = (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (m, c))
+        product = 0.5 * torch.sigmoid(size)
+        q = lengths.square().mean(-1).sqrt()
+        strength = ((product * q).square() + eps).sqrt() / lengths.amin(-1)
+        first = [x.detach().flatten()[0].item() for x in (product, q, lengths.amin(-1), strength)]
+        assert math.isclose(paper_strength(first[0], eps, first[1], first[2]), first[3])
+        before = mu(u).square()
+        a = (1 - 2 * tokens * width * strength / before) / (strength + 1).square()
+        found = mu(normed(product[:, None, None] * m @ y @ c + y, centre, eps)).square()
+        found = (a * before - found) / before
+        return found, found, a > 0
+
+    parts = []
+    for tokens, width in SHAPES:
+        y, _ = starts(recipe, tokens, width)
+        number = len(y)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        m, c, sizes = (
+            torch.randn(number, *shape, generator=generator, dtype=torch.float64)
+            for shape in ((tokens, tokens), (width, width), (tokens, 1))
+        )
+        size = torch.linspace(-6, 0, number, dtype=torch.float64)
+        parts.append(ascend(recipe, [y, m, c, sizes, size], violation))
+    return _search("theorem", centre, eps, parts)
+
+
+def _search(name: str, centre: bool, eps: float, parts: Sequence[list[Tensor]]) -> Search:
+    met, spoke = (torch.cat(values) for values in zip(*parts, strict=True))
+    worst = float(met[spoke].max()) if bool(spoke.any()) else -math.inf
+    return Search(name, "LayerNorm" if centre else "RMSNorm", eps, len(met), int(spoke.sum()), worst)
+
+
+def searches(recipe: Recipe) -> list[Search]:
+    """Every bound, norm and ε; the theorem where √ε is below what it can speak of."""
+    norms = [(centre, eps) for centre in (True, False) for eps in recipe.eps]
+    found = [search_bound(recipe, name, *norm) for name in BOUNDS for norm in norms]
+    return found + [search_theorem(recipe, centre, eps) for centre, eps in norms if eps < 0.1]
+
+
+def least_by_rows(y: Tensor, b: Tensor, mask: Tensor, centre: bool, eps: float) -> float:
+    """The least |λ| of the bound row by row alone, of the worst sequence."""
+    worst = 0.0
+    for rows, branch, real in zip(y.double(), b.double(), mask, strict=True):
+        rows, branch = rows[real], branch[real]
+        wanted = math.sqrt(KEEP) * by_rows(rows, 0 * branch, centre, 0.0)
+        low, high = 0.0, 1e6
+        for _ in range(60):
+            middle = (low + high) / 2
+            good = bool(by_rows(middle * rows, branch, centre, eps) >= wanted)
+            low, high = (low, middle) if good else (middle, high)
+        worst = max(worst, high)
+    return worst
+
+
+def least_scales(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
+    """By layer: the least |λ| that is sure to keep √½ of μ, by rows alone and by the better of both."""
+    found = []
+    sites = name_sites(find_skip_locations(model, batch)[0])
+    tap = NormCalls(model, sites)
+    with tap.following():
+        seen = skip_sums(model, batch, sites, {site.name: 1.0 for site in sites})
+    norms = tap.norms(seen)
+    for one in seen:
+        y, b, mask, norm = one.residual, one.branch, one.mask, norms[one.site.name]
+        if norm.known:
+            before = least_by_rows(y, b, mask, norm.centre, norm.eps)
+            after = float(norm_scale(y, b, KEEP, mask, norm.centre, norm.eps).max())
+        else:
+            before = after = float(sum_scale(y, b, KEEP, mask).max())
+        found.append(
+            {"site": one.site.name, "norm": norm.kind, "rows": round(before, 4), "both": round(after, 4)}
+        )
+    return found
+
+
+def models(recipe: Recipe, text: Path) -> dict[str, list[dict[str, Any]]]:
+    """Least |λ| in the trained models that are there."""
+    places = {"all-MiniLM-L6-v2": (AutoModel, minilm()), "demo": (AutoModelForCausalLM, demo_model())}
+    found = {}
+    for name, (kind, folder) in places.items():
+        if folder is None:
+            continue
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder).eval()
+        sizes = {"tokens": recipe.tokens, "sequences": recipe.sequences, "batch_size": recipe.sequences}
+        (batch,) = text_batches(load_text(text), tokenizer, **sizes)
+        found[name] = least_scales(model, batch)
+    return found
+
+
+def table(found: Sequence[Search], scales: dict[str, list[dict[str, Any]]]) -> str:
+    """Both parts as Markdown."""
+    lines = [
+        "| bound | norm | ε | evaluations | promising | worst |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found:
+        numbers = f"{one.eps:g} | {one.evaluations} | {one.speaking} | {one.worst:.2g}"
+        lines.append(f"| {one.bound} | {one.norm} | {numbers} |")
+    lines += [
+        "",
+        "| model | site | norm | least abs(λ) by rows | by both |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, layers in scales.items():
+        for one in layers:
+            lines.append(
+                f"| {name} | {one['site']} | {one['norm']} | {one['rows']:.3g} | {one['both']:.3g} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Search, write the results down and show them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--copies", type=int, default=Recipe().copies)
+    parser.add_argument("--text", type=Path, default=demo_text())
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    recipe = Recipe(steps=given.steps, copies=given.copies)
+    found, scales = searches(recipe), models(recipe, given.text)
+    report = {
+        "recipe": "skip_bound_search",
+        "command": " ".join(["python -m experiments.skip_bound_search", *(arguments or sys.argv[1:])]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": asdict(recipe),
+        "text": given.text.name,
+        "unit": "worst: largest (promised − found) over μ of the directions, of the theorem over μ²",
+        "evaluations": sum(one.evaluations for one in found),
+        "searches": [asdict(one) for one in found],
+        "least_scales": scales,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "rankwise": rankwise.__version__,
+        },
+    }
+    write_file(given.results, json.dumps(report, indent=1, ensure_ascii=False) + "\n", "results")
+    print(table(found, scales))
+    print(f"wrote: {given.results}")
+
+
+if __name__ == "__main__":
+    main()

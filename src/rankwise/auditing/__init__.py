@@ -1,0 +1,44 @@
+"""Audits: capture, measures and theory over batches, streaming."""
+
+from rankwise.auditing.comparison import Comparison
+from rankwise.auditing.failures import AuditError
+from rankwise.auditing.findings import CODES, check_codes
+from rankwise.auditing.fresh_copies import BaselineSettings
+from rankwise.auditing.history import History, compare
+from rankwise.auditing.importance_records import BlockImportance, HeadImportance, ImportanceRecord, Removable
+from rankwise.auditing.initialization import FreshWeightsError, reinitialized
+from rankwise.auditing.matrix_picture import MatrixPicture
+from rankwise.auditing.numbers import check_method
+from rankwise.auditing.pictures import chosen_heads
+from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
+from rankwise.auditing.result import Audit
+from rankwise.auditing.run import audit
+from rankwise.auditing.steps import in_order
+
+__all__ = [
+    "CODES",
+    "Audit",
+    "AuditError",
+    "BaselineSettings",
+    "BlockImportance",
+    "Comparison",
+    "Finding",
+    "FreshWeightsError",
+    "HeadImportance",
+    "HeadRecord",
+    "History",
+    "ImportanceRecord",
+    "LayerRecord",
+    "MatrixPicture",
+    "Place",
+    "Provenance",
+    "Removable",
+    "Unseen",
+    "audit",
+    "check_codes",
+    "check_method",
+    "chosen_heads",
+    "compare",
+    "in_order",
+    "reinitialized",
+]

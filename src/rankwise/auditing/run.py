@@ -1,0 +1,340 @@
+"""An audit: batches run through the model, every mixer is measured as it runs, and a record is made of it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise._internals.forward import Batch, batch_size, device_of, fresh_autocast_cache, moved, run_model
+from rankwise._internals.threads import one_thread
+from rankwise.auditing.baseline_numbers import head_baselines, layer_baselines
+from rankwise.auditing.baseline_records import BaselineRecord
+from rankwise.auditing.batches import check_batches, check_rows, from_texts, readable
+from rankwise.auditing.digests import DataDigest, weights_digest
+from rankwise.auditing.failures import batch_failed, measuring, step_failed
+from rankwise.auditing.findings import find
+from rankwise.auditing.fresh_copies import BaselineWanted, FreshCopies, check_baseline
+from rankwise.auditing.heads import HeadTable
+from rankwise.auditing.importance_numbers import (
+    ImportanceWanted,
+    check_importance,
+    head_importances,
+    importance_record,
+)
+from rankwise.auditing.layers import LayerTable
+from rankwise.auditing.numbers import Method, check_method, method_of
+from rankwise.auditing.pictures import Matrices, NoSuchHeadsError, PictureTaker, chosen_heads, picture_size
+from rankwise.auditing.provenance import check_provenance, provenance_of
+from rankwise.auditing.records import HeadRecord, Provenance, Unseen
+from rankwise.auditing.result import Audit
+from rankwise.auditing.site_keys import SiteKey
+from rankwise.auditing.token_names import TokenNames
+from rankwise.auditing.widths import leave_moments
+from rankwise.errors import CaptureError, InputError
+from rankwise.importance import Importance, ImportanceSettings, measure_importance
+from rankwise.measures import DELTA, check_delta
+from rankwise.tracing import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.tracing.wrappers import sharded_again, without_copies
+
+Progress = Callable[[int, str], None]
+"""Called with the number of finished batches and the site measured last."""
+
+
+def audit(
+    model: nn.Module,
+    batches: Iterable[Batch] | None = None,
+    delta: float = DELTA,
+    *,
+    texts: str | Sequence[str] | None = None,
+    tokenizer: Callable[..., Any] | None = None,
+    tokens: int = 256,
+    batch_size: int = 4,
+    method: Method = "auto",
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    matrices: Matrices | None = None,
+    importance: ImportanceWanted = False,
+    baseline: BaselineWanted = False,
+    provenance: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Audit:
+    """Measure the rank of every head and the collapse of tokens through depth, as the model runs.
+
+    Each batch runs once, without gradients, on the model's device; nothing of the model is written to, and
+    `rankwise.skips.recommend` is what runs it again. With ``importance`` batches are kept in a list and run
+    again: the first once, then each once with gradients and nine times backward, and some five to thirty
+    times without sets of heads (log2 of the heads, and at most 16 more); with ``importance="exact"`` as
+    often as there are heads
+    and blocks besides. Every operator is measured as soon as its block has run and then let go: memory does
+    not grow with batches or layers. The model stays in the mode it is in (call ``model.eval()`` first), its
+    attention backend is not switched.
+
+    Cost: one forward pass; for each head and sequence the eigenvalues of a Gram matrix (T S min(T, S) time,
+    8 T S bytes), or where ranks are estimated 67 walks over the rows (O(T S K) time, O(T + S) memory).
+
+    Args:
+        model: any `torch.nn.Module`.
+        batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
+            a DataLoader. Labels that the model has no place for are left out, and a note says so.
+        delta: singular values below it count as zero in the numerical rank.
+        texts: instead of batches, strings: one sequence each, in batches padded on the right.
+        tokenizer: of ``texts``; one of transformers, or anything alike. With batches too it names tokens in
+            findings and pictures, if it has a method ``decode``; without one they are ids.
+        tokens: of ``texts``, the most tokens of a sequence; fewer where the model takes no more.
+        batch_size: of ``texts``, sequences in a batch.
+        method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval where δ cannot
+            be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
+        sites: operators named by hand, as in `capture`.
+        blocks: names of the residual blocks, as in `capture`.
+        matrices: heads that keep a picture of their matrix on the first two sequences (`MatrixPicture`, at
+            most 128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
+            "3:7,5:0" (layer:head), or pairs. A product with 128 columns each; 256 MiB at most in all.
+        worth: whether to measure what the model loses without each head and block, and which heads can go
+            together: True estimates it from gradients, "exact" removes heads one by one as well;
+            `rankwise.importance.ImportanceSettings` say more, such as the loss.
+        baseline: whether the same architecture is audited at fresh weights too, on the same batches, one
+            copy after another: True for three seeds, their number, or a function of a seed that builds the
+            model where it cannot be built anew (`reinitialized`). Each costs an audit and, while it runs, the
+            memory of a copy; batches are kept in a list.
+        provenance: what to write into the record besides what is known here: model, revision, data, command.
+        on_progress: called after each measured site.
+
+    Returns:
+        The audit. Interrupted from the keyboard while batches run, it holds the whole ones until then (of a
+        first one, its finished layers), and ``complete`` is False.
+
+    Raises:
+        AuditError: if the model or the batches raise, or worth or the baseline cannot be measured; its
+            ``audit`` holds what was measured before.
+        CaptureError: if no mixing operator is found.
+        InputError: if there are no batches, or both batches and texts, no tokenizer for texts, no such
+            method, or if the model has none of the heads in ``matrices``: said after the first batch.
+        FreshWeightsError: before anything is measured, if a baseline is wanted and the model cannot be built
+            at fresh weights.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> result = rw.audit(layer, [torch.randn(1, 5, 8)])
+        >>> [(head.layer, head.head) for head in result.heads]
+        [(0, 0), (0, 1)]
+    """
+    check_provenance(provenance or {})
+    check_delta(delta)
+    model = without_copies(model)
+    notes: list[str] = []
+    if texts is not None and isinstance(model, nn.Module):
+        batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
+    check_batches(batches if texts is None else ())
+    settings = check_importance(importance, tokenizer)
+    copies = None if (fresh := check_baseline(baseline)) is None else FreshCopies(model, fresh)
+    given = batches or ()
+    given = given if settings is None and copies is None else list(given)
+    names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
+    pictures = None if chosen is None else PictureTaker(chosen, names)
+    heads = HeadTable(delta, check_method(method), names, pictures, each_sequence=copies is not None)
+    run = Run(model, heads, dict(provenance or {}), on_progress, sites=sites, blocks=blocks)
+    run.notes += notes
+    run.over(given, settings, copies)
+    return run.result()
+
+
+class Run:
+    """One audit under way.
+
+    Args:
+        model: the model.
+        heads: measures its mixers.
+        given: what the user says of the model and its data.
+        on_progress: called after each measured site.
+        where: what `capture` is told of the model: ``sites`` and ``blocks``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: HeadTable,
+        given: dict[str, Any],
+        on_progress: Progress | None,
+        **where: Any,
+    ) -> None:
+        self.model, self.heads, self.layers = model, heads, LayerTable()
+        self.given, self.where, self.trace = given, where, Trace()
+        self.notes: list[str] = []
+        self.batches = self.sequences = 0
+        self.data = DataDigest()
+        self.complete = True
+        self.importance: Importance | None = None
+        self.fresh: dict[int, tuple[HeadTable, LayerTable]] = {}
+        """What was measured at fresh weights, by the seed."""
+        self.built = ""
+        self._current: Any = None
+        self._on_progress = on_progress or (lambda batches, site: None)
+
+    def over(
+        self,
+        batches: Iterable[Batch],
+        importance: ImportanceSettings | None = None,
+        copies: FreshCopies | None = None,
+    ) -> None:
+        """Run all batches, or as many as can be run; then copies at fresh weights and worth, if wanted."""
+        with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
+            if isinstance(self.model, nn.Module) and compiled_modules(self.model):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                self.notes.append("the compiled model was run uncompiled, with the same weights")
+            capturing = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
+            try:
+                with capturing as self.trace, torch.no_grad():
+                    self._run_all(iter(batches), device_of(self.model))
+            except KeyboardInterrupt:
+                if not self._keep_what_is_done():
+                    raise
+                self.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
+            except (CaptureError, NoSuchHeadsError):
+                raise
+            except Exception as error:
+                kept = self.result() if self._keep_what_is_done() else None
+                raise batch_failed(error, self.model, self.batches + 1, self._current, kept) from error
+            if copies is not None and self.complete:
+                self._measure_baseline(batches, copies)
+            if importance is not None and self.complete:
+                self._measure_importance(batches, importance)
+
+    def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
+        for given in batches:
+            batch, left_out = readable(self.model, given)
+            self.notes += [left_out] if left_out and left_out not in self.notes else []
+            self._current = batch
+            check_rows(self.model, batch, self.batches + 1)
+            run_model(self.model, moved(batch, device))
+            for table in (self.heads, self.layers):
+                table.commit()
+            if self.heads.pictures is not None and not self.batches:
+                self.heads.pictures.check((head.layer, head.head) for head in self.heads.records())
+            self.batches += 1
+            self.sequences += batch_size(batch)
+            self.data.add(batch)
+            self._current = None
+        if not self.batches:
+            raise InputError(
+                "`batches`",
+                expected="at least one batch",
+                got="none",
+                fix="Pass a list of batches; an exhausted iterator gives none.",
+            )
+
+    def _mixer(self, site: MixerSite) -> None:
+        with measuring(site.name), one_thread():  # what is large goes to several, a matrix each
+            self.heads.add(site, picture_size(self._current), self._current)
+        self._on_progress(self.batches, site.name)
+
+    def _state(self, state: StateSite) -> None:
+        with measuring(state.name), one_thread():
+            self.layers.add(state)
+        self._on_progress(self.batches, state.name)
+
+    def _keep_what_is_done(self) -> bool:
+        """Whole batches are kept; of a first batch that was not finished, the layers that were."""
+        self.complete = False
+        for table in (self.heads, self.layers):
+            if self.batches:
+                table.discard()
+            else:
+                table.commit()
+        return bool(self.heads.records())
+
+    def _measure_baseline(self, batches: Iterable[Batch], copies: FreshCopies) -> None:
+        self.built = copies.built
+        try:
+            with copies.random_state_kept():
+                for seed, model in copies:
+                    torch.manual_seed(seed)  # of dropout, where the model is in training mode
+                    run = self._of_copy(model, f"seed {seed} of {len(copies)} at fresh weights")
+                    run.over(batches)
+                    if not run.complete:
+                        raise KeyboardInterrupt
+                    self.fresh[seed] = run.heads, run.layers
+                    del run, model  # one copy at a time
+        except KeyboardInterrupt:
+            self.notes.append(f"baseline of {len(self.fresh)} seeds only: interrupted from the keyboard")
+        except Exception as error:
+            raise step_failed(error, "baseline", "an audit at fresh weights", self.result()) from error
+
+    def _of_copy(self, model: nn.Module, name: str) -> "Run":
+        heads = HeadTable(self.heads.delta, self.heads.method, each_sequence=True)
+        return Run(
+            model, heads, {}, lambda done, site: self._on_progress(done, f"{name}: {site}"), **self.where
+        )
+
+    def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
+        try:
+            self.importance = measure_importance(
+                self.model,
+                batches,
+                settings,
+                readable=lambda batch: readable(self.model, batch)[0],
+                channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
+                on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
+                **self.where,
+            )
+        except KeyboardInterrupt:
+            self.notes.append("worth not measured: interrupted from the keyboard")
+        except Exception as error:
+            wanted = "what the model loses without its heads"
+            raise step_failed(error, "importance", wanted, self.result()) from error
+
+    def result(self) -> Audit:
+        """What is known so far."""
+        importance = None if self.importance is None else importance_record(self.importance)
+        fresh = list(self.fresh.values())
+        importances = {} if self.importance is None else head_importances(self.importance)
+        baselines = head_baselines(self.heads, [heads for heads, _ in fresh]) if fresh else {}
+        known = {
+            place: importances.get(place, {}) | baselines.get(place, {})
+            for place in {**importances, **baselines}
+        }
+        heads = self.heads.records(known)
+        leave_moments(self.heads.moments)
+        layers = self.layers.records()
+        at_layers = layer_baselines(layers, [layers.records() for _, layers in fresh])
+        layers = [
+            layer.model_copy(update={"baseline": at_layers.get((layer.stack, layer.layer))})
+            for layer in layers
+        ]
+        uncaptured = [
+            Unseen(name=module.name, type=module.type, reason=module.reason)
+            for module in self.trace.uncaptured
+        ]
+        findings = find(heads, layers, uncaptured, importance)
+        pictures = self.heads.pictures
+        if pictures is not None:
+            self.notes += [note for note in pictures.missing(heads) if note not in self.notes]
+            heads = pictures.chosen.kept(heads, findings)
+        return Audit(
+            complete=self.complete,
+            provenance=self._provenance(heads),
+            heads=heads,
+            layers=layers,
+            findings=findings,
+            uncaptured=uncaptured,
+            texts={} if pictures is None else pictures.texts,
+            importance=importance,
+            baseline=BaselineRecord(seeds=list(self.fresh), built=self.built) if fresh else None,
+        )
+
+    def _provenance(self, heads: list[HeadRecord]) -> Provenance:
+        found = {
+            "delta": self.heads.delta,
+            "method": method_of(heads),
+            "method_asked": self.heads.method,
+            "batches": self.batches,
+            "sequences": self.sequences,
+            "parts": [self.data.value] if self.data.value else [],
+        }
+        if "weights" not in self.given:
+            found["weights"] = weights_digest(self.model)
+        parts = [f"measured: {part}, spread evenly" for part in self.heads.notes]
+        given = self.given | {"notes": (*self.notes, *parts, *self.trace.notes, *self.given.get("notes", ()))}
+        return provenance_of(self.model, found, given)

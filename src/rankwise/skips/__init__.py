@@ -1,0 +1,44 @@
+"""Changes to a model that exists: λ-skips, put in, taken out, fitted, certified, saved and loaded; softmax
+attention replaced by mixers of linear time.
+"""
+
+from rankwise.errors import ReplacementError, SkipError
+from rankwise.skips.advice import recommend
+from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
+from rankwise.skips.certify import certify_skip
+from rankwise.skips.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, state_collapse
+from rankwise.skips.replace import replace_attention, replacements_of, restore_attention
+from rankwise.skips.replace_store import load_replaced_attention, save_replaced_attention
+from rankwise.skips.replacement import Replacement
+from rankwise.skips.skips import Skips, SkipSite, add_lambda_skip, remove_lambda_skip, skips_of
+from rankwise.skips.store import apply_saved_skips, has_skips, load_skips, save_skips
+
+__all__ = [
+    "Fit",
+    "LayerCertificate",
+    "Replacement",
+    "ReplacementError",
+    "SkipCertificate",
+    "SkipError",
+    "SkipSite",
+    "Skips",
+    "StackCertificate",
+    "add_lambda_skip",
+    "apply_saved_skips",
+    "certify_skip",
+    "fit_skips",
+    "has_skips",
+    "load_replaced_attention",
+    "load_skips",
+    "mean_loss",
+    "recommend",
+    "remove_lambda_skip",
+    "replace_attention",
+    "replacements_of",
+    "restore_attention",
+    "save_replaced_attention",
+    "save_skips",
+    "skip_parameter_groups",
+    "skips_of",
+    "state_collapse",
+]

@@ -1,0 +1,165 @@
+"""Which sums are residual connections around something that mixes tokens: told by derivatives."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from rankwise.errors import SkipError
+from rankwise.skips.sums import History, Sum, SumName
+
+
+@dataclass
+class Residual:
+    """A sum x + f(x) in which f moves something from one token to another."""
+
+    sum: Sum
+    which: int
+    """Which operand is x."""
+    axis: int
+    """The axis of the tokens."""
+    cross: bool
+    """Whether f reads another sequence, and mixes only what it reads there."""
+
+    @property
+    def skip(self) -> GradientEdge:
+        """Where x lies in the graph."""
+        return self.sum.edges[self.which]
+
+    @property
+    def branch(self) -> GradientEdge:
+        """Where f(x) lies in the graph."""
+        return self.sum.edges[1 - self.which]
+
+
+def find_residuals(history: History) -> list[Residual]:
+    r"""Find the residual connections around mixers in a recorded forward pass.
+
+    A sum x + y is one if y = f(x), that is ∂y/∂x ≠ 0, and some ∂y_t/∂x_u with t ≠ u is not zero: f mixes
+    tokens. A feed-forward part has ∂y_t/∂x_u = 0 for t ≠ u. Where y depends in this way on the result of
+    another residual connection, by a path around x, it is cross-attention to that sequence. Sums inside the
+    branch of a larger one belong to that branch, unless they are several: then the larger one is a long
+    skip around a stack of them.
+
+    Cost: two backward passes from one entry for each sum of token states.
+
+    Args:
+        history: what the forward pass did, its graph still there.
+
+    Raises:
+        SkipError: if a sum x + f(x) or a derivative of its f is not finite: it then tells nothing.
+    """
+    found: list[Residual] = []
+    for sum_ in history.sums:
+        residual = _self_mixing(sum_) or _cross_mixing(sum_, history.sums)
+        if residual is not None:
+            found.append(residual)
+    return _outermost(found)
+
+
+def _self_mixing(sum_: Sum) -> Residual | None:
+    for which in (0, 1):
+        x, y = sum_.edges[which], sum_.edges[1 - which]
+        if x.node is not y.node and x.node in reached(y):
+            if not sum_.finite:
+                raise not_finite(f"a sum x + f(x) in {_around(sum_)}")
+            axis = mixed_axis(y, x, sum_)
+            if axis is not None:
+                return Residual(sum_, which, axis, cross=False)
+    return None
+
+
+def _cross_mixing(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
+    for which in (0, 1):
+        x, y = sum_.edges[which], sum_.edges[1 - which]
+        if x.node is y.node or x.node not in reached(y):
+            continue
+        around = reached(y, past=x)
+        others = [other for other in sums if other.time < sum_.time and other.out.node in around]
+        others = [other for other in others if x.node not in reached(other.out)]
+        for other in others[-1:]:
+            axis = mixed_axis(y, other.out, sum_)
+            if axis is not None:
+                return Residual(sum_, which, axis, cross=True)
+    return None
+
+
+@no_type_check  # thousands of nodes, each looked at by type checks
+def reached(start, past=None):
+    """The nodes of the graph that a tensor depends on; with ``past``, not by way of that node."""
+    seen = set()
+    todo = [start.node]
+    while todo:
+        node = todo.pop()
+        if node in seen or (past is not None and node is past.node):
+            continue
+        seen.add(node)
+        todo.extend(after for after, _ in node.next_functions if after is not None)
+    return seen
+
+
+def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
+    """The axis along which the last or the first token of y depends on more than one token of x."""
+    for at in (-1, 0):
+        gradient = _gradient(y, x, like, at)
+        if gradient is None:
+            continue
+        if bool(gradient.isnan().any()):
+            raise not_finite(f"the derivative of an f in x + f(x) in {_around(like)}")
+        moved = (gradient != 0).any(-1)
+        for axis in reversed(range(moved.dim())):
+            others = tuple(other for other in range(moved.dim()) if other != axis)
+            if int((moved.any(others) if others else moved).sum()) > 1:
+                return axis
+    return None
+
+
+def not_finite(what: str) -> SkipError:
+    """Say that an example gives numbers that tell nothing.
+
+    Args:
+        what: what is not finite.
+    """
+    return SkipError(
+        "the example, or the weights of the model",
+        expected="finite numbers in a forward pass and its derivatives",
+        got=f"NaN or infinity in {what}",
+        fix="Check the weights; in float16, add the skips in float32 or bfloat16. Or pass another `example`.",
+    )
+
+
+def _around(sum_: Sum) -> str:
+    return (sum_.frames[-1].name if sum_.frames else "") or "the model itself"
+
+
+def _gradient(y: GradientEdge, x: GradientEdge, like: Sum, at: int) -> Tensor | None:
+    """Derivative of one token of y, its entries weighed unequally so that they cannot cancel."""
+    weights = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    weights[(at,) * (len(like.shape) - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(weights)
+    try:
+        (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
+    except RuntimeError:  # a state that was changed in place has no derivative any more
+        return None
+    return gradient
+
+
+def _outermost(found: list[Residual]) -> list[Residual]:
+    dropped: set[SumName] = set()
+    for outer in found:
+        inside = list(_inside(outer, found))
+        if len(inside) > 1:
+            dropped.add(outer.sum.name)
+        else:
+            dropped.update(inner.sum.name for inner in inside)
+    return [residual for residual in found if residual.sum.name not in dropped]
+
+
+def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:
+    """The residual connections on the way from x to f(x) of another connection."""
+    between = reached(outer.branch, past=outer.skip)
+    for inner in found:
+        if inner is not outer and inner.sum.out.node in between and outer.skip.node in reached(inner.sum.out):
+            yield inner

@@ -1,0 +1,324 @@
+"""Where in a model λ goes: which module to hook so that x + f(x) becomes λ·x + f(x)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankwise.skips.hooks import (
+    Argument,
+    CloseSlot,
+    CorrectBranch,
+    CorrectSum,
+    Held,
+    HoldInput,
+    HoldOutput,
+    Key,
+    OpenSlot,
+    ScaleArgument,
+)
+from rankwise.skips.residuals import Residual
+from rankwise.skips.sums import History, Sum, SumName, Version, version
+from rankwise.tracing.module_calls import ModuleCall, parameter_names
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that went into a module."""
+
+    time: int
+    frame: ModuleCall
+    position: int | None
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that came out of a module."""
+
+    time: int
+    frame: ModuleCall
+    key: Key
+
+
+@dataclass
+class Traffic:
+    """The tensors that went into and came out of every module, in one forward pass."""
+
+    history: History
+    given: dict[Version, list[Given]] = field(default_factory=dict)
+    made: dict[Version, list[Made]] = field(default_factory=dict)
+
+    def entered(self, frame: ModuleCall) -> None:
+        """A module was called."""
+        time = self.history.tick()
+        names = parameter_names(frame.module)
+        for at, value in enumerate(frame.args):
+            if isinstance(value, Tensor):
+                name = names[at] if at < len(names) else None
+                self._note(self.given, value, Given(time, frame, at, name))
+        for name, value in frame.kwargs.items():
+            if isinstance(value, Tensor):
+                position = names.index(name) if name in names else None
+                self._note(self.given, value, Given(time, frame, position, name))
+
+    def left(self, frame: ModuleCall) -> None:
+        """A call has ended."""
+        time = self.history.tick()
+        for key, value in _items(frame.output):
+            if isinstance(value, Tensor):
+                self._note(self.made, value, Made(time, frame, key))
+
+    def given_as(self, origin: Version) -> list[Given]:
+        """Where a tensor, or a copy of it, went in."""
+        return [note for name in self.history.names(origin) for note in self.given.get(name, ())]
+
+    def made_as(self, origin: Version) -> list[Made]:
+        """Where a tensor, or a copy of it, came out."""
+        return [note for name in self.history.names(origin) for note in self.made.get(name, ())]
+
+    def _note(self, notes: dict[Version, list[Any]], tensor: Tensor, note: Given | Made) -> None:
+        self.history.alive.append(tensor)
+        notes.setdefault(version(tensor), []).append(note)
+
+
+def _items(output: Any) -> Iterator[tuple[Key, Any]]:
+    if isinstance(output, Tensor):
+        yield None, output
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    elif isinstance(output, dict):
+        yield from output.items()
+
+
+@dataclass(frozen=True)
+class SkipLocation:
+    """How one λ-skip is put into a model."""
+
+    module: str
+    """Carries λ."""
+    how: str
+    """``argument``: λ·x is what it adds; ``sum`` or ``branch``: (λ − 1)·x is added to what it gives."""
+    argument: tuple[str | None, int | None] = (None, None)
+    key: Key = None
+    source: str = ""
+    """The module that reads, or gives, the residual, if it is another module."""
+    source_gives: bool = False
+    source_key: Key = None
+    scope: str = ""
+    """The module within whose calls a residual that was read is added."""
+    block: str = ""
+    """The module that takes the sum."""
+    width: int = 0
+    sum: SumName = field(default=("", 0, 0), compare=False)
+    """Which sum of the forward pass it scales."""
+    time: int = field(default=0, compare=False)
+    """When that sum was taken."""
+    which: int = 0
+    """Which operand of it."""
+    drops: bool = False
+    """Whether a dropout that is no module lies between the branch and the sum."""
+    dtype: Any = None
+    axis: int = 1
+    """The axis of the tokens."""
+    norm: str = ""
+    """The module that alone reads the sum and gives states again: a norm, in a post-norm block."""
+    read_by: str = ""
+    """The function that reads it, where that is in no module of its own: its norm cannot be told."""
+
+    def install(self, model: nn.Module, parameter: str) -> None:
+        """Put the hooks in; λ must be there already."""
+        module, given = model.get_submodule(self.module), Argument(*self.argument)
+        if self.how == "argument":
+            module.register_forward_pre_hook(ScaleArgument(parameter, given), with_kwargs=True)
+            return
+        if self.how == "sum":
+            module.register_forward_hook(CorrectSum(parameter, given, self.key), with_kwargs=True)
+            return
+        held, source, scope = Held(), model.get_submodule(self.source), model.get_submodule(self.scope)
+        scope.register_forward_pre_hook(OpenSlot(held))  # before any hook of the same module that reads
+        if self.source_gives:
+            source.register_forward_hook(HoldOutput(self.source_key, held))
+        else:
+            source.register_forward_pre_hook(HoldInput(given, held), with_kwargs=True)
+        module.register_forward_hook(CorrectBranch(parameter, self.key, held))
+        scope.register_forward_hook(CloseSlot(held), always_call=True)
+
+    def renamed(self, module: str) -> "SkipLocation":
+        """The same location where its module has another name: in a part of the model, or a larger one."""
+        old, new = _parts(self.module), _parts(module)
+        while old and new and old[-1] == new[-1]:
+            old.pop()
+            new.pop()
+
+        def name(before: str) -> str:
+            parts = _parts(before)
+            return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else before
+
+        return replace(
+            self,
+            module=module,
+            source=name(self.source),
+            scope=name(self.scope),
+            block=name(self.block),
+            norm=self.norm and name(self.norm),
+            sum=(name(self.sum[0]), *self.sum[1:]),
+        )
+
+
+def _parts(name: str) -> list[str]:
+    return name.split(".") if name else []
+
+
+def locate(residual: Residual, traffic: Traffic) -> SkipLocation | None:
+    """Find where λ can go, the most exact way first; None if no module is near enough."""
+    common: dict[str, Any] = {
+        "block": residual.sum.frames[-1].name if residual.sum.frames else "",
+        "width": residual.sum.shape[-1],
+        "sum": residual.sum.name,
+        "time": residual.sum.time,
+        "which": residual.which,
+        "dtype": residual.sum.dtype,
+        "axis": residual.axis,
+    }
+    found = (
+        _as_argument(residual, traffic)
+        or _as_sum(residual, traffic)
+        or _as_branch(residual, traffic, drops=False)
+        or _as_branch(residual, traffic, drops=True)
+    )
+    return None if found is None else SkipLocation(**found, **common)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What alone reads a sum, and makes states of it again."""
+
+    module: str = ""
+    function: str = ""
+    """Of one outside of any such module."""
+    inside: bool = False
+    """Whether it is in the module that takes the sum: a norm outside of it may be that after a stack."""
+
+    def __bool__(self) -> bool:
+        return bool(self.module or self.function)
+
+
+def reader(sum_: Sum, traffic: Traffic) -> Reader:
+    """What alone reads the sum of a residual connection; none in most blocks.
+
+    None where the sum is read by something and added to what that gives, or is read only by products with a
+    matrix, by what gives fewer numbers (a mean over tokens), or by nothing: then the sum is the state. Where
+    nothing is done with it but to add to it, x + f(x) + g(x), it is part of a state: what reads the whole.
+    """
+    history = traffic.history
+    same = history.same_numbers(sum_.result)
+    uses = [use for tensor in same for use in history.uses.get(tensor, ()) if not use.passes]
+    onward = [later for later in history.sums if any(tensor in later.operands for tensor in same)]
+    if onward:
+        return reader(onward[0], traffic) if len(uses) == 1 else Reader()
+    size = math.prod(sum_.shape)
+    reads = [use for use in uses if use.numbers == size and not use.product]
+    if not reads:
+        return Reader()
+    around = sum_.frames[-1] if sum_.frames else None
+    inside = around is None or all(around.serial in use.running for use in uses)
+    given = [argument.frame for name in same for argument in traffic.given.get(name, ())]
+    alone = [frame for frame in given if all(frame.serial in use.running for use in uses)]
+    for frame in sorted(alone, key=lambda frame: frame.serial, reverse=True):
+        gives = [value for _, value in _items(frame.output) if isinstance(value, Tensor)]
+        if any(value.numel() == size for value in gives):
+            return Reader(frame.name, "", inside)
+    return Reader("", reads[0].function, inside)
+
+
+def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -> list[SkipLocation]:
+    """Locations with what reads their sums.
+
+    A reader outside of the block counts only if every sum has one: else it is the norm after a stack.
+    """
+    every = all(readers)
+    return [
+        replace(location, norm=by.module, read_by=by.function) if by.inside or every else location
+        for location, by in zip(locations, readers, strict=True)
+    ]
+
+
+def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
+    """The module that takes the sum was given x, and does nothing else with it."""
+    sum_, history = residual.sum, traffic.history
+    if not sum_.frames:
+        return None
+    inner = sum_.frames[-1]
+    x = history.origin(sum_.operands[residual.which])
+    all_uses = (use for name in history.names(x) for use in history.uses.get(name, ()) if not use.copies)
+    uses = [use for use in all_uses if inner.serial in use.running]
+    if {use.sum for use in uses} != {sum_.name}:
+        return None
+    for given in traffic.given_as(x):
+        if given.frame is inner:
+            return {"module": inner.name, "how": "argument", "argument": (given.name, given.position)}
+    return None
+
+
+def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
+    """A module that was given x gives the sum, and has not used it before."""
+    sum_, history = residual.sum, traffic.history
+    x = history.origin(sum_.operands[residual.which])
+    around = {frame.serial for frame in sum_.frames}
+    for made in traffic.made.get(sum_.result, ()):
+        if made.frame.serial not in around:
+            continue
+        used = [use for use in history.uses.get(sum_.result, ()) if use.time < made.time]
+        given = [argument for argument in traffic.given_as(x) if argument.frame is made.frame]
+        if given and not used:
+            argument = (given[0].name, given[0].position)
+            return {"module": made.frame.name, "how": "sum", "argument": argument, "key": made.key}
+    return None
+
+
+def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, Any] | None:
+    """A module gives f(x), or a summand of it, and another module has read or given x before."""
+    sum_, history = residual.sum, traffic.history
+    x = history.origin(sum_.operands[residual.which])
+    made = _maker(sum_.operands[1 - residual.which], sum_.time, traffic, drops)
+    if made is None:
+        return None
+    source = _source(x, made, traffic)
+    if source is None:
+        return None
+    common = {"module": made.frame.name, "key": made.key, "drops": drops}
+    if isinstance(source, Given) and source.frame is made.frame:  # it can see the residual itself
+        return common | {"how": "sum", "argument": (source.name, source.position)}
+    # of the calls under way at the sum, the innermost that had begun when x was read
+    scope = [frame for frame in sum_.frames if frame.serial <= source.frame.serial][-1]
+    held = {"how": "branch", "source": source.frame.name, "scope": scope.name}
+    if isinstance(source, Made):
+        return common | held | {"source_gives": True, "source_key": source.key}
+    return common | held | {"argument": (source.name, source.position)}
+
+
+def _maker(y: Version, before: int, traffic: Traffic, drops: bool) -> Made | None:
+    """The outermost call that gave a tensor, through copies and sums of which it is a part."""
+    history = traffic.history
+    mades = [made for made in traffic.made.get(y, ()) if made.time < before]
+    if mades:
+        return mades[-1]
+    copy = history.copies.get(y)
+    if copy is not None and (drops or not copy.drops):
+        return _maker(copy.source, before, traffic, drops)
+    sum_ = history.results.get(y)
+    if sum_ is not None and sum_.time < before:
+        parts = (_maker(part, sum_.time, traffic, drops) for part in sum_.operands)
+        return next((part for part in parts if part is not None), None)
+    return None
+
+
+def _source(x: Version, made: Made, traffic: Traffic) -> Given | Made | None:
+    """The last call before the branch's end that was given x or gave it: the nearest to where it is added."""
+    around: list[Given | Made] = [*traffic.given_as(x), *traffic.made_as(x)]
+    events = [event for event in around if event.time < made.time]
+    own = [event for event in events if isinstance(event, Given) and event.frame is made.frame]
+    return own[0] if own else max(events, key=lambda event: event.time, default=None)

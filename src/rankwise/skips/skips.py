@@ -1,0 +1,333 @@
+"""λ-skips: the skip around every mixer of a model becomes λ·x."""
+
+import math
+import numbers
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rankwise._internals.forward import Batch
+from rankwise.errors import SkipError, did_you_mean
+from rankwise.skips.hooks import remove_hooks
+from rankwise.skips.probe import check_traceable, example_for, find_skip_locations
+from rankwise.skips.skip_locations import SkipLocation
+from rankwise.skips.sums import SumName
+from rankwise.skips.verify import verify
+
+PARAMETER = "lambda_skip"
+"""Name of λ in the module that carries it; a second one in the same module gets a number."""
+NOTES = "_rankwise_skips"
+"""Where a module that carries λ says how it got there."""
+Per = Literal["layer", "channel"]
+
+
+@dataclass(frozen=True)
+class SkipSite:
+    """One λ-skip in a model."""
+
+    name: str
+    """Module that carries λ, such as ``transformer.h.0.attn``."""
+    parameter: str
+    """Name of λ in it."""
+    location: SkipLocation
+    sums: tuple[SumName, ...] = ()
+    """The sums of a forward pass that it scales: several where its module is called several times."""
+
+
+class Skips(Mapping[str, nn.Parameter]):
+    """The λ of a model, by site: ``skips["h.0.attn"]`` is the parameter itself.
+
+    Args:
+        model: the model they are in.
+        sites: where.
+        notes: what their user must know.
+    """
+
+    def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
+        self._model = model
+        self.sites = {site.name: site for site in sites}
+        self.notes = tuple(notes)
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        site = self.sites[name]
+        return self._model.get_submodule(site.location.module).get_parameter(site.parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        values = (f"{name}: {_shown(value)}" for name, value in self.items())
+        return f"Skips({{{', '.join(values)}}})"
+
+
+def add_lambda_skip(
+    model: nn.Module,
+    init: float | int | numbers.Real = 1.0,
+    learnable: bool = True,
+    per: Per = "layer",
+    sites: str | Iterable[str] | None = None,
+    example: Batch | None = None,
+) -> Skips:
+    r"""Make the skip connection around every mixer of a model λ·x, in place: x + f(x) becomes λ·x + f(x).
+
+    Residual connections are found by running the model once on something small: sums x + f(x) of which f
+    moves something between tokens, told by its derivatives. λ is a parameter of a module that is there
+    already (`lambda_skip`), so optimisers, ``state_dict`` and ``.to()`` see it; classes do not change. With
+    λ = 1 outputs are bit-identical. Before it returns, the model with its skips is compared on the example
+    with the model without, at λ = 1 bit by bit, and at other λ with sums that were scaled directly.
+
+    Cost: a forward and a backward pass and four forward passes on the example; afterwards one multiply and
+    add of the token states for each site.
+    Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Eq. 3.
+
+    Args:
+        model: any module; PyTorch's fused encoder layers leave their fast path.
+        init: λ to start from; the paper's experiments with a learned λ start from −1.
+        learnable: whether gradients reach λ.
+        per: one λ for each layer, or one for each channel of it.
+        sites: names of the modules to change, or of modules around them, with wildcards: ``"h.1*"``. All
+            residual mixers, by default.
+        example: a batch to run on, as `audit` takes them; made by us for models of transformers.
+
+    Returns:
+        The parameters by site.
+
+    Raises:
+        SkipError: if the model has no residual mixer, a name matches none, there are skips already, λ is not
+            finite, or what was put in does not do what it should.
+
+    Warns:
+        UserWarning: for λ = 0, which takes the skip connections away.
+
+    Examples:
+        >>> import torch, rankwise.skips as surgery
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> skips = surgery.add_lambda_skip(layer, init=2.0, example=torch.randn(1, 5, 8))
+        >>> skips
+        Skips({dropout1: 2})
+        >>> surgery.remove_lambda_skip(layer)
+    """
+    check_traceable(model)
+    check_scale("`init`", init)
+    if per not in ("layer", "channel"):
+        raise SkipError("`per`", expected="'layer' or 'channel'", got=repr(per), fix="Use one of them.")
+    if skip_sites(model):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a model without λ-skips",
+            got=f"one with {len(skip_sites(model))}",
+            fix="Change the λ it has (`surgery.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
+        )
+    example = example_for(model) if example is None else example
+    locations, missed = find_skip_locations(model, example)
+    found = name_sites(locations)
+    if not found:
+        raise _no_residual(model, missed)
+    chosen = choose(found, sites)
+    try:
+        for site in chosen:
+            put_in(model, site, learnable=learnable, per=per)
+        verify(model, example, chosen, found)
+        skips = Skips(model, chosen, _notes(chosen, missed))
+        with torch.no_grad():
+            for parameter in skips.values():
+                parameter.fill_(float(init))
+    except BaseException:
+        remove_lambda_skip(model, missing_ok=True)
+        raise
+    return skips
+
+
+def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
+    """Take the λ-skips out of a model, or of a copy of it: it is as it was before they were put in.
+
+    Args:
+        model: the model.
+        missing_ok: whether it may have none.
+
+    Raises:
+        SkipError: if it has none.
+    """
+    sites = skip_sites(model)
+    if not sites and not missing_ok:
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a model with λ-skips",
+            got="one without",
+            fix="Put them in with `rw.add_lambda_skip(model)`.",
+        )
+    for module in model.modules():
+        remove_hooks(module)
+        for site in vars(module).pop(NOTES, ()):
+            delattr(module, site.parameter)
+
+
+def skips_of(model: nn.Module) -> Skips:
+    """The λ-skips a model has, which may be none; also of a copy of a model that they were put into.
+
+    Args:
+        model: the model.
+    """
+    sites = skip_sites(model)
+    return Skips(model, sites, _notes(sites, ()))
+
+
+def skip_sites(model: nn.Module) -> list[SkipSite]:
+    """Where a model has λ-skips, in the order they run.
+
+    Args:
+        model: the model.
+    """
+    if not isinstance(model, nn.Module):
+        return []
+    sites = [
+        _renamed(site, name) for name, module in model.named_modules() for site in vars(module).get(NOTES, ())
+    ]
+    return sorted(sites, key=lambda site: site.location.time)
+
+
+def _renamed(site: SkipSite, module: str) -> SkipSite:
+    location = site.location.renamed(module)
+    return replace(
+        site, location=location, sums=tuple((location.sum[0], call, at) for _, call, at in site.sums)
+    )
+
+
+def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
+    """Register λ = 1 and hook the model at one site.
+
+    Args:
+        model: the model.
+        site: where.
+        learnable: whether gradients reach λ.
+        per: one λ for the layer or for each channel.
+    """
+    module, location = model.get_submodule(site.location.module), site.location
+    device = next(
+        (parameter.device for parameter in (*module.parameters(), *model.parameters())), torch.device("cpu")
+    )
+    dtype = torch.promote_types(location.dtype, torch.float32)
+    scale = torch.ones(location.width if per == "channel" else 1, dtype=dtype, device=device)
+    module.register_parameter(site.parameter, nn.Parameter(scale, requires_grad=learnable))
+    vars(module).setdefault(NOTES, []).append(site)
+    location.install(model, site.parameter)
+
+
+def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
+    """The sites that names with wildcards stand for.
+
+    Args:
+        found: all there are.
+        sites: names of sites or of modules around them; None for all.
+
+    Raises:
+        SkipError: if a name stands for none.
+    """
+    if sites is None:
+        return found
+    patterns = [sites] if isinstance(sites, str) else list(sites)
+    for pattern in patterns or [""]:
+        if not any(covers(pattern, site) for site in found):
+            raise SkipError(
+                f"site {pattern!r}",
+                expected="the name of a residual mixer, or of a module around one",
+                got="none of that name",
+                fix=did_you_mean(pattern, _names_like(pattern, found)),
+            )
+    return [site for site in found if any(covers(pattern, site) for pattern in patterns)]
+
+
+def covers(pattern: str, site: SkipSite) -> bool:
+    """Whether a name with wildcards is that of a site, or of a module around it.
+
+    Args:
+        pattern: the name.
+        site: the site.
+    """
+    return any(fnmatchcase(name, pattern) for name in _names_like(pattern, [site]))
+
+
+def _names_like(pattern: str, sites: Iterable[SkipSite]) -> list[str]:
+    """Names of sites, or of modules around them, with as many parts as a pattern; else of the sites."""
+    parts = pattern.count(".") + 1
+    cut = [".".join(site.name.split(".")[:parts]) for site in sites]
+    names = list(dict.fromkeys(name for name in cut if name.count(".") + 1 == parts))
+    return names or [site.name for site in sites]
+
+
+def check_scale(subject: str, value: object) -> None:
+    """Refuse a λ that is no finite number; say it where it is 0.
+
+    Args:
+        subject: what an error calls it.
+        value: λ.
+
+    Raises:
+        SkipError: if it is NaN, no number, or infinite in the float32 of λ.
+    """
+    limits = torch.finfo(torch.float32)
+    number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not limits.min <= number <= limits.max:
+        wanted = "a finite number, in float32 too"
+        raise SkipError(subject, expected=wanted, got=repr(value), fix="1.0 changes nothing.")
+    if torch.tensor(float(number)) == 0:
+        warnings.warn(
+            "λ = 0 takes the skip connections away: tokens may become alike within a few layers, and no "
+            "bound holds",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
+    """Give each location a name; a module that is called several times in a forward pass is one.
+
+    Args:
+        locations: the locations, in the order they run.
+    """
+    sites: list[SkipSite] = []
+    for location in dict.fromkeys(locations):
+        number = sum(site.location.module == location.module for site in sites)
+        suffix = f"_{number + 1}" if number else ""
+        sums = tuple(other.sum for other in locations if other == location)
+        sites.append(SkipSite(f"{location.module}{suffix}", f"{PARAMETER}{suffix}", location, sums))
+    return sites
+
+
+def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
+    notes = []
+    dropping = [site.name for site in sites if site.location.drops]
+    if dropping:
+        notes.append(
+            f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
+            f"module, and cannot be stepped over ({len(dropping)} sites)"
+        )
+    for name in missed:
+        notes.append(f"the residual connection in {name} has no λ: no module reads or gives its parts")
+    return notes
+
+
+def _no_residual(model: nn.Module, missed: list[str]) -> SkipError:
+    got = "none: no sum x + f(x) in which f mixes tokens"
+    if missed:
+        got = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
+    return SkipError(
+        f"model {type(model).__name__}",
+        expected="residual connections around mixers",
+        got=got,
+        fix="A block must compute x + f(x), and its example have two tokens or more; put what computes f "
+        "into a module of its own.",
+    )
+
+
+def _shown(value: Tensor) -> str:
+    flat = value.detach().flatten()
+    return f"{flat[0].item():g}" if flat.numel() == 1 else f"{flat.numel()} channels, mean {flat.mean():g}"

@@ -1,0 +1,248 @@
+"""λ-skips in files: the numbers in safetensors, what they belong to in JSON beside them."""
+
+import hashlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rankwise._internals.files import parse_json, write_file
+from rankwise._internals.forward import Batch
+from rankwise.errors import SkipError, did_you_mean
+from rankwise.skips.skips import Skips, add_lambda_skip, remove_lambda_skip, skips_of
+
+NUMBERS, FACTS = "skips.safetensors", "skips.json"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class SkipFacts(BaseModel, extra="forbid"):
+    """What saved λ-skips belong to."""
+
+    format: Literal[1] = 1
+    model_class: str
+    per: Literal["layer", "channel"]
+    learnable: bool
+    sites: dict[str, int]
+    """Width of the token states at each site."""
+    parameters: str = ""
+    """Digest of the names and shapes of all parameters but λ; empty in files of older versions."""
+    fitted: dict[str, Any] = {}
+    """How the λ were found, for the reader."""
+
+
+def save_skips(
+    model: nn.Module, folder: str | Path, fitted: dict[str, Any] | None = None
+) -> tuple[Path, Path]:
+    """Write the λ-skips of a model into a folder, as ``skips.safetensors`` and ``skips.json``.
+
+    Args:
+        model: the model.
+        folder: where to; it is made if it is missing.
+        fitted: what to write down on how the λ were found.
+
+    Returns:
+        The two paths.
+
+    Raises:
+        SkipError: if the model has no λ-skips, or one that is not finite.
+        InputError: if the folder cannot be written.
+
+    Examples:
+        >>> import tempfile, torch, rankwise.skips as surgery
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> x = torch.randn(1, 5, 8)
+        >>> _ = surgery.add_lambda_skip(layer, init=2.0, example=x)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = surgery.save_skips(layer, folder)
+        ...     surgery.remove_lambda_skip(layer)
+        ...     surgery.load_skips(layer, folder, example=x)
+        Skips({dropout1: 2})
+    """
+    skips = skips_of(model)
+    if not skips:
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a model with λ-skips",
+            got="one without",
+            fix="Put them in with `rw.add_lambda_skip(model)`.",
+        )
+    numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
+    _check_finite(numbers, f"{type(model).__name__}")
+    facts = SkipFacts(
+        model_class=_class(model),
+        per="channel" if any(scale.numel() > 1 for scale in skips.values()) else "layer",
+        learnable=any(scale.requires_grad for scale in skips.values()),
+        sites={name: site.location.width for name, site in skips.sites.items()},
+        parameters=_digest(model, skips),
+        fitted=fitted or {},
+    )
+    folder = Path(folder)
+    described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
+    written = write_file(folder / NUMBERS, lambda partial: _save(numbers, partial), "skips")
+    return written, described
+
+
+def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
+    """Put λ-skips that were saved into a model without any: of the same class, with the same parameters.
+
+    Args:
+        model: the model.
+        folder: where `save_skips` wrote them.
+        example: as in `add_lambda_skip`.
+
+    Raises:
+        SkipError: if the files are missing or broken, or belong to another model.
+
+    Warns:
+        UserWarning: for files that do not say what parameters their model had.
+    """
+    folder = Path(folder)
+    facts, numbers = _read_facts(folder / FACTS), _read_numbers(folder / NUMBERS)
+    _check(model, facts, numbers, folder)
+    skips = add_lambda_skip(
+        model, learnable=facts.learnable, per=facts.per, sites=list(facts.sites), example=example
+    )
+    if set(skips) != set(facts.sites) or any(skips[name].shape != numbers[name].shape for name in skips):
+        remove_lambda_skip(model)
+        raise _another(model, facts, folder, "sites of other names or widths")
+    with torch.no_grad():
+        for name, parameter in skips.items():
+            parameter.copy_(numbers[name])
+    try:
+        _check_finite(dict(skips), str(folder))  # float64 may hold what the dtype of λ does not
+    except SkipError:
+        remove_lambda_skip(model)
+        raise
+    return skips
+
+
+def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
+    """Put in the λ-skips that lie in a model's folder, if there are any.
+
+    Args:
+        model: the model that was loaded from the folder.
+        folder: the folder, or a name on the Hub, which has none.
+        example: as in `add_lambda_skip`.
+
+    Returns:
+        The skips, or None where the folder has none.
+
+    Raises:
+        SkipError: as `load_skips`.
+    """
+    if not has_skips(folder):
+        return None
+    return load_skips(model, folder, example)
+
+
+def has_skips(folder: str | Path) -> bool:
+    """Whether a folder holds λ-skips.
+
+    Args:
+        folder: the folder.
+    """
+    return any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
+
+
+def _check(model: nn.Module, facts: SkipFacts, numbers: dict[str, Tensor], folder: Path) -> None:
+    if facts.model_class != _class(model):
+        raise _another(model, facts, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
+    missing = set(facts.sites) ^ set(numbers)
+    if missing:
+        raise SkipError(
+            f"skips in {folder}",
+            expected=f"{FACTS} and {NUMBERS} that name the same sites",
+            got=f"a difference in {sorted(missing)[0]!r}",
+            fix="Copy both files from the same save.",
+        )
+    for name, value in numbers.items():
+        if value.dtype not in DTYPES:
+            raise _another(model, facts, folder, f"λ of {value.dtype} for {name!r}")
+    _check_finite(numbers, str(folder))
+    modules = dict(model.named_modules())
+    for name, width in facts.sites.items():
+        if name not in modules and re.sub(r"_\d+$", "", name) not in modules:
+            raise _another(model, facts, folder, f"a site {name!r}", did_you_mean(name, modules))
+        if numbers[name].shape not in ((1,), (width,)):
+            raise _another(model, facts, folder, f"λ of shape {tuple(numbers[name].shape)} for {name!r}")
+    if not facts.parameters:
+        warnings.warn(
+            f"{folder / FACTS} does not say what parameters its model had: λ may be those of another one; "
+            "save them again",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif facts.parameters != _digest(model, skips_of(model)):
+        raise _another(model, facts, folder, "λ of one whose parameters have other names or shapes")
+
+
+def _check_finite(numbers: dict[str, Tensor], where: str) -> None:
+    broken = [name for name, value in numbers.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise SkipError(
+            f"λ of {broken[0]!r} in {where}",
+            expected="finite numbers",
+            got="NaN or infinity",
+            fix="Fit them again with a lower learning rate.",
+        )
+
+
+def _digest(model: nn.Module, skips: Skips) -> str:
+    """What tells a model from one of another configuration, at any weights: its parameters but λ."""
+    scales = {id(scale) for scale in skips.values()}
+    shapes = sorted(
+        (name, *parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in scales
+    )
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
+
+
+def _another(model: nn.Module, facts: SkipFacts, folder: Path, got: str, fix: str = "") -> SkipError:
+    return SkipError(
+        f"skips in {folder}",
+        expected=f"λ of a {type(model).__name__} with the residual mixers of this model",
+        got=got,
+        fix=fix or "Load them into the model they were saved from, or one of its configuration.",
+    )
+
+
+def _class(model: nn.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def _save(numbers: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(numbers, path)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise OSError(str(error)) from error
+
+
+def _read_facts(path: Path) -> SkipFacts:
+    try:
+        return SkipFacts.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_numbers(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> SkipError:
+    gone = isinstance(error, FileNotFoundError)
+    return SkipError(
+        f"skips {path}",
+        expected="a file that `save_skips` wrote",
+        got="no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}",
+        fix="Check the folder." if gone else "Save the skips again.",
+    )

@@ -1,0 +1,349 @@
+"""Every sum of two token states that a model takes as it runs, and what came from where."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rankwise._internals.torch_private import base_of, changes_in_place
+from rankwise.tracing.module_calls import ModuleCall
+
+SUMS = frozenset(
+    {
+        torch.add,
+        Tensor.add,
+        Tensor.add_,
+        Tensor.__add__,
+        Tensor.__radd__,
+        Tensor.__iadd__,
+    }
+)
+COPIES = frozenset(
+    {
+        Tensor.to,
+        Tensor.type_as,
+        Tensor.float,
+        Tensor.half,
+        Tensor.bfloat16,
+        Tensor.double,
+        Tensor.clone,
+        Tensor.contiguous,
+        torch.clone,
+    }
+)
+"""What gives the same numbers in another tensor."""
+RESHAPES = frozenset({torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.reshape_as})
+"""What may copy where a view is not possible."""
+PRODUCTS = frozenset(
+    {
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.multi_head_attention_forward,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        torch.einsum,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.mm,
+        Tensor.bmm,
+    }
+)
+"""Products with a matrix: a layer with weights, which no norm is."""
+STATE_AXES = (2, 3)
+"""Axes of token states: (B, T, D), or (T, D) where sequences are laid end to end."""
+
+Version = tuple[int, int]
+"""A tensor as it was at one time: its identity, and how often it had been changed in place."""
+SumName = tuple[str, int, int]
+"""A sum in a forward pass: the innermost module running, which of its calls, which sum of that call."""
+Change = Callable[[Tensor, Tensor], Tensor]
+"""What a sum is to be, of its two operands."""
+
+
+@no_type_check
+def version(tensor):
+    """Name a tensor as it is now."""
+    return id(tensor), changes_in_place(tensor)
+
+
+@dataclass
+class Sum:
+    """One sum x + y of two tensors of one shape."""
+
+    name: SumName
+    time: int
+    operands: tuple[Version, Version]
+    edges: tuple[GradientEdge, GradientEdge]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    finite: bool
+    result: Version
+    out: GradientEdge
+    frames: tuple[ModuleCall, ...]
+    """Calls of modules around it, outermost first."""
+
+
+@dataclass
+class Copy:
+    """A tensor with the numbers of another."""
+
+    source: Version
+    drops: bool
+    """Whether it is another in training: dropout as a function, which no hook can see."""
+
+
+@dataclass
+class Use:
+    """A call of a function with a tensor."""
+
+    time: int
+    sum: SumName | None
+    """The sum it is, if it is one."""
+    running: frozenset[int]
+    """Serials of the calls around it."""
+    copies: bool
+    """Whether it only made a copy."""
+    function: str = ""
+    passes: bool = False
+    """Whether it gave the same numbers again, as a copy or in another shape."""
+    numbers: int = 0
+    """How many the largest tensor has that it gave."""
+    product: bool = False
+    """Whether it is a product with a matrix."""
+
+
+@dataclass
+class History:
+    """What one forward pass did with token states."""
+
+    sums: list[Sum] = field(default_factory=list)
+    results: dict[Version, Sum] = field(default_factory=dict)
+    copies: dict[Version, Copy] = field(default_factory=dict)
+    passed: dict[Version, list[Version]] = field(default_factory=dict)
+    """Tensors with the numbers of another: its copies, views of all of it, and what dropout made of it."""
+    uses: dict[Version, list[Use]] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    """Kept so that no identity is given twice."""
+    time: int = 0
+    _origins: dict[Version, Version] = field(default_factory=dict)
+    _names: dict[Version, list[Version]] = field(default_factory=dict)
+
+    def tick(self) -> int:
+        """The next moment."""
+        self.time += 1
+        return self.time
+
+    def copied(self, source: Version, made: Version, drops: bool) -> None:
+        """Note a copy."""
+        self.copies[made] = Copy(source, drops)
+        self.passed.setdefault(source, []).append(made)
+        if not drops:
+            origin = self.origin(source)
+            self._origins[made] = origin
+            self._names.setdefault(origin, [origin]).append(made)
+
+    def origin(self, tensor: Version) -> Version:
+        """The first tensor with the same numbers."""
+        return self._origins.get(tensor, tensor)
+
+    def names(self, origin: Version) -> list[Version]:
+        """A tensor and its copies."""
+        return self._names.get(origin, [origin])
+
+    def same_numbers(self, tensor: Version) -> list[Version]:
+        """A tensor, its copies and views, and what dropout, which does nothing here, made of them."""
+        found = [tensor]
+        for version in found:
+            found.extend(made for made in self.passed.get(version, ()) if made not in found)
+        return found
+
+
+class SumNames:
+    """Names sums as they are taken, alike for batches of other sizes.
+
+    Sums are counted within one call of a module: a scan that takes one for each token, in a module of its
+    own, shifts no other.
+
+    Args:
+        running: the calls of modules under way, kept by someone else.
+    """
+
+    def __init__(self, running: Sequence[ModuleCall]) -> None:
+        self._running = running
+        self._calls: dict[str, list[int]] = {}
+        self._taken: dict[int, int] = {}
+
+    def next(self) -> SumName:
+        """The name of the sum that is taken now."""
+        name, serial = (self._running[-1].name, self._running[-1].serial) if self._running else ("", -1)
+        calls = self._calls.setdefault(name, [])
+        if serial not in calls:
+            calls.append(serial)
+        at = self._taken.get(serial, 0)
+        self._taken[serial] = at + 1
+        return name, calls.index(serial), at
+
+
+class SumRecorder(TorchFunctionMode):
+    """Records sums, copies and uses of token states, with the autograd graph that joins them.
+
+    Dropout, which does nothing in evaluation mode, gives a tensor of its own here: what lies before it and
+    what lies after it can then be told apart.
+
+    Args:
+        running: the calls of modules under way, kept by someone else.
+        history: what to write into.
+    """
+
+    def __init__(self, running: Sequence[ModuleCall], history: History) -> None:
+        super().__init__()
+        self._running, self._history, self._names = running, history, SumNames(running)
+
+    @no_type_check  # called for every operation of a model, as all below
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run one function and write down what it did."""
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        pair = operands(func, args, kwargs)
+        before = None if pair is None else _edges(*pair)
+        given = _floating((*args, *kwargs.values()))
+        versions = {id(value): version(value) for value in given}
+        names = None if pair is None else (versions[id(pair[0])], versions[id(pair[1])])
+        out = func(*args, **kwargs)
+        name = None if pair is None else self._names.next()
+        if before is not None and names is not None and isinstance(out, Tensor) and out.requires_grad:
+            self._sum(name, out, names, before)
+        self._used(func, given, versions, out, name)
+        return out
+
+    def _sum(
+        self, name: SumName, out: Tensor, names: tuple[Version, Version], edges: tuple[GradientEdge, ...]
+    ) -> None:
+        history = self._history
+        history.alive.append(out)
+        sum_ = Sum(
+            name,
+            history.tick(),
+            names,
+            (edges[0], edges[1]),
+            out.shape,
+            out.dtype,
+            out.device,
+            bool(out.isfinite().all()),
+            version(out),
+            get_gradient_edge(out),
+            tuple(self._running),
+        )
+        history.sums.append(sum_)
+        history.results[sum_.result] = sum_
+
+    @no_type_check  # called for every operation of a model
+    def _used(self, func, given, versions, out, name):
+        history, made = self._history, _floating(out if isinstance(out, tuple | list) else (out,))
+        history.alive.extend(made)
+        known = set(versions.values())
+        fresh = [tensor for tensor in made if version(tensor) not in known]
+        if not any(tensor.requires_grad for tensor in fresh):
+            return
+        copies = func in COPIES and len(fresh) == 1 and bool(versions)
+        reshapes = len(known) == len(fresh) == 1 and _reshaped(func, given[0], fresh[0])
+        running = frozenset(frame.serial for frame in self._running)
+        use = Use(
+            history.tick(),
+            name,
+            running,
+            copies,
+            function=getattr(func, "__name__", str(func)),
+            passes=copies or reshapes,
+            numbers=max(tensor.numel() for tensor in fresh),
+            product=func in PRODUCTS,
+        )
+        for tensor in known:
+            history.uses.setdefault(tensor, []).append(use)
+        if copies:
+            history.copied(next(iter(versions.values())), version(fresh[0]), drops=False)
+        elif reshapes:
+            history.passed.setdefault(next(iter(known)), []).append(version(fresh[0]))
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        out = input.clone()
+        self._history.alive.extend((input, out))
+        self._history.tick()
+        self._history.copied(version(input), version(out), drops=p > 0)
+        return out
+
+
+class SumReplacer(TorchFunctionMode):
+    """Puts something else in the place of chosen sums.
+
+    Args:
+        running: the calls of modules under way, kept by someone else.
+        changes: name of a sum → what it is to be.
+    """
+
+    def __init__(self, running: Sequence[ModuleCall], changes: Mapping[SumName, Change]) -> None:
+        super().__init__()
+        self._names, self._changes = SumNames(running), changes
+
+    @no_type_check  # called for every operation of a model, as all below
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run one function, or another sum in its place."""
+        kwargs = kwargs or {}
+        pair = operands(func, args, kwargs)
+        change = None if pair is None else self._changes.get(self._names.next())
+        if change is None:
+            return func(*args, **kwargs)
+        out = change(*pair)
+        return pair[0].copy_(out) if func in (Tensor.__iadd__, Tensor.add_) else out
+
+
+@no_type_check
+def operands(func, args, kwargs):
+    """The two operands of a plain sum that is a state by its axes; None for anything else.
+
+    Sums that spread one operand over the other count as well: positions + words are such a sum or none by
+    the number of sequences alone, and the others must keep their numbers.
+    """
+    if func not in SUMS or kwargs.get("alpha", 1) != 1:
+        return None
+    given = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)]
+    if len(given) != 2 or not all(isinstance(value, Tensor) for value in given):
+        return None
+    first, other = given
+    if max(first.dim(), other.dim()) not in STATE_AXES:
+        return None
+    return (first, other) if first.is_floating_point() and other.is_floating_point() else None
+
+
+@no_type_check
+def _edges(first, other):
+    """Where the operands lie in the graph, if they are two states of one shape."""
+    if first.shape != other.shape or 0 in first.shape or not (first.requires_grad and other.requires_grad):
+        return None
+    return get_gradient_edge(first), get_gradient_edge(other)
+
+
+@no_type_check
+def _reshaped(func, given, made):
+    """Whether a tensor holds all numbers of another tensor in another shape."""
+    if made.numel() != given.numel():
+        return False
+    base = base_of(given)
+    return func in RESHAPES or (base_of(made) is base and made is not base and made is not given)
+
+
+@no_type_check
+def _floating(values):
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

@@ -1,0 +1,235 @@
+"""λ-skips that were put in are tried before they are handed over."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise._internals.forward import Batch
+from rankwise._internals.torch_private import without_forward_hooks
+from rankwise.errors import SkipError
+from rankwise.skips.hooks import SkipHook, picked, with_value
+from rankwise.skips.probe import run_with
+from rankwise.skips.sums import SumName
+
+if TYPE_CHECKING:
+    from rankwise.skips.skips import SkipSite
+
+OnSum = Callable[[SumName, Tensor, Tensor, Tensor], None]
+Seen = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def verify(
+    model: nn.Module, example: Batch, sites: Sequence["SkipSite"], found: Sequence["SkipSite"]
+) -> None:
+    """Compare a model with its λ-skips, on an example, with what it should give.
+
+    At λ = 1 every output must be the same bit by bit; at λ between 0.6 and 0.9, a different one for each
+    site, every residual sum must be what a scaled one is (`SumCheck`), and the outputs too, up to √ε of the
+    dtype. Rounding does not add up over layers: a sum that was compared is replaced by the scaled one.
+
+    Args:
+        model: the model, its λ all 1.
+        example: what to run on.
+        sites: where its skips are.
+        found: all its residual connections around mixers.
+
+    Raises:
+        SkipError: if it is not.
+    """
+    with unhooked(model):
+        plain = run_with(model, example, {})
+    try:
+        changed = run_with(model, example, {})
+    except RuntimeError as error:
+        raise _failure(model, "a forward pass at λ = 1", f"{type(error).__name__}: {error}") from error
+    if len(plain) != len(changed) or not all(map(torch.equal, plain, changed)):
+        raise _failure(model, "outputs that λ = 1 does not change", "others")
+    scales = {site.name: 0.9 - 0.3 * at / len(sites) for at, site in enumerate(sites)}
+    checks = [SumCheck(site, scales.get(site.name, 1.0)) for site in found]
+    with unhooked(model):
+        exact = {name: partial(check.keep, name) for check in checks for name in check.site.sums}
+        wanted = run_with(model, example, exact)
+    try:
+        _fill(model, sites, scales)
+        with ExitStack() as around:
+            for check in checks:
+                around.enter_context(check.following(model))
+            taken = {name: partial(check.at_sum, name) for check in checks for name in check.site.sums}
+            got = run_with(model, example, taken)
+    finally:
+        _fill(model, sites, dict.fromkeys(scales, 1.0))
+    wrong = [check.site.name for check in checks if not check.right]
+    if wrong or len(wanted) != len(got) or not all(map(_close, wanted, got)):
+        where = f" at {', '.join(wrong[:3])}" if wrong else ""
+        raise _failure(model, "what scaling the residual sums gives at λ ≠ 1", f"something else{where}")
+
+
+def scaled_sums(
+    sites: Sequence["SkipSite"], scales: Mapping[str, Tensor | float], on_sum: OnSum | None = None
+) -> dict[SumName, "ScaledSum"]:
+    """What to do with which sum so that each site has its λ.
+
+    Args:
+        sites: the sites.
+        scales: λ by name of the site.
+        on_sum: called with the name of each of these sums, its residual before λ, its branch and its value.
+    """
+    return {
+        name: ScaledSum(
+            site.location.which, scales[site.name], None if on_sum is None else partial(on_sum, name)
+        )
+        for site in sites
+        if site.name in scales
+        for name in site.sums
+    }
+
+
+class ScaledSum:
+    """λ·x + y in place of x + y.
+
+    Args:
+        which: which operand is x.
+        scale: λ.
+        seen: called with copies of x and y, and the sum.
+    """
+
+    def __init__(self, which: int, scale: Tensor | float, seen: Seen | None = None) -> None:
+        self.which, self.scale, self.seen = which, scale, seen
+
+    def __call__(self, first: Tensor, other: Tensor) -> Tensor:
+        """Take the sum."""
+        residual, branch = (other, first) if self.which else (first, other)
+        total = (residual * self.scale).to(residual.dtype) + branch
+        if self.seen is not None:
+            self.seen(residual.clone(), branch.clone(), total)
+        return total
+
+
+class SumCheck:
+    """Compares what the hooks of one site make of x + y with λ·x + y, of the same x and y.
+
+    It looks where the work of the hooks is done: at the sum, or, where it is corrected in the output of the
+    module that takes it, at that output. The error e of a token may have the norm
+
+        ‖e‖ ≤ ¼ % · |λ|·‖x‖ + 5 · ε/2 · ‖|x| + |y|‖.
+
+    The first term is an error of λ. The second is rounding: λ·x and its sum with y are two roundings, the sum
+    and its correction by (λ − 1)·x three, each of a number not above |x| + |y| for |λ| ≤ 1 and so of ε/2 of
+    that at most, ε that of the coarser dtype. An effect of λ below rounding cannot be told, and passes.
+
+    Args:
+        site: the site.
+        scale: its λ.
+    """
+
+    def __init__(self, site: "SkipSite", scale: float) -> None:
+        self.site, self._scale = site, scale
+        self._scaled = ScaledSum(site.location.which, scale)
+        self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
+        self._agreed: set[SumName] = set()
+        self._inside = False
+        self._due: SumName | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether every sum of the pass without hooks was compared in the pass with them, and agreed."""
+        return self._agreed == self._operands.keys()
+
+    def keep(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
+        """The scaled sum, in a pass without hooks."""
+        self._operands[name] = (first.detach().clone(), other.detach().clone())
+        return self._scaled(first, other)
+
+    def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
+        """The sum in a pass with hooks: compared, or left to be compared when its module ends."""
+        total = first + other
+        if self._inside:
+            self._due = name
+            return total
+        return self._compared(name, total)
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Compare the outputs of a module that λ corrects, for as long as the block runs."""
+        module = model.get_submodule(self.site.location.module)
+        if self.site.location.how != "sum":
+            yield
+            return
+        handles = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave),  # after the hook that corrects
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._inside = True
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._inside, name, self._due = False, self._due, None
+        if name is None:
+            return None
+        key = self.site.location.key
+        return with_value(output, key, self._compared(name, picked(output, key)))
+
+    def _compared(self, name: SumName, got: Tensor) -> Tensor:
+        if name not in self._operands:  # a pass that goes another way: its outputs are compared
+            return got
+        wanted = self._scaled(*self._operands[name])
+        if self._near(name, wanted, got.detach()):
+            self._agreed.add(name)
+        return wanted
+
+    def _near(self, name: SumName, wanted: Tensor, got: Tensor) -> bool:
+        if wanted.shape != got.shape:
+            return False
+        operands = self._operands[name]
+        first, other = (value.double().abs() for value in operands)
+        rounding = (
+            2.5 * max(torch.finfo(value.dtype).eps for value in operands) * (first + other).norm(dim=-1)
+        )
+        residual = (first, other)[self.site.location.which]
+        allowed = 0.0025 * self._scale * residual.norm(dim=-1) + rounding
+        return bool((_difference(wanted, got).norm(dim=-1) <= allowed).all())
+
+
+@contextmanager
+def unhooked(model: nn.Module) -> Iterator[None]:
+    """A model as it is without its λ-skips, for as long as the block runs."""
+    with without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook)):
+        yield
+
+
+def _fill(model: nn.Module, sites: Sequence["SkipSite"], scales: Mapping[str, float]) -> None:
+    with torch.no_grad():
+        for site in sites:
+            module = model.get_submodule(site.location.module)
+            module.get_parameter(site.parameter).fill_(scales[site.name])
+
+
+def _close(wanted: Tensor, got: Tensor) -> bool:
+    if wanted.shape != got.shape:
+        return False
+    size = wanted.double().nan_to_num(0.0, 0.0, 0.0).norm()
+    return bool(_difference(wanted, got).norm() <= torch.finfo(wanted.dtype).eps ** 0.5 * size)
+
+
+def _difference(wanted: Tensor, got: Tensor) -> Tensor:
+    return torch.where(wanted == got, 0, (wanted - got).double())  # ∞ where it should be is none
+
+
+def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:
+    return SkipError(
+        f"λ-skips of {type(model).__name__}",
+        expected=wanted,
+        got=got,
+        fix="This model uses its residuals in a way that hooks cannot follow; it was left as it was. Choose "
+        "other `sites`, or write λ into its blocks.",
+    )

@@ -1,0 +1,242 @@
+"""The repeated blocks of a model, found as it runs."""
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.tracing.block_candidates import BlockCandidate, block_ranks, enclosing, stack_of
+from rankwise.tracing.block_stacks import BY_HAND, BlockCall, BlockStacks, same, snapshot
+from rankwise.tracing.layouts import shown_as
+from rankwise.tracing.masks import OWN_MASK, told_mask
+from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens, tensors_of
+from rankwise.tracing.torch_layers import is_torch_layer
+from rankwise.tracing.trace import MixerSite
+
+
+class BlockFinder:
+    """Finds the blocks of a running model, and hands on what belongs to each.
+
+    A block is an item of a list of like modules (``encoder.layer.3``, ``transformer.h.0``) that has a mixer
+    inside and gives back states of the shape it was given. Where such items lie inside one another, the inner
+    ones are blocks if each reads what the block before it gave, as in stages of blocks; if they run side by
+    side, as heads do, or there is only one, the outer module is the block.
+
+    Args:
+        model: the model.
+        calls: its running calls.
+        stacks: what numbers the blocks.
+        mixer_like: names of modules that look like mixers: their block counts even if they stay unseen.
+        pattern: names of the blocks, with shell wildcards, where the user gives them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: ModuleCalls,
+        stacks: BlockStacks,
+        mixer_like: set[str],
+        pattern: str | None,
+    ) -> None:
+        self._rank = block_ranks(model, pattern)
+        self._expected = enclosing(mixer_like, self._rank)
+        self._calls, self._stacks = calls, stacks
+        self._candidates: list[BlockCandidate] = []
+        self._inner: dict[str, bool] = {}
+        """Of stacks inside what may be a block: whether they are the blocks."""
+        self._barren: set[str] = set()
+        """Names that had no mixer when they were called: what they read need not be kept."""
+        self._gave: dict[str, Tensor] = {}
+        """What the last module that had blocks inside gave, by its stack."""
+
+    def may_be(self, name: str) -> bool:
+        """Whether a module of this name may be a block."""
+        return name in self._rank
+
+    def add(self, mixer: MixerSite) -> None:
+        """A mixer ran: keep it until its block is known, or hand it on where there can be none."""
+        self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
+
+    def finish(self) -> None:
+        """The forward pass is over."""
+        self._candidates.clear()
+        self._gave.clear()
+        self._stacks.close()
+        self._stacks.forget()
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def learned(self, call: ModuleCall) -> None:
+        """PyTorch's own layer has ended: what it was given by name is known, and unchanged, only now."""
+        if is_torch_layer(call.module) and not any(candidate.call is call for candidate in self._candidates):
+            self.entered(call)
+
+    def entered(self, call: ModuleCall) -> None:
+        """A call begins: it may be a block."""
+        self._drop_stale()
+        self._stacks.reads(call.tensors)
+        if call.name in self._rank and call.name not in self._barren:
+            given = first_tokens(call.tensors)
+            given = first_tokens(call.tensors, axes=2) if given is None else given
+            if given is not None:
+                self._candidates.append(self._candidate(call, given))
+
+    def _candidate(self, call: ModuleCall, given: Tensor) -> BlockCandidate:
+        stack, outer = self._stack(call.name), self._innermost()
+        blocks = self._stacks.continues(stack, self._owner(), given)
+        known = blocks.snapshot if blocks is not None and same(blocks.gave, given) else None
+        follows = outer is not None and any(same(inner.gave, given) for inner in outer.offered(stack))
+        other = self._gave.get(stack)
+        return BlockCandidate(
+            call,
+            stack,
+            self._rank[call.name],
+            given,
+            snapshot(given) if known is None else known,
+            linked=blocks is not None or follows,
+            apart=other is not None and not same(other, given),
+        )
+
+    def left(self, call: ModuleCall) -> None:
+        """A call has ended, and what mixed in it is known."""
+        self._drop_stale()
+        candidate = self._candidates.pop() if self._candidates and self._candidates[-1].call is call else None
+        if call.raised:
+            self._stacks.drop(call.serial)
+            return
+        if candidate is not None:
+            candidate.gave = _given_back(call, candidate)
+            self._ended(candidate)
+        self._stacks.close(call.serial, tensors_of(call.output))
+
+    def _ended(self, candidate: BlockCandidate) -> None:
+        call, outer = candidate.call, self._innermost()
+        if not call.pending and not candidate.settled and call.name not in self._expected:
+            self._carry_on(candidate, outer)
+            return
+        candidate.block = self._block(candidate)
+        if candidate.block is None or candidate.yields_to_inner():
+            self._yield(candidate)
+            return
+        for inner in candidate.open:
+            self._inner[inner.stack] = False
+        if outer is None or self._inner.get(candidate.stack):
+            self._settle(candidate.block)
+            return
+        self._hand_up(call.pending, candidate.stack, candidate.block.owner)
+        if outer.rank >= candidate.rank and candidate.stack not in self._inner:
+            self._offer(outer, candidate)
+
+    def _carry_on(self, candidate: BlockCandidate, outer: BlockCandidate | None) -> None:
+        """An item without a mixer: it may carry the stream on between two that have one."""
+        gave = candidate.gave
+        if outer is not None:
+            outer.plain.add((candidate.stack, candidate.kind))
+        blocks = self._stacks.continues(candidate.stack, self._owner(), candidate.given)
+        if blocks is None or gave is None or gave.shape != candidate.given.shape:
+            self._barren.add(candidate.call.name)
+        else:
+            blocks.carry(candidate.given, gave, candidate.kind)
+
+    def _block(self, candidate: BlockCandidate) -> BlockCall | None:
+        """The call as a block, if it has the shape of one."""
+        call, gave = candidate.call, candidate.gave
+        if candidate.settled or gave is None:
+            return None
+        if not (candidate.given.is_nested or gave.is_nested) and candidate.given.shape != gave.shape:
+            return None
+        shown = shown_as(candidate.before, call.module, call.pending)
+        if shown is None:
+            return None
+        return BlockCall(
+            call.name,
+            candidate.kind,
+            candidate.stack,
+            self._owner(),
+            candidate.before,
+            gave,
+            shown,
+            self._mask(call, shown(candidate.before)),
+            list(call.pending),
+            self._stacks.run,
+            candidate.linked,
+            apart=not candidate.linked and any(outer.apart for outer in self._candidates),
+        )
+
+    # --- which of the nested calls is the block -----------------------------------------------------------
+
+    def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
+        """What may be a block inside what may be one: wait until a second one, or the end, tells."""
+        others = outer.offered(candidate.stack)
+        outer.open.append(candidate)
+        if any(same(other.given, candidate.given) for other in others):  # side by side
+            self._inner[candidate.stack] = False
+            outer.open = [inner for inner in outer.open if inner.stack != candidate.stack]
+        elif others and outer.rank > 0:  # one after the other, in no list of blocks
+            self._settle_inside(outer)
+
+    def _yield(self, candidate: BlockCandidate) -> None:
+        """No block itself: what may be one inside it is, and what else mixed there belongs around it."""
+        self._candidates.append(candidate)
+        self._settle_inside(candidate)
+        self._candidates.pop()
+        if candidate.settled and candidate.gave is not None:
+            self._gave[candidate.stack] = candidate.gave
+        self._hand_up(candidate.call.pending, candidate.stack, self._owner())
+
+    def _settle_inside(self, outer: BlockCandidate) -> None:
+        if len(outer.open) > 1:
+            self._inner.update({inner.stack: True for inner in outer.open})
+        for inner in outer.open:
+            if inner.block is not None:
+                self._settle(inner.block)
+        outer.open.clear()
+
+    def _settle(self, block: BlockCall) -> None:
+        mine = {id(mixer) for mixer in block.mixers}
+        for around in self._candidates:
+            around.settled = True
+            around.call.pending = [mixer for mixer in around.call.pending if id(mixer) not in mine]
+        self._stacks.add(block)
+
+    def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
+        """No block, or none for now: its mixers belong to whatever is around it."""
+        if self._candidates:
+            self._candidates[-1].call.pending.extend(mixers)
+        elif mixers:
+            self._stacks.add_bare(mixers, stack, owner)
+
+    # --- what is around -----------------------------------------------------------------------------------
+
+    def _drop_stale(self) -> None:
+        """Forget calls that ended without telling."""
+        running = {call.serial for call in self._calls.running}
+        self._candidates = [candidate for candidate in self._candidates if candidate.call.serial in running]
+
+    def _innermost(self) -> BlockCandidate | None:
+        return self._candidates[-1] if self._candidates else None
+
+    def _owning(self) -> ModuleCall | None:
+        """The innermost call around that is no candidate: it runs the blocks one after the other."""
+        visited = {candidate.call.serial for candidate in self._candidates}
+        around = self._calls.running[:-1]
+        return next((call for call in reversed(around) if call.serial not in visited), None)
+
+    def _owner(self) -> int:
+        owning = self._owning()
+        return BY_HAND if owning is None else owning.serial
+
+    def _stack(self, name: str) -> str:
+        owning = self._owning()
+        return stack_of(name, "" if owning is None else owning.name)
+
+    def _mask(self, call: ModuleCall, tokens: Tensor) -> Tensor | None:
+        for site in call.pending:
+            if not site.cross and site.valid_tokens.shape == tokens.shape[:2]:
+                return site.valid_tokens
+        return told_mask(self._calls.running, OWN_MASK, *tokens.shape[:2])
+
+
+def _given_back(call: ModuleCall, candidate: BlockCandidate) -> Tensor | None:
+    """What a call gave; one that returns nothing may have changed what it was given in place."""
+    if call.output is None:
+        return None if torch.equal(candidate.before, candidate.given) else candidate.given
+    return first_tokens(call.output, axes=candidate.given.dim())

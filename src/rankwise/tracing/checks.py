@@ -1,0 +1,278 @@
+"""What must hold before a model is captured, and what its reader must know."""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise._internals.torch_private import drops, is_compiled, runs_compiled_eagerly
+from rankwise.errors import CaptureError, InputError, did_you_mean
+from rankwise.operators import MixingOperator
+from rankwise.tracing.block_candidates import matches
+from rankwise.tracing.mixing_calls import MixingCall
+from rankwise.tracing.module_calls import ModuleCalls
+from rankwise.tracing.trace import Trace
+from rankwise.tracing.wrappers import is_of
+
+NO_STATES = (
+    "no token states were found: no item of a list of modules mixes and gives back (B, T, D) states of the "
+    "shape it read; name the residual blocks in `blocks=` if there are any"
+)
+OTHER_THREAD = (
+    "the model was also called in another thread, which did not enter `capture`; those calls were not "
+    "looked at"
+)
+
+
+def check_capturable(model: object) -> None:
+    """Refuse what hooks and modes cannot see into.
+
+    Args:
+        model: what `capture` was given.
+
+    Raises:
+        CaptureError: if it is no module, one whose operations run compiled or scripted, or one whose layers
+            are split over processes.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            "`capture`",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="Pass the model itself; of a pipeline, its `.model`.",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            "`capture`",
+            expected="a module whose operations run in Python",
+            got="a TorchScript module",
+            fix="Pass the module it was scripted from.",
+        )
+    if compiled_modules(model) and not runs_compiled_eagerly():
+        raise CaptureError(
+            f"compiled module {compiled_modules(model)[0] or type(model).__name__!r}",
+            expected="a module whose operations run one by one",
+            got="one whose operations torch.compile has fused",
+            fix='Capture inside `with torch.compiler.set_stance("force_eager"):`, which runs the same '
+            "weights uncompiled.",
+        )
+    check_whole(model)
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that `torch.compile` has compiled."""
+    return [name for name, module in model.named_modules() if is_compiled(module)]
+
+
+def check_unused(entered: bool) -> None:
+    """Refuse to start one capture twice.
+
+    Args:
+        entered: whether it was started before.
+
+    Raises:
+        CaptureError: if it was.
+    """
+    if entered:
+        raise CaptureError(
+            "`capture`",
+            expected="one `with` block for each",
+            got="a capture that was started before",
+            fix="Make a new one: `with rw.capture(model) as trace: ...`; captures may be nested.",
+        )
+
+
+def checked_operator(given: object, site: str) -> MixingCall:
+    """What a function given in ``sites`` returned, if it is an operator of shape (B, H, T, S).
+
+    Args:
+        given: what it returned.
+        site: the name of the module.
+
+    Raises:
+        CaptureError: if it is anything else.
+    """
+    if isinstance(given, MixingOperator) and len(given.shape) == 4:
+        return MixingCall(given)
+    shape = getattr(given, "shape", None)
+    raise CaptureError(
+        f"site {site!r}",
+        expected="a function that returns a MixingOperator of shape (B, H, T, S)",
+        got=type(given).__name__ if shape is None else f"{type(given).__name__} {tuple(shape)}",
+        fix="Return `rw.operators.DenseMixing(weights)`, or `rw.operators.SoftmaxMixing(query, key)` with "
+        "the heads split.",
+    )
+
+
+def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
+    """The error of a capture without a mixer: what was seen instead, and how to name it by hand.
+
+    Args:
+        model: the model.
+        trace: what the capture holds.
+        calls: the calls it followed.
+        ran: whether mixers ran all the same, in calls that did not end well.
+    """
+    if ran:
+        return CaptureError(
+            f"model {type(model).__name__}",
+            expected="at least one call that ends without an error",
+            got="mixers only in calls that raised",
+            fix="Let the error out of the model, or mend what raised it.",
+        )
+    if not calls.called and calls.elsewhere:
+        return CaptureError(
+            "`capture`",
+            expected="the model to run in the thread that entered the block",
+            got="calls in another thread only",
+            fix="Enter `rw.capture(model)` in the thread that calls the model.",
+        )
+    if not calls.called:
+        return CaptureError(
+            "`capture`",
+            expected="the model to run inside the block",
+            got="no call of it or of any of its modules",
+            fix="Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
+        )
+    reasons: dict[str, list[str]] = {}
+    for module in trace.uncaptured:
+        reasons.setdefault(module.reason, []).append(f"{module.name or 'the model itself'} ({module.type})")
+    like = "; ".join(f"{_some(names)}: {reason}" for reason, names in reasons.items())
+    return CaptureError(
+        f"model {type(model).__name__}",
+        expected="at least one mixing operator",
+        got=f"none; modules that look like mixers: {like or 'none'}",
+        fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
+        "kwargs, output) returns the operator, such as `rw.operators.DenseMixing(weights)` of shape "
+        "(B, H, T, S).",
+    )
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
+    """Refuse names of modules that are not there.
+
+    Args:
+        model: the model.
+        sites: names of modules.
+        blocks: a pattern of names, or None.
+
+    Raises:
+        InputError: naming the nearest known name.
+    """
+    known = dict(model.named_modules())
+    for name in sites:
+        if name not in known:
+            raise InputError(
+                f"site {name!r}",
+                expected="the name of a module of the model",
+                got="none of that name",
+                fix=did_you_mean(name, [other for other in known if other]),
+            )
+    if blocks is not None and not any(matches(name, blocks) for name in known):
+        raise InputError(
+            f"blocks {blocks!r}",
+            expected="a pattern that matches the names of the residual blocks",
+            got="no match",
+            fix=did_you_mean(blocks, [other for other in known if other]),
+        )
+
+
+def training_notes(model: nn.Module) -> list[str]:
+    """Say it where dropout is on: the operators are those before dropout, the states those after it."""
+    active = [name for name, module in model.named_modules() if module.training and _drops(module)]
+    return [dropout_note(f"{len(active)} modules")] if active else []
+
+
+def dropout_note(where: str) -> str:
+    """What a reader must know where dropout was on."""
+    return (
+        f"dropout was on in {where}: operators are shown as they are before it, token states "
+        "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
+    )
+
+
+def _drops(module: nn.Module) -> bool:
+    return drops(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+
+
+SHARD = "it works on sharded tensors (DTensor), of which this process holds a part"
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model whose layers no process holds whole.
+
+    Under tensor parallelism each process computes some of the heads, and would report them as all there are.
+    FSDP gathers each layer before it runs and DDP copies the model, so both are captured as they are.
+
+    Args:
+        model: the model.
+
+    Raises:
+        CaptureError: naming the modules and how they are split.
+    """
+    split = split_modules(model)
+    if not split:
+        return
+    first = ", ".join(f"{name or 'the model itself'} ({how})" for name, how in list(split.items())[:3])
+    more = f" and {len(split) - 3} more" if len(split) > 3 else ""
+    raise CaptureError(
+        f"model {type(model).__name__}",
+        expected="a model whose layers are whole in each process when they run",
+        got=f"layers split over processes by a tensor or pipeline parallel plan: {first}{more}",
+        fix="A process would report the heads or layers that it holds as all there are. Load the model "
+        "without `tp_plan`, `distributed_config` or `parallelize_module`: on one device, with `device_map=` "
+        "where whole layers lie on several, or under FSDP (`fully_shard`) or DDP.",
+    )
+
+
+def split_modules(model: nn.Module) -> dict[str, str]:
+    """Names of the modules of which this process holds a part while they run, with how they are split."""
+    wrapped = [name for name, module in model.named_modules() if is_of(module, "fsdp", "FSDPModule")]
+    split = {}
+    for name, module in model.named_modules():
+        gathered = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in wrapped)
+        for parameter in module.parameters(recurse=False):
+            if _processes(parameter, gathered) > 1:
+                split[name] = f"{parameter.placements} over {parameter.device_mesh}"
+        marked = _marked(module)
+        if marked is not None:
+            split.setdefault(name, marked)
+    return split
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor of which this process holds a part."""
+    return _processes(tensor) > 1
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, be it whole in this process."""
+    return is_of(tensor, "tensor", "DTensor")
+
+
+def _processes(tensor: Tensor, gathered: bool = False) -> int:
+    """Over how many processes a DTensor is split; the axis that FSDP gathers is the first, and no split."""
+    if not is_distributed(tensor):
+        return 1
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    sizes = [mesh.size(axis) for axis, placed in enumerate(placements) if not placed.is_replicate()]
+    return prod(sizes[1:] if gathered else sizes)
+
+
+def _marked(module: nn.Module) -> str | None:
+    """How a library that keeps the parts as plain tensors says that it has split a module."""
+    plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
+    if plan is not None and (mesh is None or mesh.size() > 1):
+        return f"{plan}"
+    asked = getattr(getattr(module, "config", None), "distributed_config", None)
+    sizes = {"tp_size": getattr(module, "tp_size", None), "pp_size": getattr(asked, "pp_size", None)}
+    told = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
+    return told[0] if told else None

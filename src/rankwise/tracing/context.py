@@ -1,0 +1,389 @@
+"""`capture`: a context in which a model's mixing operators and token states are seen as it runs.
+
+What happens in a call of a module, in this order, and who writes what into its `ModuleCall`:
+
+1. `ModuleCalls` sees it begin: name, module, args, kwargs, serial; ``called_inside`` of the call around it.
+2. `capture._entered`: a new forward pass, if it is the outermost; ``guards``: the function mode is off in
+   PyTorch's own layers; `AdapterReader.entered`: ``adapter``; `BlockFinder.entered`: may it be a block?
+3. It runs. `AttentionMode` reports attention, of which `capture._add` makes a site: ``mixed_inside`` of all
+   calls under way; `BlockFinder.add`: ``pending``. It reports other mixing, too: ``others``.
+4. `ModuleCalls` sees it end: kwargs, output, raised; it closes ``guards``.
+5. `capture._left`: `BlockFinder.learned`; what it mixed with is added as in 3, if that is read off the call
+   itself (a site by hand, an adapter, PyTorch's own layer); an adapter that reads a call around it gets it in
+   ``watched``; `BlockFinder.left`: a block takes its ``pending``, `BlockStacks` hands sites and states on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rankwise._internals.torch_private import original_of, without_torch_function
+from rankwise.errors import ShapeError
+from rankwise.operators import MixingOperator
+from rankwise.tracing.adapters.reader import AdapterReader
+from rankwise.tracing.block_finder import BlockFinder
+from rankwise.tracing.block_stacks import BlockStacks
+from rankwise.tracing.changes import Changer, Changes, HeadOutputs
+from rankwise.tracing.checks import (
+    NO_STATES,
+    OTHER_THREAD,
+    SHARD,
+    check_capturable,
+    check_sites,
+    check_unused,
+    checked_operator,
+    dropout_note,
+    is_shard,
+    nothing_found,
+    training_notes,
+)
+from rankwise.tracing.function_mode import AttentionMode
+from rankwise.tracing.mixing_calls import (
+    WITHIN_TOKENS,
+    MixingCall,
+    fused_arguments,
+    fused_mixing,
+    mixer_site,
+    why_no_tokens,
+    written_mixing,
+)
+from rankwise.tracing.module_calls import ModuleCall, ModuleCalls
+from rankwise.tracing.torch_layers import (
+    attention_by_heads,
+    functional_mixing,
+    is_torch_encoder,
+    is_torch_layer,
+    layer_mixing,
+    names_in_torch_layers,
+    why_not_known,
+)
+from rankwise.tracing.trace import MixerSite, StateSite, Trace
+from rankwise.tracing.uncaptured import mixed_without_operator, mixer_like, uncaptured_modules, whose_tokens
+from rankwise.tracing.written_softmax import Mixed
+
+SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
+"""From a module, its arguments and its output to the operator it applied."""
+
+
+class _Added(NamedTuple):
+    """A call that mixed, and the site made of it."""
+
+    mixing: MixingCall
+    site: MixerSite
+
+
+class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
+    r"""See every mixing operator and every token state of a model while it runs.
+
+    The computation is left alone: outputs are bit-identical with and without it, the attention backend is not
+    switched, and whatever was installed is removed however the block ends.
+
+    Args:
+        model: any `torch.nn.Module`.
+        on_mixer: called with each `MixerSite` as soon as its block has run; with it, the trace keeps none.
+        on_state: called with each `StateSite`; with it, the trace keeps none.
+        sites: operators named by hand: module name → function of (module, args, kwargs, output) that returns
+            a `MixingOperator` of shape (B, H, T, S).
+        blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
+        values: keep also what each operator was applied to and what the model got from it.
+        changes: what takes the place of what heads and blocks give; with it the computation is that of
+            another model. PyTorch's own layers leave their inference fast path.
+
+    Raises:
+        CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
+            entry, if the model is compiled or scripted, or its layers are split over processes.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        >>> with rw.capture(model) as trace:
+        ...     _ = model(torch.randn(1, 5, 8))
+        >>> [(site.layer, tuple(site.operator.shape)) for site in trace.mixers]
+        [(0, (1, 2, 5, 5)), (1, (1, 2, 5, 5)), (2, (1, 2, 5, 5))]
+        >>> [state.layer for state in trace.states]
+        [0, 1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        on_mixer: Callable[[MixerSite], None] | None = None,
+        on_state: Callable[[StateSite], None] | None = None,
+        sites: Mapping[str, SiteAdapter] | None = None,
+        blocks: str | None = None,
+        values: bool = False,
+        changes: Changes | None = None,
+    ) -> None:
+        check_capturable(model)
+        # A compiled model run eagerly is its original with another name.
+        self._model = original_of(model)
+        self._sites = dict(sites or {})
+        check_sites(self._model, self._sites, blocks)
+        self._trace = Trace()
+        self._on_mixer = on_mixer or self._trace.mixers.append
+        self._on_state = on_state or self._trace.states.append
+        self._values, self._changes = values, changes
+        self._block_pattern = blocks
+        self._stack = ExitStack()
+        self._entered_once = False
+        self._captured: set[str] = set()
+        self._left_out: dict[str, str] = {}
+        self._others: dict[str, str] = {}
+        self._outermost: set[str] = set()
+        self._mixers = self._states = 0
+
+    def __enter__(self) -> Trace:
+        """Start to watch the model."""
+        check_unused(self._entered_once)
+        self._entered_once = True
+        self._trace.notes.extend(training_notes(self._model))
+        self._mode = AttentionMode(
+            self._fused,
+            self._functional,
+            self._mixed,
+            self._mixed_otherwise,
+            by_heads=None if self._changes is None else self._functional_by_heads,
+        )
+        quiet = names_in_torch_layers(self._model)
+        self._calls = ModuleCalls(self._model, quiet, on_enter=self._entered, on_leave=self._left)
+        self._serials = count()
+        self._changer = Changer(self._changes, self._calls, self._serials)
+        self._reader = AdapterReader(self._model, self._calls, self._values)
+        self._mixer_like = mixer_like(self._model) | self._reader.names
+        self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
+        self._blocks = BlockFinder(
+            self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern
+        )
+        try:
+            self._stack.enter_context(self._mode)
+            self._stack.enter_context(self._calls.following())
+        except BaseException:
+            self._stack.close()
+            raise
+        return self._trace
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Remove everything; say what was not seen."""
+        self._stack.close()
+        self._mode.weights.clear()
+        if kind is None:
+            self._blocks.finish()
+            if self._mixers and not self._states:
+                self._note(NO_STATES)
+        for name, reason in self._reader.left_out:
+            self._left_out.setdefault(name, reason)
+            if name in self._captured:
+                self._note(f"other calls of a mixer that was captured were left out: {reason}")
+        self._trace.uncaptured = uncaptured_modules(
+            self._model,
+            self._mixer_like | set(self._sites),
+            self._captured,
+            self._calls.called,
+            self._left_out,
+            self._others,
+        )
+        if self._calls.elsewhere:
+            self._note(OTHER_THREAD)
+        if kind is None and not self._mixers:
+            raise nothing_found(self._model, self._trace, self._calls, ran=bool(self._captured))
+
+    # --- what the hooks and the mode report ---------------------------------------------------------------
+
+    def _entered(self, call: ModuleCall) -> None:
+        if len(self._calls.running) == 1:
+            self._begin(call)
+        torch_layer = is_torch_layer(call.module) or is_torch_encoder(call.module)
+        call.guards.enter_context(self._mode.switched(on=self._changer.on or not torch_layer))
+        if not self._named_by_hand():
+            self._reader.entered(call)
+            self._changer.entered(call)
+        self._blocks.entered(call)
+
+    def _begin(self, call: ModuleCall) -> None:
+        if call.name in self._outermost or self._stacks.run < 0:
+            self._blocks.finish()
+            self._stacks.run += 1
+            self._outermost.clear()
+            self._mode.weights.clear()
+        self._outermost.add(call.name)
+
+    def _left(self, call: ModuleCall) -> None:
+        self._blocks.learned(call)
+        if not call.raised and not self._named_by_hand():
+            self._changer.left(call)
+        if not call.raised:
+            self._read(call)
+            self._others |= mixed_without_operator(call, self._captured, self._blocks.may_be(call.name))
+        # Last: a mixer that is itself a block must be known by now.
+        self._blocks.left(call)
+
+    def _read(self, call: ModuleCall) -> None:
+        if call.name in self._sites:
+            with self._apart(None):
+                made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
+            self._add(checked_operator(made, call.name), kind=made.kind)
+        elif self._reader.inside:
+            with self._apart(None):
+                mixing = self._reader.left(call)
+            if mixing is not None:
+                self._add(mixing, kind=mixing.operator.kind, serial=call.heads_serial)
+        elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
+            reason = why_not_known(call.module, call.called_inside)
+            if reason is None:
+                with without_torch_function(), torch.no_grad():
+                    given = (call.module, call.args, call.kwargs, self._outer(call))
+                    calls = self._up_to_torch_layer()
+                    self._try(partial(layer_mixing, *given), *call.tensors[:1], calls=calls)
+            else:
+                self._left_out.setdefault(call.name, reason)
+
+    def _up_to_torch_layer(self) -> list[ModuleCall]:
+        """Calls under way, up to the outermost of PyTorch's own layers: the mixer, fast path or not."""
+        running = self._calls.running
+        own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
+        return running[: own + 1]
+
+    def _outer(self, call: ModuleCall) -> ModuleCall | None:
+        running = self._calls.running
+        return running[-2] if len(running) > 1 else None
+
+    def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+        if not self._calls.running or self._read_otherwise():
+            return None
+        given = fused_arguments(args, kwargs)
+        if given.get("dropout_p", 0.0) > 0:
+            self._note(dropout_note("fused attention"))
+        read = partial(fused_mixing, given, output, self._calls.running[-1])
+        return self._changed(self._try(read, output, given["query"]), output)
+
+    def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._calls.running and not self._read_otherwise():
+            with torch.no_grad():
+                call = self._calls.running[-1]
+                self._try(partial(functional_mixing, args, kwargs, call), *call.tensors[:1])
+
+    def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The functional form with changed heads."""
+        if not self._calls.running or self._read_otherwise():
+            return functional.multi_head_attention_forward(*args, **kwargs)
+        calls = self._up_to_torch_layer()
+        outer = calls[-2] if len(calls) > 1 and is_torch_layer(calls[-1].module) else calls[-1]
+        with without_torch_function(), torch.no_grad():
+            read = partial(functional_mixing, args, kwargs, outer)
+            added = self._try(read, *calls[-1].tensors[:1], calls=calls)
+        with without_torch_function():
+            return attention_by_heads(args, kwargs, lambda heads: self._changed_heads(added, heads))
+
+    def _mixed(self, mixed: Mixed, output: Tensor) -> Tensor | None:
+        if not self._calls.running or self._read_otherwise():
+            return None
+        reason = why_no_tokens(mixed, self._calls.running)
+        if reason is None:
+            read = partial(written_mixing, mixed, self._calls.running[-1])
+            return self._changed(self._try(read, mixed.matrix), output)
+        if reason not in WITHIN_TOKENS:
+            self._left_out.setdefault(self._calls.running[-1].name, reason)
+        return None
+
+    def _changed(self, added: "_Added | None", output: Tensor) -> Tensor | None:
+        """What the model is to go on with in the place of what a mixer gave."""
+        if added is None or added.mixing.axes is None or not self._changer.on:
+            return None
+        changed = self._changed_heads(added, added.mixing.axes.turned(output))
+        return None if changed is None else added.mixing.axes.back(changed)
+
+    def _changed_heads(self, added: "_Added | None", heads: Tensor) -> Tensor | None:
+        if added is None:
+            return None
+        site = added.site
+        return self._changer.heads(HeadOutputs(site.name, site.serial, heads, site.valid_tokens))
+
+    def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
+        if self._calls.running and not self._read_otherwise():
+            reader = whose_tokens(self._calls.running, what, lengths)
+            if reader is not None:
+                reader.others.setdefault(self._calls.running[-1].name, what)
+
+    # --- from a call to a site ----------------------------------------------------------------------------
+
+    def _named_by_hand(self) -> bool:
+        return any(call.name in self._sites for call in self._calls.running)
+
+    def _read_otherwise(self) -> bool:
+        """Whether what is running is no business of the function mode."""
+        return self._named_by_hand() or self._reader.inside
+
+    def _note(self, note: str) -> None:
+        if note not in self._trace.notes:
+            self._trace.notes.append(note)
+
+    def _try(
+        self,
+        read: Callable[[], MixingCall | None],
+        *tensors: Tensor,
+        calls: Sequence[ModuleCall] | None = None,
+    ) -> "_Added | None":
+        """Add what a call mixed with; a call that cannot be read must not stop the model."""
+        name = (calls or self._calls.running)[-1].name
+        if any(is_shard(tensor) for tensor in tensors):
+            self._left_out.setdefault(name, SHARD)
+            return None
+        if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
+            self._left_out.setdefault(name, "it was called with no tokens or no sequences")
+            return None
+        try:
+            mixing = read()
+        except torch.OutOfMemoryError:
+            raise
+        except (ShapeError, RuntimeError) as error:
+            self._left_out.setdefault(name, f"attention was seen inside it in a way we cannot read: {error}")
+        else:
+            return None if mixing is None else self._add(mixing, calls=calls)
+        return None
+
+    def _add(
+        self,
+        mixing: MixingCall,
+        kind: str = "softmax",
+        calls: Sequence[ModuleCall] | None = None,
+        serial: int | None = None,
+    ) -> "_Added":
+        number = next(self._serials) if serial is None else serial
+        around = calls or self._calls.running
+        site = mixer_site(mixing, around, kind, self._stacks.run, self._values, number)
+        for call in self._calls.running:
+            call.mixed_inside = True
+        self._captured.add(site.name)
+        self._blocks.add(site)
+        return _Added(mixing, site)
+
+    def _emit_mixer(self, site: MixerSite) -> None:
+        self._mixers += 1
+        with self._apart(site.operator.device):
+            self._on_mixer(site)
+
+    def _emit_state(self, state: StateSite) -> None:
+        self._states += 1
+        with self._apart(state.tokens.device):
+            self._on_state(state)
+
+    def _apart(self, device: torch.device | None) -> ExitStack:
+        """Keep measures out of the model's run: no mode, no hook, no gradient; on a device, no autocast."""
+        stack = ExitStack()
+        stack.enter_context(self._calls.still())
+        stack.enter_context(without_torch_function())
+        stack.enter_context(torch.no_grad())
+        if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        return stack

@@ -1,0 +1,118 @@
+"""The function mode that sees attention happen, and changes nothing."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rankwise._internals.torch_private import put_on_mode, take_off_mode, without_torch_function
+from rankwise.tracing.uncaptured import FUNCTIONS, mixed_lengths
+from rankwise.tracing.written_softmax import Mixed, SoftmaxFollower
+
+FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+MixedListener = Callable[[Mixed, Tensor], Tensor | None]
+ByHeads = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+OtherListener = Callable[[str, set[int]], None]
+
+
+class AttentionMode(TorchFunctionMode):
+    """Runs every torch function as it is, then looks at it.
+
+    What a listener gives back, unless it is None, takes the place of the result.
+
+    Args:
+        on_fused: called after `scaled_dot_product_attention`, with its arguments and result.
+        on_functional: called after `multi_head_attention_forward`, likewise.
+        on_mixed: called when a softmax written by hand meets its values.
+        on_other: called after a function that mixes without attention, with what it does and how long the
+            axes are along which it does it.
+        by_heads: runs `multi_head_attention_forward` itself, where its heads are to be changed.
+    """
+
+    def __init__(
+        self,
+        on_fused: FusedListener,
+        on_functional: FusedListener,
+        on_mixed: MixedListener,
+        on_other: OtherListener,
+        by_heads: ByHeads | None = None,
+    ) -> None:
+        super().__init__()
+        self.weights = SoftmaxFollower()
+        self._whole = {
+            F.scaled_dot_product_attention: on_fused,
+            F.multi_head_attention_forward: on_functional,
+        }
+        self._on_mixed, self._on_other, self._by_heads = on_mixed, on_other, by_heads
+        self.lifted = False
+        """Whether the mode is off the stack for a while."""
+        self._depth = 0
+
+    @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the function with this mode off, then take note of it."""
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and self._by_heads is not None:
+            return self._by_heads(args, kwargs)
+        out = func(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # a function compiled inside the model: leave it as it is
+            return out
+        with without_torch_function():
+            listener = self._whole.get(func)
+            if listener is not None:
+                changed = listener(args, kwargs, out)
+                return out if changed is None else changed
+            mixed = self.weights.saw(func, args, kwargs, out)
+            if mixed is not None:
+                changed = self._on_mixed(mixed, out)
+                if changed is not None:
+                    self.weights.goes_on(out, changed)
+                    return changed
+            elif func in FUNCTIONS:
+                self._on_other(*mixed_lengths(func, args, kwargs, out))
+        return out
+
+    @contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        """Take the mode off the stack of function modes for a while, or put it back; other modes stay.
+
+        PyTorch leaves its inference fast path as soon as a function mode is active, so those layers must run
+        without ours, and with whatever else the user has active.
+        """
+        if on != self.lifted:
+            yield
+            return
+        self._switch(on)
+        try:
+            yield
+        finally:
+            self._switch(not on)
+
+    def _switch(self, on: bool) -> None:
+        if on and self.lifted:
+            put_on_mode(self, self._depth)
+            self.lifted = False
+        elif not on:
+            depth = take_off_mode(self)
+            if depth is not None:  # None: we are inside our own handler, where the mode is off anyway
+                self._depth, self.lifted = depth, True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the stack, wherever on it the mode is."""
+        take_off_mode(self)

@@ -1,0 +1,288 @@
+"""What masks hide: scores before a softmax written by hand, and tokens that are padding."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from rankwise.operators import MixingOperator
+from rankwise.operators.softmax import MASKED_BELOW
+from rankwise.tracing.block_stacks import same
+from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names
+
+Function = Callable[..., Any]
+NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
+"""Scores of a row this far (−87.3) below its largest have weights below the least normal float32."""
+MOVES_AXES = {
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
+    Tensor.swapaxes,
+    torch.swapaxes,
+    Tensor.movedim,
+    torch.movedim,
+    Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+}
+ADDS = {torch.add, Tensor.add, Tensor.add_, Tensor.__iadd__, Tensor.__add__, Tensor.__radd__}
+SUBTRACTS = {torch.sub, Tensor.sub, Tensor.sub_, Tensor.__isub__, Tensor.__sub__}
+FILLS = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
+WHERES = {torch.where, Tensor.where}
+ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
+"""Scores = bias + Q Kᵀ in one call."""
+CUTS = {Tensor.__getitem__}
+CROSS_ARGUMENTS = (
+    "encoder_hidden_states",
+    "key_value_states",
+    "memory",
+    "context",
+    "cross_attention_states",
+    "encoder_output",
+)
+"""Arguments of an attention module that give it keys from another sequence."""
+CACHE_ARGUMENTS = (
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "cache_params",
+    "kv_cache",
+    "cache",
+    "past",
+)
+OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A boolean for each entry of a tensor, worked out only when asked for."""
+
+    shape: torch.Size
+    make: Callable[[], Tensor]
+    """Gives a tensor that can be broadcast to the shape."""
+
+    def of(self, shape: torch.Size) -> Tensor:
+        """For the same entries in another shape, in which they lie in the same order."""
+        return self.make().expand(self.shape).reshape(shape)
+
+    def through(
+        self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
+    ) -> "Entries | None":
+        """For what a function made of the tensor: axes moved or cut, a new shape, or each entry changed."""
+        was, shape = source.shape, out.shape
+        if func in MOVES_AXES or func in CUTS:
+            return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
+        if out.numel() == math.prod(self.shape):
+            return self
+        try:
+            fits = torch.broadcast_shapes(was, shape) == shape
+        except RuntimeError:
+            fits = False
+        return Entries(shape, lambda: self.of(was)) if fits else None
+
+
+class Masks:
+    """Remembers, for scores on their way to the softmax, which of them the model has hidden.
+
+    Only what is done to the scores tells: a fill by a low number, a bias added that is no product of
+    activations. How low a score lies does not, for sharp attention has scores as low as any mask's.
+    """
+
+    def __init__(self) -> None:
+        self._hidden: Any = WeakIdKeyDictionary()
+
+    def saw(
+        self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
+    ) -> None:
+        """Take note of a call that gave scores; ``compared`` knows the scores among its arguments."""
+        sources = [arg for arg in args if isinstance(arg, Tensor) and arg in compared]
+        parts = [
+            moved
+            for source in sources
+            for entries in self._hidden.get(source, ())
+            if (moved := entries.through(func, args, kwargs, source, out)) is not None
+        ]
+        new = _newly_hidden(func, args, kwargs, compared)
+        if new is not None:
+            parts.append(Entries(out.shape, new))
+        if parts:
+            self._hidden[out] = tuple(dict.fromkeys(parts))
+
+    def written_into(self, scores: Tensor, where: object, value: object) -> None:
+        """Take note of ``scores[where] = value``."""
+        if isinstance(where, Tensor) and where.dtype == torch.bool and _low(value):
+            added = Entries(scores.shape, _beside(where, scores))
+            self._hidden[scores] = (*self._hidden.get(scores, ()), added)
+
+    def allowed(self, scores: Tensor, compared: bool) -> Entries:
+        """Which scores a softmax may give weight to."""
+        parts = self._hidden.get(scores, ())
+        # No dtype's products come near its least number; of scores that nobody followed, a low one is hidden.
+        least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
+
+        def make() -> Tensor:
+            hidden = scores.detach() <= least
+            for part in parts:
+                hidden = hidden | part.of(scores.shape)
+            return ~hidden
+
+        return Entries(scores.shape, make)
+
+
+def hidden_by(bias: Tensor) -> Tensor:
+    r"""The entries that a bias added to scores hides.
+
+    Those below −9000, whatever the others are; and those that have no weight beside the largest of their row
+    where a gap of at least half as much parts them from those that have: −100 in shifted windows, not the
+    even descent of ALiBi. A column hidden from every row in this second way stays: that would call tokens
+    padding on weak grounds.
+    """
+    bias = bias.detach()
+    bias = bias[None] if bias.dim() < 2 else bias
+    low = bias < bias.amax(-1, keepdim=True) + NO_WEIGHT
+    least_kept = bias.masked_fill(low, math.inf).amin(-1, keepdim=True)
+    most_hidden = bias.masked_fill(~low, -math.inf).amax(-1, keepdim=True)
+    apart = low & (least_kept - most_hidden > -NO_WEIGHT / 2)
+    return (bias <= MASKED_BELOW) | (apart & ~apart.all(-2, keepdim=True))
+
+
+def _newly_hidden(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], compared: Any
+) -> Callable[[], Tensor] | None:
+    """What one call hides, if it hides anything."""
+    if func in FILLS and len(args) > 2 and _low(args[2]):
+        return lambda: args[1]
+    if func in FILLS and len(args) > 1 and _low(kwargs.get("value")):
+        return lambda: args[1]
+    if func in WHERES and len(args) == 3:
+        first, second, third = args  # torch.where(condition, ·, ·) or scores.where(condition, ·)
+        condition, kept, other = (first, second, third) if func is torch.where else (second, first, third)
+        if _low(other):
+            return lambda: ~condition
+        return (lambda: condition) if _low(kept) else None
+    if func in ADDED_PRODUCTS:
+        bias = args[0]
+        return (lambda: hidden_by(bias)) if kwargs.get("beta", 1) == 1 and bias not in compared else None
+    if (func in ADDS or func in SUBTRACTS) and len(args) > 1:
+        biases = [arg for arg in args[:2] if _is_bias(arg, compared)]
+        if len(biases) == 1:
+            bias = biases[0]
+            return lambda: hidden_by(-bias if func in SUBTRACTS and bias is args[1] else bias)
+    return None
+
+
+def _is_bias(value: object, compared: Any) -> bool:
+    floating = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+    return floating and value not in compared
+
+
+def _low(value: object) -> bool:
+    """Whether scores filled with it get no weight."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.is_floating_point() and bool(value <= NO_WEIGHT)
+    return isinstance(value, Number) and not isinstance(value, complex) and value <= NO_WEIGHT  # type: ignore[operator]
+
+
+def _beside(where: Tensor, scores: Tensor) -> Callable[[], Tensor]:
+    """A mask that indexes the first axes, as one that is broadcast to all of them."""
+    return lambda: where.reshape(*where.shape, *[1] * (scores.dim() - where.dim()))
+
+
+def is_cross(calls: Sequence[ModuleCall], operator: MixingOperator) -> bool:
+    """Whether a mixer's keys come from another sequence than its queries."""
+    innermost = calls[-1]
+    given = [innermost.argument(name) for name in CROSS_ARGUMENTS]
+    if any(isinstance(other, Tensor) and other is not innermost.tokens for other in given):
+        return True
+    return operator.shape[-1] != operator.shape[-2] and not has_cache(calls)
+
+
+def has_cache(calls: Sequence[ModuleCall]) -> bool:
+    """Whether keys of earlier tokens may come from a cache."""
+    return any(call.argument(name) not in (None, ABSENT) for call in calls for name in CACHE_ARGUMENTS)
+
+
+def valid_positions(
+    calls: Sequence[ModuleCall], operator: MixingOperator, cross: bool
+) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B S"]]:
+    """Real rows and columns of an operator of shape (B, H, T, S).
+
+    A two-axis ``attention_mask`` given to a module around the mixer says it outright; without one, a column
+    that no row of any head may see is padding, and in self-attention so is its row, unless the module was
+    given a second stream of tokens that its keys may come from.
+    """
+    batch, _, tokens, sources = operator.shape
+    columns = told_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
+    told = columns is not None
+    if not told and operator.may_hide_columns:
+        columns = operator.support().any(-2).any(-2)
+    if cross:
+        rows = told_mask(calls, OWN_MASK, batch, tokens, past_none=True)
+    elif tokens == sources and (told or not _has_second_stream(calls[-1])):
+        rows = columns
+    elif tokens == sources:  # keys may come from the second stream: rows stay until someone tells
+        rows = None
+    else:  # with a cache, rows are the last of the tokens that the mask speaks of
+        rows = told_mask(calls, OWN_MASK, batch, at_least=tokens)
+    return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
+
+
+def told_mask(
+    calls: Sequence[ModuleCall],
+    name: str,
+    batch: int,
+    length: int = 0,
+    *,
+    at_least: int = 0,
+    past_none: bool = False,
+) -> Bool[Tensor, "B T"] | None:
+    """The nearest two-axis mask of that name and shape.
+
+    Args:
+        calls: calls under way, outermost first.
+        name: what the argument is called.
+        batch: sequences.
+        length: how long the mask must be.
+        at_least: or how long it must be at least; then its last so many entries are meant.
+        past_none: whether to go on outwards where a module was given None.
+    """
+    for at in range(len(calls) - 1, -1, -1):
+        decodes = name == OWN_MASK and _runs_decoder(calls, at)
+        value = calls[at].argument(DECODER_MASK if decodes else name)
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:
+            fits = value.shape[1] >= at_least if at_least else value.shape[1] == length
+            if fits and _speaks_of_tokens(value):
+                return value[:, -at_least:].bool() if at_least else value.bool()
+        if decodes or (value is None and not past_none):
+            return None
+    return None
+
+
+def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
+    """Whether an encoder-decoder runs its decoder: what it calls ``attention_mask`` is the encoder's."""
+    if at + 1 == len(calls) or DECODER_MASK not in parameter_names(calls[at].module):
+        return False
+    return "decoder" in calls[at + 1].name.rpartition(".")[2]
+
+
+def _speaks_of_tokens(mask: Tensor) -> bool:
+    """Whether it is 1 for real tokens and 0 for padding, and no bias: every sequence has a real token."""
+    return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any(1).all())
+
+
+def _or_all(mask: Tensor | None, batch: int, length: int, operator: MixingOperator) -> Tensor:
+    if mask is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=operator.device)
+    return mask.to(operator.device)
+
+
+def _has_second_stream(call: ModuleCall) -> bool:
+    """Whether a module was given two (B, T, D) tensors that are not the same."""
+    streams = [tensor for tensor in call.tensors if tensor.is_floating_point() and tensor.dim() == 3]
+    return any(not same(streams[0], other) for other in streams[1:])

@@ -1,0 +1,226 @@
+"""From one attention call to the operator it applied, in (B, H, T, S), and to the site a reader gets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rankwise._internals.torch_private import without_torch_function
+from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
+from rankwise.tracing.block_stacks import snapshot
+from rankwise.tracing.layouts import (
+    HeadAxes,
+    given_shape,
+    layout_of,
+    permuted,
+    sequences_behind,
+    unpacked_groups,
+)
+from rankwise.tracing.masks import is_cross, valid_positions
+from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.trace import MixerSite, Path
+from rankwise.tracing.written_softmax import Mixed
+
+ROUTER = "a softmax weighs several values for each token by itself, as a router does"
+STREAMS = "a softmax mixes several vectors of each token by itself, as hyper-connections do"
+WITHIN_TOKENS = (ROUTER, STREAMS)
+"""Reasons of what looks like no mixer of tokens: they are not told."""
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+
+
+@dataclass(frozen=True)
+class MixingCall:
+    """What one attention call mixed with, and what it was given and gave."""
+
+    operator: MixingOperator
+    values: Tensor | None = None
+    output: Tensor | None = None
+    cross: bool | None = None
+    """Whether keys come from another sequence; None where that is still to be found out."""
+    lengths: Tensor | None = None
+    """Real tokens (B, T) where a self-attention itself knows them."""
+    whole: bool = False
+    """Whether its batch axis is known to hold whole sequences, no windows."""
+    finish: Callable[[Tensor], Tensor] | None = None
+    """From M V to what the module gave, where that is known."""
+    path: Path | None = None
+    axes: HeadAxes | None = None
+    """Where the heads lie in what the model got; None where that was not seen."""
+    projection: Tensor | None = None
+    """Tokens in the subspaces of the heads (B, H, T, K), where the mixer has such."""
+
+
+def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one call of `scaled_dot_product_attention`, by name."""
+    return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
+
+
+def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
+    """What `scaled_dot_product_attention` applied."""
+    query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    unpacked, given_back = unpacked_groups(query, call), output.shape
+    if unpacked is not query:
+        output = unpacked_groups(output, call)
+        mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else unpacked_groups(mask, call)
+    layout = layout_of(unpacked.shape, call)
+    if mask is not None and mask.dim() > 2:
+        mask = layout(mask.detach())
+    operator = SoftmaxMixing(
+        layout(unpacked), layout(key), mask, bool(given.get("is_causal", False)), given.get("scale")
+    )
+    axes = HeadAxes(
+        lambda out: layout(unpacked_groups(out, call) if unpacked is not query else out),
+        lambda heads: heads.reshape(given_back),
+    )
+    return MixingCall(operator, layout(value), layout(output.detach()), axes=axes)
+
+
+def written_mixing(mixed: Mixed, call: ModuleCall) -> MixingCall:
+    """What a softmax written by hand applied."""
+    layout = layout_of(mixed.matrix.shape, call)
+    matrix, allowed = mixed.matrix.detach(), None
+    if mixed.allowed is not None:
+        allowed = mixed.allowed.of(matrix.shape)
+        # Nothing is masked, though entries may be zero by underflow: one True says so for all of them.
+        everything = allowed.new_ones((1, 1, 1, 1))
+        allowed = everything if bool(allowed.all()) else layout(allowed)
+    output = None if mixed.output is None else layout(mixed.output.detach())
+    axes = None if mixed.axes is None else permuted(mixed.axes, layout)
+    return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output, axes=axes)
+
+
+def why_no_tokens(mixed: Mixed, calls: Sequence[ModuleCall]) -> str | None:
+    """Why a softmax that met values mixes no tokens, or None where it does.
+
+    Routers, linear attention, channel attention and code books have a softmax before a product, too. A mixer
+    of tokens has scores that compare queries with keys, along another axis than the channels, or at least one
+    column for each token that some module around it was given.
+    """
+    matrix, call = mixed.matrix, calls[-1]
+    tokens, sources = matrix.shape[-2:]
+    given = given_shape(call, tokens)
+    if given is not None and tokens == 1 and matrix.dim() > 3:
+        one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
+        if one_for_each:
+            return ROUTER
+    if not mixed.compared and _streams_of_each_token(mixed.matrix, calls):
+        return STREAMS
+    if mixed.values_learned:
+        return f"a softmax gives weights to {sources} vectors that are weights of the model, not tokens"
+    if not mixed.compared and mixed.values_compared:
+        return "a softmax of queries alone meets a product of keys and values, as linear attention does"
+    if tokens == sources and _are_channels(mixed, calls):
+        return f"a softmax mixes {sources} channels, not tokens"
+    if not mixed.compared and sources not in _lengths(calls):
+        return f"a softmax gives weights to {sources} things that are no tokens of an input"
+    return None
+
+
+def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
+    """Whether it has a matrix for each token, and a module was given as many vectors of that token."""
+    leading, columns = matrix.shape[:-2], matrix.shape[-1]
+    given = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
+    each_token = any(
+        tensor.shape[:2] == leading and tensor.dim() == (3 if tensor.is_floating_point() else 2)
+        for tensor in given
+    )
+    return each_token and any(tensor.shape[:-1] == (*leading, columns) for tensor in given)
+
+
+def _are_channels(mixed: Mixed, calls: Sequence[ModuleCall]) -> bool:
+    """Whether columns times heads make up a width, and what a token would be as wide as does not.
+
+    A matrix with a row for each token that the module was given is no evidence, however wide a token is.
+    """
+    if _for_each_token(mixed.matrix, calls):
+        return False
+    layout = layout_of(mixed.matrix.shape, calls[-1])
+    heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
+    widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
+    columns, columns_of_values = mixed.matrix.shape[-1], mixed.values.shape[-1]
+    return any(columns * n in widths for n in heads) and not any(
+        columns_of_values * n in widths for n in heads
+    )
+
+
+def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
+    """Whether the nearest module given (B, T, D) tokens, or (T, B, D), was given one for each row."""
+    given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
+    if given is None or given.is_nested:
+        return False
+    first, second = given.shape[:2]
+    leading, rows = matrix.shape[:-2], matrix.shape[-2]
+    return rows == second or (rows == first and first not in leading[:1] and prod(leading) % second == 0)
+
+
+def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
+    """Numbers of tokens that the modules around were given."""
+    tensors = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
+    lengths = {tensor.shape[-2] for tensor in floating}
+    lengths |= {tensor.shape[0] for tensor in floating if tensor.dim() == 3}
+    return lengths | {
+        tensor.shape[-1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()
+    }
+
+
+def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Expand leading axes that fused attention broadcasts; heads may differ where they are grouped."""
+    if query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() > 3:
+        return query, key, value
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    if query.dim() == 3:
+        batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in (query, key, value)))
+        return tuple(tensor.expand(*batch, *tensor.shape[-2:]) for tensor in (query, key, value))  # type: ignore[return-value]
+    return tuple(tensor.expand(*batch, *tensor.shape[-3:]) for tensor in (query, key, value))  # type: ignore[return-value]
+
+
+def mixer_site(
+    mixing: MixingCall, calls: Sequence[ModuleCall], kind: str, run: int, values: bool, serial: int
+) -> MixerSite:
+    """What is known of a call where it happened; its stack and layer are still to come.
+
+    Args:
+        mixing: what it mixed with.
+        calls: the calls of modules around it, outermost first.
+        kind: the field's name for the mixer.
+        run: number of the forward pass.
+        values: whether to keep what it was applied to and gave, safe from later changes in place.
+        serial: its number in the capture.
+    """
+    operator = mixing.operator
+    with without_torch_function(), torch.no_grad():
+        cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
+        if mixing.lengths is None:
+            tokens, sources = valid_positions(calls, operator, cross)
+        else:
+            added = operator.shape[-1] - operator.shape[-2]
+            tokens, sources = mixing.lengths, F.pad(mixing.lengths, (0, added), value=True)
+        return MixerSite(
+            name=calls[-1].name,
+            layer=-1,
+            kind=kind,
+            operator=operator,
+            valid_tokens=tokens,
+            valid_sources=sources,
+            cross=cross,
+            sequences=operator.shape[0] if mixing.whole else sequences_behind(calls, operator),
+            run=run,
+            serial=serial,
+            values=_kept(mixing.values) if values else None,
+            output=_kept(mixing.output) if values else None,
+            finish=mixing.finish if values else None,
+            path=mixing.path if values else None,
+            projection=mixing.projection,
+        )
+
+
+def _kept(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else snapshot(tensor)

@@ -1,0 +1,269 @@
+"""Which module is running: the calls under way, kept by hooks that are always removed."""
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor, nn
+
+from rankwise._internals.torch_private import forget_global_hook, in_backward
+
+Arguments = dict[str, Any]
+Listener = Callable[["ModuleCall"], None]
+ABSENT = object()
+"""An argument the module does not have, or was not given."""
+
+
+@dataclass
+class ModuleCall:
+    """One call of one module that is still running, or has just ended.
+
+    `rankwise.tracing.context` says who writes what into it, and when.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Arguments
+    serial: int = 0
+    """Number of the call, over the whole capture."""
+    output: Any = None
+    raised: bool = False
+    """Whether it ended with an error."""
+    handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    """The error that was being handled when it was called, if there was one."""
+    guards: ExitStack = field(default_factory=ExitStack)
+    pending: list[Any] = field(default_factory=list)
+    """Mixers captured inside it that belong to no block yet."""
+    called_inside: bool = False
+    """Whether a module inside it was called."""
+    mixed_inside: bool = False
+    """Whether a mixer inside it was captured."""
+    others: dict[str, str] = field(default_factory=dict)
+    """Names of modules inside it, or its own, that mixed its tokens without attention, with what they did."""
+    adapter: Any = None
+    """What reads its operator when it ends, if anything does."""
+    read: Tensor | None = None
+    """What a block that is to be changed read, safe from changes in place."""
+    heads_serial: int | None = None
+    """The serial of its mixer, where its heads were seen before it ended."""
+    changed: bool = False
+    """Whether another output takes the place of its own …"""
+    changed_arguments: bool = False
+    """… or other arguments that of those it was called with."""
+    watched: dict[str, Any] = field(default_factory=dict)
+    """Calls inside it that its adapter reads, by the names of their modules inside it."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors it was called with, by position and then by name."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The first (B, T, D) tensor it was called with."""
+        return first_tokens(self.tensors)
+
+    def argument(self, name: str) -> Any:
+        """An argument by its name in ``forward``, however it was passed; `ABSENT` if it was not."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        names = parameter_names(self.module)
+        position = names.index(name) if name in names else len(self.args)
+        return self.args[position] if position < len(self.args) else ABSENT
+
+
+def first_tokens(values: object, axes: int = 3) -> Tensor | None:
+    """The first floating (B, T, D) tensor among some values (nested tensors count)."""
+    if isinstance(values, Mapping):
+        values = tuple(values.values())
+    for value in values if isinstance(values, tuple | list) else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == axes:
+            return value
+    return None
+
+
+def tensors_of(output: object) -> list[Tensor]:
+    """The tensors among what a module gave."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    values = output if isinstance(output, tuple | list) else (output,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's ``forward`` arguments, in order."""
+    if "forward" in vars(module):  # replaced on this module alone, as device placement does
+        return tuple(inspect.signature(module.forward).parameters)
+    return _names_of(type(module).forward)
+
+
+@lru_cache(maxsize=512)
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+class ModuleCalls:
+    """The calls under way in one model.
+
+    Ordinary modules get hooks of their own. Modules inside PyTorch's own attention layers must not: a hook
+    there switches off the inference fast path and so changes the computation. They are followed through
+    PyTorch's global hooks instead, which that path does not look at.
+
+    Args:
+        model: the model to follow.
+        quiet: names of the modules that must carry no hook.
+        on_enter: called with each call when it begins.
+        on_leave: called with each call when it has ended, with its output, or with ``raised``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        quiet: frozenset[str] = frozenset(),
+        *,
+        on_enter: Listener | None = None,
+        on_leave: Listener | None = None,
+    ) -> None:
+        self.running: list[ModuleCall] = []
+        self.called: set[str] = set()
+        self._on_enter, self._on_leave = on_enter, on_leave
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._quiet = {id(module) for name, module in model.named_modules() if name in quiet}
+        self._model = model
+        self._thread = threading.get_ident()
+        self.elsewhere = False
+        """Whether the model was called in another thread, where our function mode is not active."""
+        self._serial = count()
+        self._still = False
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the model until the block ends, however it ends."""
+        handles = []
+        try:
+            for module in self._model.modules():
+                if id(module) not in self._quiet:
+                    handles.append(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
+                    handles.append(
+                        module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True)
+                    )
+            if self._quiet:
+                register = nn.modules.module
+                handles.append(register.register_module_forward_pre_hook(self._enter_quiet))
+                handles.append(
+                    register.register_module_forward_hook(
+                        self._leave_quiet, with_kwargs=True, always_call=True
+                    )
+                )
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+                forget_global_hook(handle)
+            self._drop_above(0)
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Calls until the block ends are none of the model's own: take no note of them."""
+        before, self._still = self._still, True
+        try:
+            yield
+        finally:
+            self._still = before
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments
+    ) -> tuple[tuple[Any, ...], Arguments] | None:
+        if in_backward() or self._in_other_thread() or self._still:  # a checkpointed block runs a second time
+            return None
+        if module is self._model:  # whatever is still here was left behind by a call that never ended
+            self._drop_above(0)
+        if self.running:
+            self.running[-1].called_inside = True
+        call = ModuleCall(self._names[id(module)], module, args, kwargs, next(self._serial))
+        self.called.add(call.name)
+        self.running.append(call)
+        if self._on_enter is not None:
+            self._on_enter(call)
+        return (call.args, call.kwargs) if call.changed_arguments else None
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> Any:
+        if (
+            in_backward()
+            or self._in_other_thread()
+            or self._still
+            or not any(call.module is module for call in self.running)
+        ):
+            return None
+        # A module that raised on the way leaves its call behind: drop whatever lies above ours.
+        while self.running[-1].module is not module:
+            self._drop_above(len(self.running) - 1)
+        call = self.running[-1]
+        call.guards.close()
+        call.kwargs, call.output = kwargs, output
+        # PyTorch gives None for the output of a call that raised, and so do some modules themselves.
+        call.raised = output is None and sys.exc_info()[1] is not call.handled
+        try:
+            if self._on_leave is not None:
+                self._on_leave(call)
+        finally:
+            self.running.pop()
+        return call.output if call.changed else None
+
+    def _in_other_thread(self) -> bool:
+        other = threading.get_ident() != self._thread
+        self.elsewhere = self.elsewhere or other
+        return other
+
+    def _drop_above(self, height: int) -> None:
+        while len(self.running) > height:
+            self.running.pop().guards.close()
+
+    def _enter_quiet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if id(module) in self._quiet:
+            self._enter(module, args, {})
+
+    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        if id(module) not in self._quiet:
+            return None
+        *kwargs, output = rest  # PyTorch leaves the keyword arguments out where the module raised
+        return self._leave(module, args, kwargs[0] if kwargs else {}, output)
+
+
+class Hook:
+    """A module hook; a copied or pickled module gets one that does nothing in its place.
+
+    Copying a module copies its hooks. A copied listener would go on reporting to a copy of the capture that
+    nobody can end.
+
+    Args:
+        call: what to call.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
+    def __call__(self, *given: Any) -> Any:
+        """Pass the call on."""
+        return None if torch.compiler.is_dynamo_compiling() else self._call(*given)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """What copy and pickle put in its place."""
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*given: Any) -> None:
+    """Do nothing."""

@@ -1,0 +1,225 @@
+"""PyTorch's own attention layers: their operator follows from their inputs, fast path or not."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.operators import SoftmaxMixing
+from rankwise.tracing.layouts import padded
+from rankwise.tracing.mixing_calls import MixingCall
+from rankwise.tracing.module_calls import ModuleCall
+
+
+def is_torch_layer(module: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's attention layers, its class's ``forward`` unchanged."""
+    return any(
+        isinstance(module, kind) and type(module).forward is kind.forward
+        for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    )
+
+
+def is_torch_encoder(module: nn.Module) -> bool:
+    """Whether a module is PyTorch's encoder, which looks for the fast path before it runs its layers."""
+    return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
+
+
+def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
+    """Why the operator of a layer that has run does not follow from its inputs; None if it does."""
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
+    attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+    if any(parameter.is_meta for parameter in attention.parameters()):
+        return "its weights are offloaded and gone when it has run; capture it with the weights on a device"
+    if isinstance(module, nn.TransformerEncoderLayer) and called_inside:
+        return "it left PyTorch's fast path for an attention of its own; name that in `sites=` to capture it"
+    return None
+
+
+def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
+    """Names of the layer of PyTorch's owns and of all they hold: the modules that must carry no hook."""
+    modules = list(model.named_modules())
+    outer = [name for name, module in modules if is_torch_layer(module)]
+    return frozenset(
+        name for name, _ in modules if any(not layer or f"{name}.".startswith(f"{layer}.") for layer in outer)
+    )
+
+
+def layer_mixing(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall | None
+) -> MixingCall:
+    """The operator of a layer of PyTorch's own that has just run with these arguments."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    if isinstance(module, nn.MultiheadAttention):
+        return from_attention(module, given, outer)
+    assert isinstance(module, nn.TransformerEncoderLayer)
+    source = given["src"]
+    if module.norm_first:
+        norm = module.norm1
+        if source.is_nested:
+            source = torch.nested.nested_tensor([_norm(norm, item) for item in source.unbind()])
+        else:
+            source = _norm(norm, source)
+    masks = {"attn_mask": given.get("src_mask"), "key_padding_mask": given.get("src_key_padding_mask")}
+    return from_attention(module.self_attn, {"query": source, "key": source, "value": source} | masks, outer)
+
+
+@dataclass(frozen=True)
+class FunctionalAttention:
+    """The arguments of `torch.nn.functional.multi_head_attention_forward` under the names of the module's."""
+
+    num_heads: int
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+    q_proj_weight: Tensor | None = None
+    k_proj_weight: Tensor | None = None
+    v_proj_weight: Tensor | None = None
+    batch_first: bool = False
+
+
+def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall) -> MixingCall | None:
+    """The operator of one call of the functional form; None where keys or values are given projected."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    if given.get("static_k") is not None or given.get("static_v") is not None:
+        return None
+    own = {field.name: given[field.name] for field in fields(FunctionalAttention) if field.name in given}
+    if given.get("use_separate_proj_weight", False):
+        own["in_proj_weight"] = None
+    attention = FunctionalAttention(**own)
+    return from_attention(attention, given, outer)
+
+
+def attention_by_heads(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor | None]
+) -> Any:
+    """`torch.nn.functional.multi_head_attention_forward`, with a change of what its heads give.
+
+    It projects the heads itself. Here it does so by the identity, which leaves every finite number what it
+    is; its own projection follows the change.
+
+    Args:
+        args: its arguments.
+        kwargs: its arguments by name.
+        change: from the outputs of the heads (B, H, T, V) to what takes their place; None: themselves.
+    """
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
+    given |= {"out_proj_weight": torch.eye(weight.shape[1]).to(weight), "out_proj_bias": None}
+    joined, weights = F.multi_head_attention_forward(**given)  # (T, B, D), or (T, D)
+    batched = joined.reshape(joined.shape[0], -1, joined.shape[-1])
+    changed = change(batched.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3))
+    if changed is not None:
+        joined = changed.permute(2, 0, 1, 3).reshape(joined.shape)
+    projected = F.linear(joined.reshape(-1, joined.shape[-1]), weight, bias)
+    return projected.reshape(*joined.shape[:-1], -1), weights
+
+
+def from_attention(
+    attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any], outer: ModuleCall | None
+) -> MixingCall:
+    """The operator of `torch.nn.MultiheadAttention` on these arguments, computed from its own weights."""
+    query, key, value = given["query"], given["key"], given["value"]
+    attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
+    cross = _is_cross(query, key, outer)
+    lengths = None
+    if query.is_nested:
+        query, lengths = padded(query)
+        key, value = query, query
+        key_padding_mask = None if lengths is None else ~lengths
+    query, key, value = (_batch_first(attention, tensor) for tensor in (query, key, value))
+    if lengths is None and not cross and key_padding_mask is not None:
+        hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask.isneginf()
+        lengths = ~hidden.reshape(-1, hidden.shape[-1])
+    q, k, v = _projections(attention, query, key, value)
+    heads = attention.num_heads
+    q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
+    causal = _hints_only(attention, given)
+    mask = None if causal else _joint_mask(attn_mask, key_padding_mask, q, k)
+    if attention.add_zero_attn:
+        k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
+        mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+    return MixingCall(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
+
+
+def _hints_only(attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any]) -> bool:
+    """Whether PyTorch takes ``is_causal`` in place of the mask: then no row sees the added columns."""
+    added = attention.bias_k is not None or attention.add_zero_attn
+    hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
+    return bool(added and hinted and not given.get("need_weights", True))
+
+
+def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
+    """Keys of other length, or from another tensor where the module around was given a second stream."""
+    if query is key or query.is_nested:
+        return False
+    if query.shape != key.shape:
+        return True
+    streams = [t for t in outer.tensors if t.is_floating_point() and t.dim() == query.dim()] if outer else []
+    return query.data_ptr() != key.data_ptr() and (outer is None or len(streams) > 1)
+
+
+def _batch_first(attention: nn.MultiheadAttention | FunctionalAttention, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(0)
+    return tensor if attention.batch_first else tensor.transpose(0, 1)
+
+
+def _projections(
+    attention: nn.MultiheadAttention | FunctionalAttention, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights: Sequence[Tensor]
+    if attention.in_proj_weight is not None:
+        weights = attention.in_proj_weight.chunk(3)
+    else:
+        separate = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        weights = [weight for weight in separate if weight is not None]
+    biases: Sequence[Tensor | None] = (None, None, None)
+    if attention.in_proj_bias is not None:
+        biases = attention.in_proj_bias.chunk(3)
+    q, k, v = (
+        F.linear(tensor, weight, bias)
+        for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    )
+    if attention.bias_k is not None and attention.bias_v is not None:
+        k = torch.cat([k, attention.bias_k.expand(k.shape[0], 1, -1)], dim=1)
+        v = torch.cat([v, attention.bias_v.expand(v.shape[0], 1, -1)], dim=1)
+    return q, k, v
+
+
+def _joint_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """One mask of shape (B or 1, H or 1, T, S); bool (True = may be seen) where both are, else a bias."""
+    batch, heads, tokens, _ = q.shape
+    masks = []
+    if attn_mask is not None:
+        shape = (1, 1, *attn_mask.shape) if attn_mask.dim() == 2 else (batch, heads, tokens, -1)
+        masks.append(attn_mask.reshape(shape))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1]))
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        joint = ~hidden
+    else:
+        joint = sum(_as_bias(mask, q.dtype) for mask in masks)  # type: ignore[assignment]
+    missing = k.shape[-2] - joint.shape[-1]  # the columns of bias_k are seen by every row
+    return F.pad(joint, (0, max(missing, 0)), value=True if joint.dtype == torch.bool else 0.0)
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+def _norm(norm: nn.LayerNorm, tensor: Tensor) -> Tensor:
+    return F.layer_norm(tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

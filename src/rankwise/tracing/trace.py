@@ -1,0 +1,111 @@
+"""What one run of a model showed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rankwise.operators import MixingOperator
+
+
+@dataclass(frozen=True)
+class Path:
+    """The whole way through a state-space layer's channels as one operator: short convolution, activation,
+    scan, D-term and gate; what these take from the tokens themselves (the share σ(u) that a SiLU u·σ(u)
+    keeps, and the gate) is held as it was.
+    """
+
+    operator: MixingOperator
+    """Shape (B, D, T, T)."""
+    values: Float[Tensor, "B D T 1"]
+    """What the short convolution reads."""
+    offset: Float[Tensor, "B D T 1"]
+    """What the bias of the convolution adds to ``operator @ values``."""
+    finish: Callable[[Tensor], Tensor]
+    """From ``operator @ values + offset`` to what the layer gave: norm, output projection."""
+
+
+@dataclass(frozen=True)
+class MixerSite:
+    """One call of one mixer: the operator it applied and the tokens that are real."""
+
+    name: str
+    """Module that mixed, such as ``encoder.layer.0.attention.self``."""
+    layer: int
+    """Block of its stack, from 0: it reads token state ``layer`` and writes ``layer + 1``."""
+    kind: str
+    """softmax, semiseparable, selective, toeplitz, linear or diagonal."""
+    operator: MixingOperator
+    """Shape (B, H, T, S)."""
+    valid_tokens: Bool[Tensor, "B T"]
+    """False where a row belongs to padding."""
+    valid_sources: Bool[Tensor, "B S"]
+    """False where a column belongs to padding."""
+    stack: str = ""
+    """The blocks it belongs to, such as ``encoder.layer``."""
+    cross: bool = False
+    """Whether queries and keys come from different sequences."""
+    sequences: int = 0
+    """Sequences in the batch axis: fewer than B where one sequence gives several windows."""
+    run: int = 0
+    """Which forward pass of the capture, from 0."""
+    serial: int = -1
+    """Its number in the capture, in the order that mixers ran."""
+    values: Float[Tensor, "B Hv S V"] | None = None
+    """What the operator was applied to, if asked for."""
+    output: Float[Tensor, "B H T V"] | None = None
+    """What the model itself got from it, if asked for and visible."""
+    finish: Callable[[Tensor], Tensor] | None = None
+    """From ``operator @ values`` to what a state-space layer gave: its D-term, gate, norm and output
+    projection; kept with the values."""
+    path: Path | None = None
+    """The whole way through a gated state-space layer; kept with the values, where it is known."""
+    projection: Float[Tensor, "B H T K"] | None = None
+    """Tokens in the subspaces of the heads, of mixers that have them: what TSSA takes its statistics of."""
+
+    def __repr__(self) -> str:
+        shape = tuple(self.operator.shape)
+        return f"MixerSite({self.name!r}, layer {self.layer}, {self.kind}, operator {shape})"
+
+
+@dataclass(frozen=True)
+class StateSite:
+    """The residual stream after ``layer`` blocks of a stack."""
+
+    name: str
+    """Block that wrote it; for layer 0 the block that reads it."""
+    layer: int
+    """Blocks that have run before it: 0 is the embedding output."""
+    tokens: Float[Tensor, "B T D"]
+    mask: Bool[Tensor, "B T"] | None = None
+    """False where a token is padding; None where nothing is known to be."""
+    stack: str = ""
+    run: int = 0
+
+    def __repr__(self) -> str:
+        return f"StateSite({self.name!r}, layer {self.layer}, tokens {tuple(self.tokens.shape)})"
+
+
+@dataclass(frozen=True)
+class UncapturedModule:
+    """A module that looks like a mixer and was not captured."""
+
+    name: str
+    type: str
+    reason: str
+
+
+@dataclass
+class Trace:
+    """Mixing operators and token states of the forward passes of one `capture`, in the order they ran."""
+
+    mixers: list[MixerSite] = field(default_factory=list)
+    states: list[StateSite] = field(default_factory=list)
+    uncaptured: list[UncapturedModule] = field(default_factory=list)
+    """Filled when the capture ends."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know: dropout was on, the model was compiled, …"""
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.mixers)} mixers, {len(self.states)} states, {len(self.uncaptured)} unseen)"

@@ -1,0 +1,246 @@
+"""Modules that mix tokens and were not captured: by their names, and by what they were seen to do."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.tracing.module_calls import ModuleCall, first_tokens
+from rankwise.tracing.trace import UncapturedModule
+
+MIXER_NAME = re.compile(
+    r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU"
+    r"|Rglru|RNN|LSTM|GRU|FourierTransform|TokenMix|TimeMix|Tmix|ShortConv|SpatialGating)"
+)
+WITHOUT_OPERATOR = (
+    (
+        re.compile("DeltaNet|DeltaAttention|GatedDelta|KimiDelta"),
+        "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`",
+    ),
+    (
+        re.compile("RWKV|Rwkv"),
+        "no adapter reads this RWKV layer, whose weights decay with the distance",
+    ),
+    (
+        re.compile("MobileViTV2LinearSelfAttention|EfficientAdditiveAttention"),
+        "additive attention: one weighted sum over all tokens, which multiplies each token's own vector",
+    ),
+    (
+        re.compile("VisionShortConv"),
+        "a gated convolution in two dimensions over the patches of a frame: a matrix for each channel, which "
+        "no adapter reads",
+    ),
+    (
+        re.compile("PatchTSMixer"),
+        "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
+    ),
+    (
+        re.compile("LSTM|GRU|RNN"),
+        "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
+    ),
+)
+"""Classes of layers that no adapter reads, with the reason."""
+NOT_A_MIXER = re.compile(
+    r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
+    r"|Structure|Patchify|Scaler)$"
+    r"|Channel_?Mix|C[Mm]ix"
+)
+EMBEDS = re.compile(r"Embed(ding|der)?s?$")
+"""Classes that make tokens, and may look at several places of an input to do so."""
+QUERY_KEY = (
+    {"q_proj", "k_proj"},
+    {"query", "key"},
+    {"q_lin", "k_lin"},
+    {"to_q", "to_k"},
+    {"wq", "wk"},
+    {"query_proj", "key_proj"},
+)
+
+
+def looks_like_mixer(module: nn.Module) -> bool:
+    """Whether a module's class name or its query and key projections say that it mixes tokens."""
+    name = type(module).__name__
+    if MIXER_NAME.search(name) and not NOT_A_MIXER.search(name):
+        return True
+    children = {child for child, _ in module.named_children()}
+    return any(pair <= children for pair in QUERY_KEY)
+
+
+def mixer_like(model: nn.Module) -> set[str]:
+    """Names of the modules of a model that look like mixers."""
+    return {name for name, module in model.named_modules() if name and looks_like_mixer(module)}
+
+
+def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
+    """The innermost call, of no module of torch's own, whose (B, T, D) tokens a function mixed.
+
+    Args:
+        calls: the calls under way, outermost first.
+        what: what the function does.
+        lengths: of the axes along which it does it.
+    """
+    for call in reversed(calls):
+        tokens = call.tokens
+        if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
+            continue
+        count, width = tokens.shape[1:]
+        if count > 1 and count in lengths and not (what is LINEAR and count == width):
+            return call
+    return None
+
+
+def mixed_without_operator(call: ModuleCall, captured: set[str], is_block: bool) -> dict[str, str]:
+    """The modules in a call that has ended that mixed its tokens without attention, with what they did.
+
+    They count where the call gives back a vector for each token that it read. A module in which a mixer was
+    captured does not: what else it does, such as a short convolution before a scan, belongs to that mixer.
+    Of a block, which may hold several mixers, what it calls beside the captured one counts.
+    """
+    if not call.others or (call.mixed_inside and not is_block) or EMBEDS.search(type(call.module).__name__):
+        return {}
+    given, gave = call.tokens, first_tokens(call.output)
+    if given is None or gave is None or gave.is_nested or given.shape[:2] != gave.shape[:2]:
+        return {}
+    return {
+        inner if call.mixed_inside else call.name: what
+        for inner, what in call.others.items()
+        if not (call.mixed_inside and any(_related(inner, site) for site in captured))
+    }
+
+
+def uncaptured_modules(
+    model: nn.Module,
+    candidates: set[str],
+    captured: set[str],
+    called: set[str],
+    known: Mapping[str, str],
+    others: Mapping[str, str],
+) -> list[UncapturedModule]:
+    """The mixer-like modules in and around which nothing was captured, outermost only.
+
+    Args:
+        model: the model.
+        candidates: names of the modules that look like mixers, or were named by hand.
+        captured: names of the modules in which a mixer was captured.
+        called: names of the modules that were called.
+        known: names of modules in which something was seen and left out, with the reason.
+        others: names of modules that mixed tokens without attention, with what they did.
+    """
+    candidates = candidates | set(known) | set(others)
+    seen = {name for name in candidates if any(_related(name, site) for site in captured)}
+    missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
+    outermost: list[str] = []
+    for name in missing:
+        if not any(_holds(outer, name) for outer in outermost):
+            outermost.append(name)
+    modules = dict(model.named_modules())
+    return [
+        UncapturedModule(
+            name, type(modules[name]).__name__, _reason(name, modules[name], called, known, others)
+        )
+        for name in outermost
+    ]
+
+
+def _related(name: str, site: str) -> bool:
+    return _holds(name, site) or _holds(site, name)
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether a module is another, or has it inside; the model itself, of empty name, has them all inside."""
+    return not outer or f"{inner}.".startswith(f"{outer}.")
+
+
+def _reason(
+    name: str, module: nn.Module, called: set[str], known: Mapping[str, str], others: Mapping[str, str]
+) -> str:
+    inside = [reason for other, reason in known.items() if _holds(name, other)]
+    if inside:
+        return inside[0]
+    if name not in called:
+        return "never called in this capture"
+    for pattern, reason in WITHOUT_OPERATOR:
+        if looks_like_mixer(module) and pattern.search(type(module).__name__):
+            return f"{reason}; name it in `sites=` with a function of your own to capture it"
+    does = [what for other, what in others.items() if _holds(name, other)]
+    if does:
+        return (
+            f"{' and '.join(dict.fromkeys(does))} was seen in it, of which capture makes no operator; "
+            "name it in `sites=` with a function of your own to capture it, or write an adapter "
+            "(CONTRIBUTING.md)"
+        )
+    return (
+        "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "
+        "operation, or another kind of mixer; name it in `sites=` to capture it"
+    )
+
+
+Reader = Callable[..., set[int]]
+"""From a call to the lengths of the axes along which it mixes, none of them where it mixes nothing."""
+
+
+def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
+    """What a call of one of `FUNCTIONS` does, and the lengths of the axes along which it does it."""
+    name, lengths = FUNCTIONS[func]
+    return name, lengths(out, *args, **kwargs)
+
+
+def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
+    if prod(weight.shape[2:]) == 1 or input.dim() != weight.dim():
+        return set()
+    return {prod(input.shape[2:]), prod(out.shape[2:])}
+
+
+def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> set[int]:
+    """As many entries added on one side as are cut off on the other."""
+    pairs = zip(pad[::2], pad[1::2], strict=True)
+    return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
+
+
+def _along(out: Tensor, input: Tensor, dim: Any = -1, *rest: Any, **named: Any) -> set[int]:
+    return _lengths(input, dim)
+
+
+def _rolled(out: Tensor, input: Tensor, shifts: Any, dims: Any = None, *rest: Any, **named: Any) -> set[int]:
+    return _lengths(input, dims)
+
+
+def _fourier(out: Tensor, input: Tensor, n: Any = None, dim: Any = -1, *rest: Any, **named: Any) -> set[int]:
+    return _lengths(input, dim)
+
+
+def _fourier_planes(
+    out: Tensor, input: Tensor, s: Any = None, dim: Any = None, *rest: Any, **named: Any
+) -> set[int]:
+    return _lengths(input, dim)
+
+
+def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
+    """Its inputs are tokens where they lie on the last axis, as in the token-mixing part of an MLP-Mixer."""
+    turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
+    return {input.shape[-1]} if turned else set()
+
+
+def _lengths(input: Tensor, dims: Any) -> set[int]:
+    """The length of each axis, and of all of them together."""
+    axes = range(input.dim()) if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+    lengths = [input.shape[axis] for axis in axes]
+    return {*lengths, prod(lengths)}
+
+
+LINEAR = "a linear layer over its tokens"
+CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.conv3d}
+RUNNING = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp}
+FUNCTIONS: dict[Any, tuple[str, Reader]] = (
+    dict.fromkeys(CONVOLUTIONS, ("a convolution over its tokens", _convolution))
+    | dict.fromkeys(RUNNING, ("a running sum or product along its tokens", _along))
+    | dict.fromkeys({torch.fft.fft, torch.fft.rfft}, ("a Fourier transform of its tokens", _fourier))
+    | dict.fromkeys({torch.fft.fft2, torch.fft.rfft2}, ("a Fourier transform of its tokens", _fourier_planes))
+    | dict.fromkeys({torch.fft.fftn, torch.fft.rfftn}, ("a Fourier transform of its tokens", _fourier_planes))
+    | dict.fromkeys({torch.roll, Tensor.roll}, ("a shift of its tokens", _rolled))
+    | {F.pad: ("a shift of its tokens", _shift), F.linear: (LINEAR, _linear)}
+)

@@ -1,0 +1,313 @@
+"""Attention weights written out by hand: follow a softmax's result to the product with the values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from rankwise.tracing.layouts import compares, contraction, read_einsum
+from rankwise.tracing.masks import ADDED_PRODUCTS, CUTS, FILLS, MOVES_AXES, Entries, Masks
+
+Function = Callable[..., Any]
+SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
+LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
+EXP = {torch.exp, Tensor.exp, Tensor.exp_}
+KEEPS_VALUES = {
+    F.dropout,
+    torch.dropout,
+    torch.clone,
+    Tensor.clone,
+    Tensor.contiguous,
+    Tensor.to,
+    Tensor.type,
+    Tensor.type_as,
+    Tensor.float,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.double,
+    Tensor.view,
+    Tensor.reshape,
+    torch.reshape,
+    Tensor.flatten,
+    torch.flatten,
+    Tensor.unflatten,
+    Tensor.unsqueeze,
+    torch.unsqueeze,
+    Tensor.squeeze,
+    torch.squeeze,
+    Tensor.detach,
+}
+"""Casts, dropout and new shapes: what is mixed is still the softmax (dropout's rescaling apart)."""
+PRODUCTS = {
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.mm,
+    Tensor.mm,
+}
+TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
+STARTS_ANEW = {
+    F.linear,
+    F.layer_norm,
+    F.rms_norm,
+    F.group_norm,
+    F.batch_norm,
+    F.embedding,
+    torch.addmm,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+}
+"""Layers with weights of their own: what comes out is no score, even if scores went in."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is known of a tensor that came out of a softmax."""
+
+    probabilities: Tensor | None
+    """The softmax's own result, before casts and dropout; None where it is the tensor itself."""
+    allowed: Entries | None
+    """Which of its entries no mask had hidden; None where it is not known."""
+    compared: bool
+    """Whether the scores compare activations with activations, as Q Kᵀ does."""
+    intact: bool = True
+    """Whether only casts, dropout and new shapes lie between the softmax and the tensor."""
+    sums_down: bool = False
+    """Whether its columns sum to 1, and not its rows: it mixes once it is transposed."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A product of attention weights with values."""
+
+    matrix: Tensor
+    """(..., T, S), as finely as the model knew it."""
+    values: Tensor
+    output: Tensor | None
+    """None where the model added something in the same call."""
+    allowed: Entries | None
+    """Which entries of the matrix no mask had hidden before the softmax, where that is known."""
+    compared: bool
+    values_compared: bool
+    """Whether the values, too, are a product of activations: Kᵀ V of linear attention."""
+    values_learned: bool
+    """Whether the values are weights of the model: a table that tokens are looked up in."""
+    axes: tuple[int, ...] | None = None
+    """Where the axes of ``output`` lie in what the model got; None where something was added or summed."""
+
+
+class SoftmaxFollower:
+    """Watches torch functions one by one and says when attention weights meet their values."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: a new forward pass begins."""
+        self._weights: Any = WeakIdKeyDictionary()
+        self._logarithms: Any = WeakIdKeyDictionary()
+        self._compared: Any = WeakIdKeyDictionary()
+        self._masks = Masks()
+
+    def saw(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Mixed | None:
+        """Take note of one call; the mixing it completes, if it does."""
+        if func is Tensor.__setitem__:
+            self._written_into(*args[:3])
+        if not isinstance(out, Tensor):
+            return None
+        if func in SOFTMAX or func in LOG_SOFTMAX:
+            self._softmax(args, kwargs, out, self._weights if func in SOFTMAX else self._logarithms)
+            return None
+        if func in EXP and args[0] in self._logarithms:
+            self._weights[out] = self._logarithms[args[0]]
+            return None
+        tensors = _tensors(args, kwargs)
+        if func in PRODUCTS:
+            mixed = self._product(tensors, out) if self._weights else None
+        elif func in ADDED_PRODUCTS and kwargs.get("alpha", 1) == 1:
+            mixed = self._product(tensors[1:], out) if self._weights else None
+            mixed = None if mixed is None else replace(mixed, output=None, axes=None)
+        elif func is torch.einsum:
+            mixed = self._einsum(args, out)
+        else:
+            mixed = None
+        self._note_comparison(func, tensors, args, out)
+        if out in self._compared:
+            self._masks.saw(func, args, kwargs, out, self._compared)
+        if mixed is None and self._weights:
+            self._follow(func, args, kwargs, out)
+        return mixed
+
+    def goes_on(self, out: Tensor, changed: Tensor) -> None:
+        """The model goes on with another tensor in the place of one that it got."""
+        if out in self._compared:
+            self._compared[changed] = True
+
+    def _known(self, tensor: Tensor) -> Weights | None:
+        return self._weights.get(tensor)
+
+    # --- scores -------------------------------------------------------------------------------------------
+
+    def _note_comparison(
+        self, func: Function, tensors: list[Tensor], args: tuple[Any, ...], out: Tensor
+    ) -> None:
+        if func is torch.einsum:
+            read = read_einsum(args)
+            compared = read is not None and _activations(*read.tensors) and compares(read)
+        elif func in PRODUCTS or func in ADDED_PRODUCTS:
+            first, second = tensors[-2:] if len(tensors) > 1 else (out, out)
+            compared = _activations(first, second) and _same_batch(first, second)
+        elif self._compared:
+            compared = func not in STARTS_ANEW and any(tensor in self._compared for tensor in tensors)
+        else:
+            compared = False
+        if compared:
+            self._compared[out] = True
+
+    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Any) -> None:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        scores = args[0] if args else kwargs.get("input")
+        if out.dim() < 2 or dim is None or not isinstance(scores, Tensor):
+            return
+        compared, axis = scores in self._compared, dim % out.dim() - out.dim()
+        if axis == -1 or (axis == -2 and compared):
+            allowed = self._masks.allowed(scores, compared)
+            known[out] = Weights(None, allowed, compared, sums_down=axis == -2)
+
+    # --- from the softmax to the product ------------------------------------------------------------------
+
+    def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        source = next((tensor for tensor in tensors if self._known(tensor) is not None), None)
+        if source is None:
+            return
+        weights = self._known(source)
+        assert weights is not None
+        if func in KEEPS_VALUES and out.numel() == source.numel():
+            if out is not source:
+                self._weights[out] = replace(weights, probabilities=_or(weights.probabilities, source))
+        elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
+            allowed = None
+            if weights.allowed is not None and not _recombines(func):
+                allowed = weights.allowed.through(func, args, kwargs, source, out)
+                allowed = _zeroed(allowed, func, args, out)
+            down = weights.sums_down and not _turns(func, args, kwargs, source)
+            self._weights[out] = Weights(None, allowed, weights.compared, intact=False, sums_down=down)
+
+    def _written_into(self, tensor: Tensor, where: object, value: object) -> None:
+        weights = self._known(tensor)
+        if weights is not None:
+            self._weights[tensor] = replace(weights, probabilities=None, intact=False)
+        elif tensor in self._compared:
+            self._masks.written_into(tensor, where, value)
+
+    def _product(self, tensors: list[Tensor], out: Tensor) -> Mixed | None:
+        if len(tensors) != 2:
+            return None
+        first, second = tensors
+        weights = self._known(first)
+        straight = tuple(range(out.dim()))
+        if weights is not None and not weights.sums_down:
+            return replace(self._mixed(weights, first, second, second, out), axes=straight)
+        weights = self._known(second)
+        if weights is None or min(first.dim(), second.dim(), out.dim()) < 2:
+            return None
+        # Channels first: Y = V Mᵀ is Yᵀ = M Vᵀ.
+        changed = replace(weights, probabilities=None, intact=False)
+        if weights.allowed is not None:
+            swapped = weights.allowed.through(Tensor.transpose, (second, -2, -1), {}, second, second.mT)
+            changed = replace(changed, allowed=swapped)
+        turned = (*straight[:-2], straight[-1], straight[-2])
+        return replace(self._mixed(changed, second.mT, first, first.mT, out.mT), axes=turned)
+
+    def _einsum(self, args: tuple[Any, ...], out: Tensor) -> Mixed | None:
+        read = read_einsum(args) if self._weights else None
+        if read is None:
+            return None
+        for at in (0, 1):
+            operand, other = read.tensors[at], read.tensors[1 - at]
+            weights, how = self._known(operand), contraction(read, at)
+            if weights is None or how is None or weights.sums_down:
+                continue
+            values, theirs = other, read.letters[1 - at]
+            if set(how.axes) <= set(theirs):
+                values = torch.einsum(f"{theirs}->{how.axes}{how.source}{how.channel}", other)
+            wanted = f"{how.axes}{how.row}{how.channel}"
+            output = torch.einsum(f"{read.result}->{wanted}", out)
+            whole = sorted(wanted) == sorted(read.result)
+            axes = tuple(read.result.index(letter) for letter in wanted) if whole else None
+            return replace(self._mixed(weights, operand, other, values, output), axes=axes)
+        return None
+
+    def _mixed(self, weights: Weights, operand: Tensor, given: Tensor, values: Tensor, out: Tensor) -> Mixed:
+        finest = _or(weights.probabilities, operand) if weights.intact else operand
+        return Mixed(
+            finest if finest.shape == operand.shape else finest.reshape(operand.shape),
+            values,
+            out,
+            allowed=weights.allowed,
+            compared=weights.compared,
+            values_compared=given in self._compared,
+            values_learned=isinstance(given, nn.Parameter),
+        )
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function was given, also those in the list that `torch.cat` takes."""
+    given = (*args, *kwargs.values())
+    listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
+    return [value for values in listed for value in values if isinstance(value, Tensor)]
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+def _activations(first: Tensor, second: Tensor) -> bool:
+    return not isinstance(first, nn.Parameter) and not isinstance(second, nn.Parameter)
+
+
+def _same_batch(first: Tensor, second: Tensor) -> bool:
+    if first.dim() != second.dim():
+        return False
+    return first.dim() == 2 or first.shape[0] == second.shape[0] or 1 in (first.shape[0], second.shape[0])
+
+
+def _recombines(func: Function) -> bool:
+    """Whether entries are made of several: which of them a mask had hidden is not known any more."""
+    return func in STARTS_ANEW or func in PRODUCTS or func is torch.einsum
+
+
+def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out: Tensor) -> Entries | None:
+    """Without the entries that a boolean mask sets to zero after the softmax."""
+    masks = [arg for arg in args[1:2] if isinstance(arg, Tensor) and arg.dtype == torch.bool]
+    if allowed is None or not masks:
+        return allowed
+    if func in FILLS and len(args) > 2 and not isinstance(args[2], Tensor) and args[2] == 0:
+        return Entries(out.shape, lambda: allowed.of(out.shape) & ~masks[0])
+    if func in TIMES:
+        return Entries(out.shape, lambda: allowed.of(out.shape) & masks[0])
+    return allowed
+
+
+def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor) -> bool:
+    """Whether it makes the last axis but one the last: told by the strides of an empty tensor."""
+    empty = torch.empty([2] * source.dim(), device="meta")
+    return func in MOVES_AXES and func(empty, *args[1:], **kwargs).stride()[-1] == 2
+
+
+def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
+    """Head masks, renormalisation, talking heads, moved axes, columns cut off: another matrix of weights."""
+    if out.dim() < 2 or not out.is_floating_point():
+        return False
+    if func in MOVES_AXES:
+        return True
+    cut = out.shape[-2] == source.shape[-2] and out.shape[-1] < source.shape[-1]
+    return out.shape[-2:] == source.shape[-2:] or (func in CUTS and cut)

@@ -1,0 +1,311 @@
+"""Baselines: the same architecture at fresh weights on the same data, beside every head and layer."""
+
+import copy
+import gc
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from experiments.tiny_models import BERT, hugging_face
+from tests.unchecked import unchecked
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.auditing import AuditError, BaselineSettings, FreshWeightsError, fresh_copies, reinitialized
+from rankwise.auditing.baseline_numbers import _at
+from rankwise.auditing.null_findings import beyond_null
+from rankwise.auditing.tables import flat_rows
+from rankwise.errors import InputError, RankwiseError
+from rankwise.measures.quadrature import t_quantile
+from rankwise.report.page import page_context
+
+DELTA = 0.05
+
+
+INTEGERS = nn.Parameter(torch.ones(16, 8, dtype=torch.int8), requires_grad=False)
+
+
+def layer() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+
+
+def batches(tokens: tuple[int, ...] = (32, 40)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, length, 8, generator=generator) for length in tokens]
+
+
+def trained() -> nn.Module:
+    """Queries and keys so large that every head has much more rank than at fresh weights."""
+    model = layer()
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[:16] *= 5
+    return model
+
+
+def test_the_page_has_each_measure_at_fresh_weights_with_its_spread_over_seeds() -> None:
+    audit = rw.audit(layer(), batches(), DELTA, baseline=3)
+    columns = {column["name"]: column for column in page_context(audit)["data"]["columns"]}
+    fresh = [head.baseline for head in audit.heads]
+    assert columns["fresh_stable_rank"]["values"] == pytest.approx(
+        [of.mean["stable_rank"] for of in fresh], 1e-5
+    )
+    assert columns["fresh_stable_rank"]["spread"] == pytest.approx(
+        [of.std["stable_rank"] for of in fresh], 1e-5
+    )
+    assert columns["fresh_stable_rank"]["over_seeds"]
+    shares = [of.std["numerical_rank"] / head.smaller for of, head in zip(fresh, audit.heads, strict=True)]
+    assert columns["init_numerical_rank"]["spread"] == pytest.approx(shares, 1e-5)
+    assert not columns["stable_rank"]["over_seeds"]
+
+
+def by_hand(model: nn.Module, seeds: int) -> list[rw.Audit]:
+    return [rw.audit(reinitialized(model, seed=seed), batches(), DELTA) for seed in range(seeds)]
+
+
+def test_numbers_are_those_of_audits_by_hand() -> None:
+    model = layer()
+    audit = rw.audit(model, batches(), DELTA, baseline=3)
+    fresh = by_hand(model, 3)
+    assert audit.baseline is not None
+    assert audit.baseline.seeds == [0, 1, 2]
+    for at, head in enumerate(audit.heads):
+        for name in ("numerical_rank", "effective_rank", "row_entropy", "nearest_distance"):
+            values = np.array([getattr(one.heads[at], name) for one in fresh])
+            assert head.baseline.mean[name] == pytest.approx(values.mean(), rel=1e-12)
+            assert head.baseline.std[name] == pytest.approx(values.std(ddof=1), rel=1e-9)
+        spread = np.mean([one.heads[at].spread["effective_rank"] for one in fresh])
+        assert head.baseline.spread["effective_rank"] == pytest.approx(spread, rel=1e-12)
+        assert head.init_effective_rank == head.baseline.mean["effective_rank"]
+        assert head.init_numerical_rank == head.baseline.mean["numerical_rank"]
+        assert not [name for name in flat_rows([head])[0] if name.startswith("fresh_")]  # the same again
+        spectra = np.mean([one.heads[at].spectrum for one in fresh], axis=0)
+        np.testing.assert_allclose(head.baseline.spectrum, spectra, rtol=1e-12)
+        assert [point.delta for point in head.baseline.band] == [point.delta for point in head.band]
+    for at, state in enumerate(audit.layers):
+        values = np.array([one.layers[at].relative_spread for one in fresh])
+        assert state.baseline.mean["relative_spread"] == pytest.approx(values.mean(), rel=1e-12)
+        assert state.baseline.std["relative_spread"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-15)
+
+
+def test_the_own_numbers_are_those_without_a_baseline() -> None:
+    model = layer()
+    plain, with_it = rw.audit(model, batches()), rw.audit(model, batches(), baseline=2)
+    own = {"baseline", "init_numerical_rank", "init_effective_rank"}
+    for one, other in zip(plain.heads, with_it.heads, strict=True):
+        assert one.model_dump_json(exclude=own) == other.model_dump_json(exclude=own)
+    assert plain.baseline is None
+    assert all(head.baseline is None and math.isnan(head.init_numerical_rank) for head in plain.heads)
+
+
+def test_a_model_at_its_own_fresh_weights_is_neither_above_nor_below() -> None:
+    model = layer()
+    for seed in (11, 12, 13):
+        audit = rw.audit(reinitialized(model, seed=seed), batches((24,)), baseline=4)
+        assert all(head.baseline.judged for head in audit.heads)
+        assert [beyond_null(head) for head in audit.heads] == [None, None]
+
+
+def test_a_trained_model_is_above_and_the_evidence_is_the_baseline() -> None:
+    audit = rw.audit(trained(), batches(), DELTA, baseline=3)
+    (finding,) = [one for one in audit.findings if one.code == "HIGH_RANK"]
+    head = audit.heads[finding.where.head]
+    at = head.baseline.band[2]
+    assert finding.evidence["heads"] == finding.evidence["of"] == len(finding.heads) == 2
+    assert finding.evidence["baseline"] == at.rank_low == head.init_numerical_rank
+    assert finding.evidence["margin"] == at.margin < finding.evidence["difference"]
+    assert finding.evidence["difference"] == pytest.approx(head.numerical_rank - head.init_numerical_rank)
+    assert finding.evidence["pairs"] == 4 * 3
+    assert "fresh weights" in finding.meaning
+    said = {"rw": rw, "model": trained(), "batches": batches()}
+    exec(finding.remedy.split("`")[1], said)
+
+
+def test_lengths_of_sequences_are_no_spread() -> None:
+    """Each sequence is held against itself: a rank that grows with the length alone is in both."""
+    own = np.repeat(np.array([[10.0], [100.0], [1000.0]]), 2, axis=1)
+    point = _at(0.01, own + 3, [own, own + 1])
+    assert point.difference_low == point.difference_high == 2.5
+    assert point.margin == pytest.approx(t_quantile(5) * np.std([3, 3, 3, 2, 2, 2], ddof=1))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "seeds", "judged"), [(1, 1, False), (3, 1, False), (1, 2, False), (2, 2, True)]
+)
+def test_without_a_spread_nothing_is_above_or_below(sequences: int, seeds: int, judged: bool) -> None:
+    audit = rw.audit(trained(), [batches((20,))[0][:1].repeat(sequences, 1, 1)], DELTA, baseline=seeds)
+    assert {head.baseline.judged for head in audit.heads} == {judged}
+    assert audit.heads[0].baseline.seeds == seeds
+    if not judged:
+        assert all("fresh weights" not in finding.meaning for finding in audit.findings)
+
+
+def test_intervals_of_estimates_count_from_their_near_ends() -> None:
+    own, fresh = np.array([[5.0, 7.0]] * 3), np.array([[1.0, 2.0]] * 3)
+    point = _at(0.01, own, [fresh, fresh])
+    assert (point.difference_low, point.difference_high) == (3.0, 6.0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_model_and_random_state_are_untouched(training: bool) -> None:
+    model = layer().train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    rw.audit(model, batches())
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    audit = rw.audit(model, batches(), baseline=2)
+    assert torch.equal(torch.rand(4), wanted)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.training is training
+    again = rw.audit(model, batches(), baseline=2)  # also in training mode: dropout has the seed's state
+    assert [one.baseline for one in again.heads] == [one.baseline for one in audit.heads]
+
+
+def test_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[nn.Module]] = []
+    most = 0
+    made = fresh_copies.reinitialized
+
+    def counted(*given, **named) -> nn.Module:
+        nonlocal most
+        gc.collect()
+        most = max(most, sum(one() is not None for one in alive))
+        copied = made(*given, **named)
+        alive.append(weakref.ref(copied))
+        return copied
+
+    monkeypatch.setattr(fresh_copies, "reinitialized", counted)
+    rw.audit(layer(), batches(), baseline=3)
+    assert len(alive) == 3
+    assert most == 0
+
+
+def test_batches_may_come_once() -> None:
+    audit = rw.audit(layer(), iter(batches()), baseline=2)
+    wanted = rw.audit(layer(), batches(), baseline=2)
+    assert [head.baseline for head in audit.heads] == [head.baseline for head in wanted.heads]
+
+
+def test_a_function_of_a_seed_builds_what_the_model_cannot() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = layer()
+            self.table = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(x + self.table)
+
+    seen = []
+
+    def build(seed: int) -> nn.Module:
+        seen.append(seed)
+        return Own()
+
+    with pytest.raises(FreshWeightsError, match=r"'table'.*baseline=build"):
+        rw.audit(Own(), batches(), baseline=True)
+    audit = rw.audit(Own(), batches(), baseline=BaselineSettings(2, build))
+    assert seen == [0, 1]
+    assert audit.baseline.built == "by the function given"
+    assert rw.audit(Own(), batches(), baseline=build).baseline.seeds == [0, 1, 2]
+
+
+def test_a_transformers_model_is_built_from_its_configuration() -> None:
+    model = hugging_face("BertModel", **BERT)()
+    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    audit = rw.audit(model, [{"input_ids": ids}], baseline=2)
+    assert audit.baseline.built == "from its configuration"
+    assert all(head.baseline.seeds == 2 for head in audit.heads)
+    loaded = rw.Audit.model_validate_json(audit.model_dump_json())
+    assert loaded.heads[0].baseline == audit.heads[0].baseline
+
+
+def test_padded_sequences_are_measured_without_their_padding() -> None:
+    model = hugging_face("BertModel", **BERT)()
+    ids = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    padded = rw.audit(model, [{"input_ids": ids, "attention_mask": mask}], baseline=2)
+    alone = rw.audit(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:, :9]}], baseline=2)
+    for one, other in zip(padded.heads, alone.heads, strict=True):
+        for name, value in one.baseline.mean.items():
+            assert value == pytest.approx(other.baseline.mean[name], rel=1e-4, abs=1e-5, nan_ok=True), name
+
+
+@pytest.mark.parametrize("wanted", [0, -1, "yes", 2.5, None, BaselineSettings(0), layer()], ids=str)
+def test_other_wishes_are_refused(wanted: object) -> None:
+    with unchecked(), pytest.raises(InputError, match="baseline"):
+        rw.audit(layer(), batches(), baseline=wanted)
+
+
+def test_what_cannot_be_rebuilt_is_refused_before_anything_runs() -> None:
+    calls = []
+    model = layer()
+    model.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(FreshWeightsError, match="extra"):
+        rw.audit(model, batches(), baseline=True)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: setattr(model, "is_quantized", True), "quantised"),
+        (lambda model: setattr(model, "hf_device_map", {"a": 0, "b": "cpu"}), "more than one device"),
+        (lambda model: model.to("meta"), "not in memory"),
+        (lambda model: setattr(model.linear1, "weight", INTEGERS), "int8"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_are_refused_with_the_reason(change, said: str) -> None:
+    model = layer()
+    change(model)
+    with pytest.raises(FreshWeightsError, match=said):
+        rw.audit(model, batches(), baseline=True)
+
+
+def test_a_copy_that_fails_loses_nothing() -> None:
+    class Failing(nn.TransformerEncoderLayer):
+        def forward(self, *given, **named) -> Tensor:
+            raise RuntimeError("no such kernel")
+
+    def build(seed: int) -> nn.Module:
+        return Failing(8, 2, 16, batch_first=True)
+
+    with pytest.raises(AuditError, match="no such kernel") as caught:
+        rw.audit(layer(), batches(), baseline=build)
+    assert len(caught.value.audit.heads) == 2
+    assert isinstance(caught.value, RankwiseError)
+
+
+def test_ctrl_c_keeps_the_seeds_that_are_done() -> None:
+    def progress(_: int, what: str) -> None:
+        if what.startswith("seed 1"):
+            raise KeyboardInterrupt
+
+    audit = rw.audit(layer(), batches(), baseline=3, on_progress=progress)
+    assert audit.baseline.seeds == [0]
+    assert audit.heads[0].baseline.seeds == 1
+    assert "baseline of 1 seeds only: interrupted from the keyboard" in audit.provenance.notes
+    assert audit.complete
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_model_has_the_baseline_of_the_model_itself() -> None:
+    model = layer()
+    plain = rw.audit(model, batches(), baseline=2)
+    compiled = rw.audit(torch.compile(copy.deepcopy(model)), batches(), baseline=2)
+    assert [one.baseline for one in compiled.heads] == [one.baseline for one in plain.heads]
+    assert compiled.heads[0].baseline is not None
+
+
+def test_nan_in_the_model_or_a_copy_is_left_out() -> None:
+    model = layer()
+    with torch.no_grad():
+        model.self_attn.in_proj_weight.fill_(math.nan)
+    audit = rw.audit(model, batches(), baseline=2)
+    assert math.isfinite(audit.heads[0].baseline.mean["effective_rank"])
+    assert not audit.heads[0].baseline.judged

@@ -1,0 +1,219 @@
+"""Pictures of matrices are the matrices, averaged; tokens are called what they are."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from experiments.families import BERT, LLAMA, hugging_face
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tests.report import samples
+
+import rankwise as rw
+from rankwise.auditing import MatrixPicture, chosen_heads
+from rankwise.auditing.findings import find
+from rankwise.auditing.pictures import block_averages
+from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.token_names import TokenNames, commonest, name_counts, peak_name
+from rankwise.errors import InputError
+from rankwise.operators import DenseMixing, IndexedMixing, LinearAttentionMixing, SoftmaxMixing
+from rankwise.report.page import page_context
+from rankwise.tracing import MixerSite
+
+
+class Words:
+    """A tokenizer whose token n is the word "wn"; 0 opens a text."""
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[0, *map(len, text.split())] for text in texts]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("[CLS]" if one == 0 else f" w{one}" for one in ids)
+
+
+def by_hand(matrix: torch.Tensor, side: int) -> torch.Tensor:
+    """Block means by loops."""
+    tokens, sources = matrix.shape
+    rows, columns = min(tokens, side), min(sources, side)
+    out = torch.zeros(rows, columns, dtype=matrix.dtype)
+    for r in range(rows):
+        for c in range(columns):
+            own = [t for t in range(tokens) if t * rows // tokens == r]
+            read = [s for s in range(sources) if s * columns // sources == c]
+            out[r, c] = matrix[own][:, read].mean()
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 13), st.integers(1, 13), st.integers(1, 6))
+def test_a_picture_holds_the_means_of_blocks(tokens: int, sources: int, side: int) -> None:
+    matrix = torch.randn(tokens, sources, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    picture = block_averages(DenseMixing(matrix), side)
+    torch.testing.assert_close(picture, by_hand(matrix, side), rtol=1e-12, atol=1e-14)
+
+
+def test_products_give_what_the_matrix_gives_padding_left_out() -> None:
+    query, key = torch.randn(2, 1, 3, 40, 8, generator=torch.Generator().manual_seed(1)).double()
+    real = torch.arange(40) >= 5
+    part = IndexedMixing(SoftmaxMixing(query, key, is_causal=True), real, real)
+    dense = part.dense()[0]
+    for head in range(3):
+        torch.testing.assert_close(block_averages(part, 9)[0, head], by_hand(dense[head], 9))
+
+
+def test_a_hundred_thousand_tokens_form_no_matrix() -> None:
+    query, key = torch.rand(2, 1, 1, 100_000, 4, generator=torch.Generator().manual_seed(2))
+    picture = block_averages(LinearAttentionMixing(query, key, normalized=True))[0, 0]
+    assert picture.shape == (128, 128)
+    # Rows sum to 1 over 100,000 columns: a float32 sum of n terms is off by at most n·2⁻²⁴ of it.
+    assert picture.mean() * 100_000 == pytest.approx(1, rel=100_000 * 2**-24)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([0.0, 1e-30, 1.0, 1e30]), st.booleans())
+def test_what_is_kept_is_the_picture_to_half_precision(
+    rows: int, columns: int, size: float, gap: bool
+) -> None:
+    picture = size * np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32)
+    picture[0, 0] = np.nan if gap else picture[0, 0]
+    kept = MatrixPicture.of(picture, tokens=rows, sources=columns)
+    again = MatrixPicture.model_validate_json(kept.model_dump_json()).matrix()
+    assert np.isnan(again).sum() == int(gap)
+    # float16 has 11 bits; below 2⁻¹⁴ of the largest it has steps of 2⁻²⁴
+    np.testing.assert_allclose(again, picture, rtol=2**-11, atol=kept.largest * 2**-24)
+
+
+@pytest.mark.parametrize(
+    "change", [{"values": "AAAA"}, {"values": "é"}, {"rows": 3}, {"rows": 129}, {"largest": None}]
+)
+def test_a_damaged_picture_is_refused(change: dict[str, object]) -> None:
+    kept = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    with pytest.raises(ValidationError):
+        MatrixPicture.model_validate(kept.model_dump() | change)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_audit_keeps_the_matrices_of_two_sequences_as_the_model_applied_them(
+    tmp_path, apart: bool
+) -> None:
+    model = hugging_face("BertModel", **BERT)()
+    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    halves = [{name: part[at : at + 1] for name, part in batch.items()} for at in (0, 1)]
+    audit = rw.audit(model, halves if apart else [batch, batch], matrices="all", tokenizer=Words())
+    audit = rw.Audit.load(audit.save(tmp_path / "audit.json"))
+    with rw.capture(model) as trace, torch.no_grad():
+        model(**batch)
+    words = [[f"w{number}" for number in row.tolist()] for row in ids]
+    assert audit.texts == {"input_ids": words[0][:9], "input_ids of sequence 2": words[1]}
+    # Alone and in a batch a sequence goes through other products: float32 rounding of both.
+    rounding = 2**-18 if apart else 0
+    for head in audit.heads:
+        for at, picture, tokens in ((0, head.picture, 9), (1, head.second_picture, 12)):
+            assert (picture.tokens, picture.sources, picture.rows, picture.columns) == (tokens,) * 4
+            assert audit.texts[picture.row_tokens] == audit.texts[picture.column_tokens] == words[at][:tokens]
+            matrix = trace.mixers[head.layer].operator[at, head.head].dense()[:tokens, :tokens]
+            np.testing.assert_allclose(
+                picture.matrix(), matrix, rtol=2**-11 + rounding, atol=2**-24 + rounding
+            )
+
+
+def test_chosen_heads_have_pictures_and_no_others() -> None:
+    model = hugging_face("LlamaModel", **LLAMA)()
+    batch = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(3))}
+    audit = rw.audit(model, [batch], matrices="1:2, 0:0,9:9")
+    assert {(h.layer, h.head) for h in audit.heads if h.picture} == {(0, 0), (1, 2)}
+    assert "no such head to keep the matrix of: 9:9" in audit.provenance.notes
+    runs = []
+    with (
+        model.register_forward_hook(lambda *_: runs.append(1)),
+        pytest.raises(InputError, match=r"layers 0–\d, numbers 0–3, got 9:9") as refused,
+    ):
+        rw.audit(model, [batch, batch], matrices="9:9")
+    assert len(runs) == 1
+    assert not hasattr(refused.value, "audit")
+    assert all(h.picture is None for h in rw.audit(model, [batch]).heads)
+    flagged = {f.where.head for f in rw.audit(model, [batch]).findings if f.where.head is not None}
+    kept = rw.audit(model, [batch], matrices="flagged")
+    assert bool(flagged) == any(h.picture for h in kept.heads)
+
+
+def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
+    picture = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    both = {"picture": picture, "second_picture": picture}
+    heads = [head.model_copy(update=both) for head in samples.grid(2, 4)]
+    place = samples._place(1, 2)
+    twins = samples.finding(
+        "DUPLICATE_HEADS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01}
+    )
+    kept = chosen_heads("flagged").kept(heads, [twins])
+    assert [(h.layer, h.head) for h in kept if h.picture] == [(1, 2), (1, 3)]
+    assert [(h.layer, h.head) for h in kept if h.second_picture] == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("wrong", ["3", "3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)]])
+def test_what_names_no_heads_is_refused(wrong: object) -> None:
+    with pytest.raises(InputError, match=r"`matrices`.*flagged"):
+        chosen_heads(wrong)
+
+
+def test_what_is_no_tokenizer_is_refused_and_one_that_cannot_decode_gives_ids() -> None:
+    with pytest.raises(InputError, match="`tokenizer`"):
+        TokenNames(object())
+    assert TokenNames(lambda texts: {}).text(4) == "id 4"
+
+
+def test_tokens_are_called_by_text_and_place() -> None:
+    names = TokenNames(Words())
+    assert peak_name(names, torch.tensor([0, 5, 6]), 0, 3)[0] == "[CLS], the first token"
+    assert peak_name(names, torch.tensor([0, 5, 6]), 2, 3) == ["w6, the last token", "the last token", "w6"]
+    assert [names.text(7), TokenNames().text(7)] == ["w7", "id 7"]
+    space = SimpleNamespace(decode=lambda ids: " ")
+    assert TokenNames(space).text(3) == "␣"
+
+
+def of_most(named: list[list[str]]) -> tuple[str, int]:
+    return commonest(name_counts(named), len(named))
+
+
+def test_the_commonest_name_is_the_most_telling_of_equals() -> None:
+    same = [["[CLS], the first token", "the first token", "[CLS]"]] * 2
+    assert of_most(same) == ("[CLS], the first token", 2)
+    words = [[f"w{n}, the first token", "the first token", f"w{n}"] for n in range(3)]
+    assert of_most(words) == ("the first token", 3)
+    assert of_most([[f"w{n}, token {n}", f"token {n}", f"w{n}"] for n in range(1, 4)]) == ("", 0)
+    assert of_most([]) == ("", 0)
+
+
+def test_the_peak_of_a_head_is_named_without_padding() -> None:
+    real = torch.tensor([[False, True, True, True]])
+    operator = DenseMixing(torch.eye(4)[None, None])
+    site = MixerSite("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
+    names = TokenNames(Words()).peaks(site, {"input_ids": torch.tensor([[9, 1, 2, 3]])}, [[1]])
+    assert names == [[["w2, token 1", "token 1", "w2"]]]
+
+
+@pytest.mark.parametrize(("mass", "named"), [(0.5, "[CLS]"), (0.49, ""), (0.02, ""), (float("nan"), "")])
+def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass: float, named: str) -> None:
+    (head,) = samples.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
+    about = samples.provenance()
+    audit = AuditRecord(provenance=about, heads=[head], layers=[], findings=[])
+    peak = page_context(audit)["data"]["heads"]["max_token"]
+    assert peak["words"][peak["of"][0]] == head.named_peak == named
+
+
+def test_a_sink_names_its_token_and_how_often() -> None:
+    (head,) = samples.grid(1, 1)
+    sink = head.model_copy(
+        update={"max_token_mass": 0.93, "max_token": "the first token", "max_token_sequences": 64}
+    )
+    (found,) = find([sink], [], [])
+    assert found.meaning.startswith("The first token takes 93% of a row on average")
+    sink = sink.model_copy(update={"max_token": "[SEP]", "max_token_sequences": 60})
+    assert find([sink], [], [])[0].meaning.startswith("[SEP] (in 60 of 64 sequences) takes 93%")
+    sink = sink.model_copy(update={"max_token": "", "max_token_sequences": 0})
+    assert find([sink], [], [])[0].meaning.startswith("One token takes 93%")

@@ -1,0 +1,381 @@
+"""What a finding tells its reader to do can be done: commands and calls are run, advice is followed."""
+
+import math
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import rankwise as rw
+from rankwise.auditing import CODES, Finding
+from rankwise.cli import app
+from rankwise.report.text import pieces
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 120
+T, HEADS = 32, 5
+SINK, CONSTANT, IDENTITY, TWIN, OTHER = range(HEADS)
+WIDTH = T + 2
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.query, self.key, self.value = (nn.Linear(WIDTH, HEADS * WIDTH, bias=False) for _ in range(3))
+        self.output = nn.Linear(HEADS * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            weights(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for weights in (self.query, self.key, self.value)
+        )
+        scores = query @ key.mT / math.sqrt(WIDTH)
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        mixed = torch.softmax(scores, -1) @ value
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.attention = Attention(causal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+class Model(nn.Module):
+    """Blocks of attention over tokens that hold a one, whether they are the first, and which they are."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config["causal"]) for _ in range(config["layers"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tokens() -> Tensor:
+    first = torch.zeros(T, 1)
+    first[0] = 1
+    return torch.cat([torch.ones(T, 1), first, torch.eye(T)], -1)[None].repeat(2, 1, 1)
+
+
+@torch.no_grad()
+def designed(causal: bool = False, layers: int = 1) -> Model:
+    """Heads that are a sink, constant, the identity, and two that are alike."""
+    torch.manual_seed(0)
+    model = Model({"causal": causal, "layers": layers}).eval()
+    attention = model.blocks[0].attention
+    query, key = (weights.weight.view(HEADS, WIDTH, WIDTH) for weights in (attention.query, attention.key))
+    query[[SINK, CONSTANT, IDENTITY]] = key[[SINK, CONSTANT, IDENTITY]] = 0
+    query[SINK, 0, 0] = key[SINK, 0, 1] = 16  # what a one asks for, the first has
+    for at in range(2, WIDTH):
+        query[IDENTITY, at, at] = key[IDENTITY, at, at] = 16
+    query[TWIN] *= 40
+    query[OTHER], key[OTHER] = query[TWIN] + 1e-3, key[TWIN]
+    return model
+
+
+def of(code: str, audit: rw.Audit) -> list[Finding]:
+    found = [finding for finding in audit.findings if finding.code == code]
+    assert found, f"{code} is not among {[finding.code for finding in audit.findings]}"
+    return found
+
+
+# --- advice in words, under its very words -----------------------------------------------------------------
+
+
+def read_by_output(attention: Attention, head: int) -> Tensor:
+    return attention.output.weight[:, head * WIDTH : (head + 1) * WIDTH]
+
+
+def contribution(model: Model, head: int) -> Tensor:
+    """What a head adds to the tokens."""
+    other = designed()
+    other.load_state_dict(model.state_dict())
+    for at in set(range(HEADS)) - {head}:
+        read_by_output(other.blocks[0].attention, at).zero_()
+    return other(tokens()) - tokens()
+
+
+@torch.no_grad()
+def without_head(finding: Finding) -> None:
+    model, head = designed(), finding.where.head
+    assert head in (SINK, CONSTANT)
+    before, lost = model(tokens()), contribution(model, head)
+    read_by_output(model.blocks[0].attention, head).zero_()
+    torch.testing.assert_close(model(tokens()), before - lost)
+    assert (lost - lost.mean(1, keepdim=True)).norm() < 0.3 * lost.norm()  # much the same for all tokens
+
+
+@torch.no_grad()
+def folded(finding: Finding) -> None:
+    model = designed()
+    assert finding.where.head == IDENTITY
+    attention = model.blocks[0].attention
+    value = attention.value.weight.view(HEADS, WIDTH, WIDTH)[IDENTITY]
+    mapped = tokens() @ (read_by_output(attention, IDENTITY) @ value).T
+    assert (contribution(model, IDENTITY) - mapped).norm() < 0.2 * mapped.norm()
+
+
+@torch.no_grad()
+def merged(finding: Finding) -> None:
+    model, before = designed(), designed()(tokens())
+    assert (finding.where.head, finding.evidence["nearest_head"]) == (TWIN, OTHER)
+    attention = model.blocks[0].attention
+    for weights in (attention.query.weight, attention.key.weight):
+        by_head = weights.view(HEADS, WIDTH, WIDTH)
+        by_head[OTHER] = by_head[TWIN]
+    assert (model(tokens()) - before).norm() < 0.1 * contribution(model, TWIN).norm()
+
+
+@torch.no_grad()
+def without_block(finding: Finding) -> None:
+    model = switched_off()
+    before = model(tokens())
+    assert finding.where.layer == 2
+    del model.blocks[1]
+    assert (model(tokens()) - before).norm() < 0.05 * before.norm()
+
+
+@torch.no_grad()
+def without_mixer(finding: Finding) -> None:
+    """Of a BERT, whose mixer `drowned` names."""
+    model, batch = drowned()
+    before = model(**batch)[0]
+    model.get_submodule(finding.where.site).get_parameter("output.dense.weight").zero_()
+    assert (model(**batch)[0] - before).norm() < 0.05 * before.norm()
+
+
+def raised(finding: Finding) -> None:
+    of("COLLAPSE", rw.audit(cut(), [tokens()]))
+    assert all(one.code != "COLLAPSE" for one in rw.audit(cut(skip=2), [tokens()]).findings)
+
+
+FOLLOWED: dict[str, Callable[[Finding], None]] = {
+    "set the weights of the output projection that read this head to 0, and compare the loss": without_head,
+    "put a linear map of each token in its place, the product of its output and value projections, "
+    "and compare the loss": folded,
+    "give both the query and key weights of one of them, and compare the loss": merged,
+    "raise λ in the model's own config or skip connections, where it has one": raised,
+    "or take the block out of its list and compare the loss": without_block,
+    "or set the weights of its output projection to 0 and compare the loss": without_mixer,
+}
+LEADS = (
+    "see whether half precision overflowed, ",
+    "what is not finite in float32 either comes from inputs or from weights, ",
+    "see how much mixing its λ-skip or LayerScale leaves, ",
+    "see what training did: ",
+    "see what the model loses without it: ",
+    ", then ",
+    ", with the part rotary in place of qk where positions are rotated in",
+)
+"""Words around commands and calls, which say what these show."""
+
+
+# --- models with a folder, for commands --------------------------------------------------------------------
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=160, pad_token_id=0,
+    )  # fmt: skip
+    return BertForMaskedLM(config).eval()
+
+
+def ids() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(1))}
+
+
+def redundant() -> nn.Module:
+    """A head that nothing reads."""
+    model = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.output.dense.weight[:, :8] = 0
+    return model
+
+
+def over_wide() -> nn.Module:
+    """A BERT of which one head has queries in two of its eight channels."""
+    model = bert()
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight *= 40
+            layer.attention.self.key.weight *= 40
+        model.bert.encoder.layer[1].attention.self.query.weight[2:8] = 0
+    return model
+
+
+def drowned() -> tuple[nn.Module, dict[str, Tensor]]:
+    model, batch = bert(), ids()
+    skips = rw.add_lambda_skip(model)
+    with torch.no_grad():
+        skips[list(skips)[1]].fill_(1e5)
+    return model, batch
+
+
+def switched_off() -> Model:
+    model = designed(layers=3)
+    with torch.no_grad():
+        model.blocks[1].attention.output.weight *= 1e-5
+    return model
+
+
+def collapsed() -> nn.Module:
+    """Every token gets the mean of all, many times over."""
+    model = bert()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "attention.self.query" in name:
+                weight.zero_()
+            if "attention.self.value.weight" in name or "attention.output.dense.weight" in name:
+                weight *= 50
+    return model
+
+
+class Weak(nn.Module):
+    """Every token gets the mean of all, beside a skip connection that is no plain sum."""
+
+    def __init__(self, skip: float = 0.01) -> None:
+        super().__init__()
+        self.attention, self.skip = nn.MultiheadAttention(WIDTH, 1, batch_first=True), skip
+        with torch.no_grad():
+            self.attention.in_proj_weight[: 2 * WIDTH] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip * x + self.attention(x, x, x)[0]
+
+
+def cut(skip: float = 0.01) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Weak(skip) for _ in range(3))).eval()
+
+
+def broken() -> nn.Module:
+    model = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.self.query.weight[0, 0] = math.nan
+    return model
+
+
+class Unseen(nn.Module):
+    """A block whose mixer no operator is known for, beside one that is."""
+
+    class Mixer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cumsum(x, 1) / 2
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = Unseen.Mixer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mixer(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(False), Unseen.Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def adapter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> rw.operators.DenseMixing:
+    (x,) = args
+    return rw.operators.DenseMixing((torch.ones(x.shape[1], x.shape[1]).tril() / 2).expand(len(x), 1, -1, -1))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "COLLAPSE": (collapsed, ids),
+    "COLLAPSE advised": (collapsed, ids),
+    "COLLAPSE unnamed": (cut, tokens),
+    "INACTIVE_BLOCK": (switched_off, tokens),
+    "INACTIVE_BLOCK advised": (lambda: drowned()[0], ids),
+    "SINK": (designed, tokens),
+    "CONSTANT": (designed, tokens),
+    "IDENTITY": (designed, tokens),
+    "DUPLICATE_HEADS": (designed, tokens),
+    "HIGH_RANK": (designed, tokens),
+    "LOW_RANK": (lambda: designed(causal=True), tokens),
+    "OVERSIZED_HEADS": (over_wide, ids),
+    "REMOVABLE": (redundant, ids),
+    "NONFINITE": (broken, ids),
+    "NOT_CAPTURED": (Unseen, tokens),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def run(command: str, model: nn.Module, folder: Path) -> None:
+    """Run a command on the model of the finding; on a BERT for one that is in no folder."""
+    from transformers import ByT5Tokenizer
+
+    saved = folder / "model"
+    model = model if hasattr(model, "save_pretrained") else bert()
+    if rw.skips.skips_of(model):
+        rw.skips.save_skips(model, saved)
+        rw.remove_lambda_skip(model)
+    model.save_pretrained(saved)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(saved)
+    named = {"MODEL": str(saved), "TEXT": "text.txt", "DIR": "out"}
+    words = [named.get(word, word) for word in shlex.split(command)]
+    assert words[0] == "rankwise"
+    result = CliRunner().invoke(app, words[1:])
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
+    made, inputs = CASES[case]
+    model, batch = made(), inputs()
+    audit = rw.audit(model, [batch], importance=case == "REMOVABLE")
+    if " " in case:
+        audit = rw.skips.recommend(audit, model, batch)
+    said = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
+    finding = of(case.split()[0], audit)[0]
+    assert finding.remedy
+    for words, is_code in pieces(finding.remedy):
+        if is_code and words.startswith("rankwise "):
+            run(words, model, folder)
+        elif is_code:
+            exec(words, said)
+        else:
+            left = words.removeprefix("; ")
+            if left not in LEADS:
+                FOLLOWED[left](finding)
+
+
+def test_there_is_a_case_for_every_code() -> None:
+    assert {case.split()[0] for case in CASES} == set(CODES)
+
+
+def test_what_was_not_captured_is_captured_by_the_remedy() -> None:
+    model, batch = Unseen(), tokens()
+    (finding,) = of("NOT_CAPTURED", rw.audit(model, [batch]))
+    again = eval(finding.remedy, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
+    assert all(one.code != "NOT_CAPTURED" for one in again.findings)
+    assert finding.where.site in {head.site for head in again.heads}

@@ -1,0 +1,212 @@
+"""Whatever an audit file holds, it is shown as it is or refused by an error that names it."""
+
+import copy
+import io
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.report import samples
+
+from rankwise._internals.files import parse_json
+from rankwise.auditing import Audit, compare
+from rankwise.errors import RecordError
+from rankwise.report import page, render_comparison, render_console
+
+Content = dict[str, Any]
+NAN, INFINITY = math.nan, math.inf
+
+
+def small(audit: Any) -> Content:
+    """A few heads of an audit, as its file says them."""
+    content = json.loads(audit.model_dump_json())
+    return content | {"heads": [*content["heads"][:4], *content["heads"][-4:]]}
+
+
+ORIGINALS = {name: small(samples.ALL[name]()) for name in ("encoder", "memberships", "estimated", "mixed")}
+
+
+@pytest.fixture(autouse=True)
+def _without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four megabytes that no audit has any part in."""
+    monkeypatch.setattr(page, "chart_script", lambda: "")
+
+
+def loaded(content: Content, folder: Path) -> Audit:
+    (folder / "audit.json").write_text(json.dumps(content))
+    return Audit.load(folder)
+
+
+def shown_everywhere(audit: Audit, original: Audit, folder: Path) -> str:
+    """The page and the console, after everything else that can be done with an audit."""
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    render_console(audit, console)
+    text = page.render_html(audit)
+    data = text.split('id="report-data">')[1].split("</script>")[0]
+    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} in the data of the page"))
+    for before, after in ((audit, original), (original, audit)):
+        comparison = compare(before, after)
+        render_comparison(comparison, console)
+        comparison.model_dump_json()
+    assert compare(audit, audit).is_empty
+    again = Audit.load(audit.save(folder / "again.json"))
+    assert again.model_dump_json() == audit.model_dump_json()
+    return text.split("<body")[1].split('id="report-data"')[0] + out.getvalue()
+
+
+def head(**fields: Any) -> Callable[[Content], None]:
+    return lambda content: content["heads"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("encoder", head(sources=0), r"heads\.0\.sources"),
+        ("encoder", head(tokens=-4), r"heads\.0\.tokens"),
+        ("encoder", head(head=-1), r"heads\.0\.head"),
+        ("encoder", head(head=10**30), r"heads\.0\.head"),
+        ("encoder", head(sequences=10**400), r"heads\.0\.sequences"),
+        ("encoder", head(**{"x" * 9000: 1}), r"heads\.0\.x+ … \("),
+        ("memberships", head(membership_grid=[10**9, 10**9]), r"membership_grid"),
+        ("memberships", head(membership_grid=[-4, -10]), r"membership_grid"),
+        ("encoder", head(membership_grid=[0, 7], membership_map=[0.5]), r"membership_grid"),
+        ("encoder", lambda content: content["provenance"].update(delta=NAN), r"provenance\.delta"),
+        ("encoder", lambda content: content["provenance"].update(delta=0), r"provenance\.delta"),
+        ("encoder", lambda content: content.update(schema_version=["x"] * 9000), "schema version"),
+        ("encoder", lambda content: content["findings"][0]["where"].update(layer=-1), r"where\.layer"),
+    ],
+)
+def test_what_no_audit_can_say_is_refused(
+    name: str, change: Callable[[Content], None], says: str, tmp_path: Path
+) -> None:
+    content = copy.deepcopy(ORIGINALS[name])
+    change(content)
+    with pytest.raises(RecordError, match=says) as refused:
+        loaded(content, tmp_path)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("levels", [101, 950, 990, 100_000])
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_deep_nesting_is_refused_wherever_it_is(levels: int, brackets: str, tmp_path: Path) -> None:
+    opening, closing = ("[", "]") if brackets == "[]" else ('{"a":', "}")
+    text = json.dumps(ORIGINALS["encoder"] | {"uncaptured": "HERE"})
+    (tmp_path / "audit.json").write_text(text.replace('"HERE"', opening * levels + "1" + closing * levels))
+    with pytest.raises(RecordError, match="expected JSON, got lists or objects nested deeper than 100"):
+        Audit.load(tmp_path)
+
+
+def test_nesting_up_to_the_limit_is_read() -> None:
+    assert parse_json("[" * 100 + "]" * 100) is not None
+    with pytest.raises(ValueError, match="deeper than 100"):
+        parse_json("[" * 101 + "]" * 101)
+
+
+def test_a_head_with_a_large_number_is_one_column(tmp_path: Path) -> None:
+    content = copy.deepcopy(ORIGINALS["encoder"])
+    content["heads"][0]["head"] = 10**9
+    audit = loaded(content, tmp_path)
+    shown_everywhere(audit, audit, tmp_path)
+    assert '"11", "1000000000"]' in page.render_html(audit)  # the columns of the map
+
+
+def test_heads_that_form_no_grid_are_refused_by_the_page_and_listed_in_a_frame(tmp_path: Path) -> None:
+    content = copy.deepcopy(ORIGINALS["encoder"])
+    one = content["heads"][0]
+    content["heads"] = [one | {"layer": at, "head": at} for at in range(1100)]
+    audit = loaded(content, tmp_path)
+    for show in (render_console, page.render_html):
+        with pytest.raises(RecordError, match="1,210,000 cells"):
+            show(audit)
+    assert len(compare(audit, audit).changes) == 0
+    pytest.importorskip("pandas")
+    assert len(audit.to_frame()) == 1100
+
+
+def test_a_membership_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    content = copy.deepcopy(ORIGINALS["memberships"])
+    for record in content["heads"]:
+        record["membership_map"][0] = None
+    audit = loaded(content, tmp_path)
+    page = shown_everywhere(audit, audit, tmp_path)
+    assert re.search(r"the scale ends at 0\.\d\d<", page)
+
+
+def test_heads_of_a_layer_with_maps_of_different_tokens_have_no_picture(tmp_path: Path) -> None:
+    content = copy.deepcopy(ORIGINALS["memberships"])
+    content["heads"][0]["membership_map"].append(0.5)
+    audit = loaded(content, tmp_path)
+    assert len(re.findall('<div class="plot membership"', shown_everywhere(audit, audit, tmp_path))) == 1
+
+
+WHOLE = [0, -1, 1, 10**9, 10**30, 10**400, 0.5, NAN]
+REAL = [NAN, INFINITY, -INFINITY, 0, -0.0, -1, 1e308, -1e308, 5e-324, 10**400]
+TEXT = ["", "x" * 5000, "\x00\x1b[31m", "[bold]", "\u202e", "{{7*7}}", "</script>", "a\nb", "%s", "\ud800"]
+LISTS = [[], [NAN], [INFINITY, 1], [-1] * 3, [5e-324] * 4, [None] * 5, [1] * 3000, [[1]], [0, 0], [3, 8]]
+DICTS = [{}, {"": 1}, {"tokens": NAN}, {"effective_rank": INFINITY}, {"numerical_rank": -1}, {"x" * 5000: 1}]
+WRONG = [None, True, "7", [], {}, 10**9, "nan"]
+
+
+def like(value: object, draw: random.Random) -> object:
+    """Something else of the same type, mostly."""
+    kinds = ((bool, [True, False, 1, None]), (int, WHOLE), (float, REAL), (str, TEXT))
+    kinds += ((list, LISTS), (dict, DICTS))
+    pool = next((pool for kind, pool in kinds if isinstance(value, kind)), [*REAL, *WHOLE, *LISTS])
+    return copy.deepcopy(draw.choice(pool if draw.random() < 0.85 else WRONG))
+
+
+def tampered(content: Content, draw: random.Random) -> Content:
+    """A field changed, lost, invented or repeated: in one record, or in all of a kind."""
+    content = copy.deepcopy(content)
+    for _ in range(draw.choice((1, 1, 3))):
+        part = draw.choice(
+            ["heads", "heads", "heads", "layers", "findings", "where", "provenance", "uncaptured"]
+        )
+        if part == "where":
+            records = [finding.get("where") for finding in content["findings"]]
+        else:
+            records = [content["provenance"]] if part == "provenance" else content[part]
+        if not records or not records[0]:
+            continue
+        field, how = draw.choice(sorted(records[0])), draw.random()
+        value = like(records[0][field], draw)
+        for record in records if draw.random() < 0.5 else records[:1]:
+            if how < 0.85:
+                record[field] = value
+            elif how < 0.9:
+                record.pop(field, None)
+            elif how < 0.95:
+                record["invented"] = value
+            else:
+                records += [record] * draw.choice((1, 40))
+                break
+    return content
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_tampered_file_is_shown_or_refused(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    name = draw.choice(sorted(ORIGINALS))
+    original = Audit.model_validate(ORIGINALS[name])
+    try:
+        audit = loaded(tampered(ORIGINALS[name], draw), tmp_path)
+    except RecordError:
+        return
+    shown_everywhere(audit, original, tmp_path)
+
+
+def test_a_coding_rate_that_nobody_knows_is_a_dash(tmp_path: Path) -> None:
+    content = copy.deepcopy(ORIGINALS["memberships"])
+    for record in content["heads"]:
+        record["coding_rate"] = None
+    out = io.StringIO()
+    render_console(loaded(content, tmp_path), Console(file=out, width=120))
+    rows = [line.split() for line in out.getvalue().splitlines() if re.match(r"\s+\d+\s+4 ", line)]
+    assert {row[-1] for row in rows} == {"–"}

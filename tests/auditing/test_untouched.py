@@ -1,0 +1,116 @@
+"""An audit only measures: each batch runs once, and the model is afterwards what it was, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from experiments.tiny_models import BERT, hugging_face, nano_gpt
+from tests.auditing.fingerprint import fingerprint
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.auditing import AuditError
+
+
+def ids() -> list[dict[str, Tensor]]:
+    return [{"input_ids": torch.randint(3, 60, (2, 12))} for _ in range(3)]
+
+
+def collapsing() -> nn.Module:
+    """Every token gets the mean of all, many times over."""
+    model = hugging_face("BertModel", **BERT)()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "self.query" in name:
+                weight.zero_()
+            if "self.value.weight" in name or "attention.output.dense.weight" in name:
+                weight *= 50
+    return model
+
+
+def with_skips() -> nn.Module:
+    model = hugging_face("BertModel", **BERT)()
+    rw.add_lambda_skip(model, init=3)
+    return model
+
+
+def closed() -> nn.Module:
+    """LayerScale of a layer is zero, with the sign that a zero can have."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28}
+    model = hugging_face("Dinov2Model", **sizes, patch_size=7)()
+    with torch.no_grad():
+        model.get_parameter("encoder.layer.1.layer_scale1.lambda1").fill_(-0.0)
+    return model
+
+
+def in_training() -> nn.Module:
+    return hugging_face(
+        "BertModel", **BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )().train()
+
+
+def mamba() -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    return hugging_face("MambaModel", **sizes)()  # 16 channels, each with a matrix of its own
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
+    "collapsing": (collapsing, ids),
+    "skips": (with_skips, ids),
+    "closed LayerScale": (closed, lambda: [torch.randn(2, 3, 28, 28) for _ in range(2)]),
+    "training": (in_training, ids),
+    "mamba": (mamba, ids),
+    "nano": (nano_gpt, ids),
+}
+
+
+@pytest.mark.parametrize("method", ["exact", "estimate"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> None:
+    model, batches = (make() for make in MODELS[name])
+    runs: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    torch.manual_seed(5)
+    before = fingerprint(model)
+    audit = rw.audit(model, batches, method=method)
+    assert fingerprint(model) == before
+    assert len(runs) == len(batches) == audit.provenance.batches
+    assert not audit.provenance.advised
+
+
+def test_the_models_here_have_what_once_was_looked_at_again() -> None:
+    assert "COLLAPSE" in {one.code for one in rw.audit(collapsing(), ids()).findings}
+    assert rw.skips.skips_of(with_skips())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
+def test_an_audit_that_stops_leaves_the_model_alone(error: BaseException) -> None:
+    model = with_skips()
+    block = model.encoder.layer[2]
+    runs: list[int] = []
+
+    def fail(*_: Any) -> None:
+        runs.append(1)
+        if len(runs) == 2:
+            raise error
+
+    block.register_forward_pre_hook(fail)
+    batches = ids()
+    before = fingerprint(model)
+    if isinstance(error, KeyboardInterrupt):
+        assert not rw.audit(model, batches).complete
+    else:
+        with pytest.raises(AuditError):
+            rw.audit(model, batches)
+    assert fingerprint(model) == before
+
+
+def test_a_record_that_could_not_be_written_is_refused_before_anything_runs() -> None:
+    runs: list[int] = []
+    model = nano_gpt()
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    for given in ({"modell": "x"}, {"model": 7}, {"notes": "no list"}):
+        with pytest.raises(rw.errors.InputError, match="`provenance`: expected fields"):
+            rw.audit(model, ids(), provenance=given)
+    assert runs == []

@@ -1,0 +1,46 @@
+"""The recipe of the monitored collapse: small runs, and the page shows what was recorded."""
+
+import json
+from pathlib import Path
+
+from experiments.monitor_collapse import RESULTS, Recipe, main, table, train
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md"
+
+
+def test_a_deep_post_norm_model_is_stopped_with_its_layer_and_a_larger_scale_goes_on():
+    recipe = Recipe(depth=36, steps=1, seeds=(0,), tokens=32, batch=2)
+    stopped = train(recipe, 0.5, 0, stop=True)
+    assert stopped["stopped"]
+    assert stopped["steps"] == 0
+    assert 0 < stopped["collapse"][0] <= recipe.depth
+    larger = train(recipe, 2.0, 0, stop=True)
+    assert not larger["stopped"]
+    assert larger["steps"] == 1
+    assert larger["relative_spread"][0] > stopped["relative_spread"][0]
+
+
+def test_the_scale_of_the_advised_command_goes_on():
+    recipe = Recipe(depth=36, steps=1, seeds=(0,), tokens=32, batch=2)
+    advised = train(recipe, 0.5, 0, stop=True, source="command")
+    assert not advised["stopped"]
+    assert advised["steps"] == 1
+    assert advised["scale"] > 1
+
+
+def test_a_quick_run_leaves_the_kept_record_alone(monkeypatch, capsys):
+    before = RESULTS.read_text()
+    run = json.loads(before)["runs"][-1]
+    monkeypatch.setattr("experiments.monitor_collapse.train", lambda *args, **kwargs: run)
+    main(["--quick"])
+    assert RESULTS.read_text() == before
+    assert f"{run['loss']:.3f}" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_was_recorded():
+    runs = json.loads(RESULTS.read_text())["runs"]
+    assert table(runs) in PAGE.read_text()
+    shares = [run["seconds_an_audit"] / (500 * run["seconds_a_step"]) for run in runs if run["steps"]]
+    assert f"{min(shares):.2%} to {max(shares):.2%}" in PAGE.read_text()
+    spent = [run["audits_share"] for run in runs if run["steps"]]
+    assert f"{min(spent):.1%} to {max(spent):.1%}" in PAGE.read_text()

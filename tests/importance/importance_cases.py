@@ -1,0 +1,65 @@
+"""Tiny models in float64, and gates by hand, for the tests of worth."""
+
+import torch
+import transformers
+from torch import nn
+
+from rankwise.tracing import Changes, capture
+
+SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def language_model(seed=0):
+    """A GPT-2 whose outputs are far enough from even to have something to lose."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(vocab_size=24, n_positions=32, initializer_range=0.4, **SIZES)
+    return transformers.GPT2LMHeadModel(config).eval().double()
+
+
+def encoder(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=24, initializer_range=0.3, **sizes)
+    return transformers.BertModel(config, add_pooling_layer=False).eval().double()
+
+
+def ids(sequences=3, tokens=10, seed=1):
+    return torch.randint(3, 24, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+class Scaled(Changes):
+    """Takes what one head, or one block, gives by ξ, and the rest from its mean or from zero."""
+
+    def __init__(self, gate, site="", head=0, block="", mean=0.0):
+        self.gate, self.site, self.head, self.mean = gate, site, head, mean
+        self.blocks = frozenset({block} if block else ())
+
+    def heads(self, outputs):
+        if outputs.name != self.site:
+            return None
+        values = outputs.values.clone()
+        values[:, self.head] = self.gate * values[:, self.head] + (1 - self.gate) * self.mean
+        return values
+
+    def block(self, output):
+        return output.read + self.gate * (output.gave - output.read)
+
+
+def run_scaled(model, given, gate, **where):
+    with capture(model, changes=Scaled(gate, **where), on_mixer=lambda site: None):
+        return model(**given)
+
+
+class Heads(nn.Module):
+    """Attention with any number of heads of width 1 over small states."""
+
+    def __init__(self, heads, width=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * heads), nn.Linear(heads, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))

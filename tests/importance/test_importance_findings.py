@@ -1,0 +1,200 @@
+"""Records, findings and the console say what follows where worth is known, and stay silent where not."""
+
+import io
+
+import pytest
+from importance_cases import ids, language_model
+from rich.console import Console
+from tests.report import samples
+from typer.testing import CliRunner
+
+import rankwise as rw
+from rankwise.auditing.agreement import AN_ORDER, OF_BLOCKS, agreement, estimate_words
+from rankwise.auditing.consequence import with_consequences
+from rankwise.auditing.findings import find
+from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
+from rankwise.auditing.records import Finding, Place
+from rankwise.cli import app
+from rankwise.cli.audit import _importance
+from rankwise.cli.optional_value import filled_in
+from rankwise.importance import HeadPlace, ImportanceSettings, ablation_cost
+from rankwise.report import render_console
+
+
+@pytest.fixture(scope="module")
+def audit():
+    settings = ImportanceSettings(exact=True, probes=4, tolerance=0.2)
+    return rw.audit(language_model(), iter([{"input_ids": ids(2, 12)}]), importance=settings)
+
+
+def test_every_head_has_its_importance(audit):
+    assert [head.removal_cost for head in audit.heads] == [head.importance.exact for head in audit.heads]
+    assert all(head.importance.how == "exact" for head in audit.heads)
+    assert [block.layer for block in audit.importance.blocks] == [0, 1]
+    assert -1 <= audit.importance.spearman <= 1
+
+
+def test_importance_is_saved_loaded_and_framed(audit, tmp_path):
+    again = rw.Audit.load(audit.save(tmp_path))
+    assert again.model_dump_json() == audit.model_dump_json()
+    frame = audit.to_frame()
+    assert "removal_cost" not in frame  # the same numbers again
+    assert list(frame["importance_exact"]) == [head.importance.exact for head in audit.heads]
+
+
+def test_the_set_of_an_audit_can_be_run_again(audit):
+    heads = [HeadPlace(**head.model_dump()) for head in audit.importance.removable.heads]
+    found = ablation_cost(language_model(), [{"input_ids": ids(2, 12)}], heads)
+    assert found.cost == pytest.approx(audit.importance.removable.cost, abs=1e-12)
+    assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
+
+
+def test_without_importance_nothing_is_said_of_it():
+    audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
+    assert audit.importance is None
+    assert all(head.importance is None for head in audit.heads)
+    assert "cost of" not in printed(audit)
+
+
+def printed(audit):
+    out = io.StringIO()
+    render_console(audit, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_the_console_has_a_column_and_a_line(audit):
+    said = printed(audit)
+    assert "cost of" in said
+    assert "Worth · next tokens, causal" in said
+    assert "Estimated against exact, heads: Spearman" in said
+    assert "estimate over exact" in said
+    assert "costs" in said
+
+
+def importance_record(**more):
+    facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
+    return ImportanceRecord(**facts, counted=9, removal="zero", probes=0, seed=0, **more)
+
+
+def found(code, costs, exact):
+    """The finding of this code in the sample audit, its heads given these costs in turn."""
+    heads = []
+    for number, head in enumerate(samples.encoder().heads):
+        cost = costs[number % len(costs)]
+        known = HeadImportance(exact=cost) if exact else HeadImportance(estimate=cost)
+        heads.append(head.model_copy(update={"importance": known, "removal_cost": cost}))
+    sink = {"max_token_mass": 0.97, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
+    heads[0] = heads[0].model_copy(update=sink)
+    twins = {"nearest_distance": 0.01, "nearest_head": heads[2].head, "max_token_mass": 0.1, "tokens": 64.0}
+    heads[1] = heads[1].model_copy(update={**twins, "sources": 64.0})
+    known, unknown = find(heads, [], [], importance_record()), find(heads, [], [])
+    return [next(one for one in some if one.code == code) for some in (known, unknown)]
+
+
+def test_a_sink_that_is_importance_nothing_is_said_to_be():
+    known, unknown = found("SINK", [0.002], exact=True)
+    assert "Without it the loss changes by +0.10% (nats per token 2 → 2.002, exact)" in known.meaning
+    assert known.remedy == "take it out"
+    assert known.evidence["removal_cost"] == 0.002
+    assert "loss" not in unknown.meaning
+    assert "removal_cost" not in unknown.evidence
+
+
+def test_a_sink_that_is_needed_stays():
+    known, _ = found("SINK", [0.3], exact=True)
+    assert "+15.0%" in known.meaning
+    assert known.remedy.startswith("leave it in")
+
+
+def test_an_estimate_is_called_one():
+    known, _ = found("SINK", [0.3], exact=False)
+    assert "The estimated cost of removal is +15.0%; such estimates sort heads" in known.meaning
+    assert "changes by" not in known.meaning
+    assert "--importance exact" in known.remedy
+
+
+@pytest.mark.parametrize("code", ["HIGH_RANK", "LOW_RANK"])
+@pytest.mark.parametrize("how", ["exact", "estimate"])
+def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
+    first, second = samples.encoder().heads[:2]
+    where = Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
+    given = {"severity": "info", "evidence": {}, "meaning": "Rank.", "remedy": "rw.audit(importance=True)"}
+    finding = Finding(code=code, where=where, heads=[first.head, second.head], **given)
+    heads = [
+        one.model_copy(update={"importance": HeadImportance(**{how: cost})})
+        for one, cost in ((first, 0.002), (second, 0.3))
+    ]
+    (known,) = with_consequences([finding], heads, importance_record())
+    estimated = "The estimated cost of removal is" if how == "estimate" else ""
+    assert f"{estimated or 'Without one of them the loss changes by'} +0.1% to +15.0%" in known.meaning
+    assert "removal_cost" not in known.evidence  # of the head that the finding is placed at
+    assert known.evidence["most_removal_cost"] == 0.3
+    assert ("exact" in known.remedy) == (how == "estimate")
+    (alone,) = with_consequences([finding.model_copy(update={"heads": []})], heads, importance_record())
+    assert f"{estimated or 'Without it the loss changes by'} +0.10%" in alone.meaning
+    half = with_consequences([finding], heads[:1], importance_record())
+    assert half == [finding]  # of one of them nothing is known
+
+
+def test_twins_can_lose_either_where_both_are_cheap():
+    known, unknown = found("DUPLICATE_HEADS", [0.002], exact=True)
+    assert "the pair can lose either" in known.meaning
+    assert "lose" not in unknown.meaning
+    known, _ = found("DUPLICATE_HEADS", [0.002, 0.3, 0.3, 0.3], exact=True)
+    assert "lose either" not in known.meaning
+    assert known.evidence["other_cost"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["--importance"], ["--importance", "auto"]),
+        (["--importance", "exact", "gpt2"], ["--importance", "exact", "gpt2"]),
+        (["--importance", "--text", "a"], ["--importance", "auto", "--text", "a"]),
+        (["--importance=exact"], ["--importance=exact"]),
+    ],
+)
+def test_the_value_of_the_option_may_be_left_out(given, wanted):
+    assert filled_in(given) == wanted
+
+
+def test_estimates_are_held_against_exact_costs_in_order_and_size():
+    both = [HeadImportance(estimate=one, exact=other) for one, other in ((1.0, 1.0), (2.0, 4.0), (3.0, 12.0))]
+    found = agreement(both)
+    assert (found.spearman, found.median, found.costliest) == (1.0, 0.5, 0.25)
+    assert agreement(both[:2]) is None
+    ((name, caution),) = estimate_words([HeadImportance(estimate=1.0)], [])
+    assert (name, caution) == ("Estimated costs of heads", AN_ORDER)
+    assert dict(estimate_words([], [HeadImportance(estimate=1.0)])) == {
+        "Estimated costs of blocks": OF_BLOCKS
+    }
+    assert estimate_words([HeadImportance(exact=1.0)], []) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "demo", "exact"),
+    [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
+)
+def test_of_the_demo_the_bare_option_is_exact(how, demo, exact):
+    settings = _importance(how, demo, 0.01, "zero", "auto")
+    assert settings.exact is exact
+
+
+def test_the_command_measures_importance(tmp_path):
+    source = tmp_path / "model.py"
+    source.write_text(
+        "import torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n"
+        "def build():\n    torch.manual_seed(0)\n"
+        "    sizes = {'n_embd': 16, 'n_layer': 1, 'n_head': 2, 'bos_token_id': 1, 'eos_token_id': 2}\n"
+        "    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, **sizes))\n"
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 40)
+    chosen = ["--text", str(text), "--tokens", "24", "--sequences", "2", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance"])
+    assert done.exit_code == 0, done.output
+    audit = rw.Audit.load(tmp_path / "out")
+    assert audit.importance.loss == "next tokens, causal"
+    assert audit.heads[0].importance.how == "estimated"
+    wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance=exactly"])
+    assert "did you mean exact" in str(wrong.exception).lower()

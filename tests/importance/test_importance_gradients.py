@@ -1,0 +1,144 @@
+"""Gradients of gates against difference quotients, and curvature against its definition."""
+
+import numpy as np
+import pytest
+import torch
+from importance_cases import encoder, ids, language_model, run_scaled
+from torch.nn import functional as F
+
+import rankwise as rw
+from rankwise.importance import ImportanceSettings, measure_importance
+
+STEP = 1e-5
+"""Of central difference quotients in float64: their error is of order STEP² = 1e-10 and eps/STEP = 2e-11."""
+
+FIVE_ERRORS = 5 * (2 / (100 * 3)) ** 0.5
+"""The square of a near-normal sum spreads by √2 of its mean; 100 probes of three sequences each."""
+
+
+def nats(model, given, gate, **where):
+    """Each sequence's sum of nats over its next tokens."""
+    logits = run_scaled(model, given, gate, **where).logits[:, :-1]
+    lost = F.cross_entropy(logits.flatten(0, 1), given["input_ids"][:, 1:].flatten(), reduction="none")
+    return lost.view(logits.shape[:2]).sum(1).detach()
+
+
+def slope(of):
+    return (of(1 + STEP) - of(1 - STEP)) / (2 * STEP)
+
+
+@pytest.fixture(scope="module")
+def causal():
+    model, given = language_model(), {"input_ids": ids()}
+    return model, given, measure_importance(model, [given], ImportanceSettings(probes=100, tolerance=None))
+
+
+def test_gradients_are_difference_quotients(causal):
+    model, given, importance = causal
+    tokens = given["input_ids"][:, 1:].numel()
+    assert importance.counted == tokens
+    for site in importance.sites:
+        for head in range(4):
+            rows = slope(lambda gate, at=site.site, h=head: nats(model, given, gate, site=at, head=h)).numpy()
+            found = site.estimates
+            assert found.gradient[head] == pytest.approx(rows.sum() / tokens, abs=1e-8)
+            assert found.first_order[head] == pytest.approx(np.abs(rows).sum() / tokens, abs=1e-8)
+            assert found.fisher[head] == pytest.approx(0.5 * np.square(rows).sum() / tokens, abs=1e-7)
+
+
+def test_gradients_towards_the_mean_are_difference_quotients():
+    model, given = language_model(), {"input_ids": ids()}
+    importance = measure_importance(
+        model, [given], ImportanceSettings(removal="mean", probes=0, tolerance=None)
+    )
+    with rw.capture(model, values=True) as trace:
+        model(**given)
+    for site, mixer in zip(importance.sites, trace.mixers, strict=True):
+        for head in range(4):
+            mean = mixer.output[:, head].mean((0, 1))
+            rows = slope(
+                lambda gate, at=site.site, h=head, m=mean: nats(model, given, gate, site=at, head=h, mean=m)
+            )
+            assert site.estimates.gradient[head] == pytest.approx(
+                float(rows.sum()) / importance.counted, abs=1e-8
+            )
+
+
+def test_gradients_of_blocks_are_difference_quotients(causal):
+    model, given, importance = causal
+    assert [block.site for block in importance.blocks] == ["transformer.h.0", "transformer.h.1"]
+    for block in importance.blocks:
+        rows = slope(lambda gate, at=block.site: nats(model, given, gate, block=at)).numpy()
+        assert block.estimates.gradient[0] == pytest.approx(rows.sum() / importance.counted, abs=1e-8)
+        assert block.estimates.first_order[0] == pytest.approx(
+            np.abs(rows).sum() / importance.counted, abs=1e-8
+        )
+
+
+def test_curvature_is_half_the_gauss_newton_diagonal(causal):
+    model, given, importance = causal
+    shares = model(**given).logits[:, :-1].softmax(-1).detach()
+    for site in importance.sites:
+        for head in range(4):
+            jacobian = slope(
+                lambda gate, at=site.site, h=head: run_scaled(
+                    model, given, gate, site=at, head=h
+                ).logits.detach()
+            )[:, :-1]
+            mean = (shares * jacobian).sum(-1, keepdim=True)
+            wanted = 0.5 * float((shares * (jacobian - mean).square()).sum()) / importance.counted
+            assert site.estimates.curvature[head] == pytest.approx(wanted, rel=FIVE_ERRORS)
+
+
+def test_curvature_of_states_is_the_squared_change():
+    model, given = encoder(), {"input_ids": ids()}
+    importance = measure_importance(model, [given], ImportanceSettings(probes=100, tolerance=None))
+    whole = model(**given)[0].detach()
+    assert importance.loss == "relative squared change of the output"
+    for site in importance.sites:
+        assert not site.estimates.gradient.any()
+        for head in range(4):
+            jacobian = slope(
+                lambda gate, at=site.site, h=head: run_scaled(model, given, gate, site=at, head=h)[0].detach()
+            )
+            shares = jacobian.square().sum((1, 2)) / whole.square().sum((1, 2))
+            assert site.estimates.curvature[head] == pytest.approx(float(shares.mean()), rel=FIVE_ERRORS)
+
+
+def test_sequences_are_told_apart_whatever_the_batches():
+    model, tokens = language_model(), ids()
+    settings = ImportanceSettings(probes=0, exact=True, tolerance=None)
+    together = measure_importance(model, [{"input_ids": tokens}], settings)
+    apart = measure_importance(model, ({"input_ids": row[None]} for row in tokens.flip(0)), settings)
+    for one, other in zip(together.sites, apart.sites, strict=True):
+        for name in ("gradient", "first_order", "fisher", "removal"):
+            # sums of 30 numbers in another order
+            wanted = getattr(one.estimates, name)
+            assert getattr(other.estimates, name) == pytest.approx(wanted, rel=1e-10, abs=1e-13)
+        assert other.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-13)
+
+
+def test_padding_changes_nothing():
+    model, tokens = language_model(), ids()
+    mask = torch.ones(3, 14, dtype=torch.long)
+    mask[:, 10:] = 0
+    padded = {"input_ids": F.pad(tokens, (0, 4), value=2), "attention_mask": mask}
+    for removal in ("zero", "mean"):
+        settings = ImportanceSettings(probes=0, exact=True, removal=removal, tolerance=None)
+        plain = measure_importance(model, [{"input_ids": tokens}], settings)
+        other = measure_importance(model, [padded], settings)
+        assert other.counted == plain.counted
+        for one, two in zip(plain.sites, other.sites, strict=True):
+            assert two.estimates.removal == pytest.approx(one.estimates.removal, rel=1e-9, abs=1e-12)
+            assert two.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-12)
+
+
+def test_half_precision_comes_near():
+    model, given = language_model(), {"input_ids": ids()}
+    settings = ImportanceSettings(probes=0, tolerance=None)
+    exact = measure_importance(model, [given], settings)
+    half = measure_importance(model.bfloat16(), [given], settings)
+    one = np.concatenate([site.estimates.first_order for site in exact.sites])
+    two = np.concatenate([site.estimates.first_order for site in half.sites])
+    # bfloat16 keeps 8 bits: 2^-8 each of some 20 roundings on the way through two blocks and back
+    assert np.abs(two - one).max() <= 20 * 2**-8 * one.max()

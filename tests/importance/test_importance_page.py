@@ -1,0 +1,70 @@
+"""The page shows worth where there is some: a scatter with its correlation, words, and what can go."""
+
+import math
+
+import pytest
+from importance_cases import ids, language_model
+
+import rankwise as rw
+from rankwise._internals.statistics import spearman
+from rankwise.importance import ImportanceSettings
+from rankwise.report.page import page_context, render_html
+
+
+@pytest.fixture(scope="module")
+def audit():
+    settings = ImportanceSettings(exact=True, probes=2, tolerance=0.5)
+    return rw.audit(language_model(), [{"input_ids": ids(2, 12)}], importance=settings)
+
+
+def test_the_correlation_is_that_of_the_columns_drawn(audit):
+    data = page_context(audit)["data"]
+    drawn = {column["name"]: column["values"] for column in data["columns"]}
+    costs = [head.importance.exact for head in audit.heads]
+    assert drawn["removal_cost"] == pytest.approx(costs, rel=1e-5)
+    for name, correlation in data["scatter"]["correlations"].items():
+        values = [math.nan if value is None else value for value in drawn[name]]
+        wanted = spearman(values, costs)
+        assert correlation == (None if math.isnan(wanted) else pytest.approx(wanted))
+    assert len(data["scatter"]["correlations"]) > 5
+
+
+def test_the_finding_leads_to_all_heads_that_can_go(audit):
+    context = page_context(audit)
+    number = [finding.code for finding in audit.findings].index("REMOVABLE")
+    target = context["data"]["targets"][number]
+    gone = {(head.layer, head.head) for head in audit.importance.removable.heads}
+    assert {(audit.heads[at].layer, audit.heads[at].head) for at in target["heads"]} == gone
+    assert target["measure"] == "removal_cost"
+
+
+def test_the_words_say_loss_cost_and_set(audit):
+    words = dict(page_context(audit)["importance"]["facts"])
+    assert words["Loss"].startswith("next tokens, causal: 4.")
+    assert words["Costs of heads"] == "exact; zero in a head's place"
+    assert "by a run without" in words["Heads that can go together"]
+    assert len(page_context(audit)["importance"]["blocks"]) == 2
+    assert all("%" not in estimate for _, _, estimate, _ in page_context(audit)["importance"]["blocks"])
+    assert 'id="worth"' in render_html(audit)
+
+
+def test_the_open_head_has_both_costs_in_their_unit_and_as_shares(audit):
+    costs = page_context(audit)["data"]["costs"]
+    assert costs["unit"] == "nats per token"
+    assert costs["exact"] == pytest.approx([head.importance.exact for head in audit.heads], rel=1e-5)
+    assert costs["estimate"] == pytest.approx([head.importance.estimate for head in audit.heads], rel=1e-5)
+    assert costs["reference"] == pytest.approx(audit.importance.value)
+
+
+def test_findings_on_several_heads_say_so_where_a_single_head_is_open(audit):
+    context = page_context(audit)
+    number = [finding.code for finding in audit.findings].index("REMOVABLE")
+    count = len(audit.importance.removable.heads)
+    assert context["data"]["targets"][number]["about"] == (f"the set of {count} heads" if count > 1 else "")
+
+
+def test_without_importance_the_page_has_no_such_section():
+    audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
+    page = render_html(audit)
+    assert 'id="worth"' not in page
+    assert "removal_cost" not in page.partition('id="report-data"')[2].partition("</script>")[0]

@@ -1,0 +1,225 @@
+"""Labels that do not fit, masks of another sequence, and modes of autograd around the call."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from importance_cases import Heads, encoder, ids, language_model
+from torch import nn
+
+import rankwise as rw
+from rankwise.auditing import AuditError
+from rankwise.auditing.consequence import removable
+from rankwise.auditing.importance_records import ImportanceRecord, Removable, RemovableHead
+from rankwise.errors import InputError
+from rankwise.importance import ImportanceSettings, NotDifferentiableError, measure_importance
+
+CHEAP = ImportanceSettings(probes=0, tolerance=None)
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Heads(2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x).mean(1))
+
+
+def labelled(*labels):
+    x = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1))
+    return [(x, torch.as_tensor(one)) for one in labels]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([1, 9, 1, 1], r"labels of batch 2: expected whole numbers from 0 to 2.*got 9"),
+        ([1, -1, 1, 1], r"labels of batch 2: .*got -1.*set what is not to be predicted to -100"),
+        ([0.5, 1.0, 1.0, 1.0], r"labels of batch 2: .*got torch.float32"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_by_their_batch(wrong, said):
+    with pytest.raises(AuditError, match=said) as refused:
+        rw.audit(Classifier(), labelled([0, 1, 2, -100], wrong), importance=CHEAP)
+    assert "importance=ImportanceSettings(loss=…)" in str(refused.value)
+    with pytest.raises(AuditError, match="labels of batch 1"):
+        rw.audit(Classifier(), labelled(wrong), importance=ImportanceSettings(loss="labels"))
+
+
+def test_labels_in_some_batches_only_are_refused():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=24, num_labels=3, **sizes)
+    model = transformers.BertForSequenceClassification(config).eval()
+    some, none = {"input_ids": ids(), "labels": torch.tensor([0, 1, 2])}, {"input_ids": ids()}
+    with pytest.raises(AuditError, match=r"batch 2: expected labels in all batches.*some in batch 1"):
+        rw.audit(model, [some, none], importance=CHEAP)
+    causal = [{"input_ids": ids()}, {"input_ids": ids(), "labels": ids()}]
+    with pytest.raises(InputError, match=r"batch 2.*none in batch 1"):
+        measure_importance(language_model(), causal, CHEAP)
+
+
+def test_outputs_without_tokens_are_compared():
+    model, (x, _) = Classifier(), labelled([0, 1, 2, 0])[0]
+    importance = measure_importance(model, [x], ImportanceSettings(exact=True, tolerance=None))
+    assert importance.loss == "relative squared change of the output"
+    assert np.isfinite(importance.sites[0].exact).all()
+    assert np.isfinite(importance.sites[0].cosine).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("T5ForConditionalGeneration", "auto"),
+        ("T5ForConditionalGeneration", "output"),
+        ("T5Model", "output"),
+    ],
+)
+def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=24, decoder_start_token_id=0, **sizes)
+    model, mask = getattr(transformers, kind)(config).eval(), torch.ones(3, 10, dtype=torch.long)
+    mask[:, 3:] = 0
+    batch = {"input_ids": ids(), "attention_mask": mask, "decoder_input_ids": ids(seed=2)}
+    settings = ImportanceSettings(exact=True, probes=0, tolerance=None, loss=loss)
+    full = {**batch, "decoder_attention_mask": torch.ones_like(mask)}
+    short = {**batch, "decoder_attention_mask": mask}
+    plain, all_real, few = (measure_importance(model, [one], settings) for one in (batch, full, short))
+    assert plain.counted == all_real.counted
+    for one, two, three in zip(plain.sites, all_real.sites, few.sites, strict=True):
+        # float32, with and without an additive mask of zeros
+        assert one.exact == pytest.approx(two.exact, rel=1e-4, abs=1e-5)
+        assert not np.allclose(one.exact, three.exact, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", ["causal", "output"])
+def test_no_grad_around_the_call_changes_nothing(loss):
+    model, batch = language_model(), [{"input_ids": ids()}]
+    settings = ImportanceSettings(probes=2, loss=loss, tolerance=None)
+    known = rw.audit(model, batch, importance=settings)
+    with torch.no_grad():
+        inside = rw.audit(model, batch, importance=settings)
+        assert not torch.is_grad_enabled()
+    both = ([one.importance.model_dump_json() for one in audit.heads] for audit in (inside, known))
+    assert next(both) == next(both)
+
+
+def test_inference_mode_around_the_call_is_named():
+    model = Heads(3)
+    with torch.inference_mode():
+        x = torch.randn(2, 6, 4)
+        with pytest.raises(NotDifferentiableError, match=r"torch.inference_mode around the call.*outside"):
+            measure_importance(model, [x])
+        importance = measure_importance(model, [x], ImportanceSettings(exact=True))
+    assert np.isfinite(importance.sites[0].exact).all()
+    assert "torch.inference_mode around the call" in " ".join(importance.notes)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_set_that_lowers_the_loss_is_said_to(count):
+    heads = [RemovableHead(stack="", layer=0, site="attention", head=head) for head in range(count)]
+    facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
+
+    def said(cost):
+        gone = Removable(
+            heads=heads, tolerance=0.01, loss=2 + cost, cost=cost, relative=cost / 2, order="exact", runs=1
+        )
+        importance = ImportanceRecord(**facts, counted=9, removal="zero", probes=0, seed=0, removable=gone)
+        return next(removable(importance)).meaning
+
+    what, them = ("this head", "it") if count == 1 else ("these 2 heads together", "them")
+    assert said(-0.0056).startswith(f"Removing {what} lowers the loss by 0.28% (nats per token 2 → 1.994)")
+    assert said(0.01).startswith(f"Removing {what} costs 0.50% (nats per token 2 → 2.01)")
+    assert f"by a run without {them} on" in said(0.01)
+
+
+def quantized(model, kinds):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, kinds, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_int8_products_give_no_estimates_and_exact_costs():
+    model = quantized(encoder().float(), {nn.Linear})
+    batch = [{"input_ids": ids()}]
+    with pytest.raises(NotDifferentiableError, match=r"none that reaches 'encoder.layer.0.*exact"):
+        measure_importance(model, batch)
+    importance = measure_importance(model, batch, ImportanceSettings(exact=True))
+    assert all(np.isnan(site.estimates.removal).all() for site in importance.sites)
+    assert all((site.exact > 0).all() for site in importance.sites)
+    assert "none that reaches 'encoder.layer.0" in " ".join(importance.notes)
+    assert importance.joint.order == "exact"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sites_before_an_int8_product_are_left_out_by_name():
+    model = quantized(encoder().float(), {"encoder.layer.1.intermediate.dense"})
+    # the residual stream brings a gradient past the product, not the whole one
+    with pytest.raises(NotDifferentiableError):
+        measure_importance(model, [{"input_ids": ids()}])
+    model = quantized(encoder().float(), {"encoder.layer.0.intermediate.dense"})
+    batch = [{"input_ids": ids()}]
+    importance = measure_importance(model, batch)
+    first, second = importance.sites
+    assert "no gradient" in first.why_not
+    assert np.isnan(first.estimates.removal).all()
+    assert not second.why_not
+    assert (second.estimates.removal > 0).all()
+    assert first.site in " ".join(importance.notes)
+    assert {head.layer for head in importance.joint.removal.heads} <= {1}
+    exact = measure_importance(model, batch, ImportanceSettings(exact=True))
+    assert not exact.sites[0].why_not
+    assert (exact.sites[0].exact > 0).all()
+
+
+class Zeroed(torch.autograd.Function):
+    """Passes values on and gives zeros back."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+
+class Silent(Heads):
+    def forward(self, x):
+        return Zeroed.apply(super().forward(x))
+
+
+def test_gradients_of_exactly_nought_are_no_estimates_where_removal_matters():
+    with pytest.raises(NotDifferentiableError, match="none that reaches"):
+        measure_importance(Silent(3).eval(), [torch.randn(2, 6, 4)])
+    dead = Heads(3).eval()
+    dead.out.weight.data.zero_()
+    importance = measure_importance(dead, [torch.randn(2, 6, 4)])
+    assert not importance.sites[0].estimates.removal.any()  # which is what they are worth
+
+
+def test_a_share_of_the_entropy_is_called_one():
+    settings = ImportanceSettings(exact=True, loss="output", probes=0, tolerance=5.0)
+    audit = rw.audit(language_model(), [{"input_ids": ids()}], importance=settings)
+    gone = audit.importance.removable
+    assert gone.heads
+    assert gone.relative == pytest.approx(gone.cost / audit.importance.reference)
+    said = next(one.meaning for one in audit.findings if one.code == "REMOVABLE")
+    assert "of the entropy of the predictions (KL divergence of" in said
+    assert "→" not in said
+
+
+def test_without_a_reference_no_set_is_claimed():
+    model = language_model()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1e6)  # one token has all
+    importance = measure_importance(
+        model, [{"input_ids": ids()}], ImportanceSettings(exact=True, loss="output")
+    )
+    assert importance.reference == 0
+    assert importance.joint is None
+    assert "the entropy of the predictions" in importance.notes[-1]

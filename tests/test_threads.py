@@ -1,0 +1,211 @@
+"""Matrices beside each other: the same bits whatever the threads, and the caller's settings come back."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from tests.measures.measure_cases import normal
+
+import rankwise as rw
+from rankwise._internals import threads as parallel
+from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
+from rankwise.auditing.heads import HeadTable
+from rankwise.measures import estimate_spectrum, rank_summary, row_summary
+from rankwise.tracing import MixerSite
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    """What a test changes of torch's threads is put back, and numpy's must not have changed."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def numpy_threads() -> int | None:
+    found = parallel._openblas()
+    return None if found is None else found[0]()
+
+
+def test_answers_come_in_order_from_as_many_threads_as_torch_has():
+    torch.set_num_threads(3)
+    meet = threading.Barrier(3, timeout=20)  # broken unless three are at it together
+
+    def work(item: int) -> tuple[int, int, str]:
+        meet.wait()
+        return item, torch.get_num_threads(), threading.current_thread().name
+
+    answers = map_threads(work, range(6))
+    assert [item for item, _, _ in answers] == list(range(6))
+    assert {count for _, count, _ in answers} == {1}
+    assert len({name for _, _, name in answers}) == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_memory_bounds_how_many_are_at_work():
+    torch.set_num_threads(8)
+    lock, now, most = threading.Lock(), 0, 0
+
+    def work(_: int) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.01)
+        with lock:
+            now -= 1
+
+    map_threads(work, range(12), at_once=2)
+    assert most == 2
+
+
+def test_what_is_too_large_for_a_second_has_all_threads_here():
+    torch.set_num_threads(2)
+    seen = [(2, threading.current_thread().name)] * 2
+
+    def work(_: int) -> tuple[int, str]:
+        return torch.get_num_threads(), threading.current_thread().name
+
+    assert map_threads(work, range(2), at_once=1) == seen
+    with one_thread():
+        assert torch.get_num_threads() == 1
+        assert map_threads(work, range(2), at_once=1) == seen
+        assert torch.get_num_threads() == 1
+
+
+def test_work_inside_work_goes_one_by_one():
+    torch.set_num_threads(2)
+
+    def inner(_: int) -> str:
+        return threading.current_thread().name
+
+    def outer(_: int) -> bool:
+        return set(map_threads(inner, range(4))) == {threading.current_thread().name}
+
+    assert map_threads(outer, range(4)) == [True] * 4
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_settings_come_back_after_an_error(error):
+    torch.set_num_threads(2)
+    before, done = numpy_threads(), []
+
+    def work(item: int) -> None:
+        if item == 1:
+            raise error("here")
+        time.sleep(0.005)
+        done.append(item)
+
+    with pytest.raises(error):
+        map_threads(work, range(200))
+    assert torch.get_num_threads() == 2
+    assert numpy_threads() == before
+    assert len(done) < 199  # those that waited were left
+    torch.set_num_threads(1)
+    with pytest.raises(error):
+        map_threads(work, range(3))
+    assert numpy_threads() == before
+
+
+def test_numpy_is_limited_inside_and_as_before_after_the_last():
+    if numpy_threads() is None:
+        pytest.skip("numpy has another library than OpenBLAS")
+    _, limit = parallel._openblas()
+    before = numpy_threads()
+    limit(2)
+    try:
+        assert not numpy_is_on_one_thread()
+        with one_thread():
+            assert numpy_threads() == 1
+            assert numpy_is_on_one_thread()
+            other = threading.Thread(target=lambda: map_threads(lambda _: None, range(2)))
+            other.start()
+            other.join()
+            assert numpy_threads() == 1  # that one was not the last
+        assert numpy_threads() == 2
+    finally:
+        limit(before)
+
+
+def test_gradient_and_inference_mode_are_the_caller_s():
+    torch.set_num_threads(2)
+
+    def modes(_: int) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    assert set(map_threads(modes, range(4))) == {(True, False)}
+    with torch.no_grad():
+        assert set(map_threads(modes, range(4))) == {(False, False)}
+    with torch.inference_mode():
+        assert set(map_threads(modes, range(4))) == {(False, True)}
+        assert rank_summary(torch.rand(40, 100, 100)).effective_rank.shape == (40,)
+
+
+MEASURES = {
+    "ranks": lambda operator: rank_summary(operator, also_at=(0.02,)),
+    "rows": row_summary,
+    "estimate": lambda operator: estimate_spectrum(operator, 8, 6).count(0.1),
+    "collapse": lambda operator: [rw.measures.token_spread(operator.dense()[:, 0])],
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("tokens", [20, 150])
+def test_numbers_are_the_same_to_the_bit_whatever_the_threads(measure, tokens):
+    operator = rw.operators.SoftmaxMixing(
+        normal(3, 4, tokens, 8), normal(3, 4, tokens, 8, seed=1), is_causal=True
+    )
+    seen = []
+    for count in (1, 2, 8):
+        torch.set_num_threads(count)
+        with one_thread():  # as audits measure
+            seen.append([numbers.numpy() for numbers in MEASURES[measure](operator)])
+    for others in seen[1:]:
+        for one, other in zip(seen[0], others, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def site(tokens: int) -> MixerSite:
+    operator = rw.operators.SoftmaxMixing(normal(3, 4, tokens, 8), normal(3, 4, tokens, 8, seed=1))
+    valid = torch.ones(3, tokens, dtype=torch.bool)
+    valid[2, tokens // 2 :] = False
+    return MixerSite("attention", 0, "softmax", operator, valid, valid, sequences=3, stack="layers")
+
+
+def test_records_of_heads_are_the_same_to_the_bit_whatever_the_threads():
+    said = []
+    for count in (1, 2, 8):
+        torch.set_num_threads(count)
+        table = HeadTable(0.01)
+        with one_thread():
+            table.add(site(120))
+        table.commit()
+        said.append([record.model_dump_json() for record in table.records()])
+    assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_measures_too():
+    torch.set_num_threads(2)
+    matrices = normal(40, 100, 100)
+    wanted = rank_summary(matrices).effective_rank.sum().item()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if rank_summary(matrices).effective_rank.sum().item() == wanted else 2
+        finally:
+            os._exit(status)
+    for _ in range(600):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert pid, "the child waits for ever"
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,279 @@
+"""Private names of torch and numpy still do what `rankwise._internals.torch_private` takes them for.
+
+Needs nothing but torch, numpy and pytest. `make torch TORCH=2.9.0` runs it against a version of torch.
+"""
+
+import ctypes
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from rankwise._internals import torch_private as torch_private
+
+
+class Seen(TorchFunctionMode):
+    """Counts the functions it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def test_without_torch_function() -> None:
+    with Seen() as mode:
+        torch.ones(2).exp()
+        before = mode.count
+        with torch_private.without_torch_function():
+            torch.ones(2).exp()
+        assert before > 0, "function modes see no functions any more"
+        assert mode.count == before, "torch._C.DisableTorchFunction no longer hides functions from modes"
+
+
+def test_take_off_mode_and_put_on_mode() -> None:
+    """In the middle of three, and back to its place."""
+    with Seen() as below, Seen() as mode, Seen() as above:
+        depth = torch_private.take_off_mode(mode)
+        torch.ones(2).exp()
+        assert depth == 1, "the stack of function modes is counted or popped otherwise"
+        assert (mode.count, below.count > 0, above.count > 0) == (0, True, True), (
+            "the wrong mode was taken off"
+        )
+        assert torch_private.take_off_mode(mode) is None, "a mode that is not on the stack was found there"
+        torch_private.put_on_mode(mode, depth)
+        torch.ones(2).exp()
+        assert mode.count > 0, "torch.overrides._push_mode no longer puts a mode on the stack"
+    assert torch_private.take_off_mode(mode) is None
+
+
+def test_in_backward() -> None:
+    told = []
+
+    def watched(x):
+        told.append(torch_private.in_backward())
+        return x.sin()
+
+    checkpoint(watched, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert told == [False, True], "torch._C._current_graph_task_id no longer tells a backward pass"
+
+
+def test_changes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = torch_private.changes_in_place(tensor)
+    tensor.add_(1)
+    assert torch_private.changes_in_place(tensor) == before + 1, "Tensor._version no longer counts changes"
+
+
+def test_base_of() -> None:
+    tensor = torch.zeros(2, 3)
+    assert torch_private.base_of(tensor) is tensor
+    assert torch_private.base_of(tensor.view(6)[1:]) is tensor, "Tensor._base no longer tells views"
+
+
+def test_in_function_transform() -> None:
+    told = []
+
+    def watched(x):
+        told.append(torch_private.in_function_transform())
+        return x.sum()
+
+    watched(torch.ones(2))
+    torch.func.grad(watched)(torch.ones(2))
+    torch.vmap(watched)(torch.ones(2, 2))
+    assert told == [False, True, True], "torch._C._are_functorch_transforms_active no longer tells transforms"
+
+
+def test_in_forward_derivative() -> None:
+    assert not torch_private.in_forward_derivative()
+    with forward_ad.dual_level():
+        assert torch_private.in_forward_derivative(), "forward_ad._current_level no longer tells a level"
+
+
+def test_is_profiled() -> None:
+    assert not torch_private.is_profiled()
+    with torch.autograd.profiler.profile():
+        assert torch_private.is_profiled(), "torch.autograd._profiler_enabled no longer tells a profiler"
+
+
+def test_in_dispatch_mode() -> None:
+    assert not torch_private.in_dispatch_mode()
+    with Dispatched():
+        assert torch_private.in_dispatch_mode(), "is_in_torch_dispatch_mode no longer tells a mode"
+
+
+def test_is_zero_tensor() -> None:
+    assert not torch_private.is_zero_tensor(torch.zeros(2))
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor(2)), "Tensor._is_zerotensor changed"
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_is_compiled_and_original_of(how) -> None:
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    assert torch_private.original_of(module) is module
+    if how == "Module.compile":
+        module.compile(backend="eager")
+        assert torch_private.is_compiled(module), "Module._compiled_call_impl no longer tells Module.compile"
+    else:
+        compiled = torch.compile(module, backend="eager")
+        assert torch_private.is_compiled(compiled), "what torch.compile gives is no OptimizedModule any more"
+        assert torch_private.original_of(compiled) is module, "OptimizedModule._orig_mod is no longer it"
+
+
+def test_runs_compiled_eagerly() -> None:
+    assert not torch_private.runs_compiled_eagerly()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch_private.runs_compiled_eagerly(), "torch._dynamo.eval_frame._stance no longer tells it"
+    assert not torch_private.runs_compiled_eagerly()
+
+
+def test_compiled_prefix() -> None:
+    names = torch.compile(nn.Linear(2, 2), backend="eager").state_dict()
+    assert set(names) == {f"{torch_private.COMPILED_PREFIX}{name}" for name in ("weight", "bias")}, (
+        "torch.compile puts something else before the names of weights"
+    )
+
+
+def test_constant_when_traced() -> None:
+    """What no compiler can trace, such as an import by name, is then called, once for all."""
+    calls = []
+
+    @torch_private.constant_when_traced
+    def answer() -> int:
+        calls.append(importlib.import_module("string"))
+        return 3
+
+    def asks(x):
+        return x + answer()
+
+    compiled = torch.compile(asks, backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(1)).item(), compiled(torch.ones(1)).item()] == [4, 4]
+    assert len(calls) == 1, "_dynamo_marked_constant no longer marks a function as constant"
+
+
+def test_drops() -> None:
+    layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    shares = [torch_private.drops(layer(0.25)) for layer in layers]
+    assert shares == [0.25] * 6, "dropout layers have no common base _DropoutNd any more"
+    assert torch_private.drops(nn.Linear(2, 2)) == 0.0
+
+
+def test_forget_global_hook() -> None:
+    def hook(module, args, kwargs, output):
+        return None
+
+    handle = nn.modules.module.register_module_forward_hook(hook, with_kwargs=True)
+    handle.remove()
+    torch_private.forget_global_hook(handle)
+    assert not nn.modules.module._global_forward_hooks_with_kwargs, "the note of a global hook stays"
+
+
+def hooked() -> tuple[nn.Module, list[str], list[object]]:
+    """A module whose hooks note that they were called; some of them are to go."""
+    module, told = nn.Linear(2, 2), []
+
+    def named(name):
+        def hook(*given):
+            told.append(name)
+
+        return hook
+
+    hooks = [named(name) for name in ("before", "before too", "after", "after too")]
+    module.register_forward_pre_hook(hooks[0], with_kwargs=True)
+    module.register_forward_pre_hook(hooks[1])
+    module.register_forward_hook(hooks[2], with_kwargs=True, always_call=True)
+    module.register_forward_hook(hooks[3])
+    return module, told, [hooks[0], hooks[2]]
+
+
+def test_forward_pre_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_private.forward_pre_hooks(module) == []
+
+    def first(*_: object) -> None: ...
+    def second(*_: object) -> None: ...
+
+    handle = module.register_forward_pre_hook(first)
+    module.register_forward_pre_hook(second)
+    assert torch_private.forward_pre_hooks(module) == [first, second], "hooks are kept elsewhere"
+    handle.remove()
+    assert torch_private.forward_pre_hooks(module) == [second]
+
+
+def test_forward_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_private.forward_hooks(module) == []
+
+    def hook(*_: object) -> None: ...
+
+    module.register_forward_pre_hook(lambda *_: None)
+    handle = module.register_forward_hook(hook)
+    assert torch_private.forward_hooks(module) == [hook], "hooks are kept elsewhere"
+    handle.remove()
+    assert torch_private.forward_hooks(module) == []
+
+
+def test_remove_forward_hooks() -> None:
+    module, told, goes = hooked()
+    assert torch_private.remove_forward_hooks(module, goes.__contains__) == 2
+    module(torch.ones(2))
+    assert told == ["before too", "after too"], (
+        "hooks of a module are kept elsewhere, or not all were removed"
+    )
+    stores = [name for name in vars(module) if name.startswith("_forward") and "hooks" in name]
+    left = {name: len(getattr(module, name)) for name in stores if getattr(module, name)}
+    assert left == {"_forward_pre_hooks": 1, "_forward_hooks": 1}, "a note of a removed hook stays"
+
+
+def test_without_forward_hooks() -> None:
+    module, told, goes = hooked()
+    with torch_private.without_forward_hooks(module, goes.__contains__):
+        module(torch.ones(2))
+    assert told == ["before too", "after too"], "hooks of a module are kept elsewhere"
+    module(torch.ones(2))
+    assert told[2:] == ["before", "before too", "after", "after too"], (
+        "hooks did not come back in their order"
+    )
+
+
+def test_registered_buffers_kept() -> None:
+    module = nn.Module()
+    module.register_buffer("none", None)
+    module.register_buffer("kept", torch.ones(1), persistent=False)
+    kept = module.kept
+    with torch_private.registered_buffers_kept(module):
+        module.none, module.kept = torch.ones(1), torch.zeros(1)
+        module.register_buffer("added", torch.ones(1))
+    assert module.none is None, "buffers are kept elsewhere"
+    assert module.kept is kept
+    assert not hasattr(module, "added")
+    assert not module.state_dict(), "the note on what a state dict leaves out is kept elsewhere"
+
+
+def test_reset() -> None:
+    attention = nn.MultiheadAttention(2, 1)
+    nn.init.constant_(attention.in_proj_weight, 7.0)
+    getattr(attention, torch_private.RESET)()
+    assert not (attention.in_proj_weight == 7).any(), "MultiheadAttention draws its weights by another method"
+
+
+def test_numpy_linalg_file() -> None:
+    file = torch_private.numpy_linalg_file()
+    assert file is not None, "numpy.linalg._umath_linalg is no longer where numpy calls LAPACK"
+    ctypes.CDLL(file)
+    assert np.linalg.svd(np.eye(2))[1].tolist() == [1, 1]

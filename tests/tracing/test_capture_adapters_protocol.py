@@ -1,0 +1,229 @@
+"""Modules that say themselves what they mix with, and adapters that must not stop a model."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rankwise as rw
+from rankwise.errors import CaptureError
+from rankwise.operators import DiagonalMixing, ToeplitzMixing
+from rankwise.tracing.adapters import Adapter, adapter_of
+
+
+class Convolution(nn.Module):
+    """A long convolution over tokens that knows its operator: one kernel a channel."""
+
+    def __init__(self, width=6, tokens=9, dropout=0.0):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(width, tokens))
+        self.inner, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
+        self.asked = 0
+
+    def mixing_operator(self, hidden_states, scale=1.0):
+        self.asked += 1
+        self.inner(hidden_states)  # a hook of ours on it must not take this for a call of the model
+        self.dropout(hidden_states)
+        kernel = scale * self.kernel[:, : hidden_states.shape[1]]
+        return ToeplitzMixing(kernel.expand(hidden_states.shape[0], -1, -1))
+
+    def values(self, hidden_states, scale=1.0):
+        return self.inner(hidden_states).transpose(1, 2)[..., None]
+
+    def forward(self, hidden_states, scale=1.0):
+        tokens = hidden_states.shape[1]
+        lags = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        matrix = torch.where(lags >= 0, self.kernel[:, lags.clamp(min=0)], 0.0) * scale
+        mixed = torch.einsum("dts,bsd->btd", matrix, self.inner(hidden_states))
+        return self.dropout(mixed)
+
+
+class Block(nn.Module):
+    def __init__(self, mixer):
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x):
+        return x + self.mixer(x, scale=0.5)
+
+
+def stack(make=Convolution, depth=3, **settings):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(make(**settings)) for _ in range(depth)))
+
+
+def test_a_module_is_asked_for_its_operator():
+    model, x = stack(), torch.randn(2, 7, 6)
+    with torch.no_grad(), rw.capture(model, values=True) as trace:
+        model(x)
+    assert [(site.name, site.layer, site.kind) for site in trace.mixers] == [
+        (f"{at}.mixer", at, "toeplitz") for at in range(3)
+    ]
+    assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+    assert trace.uncaptured == []
+    for site, block, state, after in zip(trace.mixers, model, trace.states, trace.states[1:], strict=False):
+        mixed = (site.operator @ site.values)[..., 0].transpose(1, 2)
+        # seven terms, by way of a transform of 16: 1e-6 of sizes below 10
+        torch.testing.assert_close(state.tokens + mixed, after.tokens, rtol=0, atol=1e-5)
+        assert block.mixer.asked == 1
+
+
+def test_values_are_asked_for_only_where_wanted():
+    class Strict(Convolution):
+        def values(self, hidden_states, scale=1.0):
+            raise AssertionError("values were not asked for")
+
+    with torch.no_grad(), rw.capture(model := stack(Strict)) as trace:
+        model(torch.randn(2, 7, 6))
+    assert len(trace.mixers) == 3
+    assert trace.mixers[0].values is None
+
+
+def test_asking_draws_no_random_numbers_from_the_model():
+    model, x = stack(dropout=0.5).train(), torch.randn(2, 7, 6)
+    torch.manual_seed(3)
+    alone = model(x)
+    torch.manual_seed(3)
+    with rw.capture(model):
+        watched = model(x)
+    assert torch.equal(alone, watched)
+
+
+class Attention(nn.Module):
+    """Fused attention inside a module that knows its operator, and would be captured without it, too."""
+
+    def forward(self, x, scale=1.0):
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+    def mixing_operator(self, x, scale=1.0):
+        return rw.operators.SoftmaxMixing(x[:, None], x[:, None])
+
+
+def test_what_is_read_by_an_adapter_is_captured_once():
+    with rw.capture(model := stack(Attention)) as trace:
+        model(torch.randn(2, 7, 6))
+    assert len(trace.mixers) == 3
+
+
+def test_the_outermost_of_two_is_asked():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Convolution()
+
+        def forward(self, x, scale=1.0):
+            return self.inner(x, scale)
+
+        def mixing_operator(self, x, scale=1.0):
+            return self.inner.mixing_operator(x, scale)
+
+    with rw.capture(model := stack(Outer)) as trace:
+        model(torch.randn(2, 7, 6))
+    assert [site.name for site in trace.mixers] == ["0.mixer", "1.mixer", "2.mixer"]
+    assert model[0].mixer.inner.asked == 1
+
+
+def test_sites_by_hand_come_first():
+    def by_hand(module, args, kwargs, output):
+        return DiagonalMixing(torch.ones(args[0].shape[0], 1, args[0].shape[1]))
+
+    with rw.capture(model := stack(), sites={"1.mixer": by_hand}) as trace:
+        model(torch.randn(2, 7, 6))
+    assert [site.kind for site in trace.mixers] == ["toeplitz", "diagonal", "toeplitz"]
+    assert model[1].mixer.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (
+            lambda self, x, scale: torch.eye(3),
+            r"its `mixing_operator` gave Tensor \(3, 3\), expected a Mixing",
+        ),
+        (lambda self, x, scale: rw.operators.DenseMixing(torch.eye(3)), r"gave DenseMixing \(3, 3\), wanted"),
+        (lambda self, x, scale: {}["gone"], r"its operator could not be read \(KeyError: 'gone'\)"),
+        (lambda self, x: None, r"its operator could not be read \(TypeError"),
+    ],
+    ids=["a tensor", "no heads", "an error", "other arguments"],
+)
+def test_a_module_that_answers_wrongly_stops_nothing(made, reason):
+    class Wrong(Convolution):
+        mixing_operator = made
+
+    model, x = stack(Wrong), torch.randn(2, 7, 6)
+    model[1].mixer.__class__ = Convolution
+    alone = model(x)
+    with rw.capture(model) as trace:
+        assert torch.equal(model(x), alone)
+    assert [site.name for site in trace.mixers] == ["1.mixer"]
+    assert [module.name for module in trace.uncaptured] == ["0.mixer", "2.mixer"]
+    with pytest.raises(CaptureError, match=reason), rw.capture(model := stack(Wrong)):
+        model(x)
+
+
+def test_a_cache_is_not_asked_twice():
+    class Cached(Convolution):
+        def forward(self, hidden_states, scale=1.0, past_key_values=None):
+            return super().forward(hidden_states, scale)
+
+        def mixing_operator(self, hidden_states, scale=1.0, past_key_values=None):
+            return super().mixing_operator(hidden_states, scale)
+
+    class CachedBlock(Block):
+        def forward(self, x, cache=None):
+            return x + self.mixer(x, scale=0.5, past_key_values=cache)
+
+    model = CachedBlock(Cached())
+    with rw.capture(model) as trace:
+        model(torch.randn(2, 7, 6))
+    assert len(trace.mixers) == 1
+    with (
+        pytest.raises(CaptureError, match="it was called with a cache that a second call would change"),
+        rw.capture(model),
+    ):
+        model(torch.randn(2, 7, 6), cache=object())
+
+
+def test_no_tokens_are_told():
+    with pytest.raises(CaptureError, match="called with no tokens or no sequences"), rw.capture(m := stack()):
+        m(torch.randn(2, 0, 6))
+
+
+def test_a_call_that_raises_leaves_nothing_behind():
+    model, x = stack(), torch.randn(2, 7, 6)
+    with rw.capture(model) as trace:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(2, 7, 5))
+        model(x)
+    assert [site.name for site in trace.mixers] == ["0.mixer", "1.mixer", "2.mixer"]
+
+
+class MambaMixer(nn.Module):
+    """Of that name, and none of transformers'."""
+
+    def forward(self, x):
+        return x
+
+
+def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_it():
+    assert adapter_of(MambaMixer()) is None
+    assert isinstance(adapter_of(Convolution()), Adapter)
+    assert adapter_of(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("MyGatedDeltaNet", "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`"),
+        ("RwkvSelfAttention", "no adapter reads this RWKV layer, whose weights decay"),
+        ("sLSTMMixer", "its state goes through a nonlinear function"),
+    ],
+)
+def test_why_other_recurrent_layers_are_not_captured(name, reason):
+    kind = type(name, (nn.Module,), {"forward": lambda self, x, scale=1.0: x})
+    model = nn.Sequential(Block(Convolution()), Block(kind()))
+    with rw.capture(model) as trace:
+        model(torch.randn(2, 7, 6))
+    (module,) = trace.uncaptured
+    assert (module.name, module.type) == ("1.mixer", name)
+    assert reason in module.reason

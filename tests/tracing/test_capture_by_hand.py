@@ -1,0 +1,225 @@
+"""Sites named by hand, what is unseen and why, and the errors of capture."""
+
+import pytest
+import torch
+from capture_zoo import BATCH, TOKENS, WIDTH, Attention, Block, Stack, hidden, plain, stack_of
+from tests.unchecked import unchecked
+from torch import nn
+
+import rankwise as rw
+from rankwise.errors import CaptureError, InputError
+from rankwise.tracing.uncaptured import looks_like_mixer
+
+
+class DecayMixer(nn.Module):
+    """Mixes by a fixed decay, with no softmax."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.rate, self.proj = rate, nn.Linear(WIDTH, WIDTH)
+
+    def matrix(self, tokens: int) -> torch.Tensor:
+        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        return torch.where(distance >= 0, self.rate ** distance.clamp(min=0), 0.0)
+
+    def forward(self, x):
+        return self.proj(self.matrix(x.shape[1]) @ x)
+
+
+def decay(module, args, kwargs, output):
+    (x,) = args
+    assert output.shape == x.shape
+    return rw.operators.DenseMixing(module.matrix(x.shape[1]).expand(x.shape[0], 1, -1, -1))
+
+
+def hybrid():
+    return nn.Sequential(Block(Attention(plain)), Block(DecayMixer()), nn.LayerNorm(WIDTH)).eval()
+
+
+def test_sites_by_hand_stand_beside_those_found():
+    model = hybrid()
+    with torch.no_grad(), rw.capture(model, sites={"1.attention": decay}) as trace:
+        model(hidden())
+    assert [(site.name, site.layer, site.kind) for site in trace.mixers] == [
+        ("0.attention", 0, "softmax"),
+        ("1.attention", 1, "dense"),
+    ]
+    assert trace.uncaptured == []
+    wanted = model[1].attention.matrix(TOKENS)
+    assert torch.equal(trace.mixers[1].operator.dense()[0, 0], wanted)
+    assert [state.layer for state in trace.states] == [0, 1, 2]
+
+
+def test_a_site_by_hand_replaces_what_would_be_found_inside_it():
+    model = stack_of(depth=2)
+
+    def identity(module, args, kwargs, output):
+        eye = torch.eye(args[0].shape[1])
+        values = torch.softmax(eye, -1) @ eye  # attention of the function's own is not captured
+        return rw.operators.DenseMixing((eye + 0 * values).expand(args[0].shape[0], 1, -1, -1))
+
+    with torch.no_grad(), rw.capture(model, sites={"blocks.1.attention": identity}) as trace:
+        model(hidden())
+    assert [(site.name, site.kind) for site in trace.mixers] == [
+        ("blocks.0.attention", "softmax"),
+        ("blocks.1.attention", "dense"),
+    ]
+
+
+def test_a_stock_layer_can_be_a_site_by_hand():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, given = hidden(), []
+
+    def ones(module, args, kwargs, output):
+        given.append((type(module).__name__, output.shape))
+        tokens = output.shape[1]
+        return rw.operators.DenseMixing(torch.ones(BATCH, 1, tokens, tokens) / tokens)
+
+    with torch.no_grad():
+        alone = model(x)
+        with rw.capture(model, sites={"layers.0": ones}) as trace:
+            watched = model(x)
+    assert torch.equal(alone, watched)
+    assert given == [("TransformerEncoderLayer", x.shape)]
+    assert [site.kind for site in trace.mixers] == ["dense", "softmax"]
+
+
+def test_a_site_that_is_never_called_is_told():
+    model = hybrid()
+    with torch.no_grad(), rw.capture(model, sites={"1.attention": decay}) as trace:
+        model[0](hidden())
+    assert [(module.name, module.reason) for module in trace.uncaptured] == [
+        ("1.attention", "never called in this capture")
+    ]
+
+
+def run(model, sites):
+    with rw.capture(model, sites=sites):
+        model(hidden())
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        (torch.eye(3), r"got Tensor \(3, 3\)"),
+        (rw.operators.DenseMixing(torch.eye(3)), r"got DenseMixing \(3, 3\)"),
+        (None, r"got NoneType\."),
+    ],
+)
+def test_a_site_function_must_return_an_operator_of_four_axes(made, got):
+    model = hybrid()
+    sites, message = {"1.attention": lambda *call: made}, rf"site '1\.attention'.*\(B, H, T, S\), {got}"
+    with unchecked(), torch.no_grad(), pytest.raises(CaptureError, match=message):
+        run(model, sites)
+
+
+def test_an_unknown_site_is_an_error_that_guesses():
+    with pytest.raises(InputError, match=r"site '1\.atention'.*Did you mean 1\.attention"):
+        rw.capture(hybrid(), sites={"1.atention": decay})
+
+
+# --- what is unseen -----------------------------------------------------------------------------------------
+
+
+def test_a_mixer_without_softmax_is_unseen_with_the_way_out():
+    model = hybrid()
+    with torch.no_grad(), rw.capture(model) as trace:
+        model(hidden())
+    (uncaptured,) = trace.uncaptured
+    assert (uncaptured.name, uncaptured.type) == ("1.attention", "DecayMixer")
+    assert "name it in `sites=`" in uncaptured.reason
+
+
+def test_a_part_that_does_not_run_is_unseen():
+    model = nn.ModuleDict({"used": stack_of(depth=1), "spare": stack_of(depth=1)}).eval()
+    with torch.no_grad(), rw.capture(model) as trace:
+        model["used"](hidden())
+    assert [(module.name, module.reason) for module in trace.uncaptured] == [
+        ("spare.blocks.0.attention", "never called in this capture")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "looks"),
+    [
+        ("SelfAttention", True),
+        ("LlamaSdpaAttention", True),
+        ("BertSelfAttention", True),
+        ("CausalSelfAttn", True),
+        ("Mamba2Mixer", True),
+        ("S4D", True),
+        ("HyenaOperator", True),
+        ("GatedDeltaNet", True),
+        ("RecurrentGemmaRglru", True),
+        ("LSTM", True),
+        ("FNetBasicFourierTransform", True),
+        ("FunnelAttentionStructure", False),
+        ("BertSelfOutput", False),
+        ("AttentionDropout", False),
+        ("AttentionBlock", False),
+        ("AttentionPooling", False),
+        ("LayerNorm", False),
+        ("MixerMlp", False),
+    ],
+)
+def test_names_that_look_like_mixers(name, looks):
+    assert looks_like_mixer(type(name, (nn.Module,), {})()) is looks
+
+
+@pytest.mark.parametrize("pair", [("q_proj", "k_proj"), ("query", "key"), ("to_q", "to_k"), ("wq", "wk")])
+def test_projections_that_look_like_mixers(pair):
+    module = nn.Module()
+    setattr(module, pair[0], nn.Linear(1, 1))
+    assert not looks_like_mixer(module)
+    setattr(module, pair[1], nn.Linear(1, 1))
+    assert looks_like_mixer(module)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_mixers_is_an_error_that_says_how_to_name_them():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+    told = r"model Sequential: expected at least one mixing operator, got none"
+    with pytest.raises(CaptureError, match=told), rw.capture(model):
+        model(hidden())
+    way_out = r"rw\.capture\(model, sites=\{'layers\.0\.mixer': f\}\)"
+    with pytest.raises(CaptureError, match=way_out), rw.capture(model):
+        model(hidden())
+
+
+def test_the_error_names_the_mixers_it_could_not_see_by_their_reason():
+    model = Stack(lambda: Block(DecayMixer()), 5).eval()
+    names = r"blocks\.0\.attention \(DecayMixer\), blocks\.1\.attention .*, .* and 2 more: called, but"
+    with torch.no_grad(), pytest.raises(CaptureError, match=names), rw.capture(model):
+        model(hidden())
+
+
+def test_a_model_that_is_not_called_is_an_error():
+    told = r"no call of it or of any of its modules.*Call the captured model itself.*model\(\*\*batch\)"
+    with pytest.raises(CaptureError, match=told), rw.capture(stack_of()):
+        pass
+
+
+def test_another_model_than_the_captured_one_is_an_error():
+    with pytest.raises(CaptureError, match="no call of it"), rw.capture(stack_of()):
+        stack_of()(hidden())
+
+
+@pytest.mark.parametrize("thing", ["bert-base-uncased", lambda x: x, None])
+def test_what_is_no_module_is_an_error(thing):
+    told = rf"expected a torch\.nn\.Module, got {type(thing).__name__}.*`\.model`"
+    with unchecked(), pytest.raises(CaptureError, match=told):
+        rw.capture(thing)
+
+
+def test_a_bare_attention_has_no_states_and_says_so():
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).eval()
+    x = hidden()
+    with torch.no_grad(), rw.capture(attention) as trace:
+        attention(x, x, x)
+    assert [(site.name, site.layer) for site in trace.mixers] == [("", 0)]
+    (note,) = trace.notes
+    assert "no token states were found" in note
+    assert "`blocks=`" in note

@@ -1,0 +1,170 @@
+"""Every model family, fused and written out: all mixers, all states, exactly, and nothing changed."""
+
+import math
+import re
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from experiments.families import FAMILIES, HEADINGS, PAGE, attention_of, line, main
+from experiments.family_checks import Row, difference, prepared, tensors
+from experiments.family_checks import check as check_anew
+
+import rankwise as rw
+
+EPS32 = torch.finfo(torch.float32).eps
+CASES = [(family, implementation) for family in FAMILIES for implementation in family.implementations]
+every_case = pytest.mark.parametrize(
+    ("family", "implementation"), CASES, ids=[f"{family.name}-{how}" for family, how in CASES]
+)
+check = lru_cache(maxsize=None)(check_anew)
+by_name = {family.name: family for family in FAMILIES}
+
+
+@every_case
+def test_a_family_is_seen_whole_and_exactly(family, implementation):
+    row = check(family, implementation)
+    assert len(row.trace.mixers) == family.mixers
+    assert len(row.trace.states) == family.states
+    assert row.trace.uncaptured == []
+    assert row.trace.notes == []
+    assert row.identical
+    # Sums of at most 64 float64 products of size ≤ 100: 64 · 100 · 2⁻⁵² = 1.4e-12.
+    assert row.product_error < 2e-12
+    if not math.isnan(row.attention_error):
+        # Scores of size ≤ 100 rounded to float32 move a softmax by at most twice their rounding.
+        assert row.attention_error < 2 * 100 * EPS32
+    if not math.isnan(row.state_error):
+        # The eager twin's float32 softmax, through three blocks of gain ≤ 10 each.
+        assert row.state_error < 2 * 100 * EPS32 * 10
+
+
+@every_case
+def test_layers_and_states_are_numbered_by_their_blocks(family, implementation):
+    row = check(family, implementation)
+    for stack in {state.stack for state in row.trace.states}:
+        states = [state for state in row.trace.states if state.stack == stack]
+        assert [state.layer for state in states] == list(range(len(states)))
+        layers = [site.layer for site in row.trace.mixers if site.stack == stack]
+        assert sorted(set(layers)) == list(range(len(states) - 1))
+        assert layers == sorted(layers)
+    assert {site.stack for site in row.trace.mixers} == {state.stack for state in row.trace.states}
+    for site in row.trace.mixers:
+        assert site.kind == "softmax"
+        assert site.run == 0
+        assert site.name
+
+
+def test_the_check_fails_for_what_is_wrong():
+    assert check(replace(by_name["GPT-2"], final_norm=""), "sdpa").state_error > 1
+    assert not check(replace(by_name["BERT"], mixers=4), "sdpa").complete
+    assert difference(torch.zeros(2), torch.ones(2)) == 1
+    assert difference(torch.zeros(2), torch.zeros(3)) == math.inf
+
+
+def test_eager_twins_have_the_same_weights():
+    for family in FAMILIES:
+        if len(family.implementations) == 2:
+            one, other = (prepared(family, how)[0].state_dict() for how in family.implementations)
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one), family.name
+
+
+@pytest.mark.parametrize("name", ["T5", "torch Transformer"])
+def test_encoder_decoder_and_cross_attention_are_told_apart(name):
+    family = by_name[name]
+    mixers = check(family, family.implementations[0]).trace.mixers
+    encoder = [site for site in mixers if "encoder" in site.stack]
+    decoder = [site for site in mixers if "decoder" in site.stack]
+    assert not any(site.cross for site in encoder)
+    assert [site.cross for site in decoder] == [False, True] * (len(decoder) // 2)
+    assert {tuple(site.operator.shape[-2:]) for site in decoder if site.cross} == {(7, 12)}
+
+
+def test_swin_windows_know_their_sequences():
+    for how in ("sdpa", "eager"):
+        mixers = check(by_name["Swin"], how).trace.mixers
+        assert [site.operator.shape[0] for site in mixers] == [32, 32, 8, 8]
+        assert {site.sequences for site in mixers} == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("BERT", "full"), ("Llama", "causal"), ("Mistral", "window"), ("ModernBERT", "full and band")],
+)
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_support_is_the_mask_of_the_family(name, kinds, how):
+    tokens = 12
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    wanted = {
+        "full": [torch.ones(tokens, tokens).bool()] * 3,
+        "causal": [distance >= 0] * 3,
+        "window": [(distance >= 0) & (distance < 5)] * 3,
+        "full and band": [torch.ones(tokens, tokens).bool(), distance.abs() <= 3, None],
+    }[kinds]
+    mixers = check(by_name[name], how).trace.mixers
+    for site, mask in zip(mixers, wanted, strict=True):
+        if mask is not None:
+            assert torch.equal(site.operator.support(), mask.expand(site.operator.shape))
+
+
+def test_a_mixture_of_experts_gives_no_mixers_but_its_attention():
+    trace = check(by_name["Mixtral"], "eager").trace
+    assert {site.name.rpartition(".")[2] for site in trace.mixers} == {"self_attn"}
+
+
+# --- the page -----------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_writes_the_page(tmp_path, capsys):
+    page = tmp_path / "models.md"
+    assert main(["--families", "BERT", "nanoGPT style", "--page", str(page)]) == 0
+    text = page.read_text()
+    rows = [row for row in text.splitlines() if row.startswith(("| BERT |", "| nanoGPT style |"))]
+    assert len(rows) == 4
+    assert all("3 of 3 | 4 of 4" in row and row.endswith("yes |") for row in rows)
+    assert f"torch {torch.__version__}" in text
+    assert "{" not in text.replace("sites={", "").replace("sites = {", "")
+    assert str(page) in capsys.readouterr().out
+
+
+def test_the_recipe_says_what_is_not_as_claimed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.families.FAMILIES", [replace(by_name["BERT"], mixers=4)])
+    assert main(["--families", "BERT", "--page", str(tmp_path / "page.md")]) == 1
+    assert "not as claimed: BERT (sdpa)" in capsys.readouterr().err
+
+
+def test_the_page_in_the_docs_lists_every_family():
+    text = PAGE.read_text()
+    for family, how in CASES:
+        row = attention_of_case(family, how)
+        assert re.search(rf"^\| {re.escape(family.name)} \| {row} \| .* \| yes \|$", text, re.M), (
+            family,
+            how,
+        )
+    assert all(heading in text for heading in HEADINGS)
+
+
+def attention_of_case(family, how):
+    return attention_of(Row(family, how, rw.Trace(), True, 0, 0, 0))
+
+
+def test_the_page_in_the_docs_is_what_the_recipe_says_today():
+    row = check(by_name["GPT-2"], "eager")
+    assert line(row) in PAGE.read_text()
+
+
+def test_the_example_in_the_docs_runs_and_prints_what_it_says(capsys):
+    text = PAGE.read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    printed = re.search(r"```text\n(.*?)```", text, re.S)[1]
+    exec(compile(code, str(PAGE), "exec"), {})  # the page's own example
+    assert capsys.readouterr().out == printed
+
+
+def test_tensors_looks_everywhere():
+    x = torch.zeros(1)
+    assert len(tensors({"a": x, "b": (x, [x, None]), "c": "text"})) == 3
+    assert Path(PAGE).is_file()

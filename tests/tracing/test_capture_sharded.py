@@ -1,0 +1,92 @@
+"""Models split over two processes: refused where no process holds a layer whole, captured where each does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise.errors import CaptureError
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> list[dict[str, dict]]:
+    """What each of two processes was told by capture, by the way the model was split."""
+    folder = tmp_path_factory.mktemp("sharded")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), "2", str(folder)],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
+    finally:
+        for process in running:
+            process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [
+        ("torch_plan", "layers.0.self_attn.q_proj ((Shard(dim=0),)"),
+        ("transformers_plan", "the model itself (tp_size 2)"),
+        ("plan_under_fsdp", "layers.0.self_attn.q_proj"),
+        ("layers_apart", "the model itself (pp_size 2)"),
+    ],
+)
+def test_a_model_whose_layers_are_split_is_refused_in_every_process(told, way, named) -> None:
+    for process in told:
+        assert "error" in process[way], process[way]
+        assert named in process[way]["error"]
+        assert "`device_map=`" in process[way]["error"]
+
+
+def test_calls_on_parts_of_heads_are_left_out_with_the_reason(told) -> None:
+    for process in told:
+        assert "DTensor" in process["split_calls"].get("error", "nothing")
+
+
+@pytest.mark.parametrize("way", ["sharded", "replicated"])
+def test_models_that_are_gathered_or_copied_are_captured_whole(told, way) -> None:
+    for process in told:
+        assert process[way] == process["whole"]
+        assert process[way]["heads"] == [4, 4]
+        assert process[way]["uncaptured"] == []
+
+
+class Mesh:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_marks_of_a_library_that_keeps_parts_as_plain_tensors(size) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    layer.linear1._hf_tp_plan, layer.linear1._hf_device_mesh = "colwise", Mesh(size)
+    with torch.no_grad():
+        if size == 1:
+            with rw.capture(layer) as trace:
+                layer(torch.randn(1, 3, 8))
+            assert len(trace.mixers) == 1
+        else:
+            with pytest.raises(CaptureError, match=r"linear1 \(colwise\)"):
+                rw.capture(layer)
