@@ -53,14 +53,11 @@ SHOWN = 12
 
 @dataclass
 class Expected:
-    """Changes that are no differences."""
+    """New names, and reasons why fields are lost and why findings with some codes are not compared."""
 
     renamed: dict[str, str] = field(default_factory=dict)
-    """New names of fields, codes and measures."""
     gone: dict[str, str] = field(default_factory=dict)
-    """Reasons why fields are lost."""
     uncompared: dict[str, str] = field(default_factory=dict)
-    """Reasons why findings with these codes are not compared."""
 
 
 @dataclass
