@@ -1,12 +1,19 @@
-"""Whether another revision measures the same: audits and comparisons of both trees, number by number.
+"""Compare the numbers that two revisions measure.
 
-    python -m benchmarks.same_numbers REVISION [--minilm FOLDER] [--gone FIELD REASON]...
+    python -m benchmarks.same_numbers REVISION                      # this tree against a revision
+    python -m benchmarks.same_numbers REVISION --write FOLDER       # keep what a revision measures
+    python -m benchmarks.same_numbers --against FOLDER              # this tree against what was kept
 
-REVISION is put into a temporary folder by `git worktree`. Each tree audits, in processes of its own, the
-bundled demo, MiniLM if its folder is given, and a Mamba and a Mamba-2 with seeded weights: one batch, two
-batches of which the second is padded, and that one with estimated ranks. Then it compares the first two
-audits. Exits with 1 if a number differs by more than the tolerance, a record is only on one side, or a field
-of REVISION is lost that no `--gone` names. Fields that are new are listed; texts are not compared.
+Each tree measures all subjects in its own process, in float64, and writes JSON: audits of one batch, of two
+batches with padding, with estimated ranks, and merged, and a comparison. Some subjects add importance, a
+baseline, attention maps, a history and a monitored training. Then the numbers are compared one by one.
+
+Options name expected changes: `--renamed OLD NEW`, `--gone FIELD REASON`, `--uncompared CODE REASON`.
+`--expected FILE` reads them from JSON: {"renamed": {…}, "gone": {…}, "uncompared": {…}}. A name is replaced
+only if the second tree has the new name, so one file serves every step of a redesign.
+
+The exit status is 1 if a number differs by more than the tolerance, if only one tree has a record, if a field
+is lost and not named, or if a subject fails. New fields and changed texts are only listed.
 """
 
 import argparse
@@ -21,62 +28,131 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_numbers import SUBJECTS
+
 TOLERANCE = 1e-9
 """Models run in float64. A product over 512 numbers errs by up to 512·2⁻⁵³ ≈ 6e-14, six blocks of ten such
 steps by 3e-12 of the largest entry, and a singular value at a hundredth of the largest by a hundred times
 that."""
 FLOOR = 1e-6
-"""Smaller numbers are compared on this scale: deviations that should be 0 are rounding, and nothing else."""
-
-IDENTITY = ("stack", "layer", "site", "head", "cross", "occurrence", "code", "measure", "name", "delta")
-"""What tells records of a list from each other."""
+"""Smaller numbers are compared on this scale: deviations that should be 0 are pure rounding."""
+DEVIATIONS = ("spread", "std", "seed_std")
+"""Fields of standard deviations, which have a tolerance of their own."""
+IDENTITY = (
+    "stack", "layer", "site", "head", "cross", "occurrence", "call", "of", "code", "measure", "name", "delta",
+)  # fmt: skip
+"""Fields that tell the records of a list apart, as far as both lists have them; then their order decides."""
+WORDS = ("code", "measure", "name", "outcome", "severity", "kind", "mask")
+"""Fields whose text is compared, and renamed. Other texts may change."""
 LEFT_OUT = ("provenance", "before", "after", "format", "schema_version")
-"""At the top of a file: when, where and by what it was made."""
+"""Fields at the top of a file that say when, where and by what it was made."""
+ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 12
-"""Records of one side that are printed of a file."""
-PADDED = 8
-"""Tokens of padding at the end of a sequence."""
-SUBJECTS = ("demo", "minilm", "mamba", "mamba2")
+"""Records of one side that are printed per file."""
+
+
+@dataclass
+class Expected:
+    """New names, and reasons why fields are lost and why findings with some codes are not compared."""
+
+    renamed: dict[str, str] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
+    uncompared: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Differences:
-    """What was found between two JSON values."""
+    """Differences between two JSON values."""
 
     compared: int = 0
-    """How many numbers."""
+    """How many numbers were compared."""
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Of each field the largest relative difference, and where."""
+    """The largest relative difference of each field, and its place."""
     lost: set[str] = field(default_factory=set)
-    """Fields that only the revision before has."""
+    """Fields that only the first tree has."""
     new: set[str] = field(default_factory=set)
-    """Fields that only the revision after has."""
+    """Fields that only the second tree has."""
     records: list[str] = field(default_factory=list)
-    """That only one side has."""
+    """Records that only one tree has."""
     texts: set[str] = field(default_factory=set)
-    """Fields with other words."""
+    """Fields with another text."""
 
-    def above(self, tolerance: float) -> dict[str, tuple[float, str]]:
-        """The fields that differ by more."""
-        return {name: found for name, found in self.largest.items() if found[0] > tolerance}
+    def above(self, tolerance: float, deviations: float | None = None) -> dict[str, tuple[float, str]]:
+        """Return the fields that differ by more; standard deviations may have a tolerance of their own."""
+        limits = (tolerance, tolerance if deviations is None else deviations)
+        return {
+            name: found
+            for name, found in self.largest.items()
+            if found[0] > limits[not set(DEVIATIONS).isdisjoint(name.split("."))]
+        }
 
 
 def relative_difference(before: float | None, after: float | None) -> float:
-    """|a − b| / max(|a|, |b|, FLOOR); infinite where only one of them is a number."""
-    if before is None or after is None:
-        return 0.0 if before is after else math.inf
-    return abs(after - before) / max(abs(before), abs(after), FLOOR)
+    """Return |a − b| / max(|a|, |b|, FLOOR); infinite if only one is a finite number."""
+    a, b = (math.nan if value is None else value for value in (before, after))
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(b - a) / max(abs(a), abs(b), FLOOR) if math.isfinite(a - b) else math.inf
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> Differences:
+def differences(
+    before: dict[str, Any], after: dict[str, Any], expected: Expected | None = None
+) -> Differences:
     """Compare two files, record by record and number by number."""
-    found = Differences()
-    _compare(_without(before), _without(after), "", "", found)
+    found, expected = Differences(), expected or Expected()
+    was, now = ({k: v for k, v in file.items() if k not in LEFT_OUT} for file in (before, after))
+    was = _renamed(was, _new_names(was, now, expected.renamed))
+    codes = set(expected.uncompared)
+    codes |= {name for pair in expected.renamed.items() if codes & set(pair) for name in pair}
+    _compare(_without(was, codes), _without(now, codes), "", "", found)
     return found
 
 
-def _without(file: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in file.items() if name not in LEFT_OUT}
+def _new_names(before: Any, after: Any, table: dict[str, str]) -> dict[str, str]:
+    """Return the renames of a table that have happened. They apply at once, so `b` may be old and new."""
+    old, new = set(_names(before)), set(_names(after))
+
+    def name_now(name: str) -> str:
+        to = table.get(name, name)
+        return to if to in new and (to not in old or name_now(to) != to) else name
+
+    return {name: name_now(name) for name in old & table.keys()}
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Yield all names in a file: its keys, and the words in fields of words."""
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield key
+        if key in WORDS and isinstance(item, str):
+            yield item
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _names(item)
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        names.get(key, key): names.get(item, item)
+        if key in WORDS and isinstance(item, str)
+        else _renamed(item, names)
+        for key, item in value.items()
+    }
+
+
+def _without(value: Any, codes: set[str]) -> Any:
+    """Leave out findings with some codes, changes of these findings, and the total of all findings."""
+    if not codes:
+        return value
+    if isinstance(value, dict):
+        return {key: _without(item, codes) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    about = [_about(item) if isinstance(item, dict) else {} for item in value]
+    left_out = [known.get("code") in codes or known.get("name") == "findings" for known in about]
+    return [_without(item, codes) for item, out in zip(value, left_out, strict=True) if not out]
 
 
 def _compare(before: Any, after: Any, name: str, where: str, found: Differences) -> None:
@@ -86,151 +162,143 @@ def _compare(before: Any, after: Any, name: str, where: str, found: Differences)
         for key in before.keys() & after.keys():
             _compare(before[key], after[key], f"{name}.{key}".lstrip("."), where, found)
     elif isinstance(before, list) and isinstance(after, list):
-        ours, theirs = _keyed(before), _keyed(after)
-        at, measures = f"{name} {where}".strip(), (_measures(before), _measures(after))
-        if all(measures):  # an empty list has lost its records, not its fields
-            found.lost |= {f"{name} of {measure}" for measure in measures[0] - measures[1]}
-            found.new |= {f"{name} of {measure}" for measure in measures[1] - measures[0]}
-            apart = measures[0] ^ measures[1]
-        else:
-            apart = set()
-        for side in (ours, theirs):  # a measure that one side has not is a field, not a record
-            for key in [key for key, item in side.items() if _measures([item]) & apart]:
-                del side[key]
-        found.records += [f"{at} {key}, only before" for key in ours if key not in theirs]
-        found.records += [f"{at} {key}, only after" for key in theirs if key not in ours]
-        for key in ours:
-            if key in theirs:
-                _compare(ours[key], theirs[key], name, f"{where} {key}".strip(), found)
+        _compare_lists(before, after, name, where, found)
     elif _is_number(before) and _is_number(after):
         found.compared += 1
         by = relative_difference(before, after)
         if by > found.largest.get(name, (-1.0, ""))[0]:
             found.largest[name] = by, where
     elif before != after:
-        if isinstance(before, str) and isinstance(after, str):
+        if isinstance(before, str) and isinstance(after, str) and name.rpartition(".")[2] not in WORDS:
             found.texts.add(name)
         else:
             found.largest[name] = math.inf, where
 
 
-def _measures(items: list[Any]) -> set[str]:
-    return {item["measure"] for item in items if isinstance(item, dict) and "measure" in item}
+def _compare_lists(before: list[Any], after: list[Any], name: str, where: str, found: Differences) -> None:
+    measures = [{_measure(item) for item in items} - {None} for items in (before, after)]
+    if all(measures):  # a measure of one side is a field; an empty list has lost its records, not its fields
+        found.lost |= {f"{name} of {measure}" for measure in measures[0] - measures[1]}
+        found.new |= {f"{name} of {measure}" for measure in measures[1] - measures[0]}
+        apart = measures[0] ^ measures[1]
+        before, after = ([i for i in items if _measure(i) not in apart] for items in (before, after))
+    about = [[_about(item) for item in items if isinstance(item, dict)] for items in (before, after)]
+    identity = [
+        name for name in IDENTITY if all(not side or any(name in item for item in side) for side in about)
+    ]
+    ours, theirs, at = _keyed(before, identity), _keyed(after, identity), f"{name} {where}".strip()
+    found.records += [f"{at} {key}, only before" for key in ours if key not in theirs]
+    found.records += [f"{at} {key}, only after" for key in theirs if key not in ours]
+    for key in ours:
+        if key in theirs:
+            _compare(ours[key], theirs[key], name, f"{where} {key}".strip(), found)
+
+
+def _measure(item: Any) -> Any:
+    return item.get("measure") if isinstance(item, dict) else None
 
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _keyed(items: list[Any]) -> dict[Hashable, Any]:
-    """Items by what tells them apart, or else by their order; same ones are counted."""
+def _keyed(items: list[Any], identity: list[str]) -> dict[Hashable, Any]:
+    """Key items by their identity, or else by their order; equal identities are counted."""
     keyed: dict[Hashable, Any] = {}
     for at, item in enumerate(items):
-        key = " ".join(_identity(item)) if isinstance(item, dict) else f"[{at}]"
+        about = _about(item) if isinstance(item, dict) else {}
+        known = [(name, about.get(name)) for name in identity]
+        named = [f"{name} {value}" for name, value in known if value not in (None, "") and value is not False]
+        key = " ".join(named) if about else f"[{at}]"
         while key in keyed:
             key += "'"
         keyed[key] = item
     return keyed
 
 
-def _identity(item: dict[str, Any]) -> Iterator[str]:
-    known = {**item.get("where", {}), **item} if isinstance(item.get("where"), dict) else item
-    for name in IDENTITY:
-        value = known.get(name)
-        if value is not None and value is not False and value != "":
-            yield f"{name} {value}"
+def _about(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record and of its place, or of the finding that it is a change of."""
+    inner = [item.get(name) for name in ("before", "after", "where")]
+    joined = {key: value for part in inner if isinstance(part, dict) for key, value in _about(part).items()}
+    return joined | item
 
 
-def measure(subject: str, minilm: Path | None, out: Path) -> None:
-    """Audit two batches of a subject by the `rankwise` that is imported here; compare the two audits."""
-    import torch
-
-    import rankwise as rw
-    from rankwise.assets import demo_model, demo_text
-
-    torch.manual_seed(0)
-    text = demo_text().read_text(encoding="utf-8")
-    if subject in ("demo", "minilm"):
-        model, batches = _of_text(demo_model() if subject == "demo" else minilm, subject == "demo", text)
-    else:
-        model, batches = _state_space(subject), _masked(torch.randint(64, (2, 2, 48)))
-    model = model.double().eval()
-    batches[1]["attention_mask"][0, -PADDED:] = 0
-    alone, both = rw.audit(model, batches[:1]), rw.audit(model, batches)
-    alone.save(out / f"{subject}, one batch.json")
-    both.save(out / f"{subject}, two batches.json")
-    rw.audit(model, batches[1:], method="estimate").save(out / f"{subject}, estimated.json")
-    compared = rw.compare(alone, both).model_dump_json()
-    (out / f"{subject}, comparison.json").write_text(compared, encoding="utf-8")
+def measure_tree(tree: Path, subjects: list[str], minilm: Path | None, out: Path) -> bool:
+    """Write the files of a tree's own `rankwise`; return whether every subject could be measured."""
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (file for subject in subjects for file in out.glob(f"{subject},*.json")):
+        old.unlink()
+    script = ROOT / "benchmarks" / "measured_numbers.py"
+    command = [sys.executable, "-P", str(script), str(out.resolve()), str(minilm or ""), *subjects]
+    paths = {"PYTHONPATH": str(tree / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+    return (
+        subprocess.run(command, cwd=out, env=os.environ | paths | quiet, stdout=subprocess.DEVNULL).returncode
+        == 0
+    )
 
 
-def _of_text(folder: Path | None, decodes: bool, text: str) -> tuple[Any, list[dict[str, Any]]]:
-    import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = (AutoModelForCausalLM if decodes else AutoModel).from_pretrained(folder)
-    ids = torch.tensor(tokenizer(text[:8000], add_special_tokens=False, verbose=False)["input_ids"])
-    return model, _masked(ids[: 4 * 64].view(2, 2, 64))
-
-
-def _masked(parts: Any) -> list[dict[str, Any]]:
-    return [{"input_ids": part, "attention_mask": part.new_ones(part.shape)} for part in parts]
+def measure_revision(revision: str, subjects: list[str], minilm: Path | None, out: Path) -> bool:
+    """Do the same for a revision, checked out in a temporary folder."""
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run([*git, "add", "-q", "--detach", str(tree), revision], check=True)
+        try:
+            return measure_tree(tree, subjects, minilm, out)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def _state_space(subject: str) -> Any:
-    from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+def report(
+    before: Path,
+    after: Path,
+    subjects: list[str],
+    tolerance: float,
+    gone: dict[str, str],
+    *,
+    expected: Expected | None = None,
+    deviations: float | None = None,
+) -> bool:
+    """Print what differs between two folders of files; return whether nothing does that should not.
 
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-    if subject == "mamba":
-        return MambaForCausalLM(MambaConfig(**sizes))
-    return Mamba2ForCausalLM(Mamba2Config(**sizes, num_heads=4, head_dim=16, n_groups=2, chunk_size=16))
-
-
-def _run_tree(tree: Path, subjects: list[str], minilm: Path | None, out: Path) -> None:
-    for subject in subjects:
-        command = [
-            sys.executable,
-            "-P",
-            str(Path(__file__).resolve()),
-            "--measure",
-            subject,
-            "--out",
-            str(out),
-        ]
-        command += ["--minilm", str(minilm)] if minilm else []
-        paths = {"PYTHONPATH": str(tree / "src"), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        subprocess.run(command, check=True, cwd=out, env=os.environ | paths, stdout=subprocess.DEVNULL)
-
-
-def report(before: Path, after: Path, subjects: list[str], tolerance: float, gone: dict[str, str]) -> bool:
-    """Print what differs between two folders of files; whether nothing does that should not."""
+    Each field in ``gone`` has to be lost; ``expected`` may name more than has changed.
+    """
+    known = expected or Expected()
     same, lost, new, texts = True, set[str](), set[str](), set[str]()
     for subject in subjects:
-        for file in sorted(before.glob(f"{subject},*.json")):
-            was, now = (
-                json.loads((side / file.name).read_text(encoding="utf-8")) for side in (before, after)
-            )
-            found = differences(was, now)
-            lost |= found.lost
-            new |= found.new
-            texts |= found.texts
-            _print_file(file.stem, found, tolerance)
-            same &= bool(found.compared) and not found.records and not found.above(tolerance)
+        numbers, largest = 0, (0.0, "")
+        stems = [{file.stem for file in side.glob(f"{subject},*.json")} for side in (before, after)]
+        for stem in sorted(stems[0] | stems[1]):
+            if stem not in stems[0] & stems[1]:
+                same = False
+                print(f"{stem}: only {'before' if stem in stems[0] else 'after'}")
+                continue
+            was, now = (json.loads((side / f"{stem}.json").read_text("utf-8")) for side in (before, after))
+            found = differences(was, now, known)
+            above = found.above(tolerance, deviations)
+            lost, new, texts = lost | found.lost, new | found.new, texts | found.texts
+            numbers += found.compared
+            places = ((by, f"{name}, {stem}, {where}") for name, (by, where) in found.largest.items())
+            largest = max([largest, *places])
+            same &= bool(found.compared) and not found.records and not above
+            _print_file(stem, found, above)
+        print(f"{subject}: {numbers} numbers, largest difference {largest[0]:.1e} ({largest[1]})")
+        same &= bool(numbers)
     for name in sorted(lost | gone.keys()):
-        why = gone.get(name, "LOST, and no --gone names it")
+        why = (known.gone | gone).get(name, "LOST, and no --gone names it")
         print(f"only before: {name} ({why if name in lost else 'named by --gone, but NOT lost'})")
     print(f"only after: {', '.join(sorted(new)) or 'none'}")
     print(f"fields with other words: {', '.join(sorted(texts)) or 'none'}")
-    same &= lost == gone.keys()
+    same &= gone.keys() <= lost <= gone.keys() | known.gone.keys()
     print(f"the same within {tolerance:.0e}" if same else f"NOT the same within {tolerance:.0e}")
     return same
 
 
-def _print_file(title: str, found: Differences, tolerance: float) -> None:
-    name, (by, where) = max(found.largest.items(), key=lambda item: item[1][0], default=("", (0.0, "")))
-    print(f"{title}: {found.compared} numbers, largest difference {by:.1e} ({name}, {where})")
-    for name, (by, where) in sorted(found.above(tolerance).items()):
+def _print_file(stem: str, found: Differences, above: dict[str, tuple[float, str]]) -> None:
+    if above or found.records or not found.compared:
+        print(f"{stem}: {found.compared} numbers compared, and these differ:")
+    for name, (by, where) in sorted(above.items()):
         print(f"    {name}: {by:.1e} at {where}")
     for record in found.records[:SHOWN]:
         print(f"    {record}")
@@ -239,39 +307,45 @@ def _print_file(title: str, found: Differences, tolerance: float) -> None:
 
 
 def main() -> int:
-    """Run both trees and print what is different; 1 if a number is."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("revision", nargs="?", default="HEAD~1", help="what git calls the other tree")
-    parser.add_argument("--minilm", type=Path, help="the folder of all-MiniLM-L6-v2")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE)
-    parser.add_argument(
-        "--gone",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("FIELD", "REASON"),
-        help="a field that only REVISION has, as the output names it, and why; may be repeated",
-    )
-    parser.add_argument("--measure", choices=SUBJECTS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("revision", nargs="?", help="git name of the other tree (default: HEAD~1)")
+    add = parser.add_argument
+    add("--write", type=Path, metavar="FOLDER", help="write the files of REVISION, or of this tree")
+    add("--against", type=Path, metavar="FOLDER", help="compare with files instead of REVISION")
+    add("--subject", action="append", choices=SUBJECTS, help="may be repeated (default: all)")
+    add("--minilm", type=Path, metavar="FOLDER", help="folder of all-MiniLM-L6-v2")
+    add("--tolerance", type=float, default=TOLERANCE)
+    add("--deviations", type=float, help="tolerance of standard deviations (default: the same)")
+    add("--expected", type=Path, metavar="FILE", help="JSON: renamed, gone, uncompared")
+    for name in (
+        ("--renamed", "OLD", "NEW"),
+        ("--gone", "FIELD", "REASON"),
+        ("--uncompared", "CODE", "REASON"),
+    ):
+        add(name[0], nargs=2, action="append", default=[], metavar=name[1:])
     given = parser.parse_args()
-    if given.measure:
-        measure(given.measure, given.minilm, given.out)
-        return 0
-    here = Path(__file__).resolve().parents[1]
-    subjects = [subject for subject in SUBJECTS if subject != "minilm" or given.minilm]
+    if given.revision and given.against:
+        parser.error("either REVISION or --against")
+    expected = Expected(**json.loads(given.expected.read_text("utf-8"))) if given.expected else Expected()
+    expected.renamed |= dict(given.renamed)
+    expected.uncompared |= dict(given.uncompared)
+    subjects = given.subject or [name for name in SUBJECTS if name != "minilm" or given.minilm]
+    if given.write:
+        asked = subjects, given.minilm, given.write
+        return (
+            0
+            if (measure_revision(given.revision, *asked) if given.revision else measure_tree(ROOT, *asked))
+            else 1
+        )
     with tempfile.TemporaryDirectory() as folder:
-        there, before, after = (Path(folder) / name for name in ("tree", "before", "after"))
-        before.mkdir()
-        after.mkdir()
-        git = ["git", "-C", str(here), "worktree"]
-        subprocess.run([*git, "add", "-q", "--detach", str(there), given.revision], check=True)
-        try:
-            _run_tree(there, subjects, given.minilm, before)
-            _run_tree(here, subjects, given.minilm, after)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(there)], check=True)
-        return 0 if report(before, after, subjects, given.tolerance, dict(given.gone)) else 1
+        before, after = given.against or Path(folder) / "before", Path(folder) / "after"
+        measured = measure_tree(ROOT, subjects, given.minilm, after)
+        if not given.against:
+            measured &= measure_revision(given.revision or "HEAD~1", subjects, given.minilm, before)
+        options = {"expected": expected, "deviations": given.deviations}
+        same = report(before, after, subjects, given.tolerance, dict(given.gone), **options)
+    return 0 if same and measured else 1
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The comparison of two revisions sees a changed number, a lost record and a field of one side."""
+"""The comparison of two revisions finds changed numbers, lost records and lost fields, renamed or not."""
 
 import copy
 import json
 import math
 
 import pytest
-from benchmarks.same_numbers import FLOOR, TOLERANCE, differences, relative_difference, report
+from benchmarks import measured_numbers
+from benchmarks.same_numbers import FLOOR, TOLERANCE, Expected, differences, relative_difference, report
 
 AUDIT = {
     "schema_version": 1,
@@ -15,7 +16,13 @@ AUDIT = {
         {"layer": 0, "site": "a", "head": 1, "rank": None, "spread": {"rank": 1e-17}, "spectrum": []},
     ],
     "findings": [
-        {"code": "SINK", "where": {"layer": 0, "head": 1}, "evidence": {"mass": 0.9}, "meaning": "x"}
+        {
+            "code": "SINK",
+            "severity": "warning",
+            "where": {"layer": 0, "head": 1},
+            "evidence": {"mass": 0.9},
+            "meaning": "x",
+        }
     ],
 }
 
@@ -47,6 +54,8 @@ def test_a_file_is_the_same_as_itself_in_another_order_and_from_another_day():
         (lambda after: after["heads"][0]["spectrum"].__setitem__(1, 0.51), "heads.spectrum"),
         (lambda after: after["findings"][0]["evidence"].update(mass=0.91), "findings.evidence.mass"),
         (lambda after: after["heads"][0].update(spectrum=None), "heads.spectrum"),
+        (lambda after: after["heads"][0]["spectrum"].__setitem__(1, math.nan), "heads.spectrum"),
+        (lambda after: after["findings"][0].update(severity="info"), "findings.severity"),
     ],
 )
 def test_a_changed_number_is_seen_where_it_is(change, field):
@@ -79,6 +88,75 @@ def test_a_measure_of_one_side_is_a_field_and_a_missing_change_a_record():
     assert differences({"changes": [rank]}, {"changes": [rank, other]}).records == [
         "changes layer 2 measure rank, only after"
     ]
+
+
+def test_renames_apply_at_once_and_only_if_the_new_name_is_there():
+    expected = Expected(
+        renamed={"std": "seed_std", "spread": "std", "SINK": "FIRST_TOKEN", "rank": "full_rank"}
+    )
+    before = {"std": 1.0, "spread": 2.0, "findings": AUDIT["findings"]}
+    renamed = {"seed_std": 1.0, "std": 2.0, "findings": [AUDIT["findings"][0] | {"code": "FIRST_TOKEN"}]}
+    for after in (before, renamed):
+        found = differences(before, after, expected)
+        assert [found.compared, found.above(0), found.records] == [5, {}, []]
+        assert (found.lost, found.new) == (set(), set())
+    renamed["std"] = 1.0
+    assert list(differences(before, renamed, expected).above(TOLERANCE)) == ["std"]
+    half = {"rank": 1.0}
+    assert differences(half, {"other": 1.0}, expected).lost == {"rank"}
+
+
+@pytest.mark.parametrize("uncompared", ["SINK", "FIRST_TOKEN"])
+def test_findings_of_an_uncompared_code_are_left_out_under_both_names(uncompared):
+    sink = AUDIT["findings"][0]
+    change = {"outcome": "gone", "before": sink, "after": None}
+    before = {"findings": [sink, change], "totals": [{"name": "findings", "before": 1.0}], "layers": 2}
+    after = {"findings": [], "totals": [{"name": "findings", "before": 0.0}], "layers": 2}
+    expected = Expected(renamed={"SINK": "FIRST_TOKEN"}, uncompared={uncompared: "one finding per group"})
+    found = differences(before, after, expected)
+    assert [found.compared, found.above(0), found.records] == [1, {}, []]
+    seen = differences(before, after)
+    assert len(seen.records) == 2
+    assert list(seen.above(0)) == ["totals.before"]
+
+
+def test_a_place_with_a_new_field_is_the_same_place():
+    heads = [{"layer": 0, "head": head, "rank": float(head)} for head in range(2)]
+    found = differences({"heads": heads}, {"heads": [head | {"call": 0} for head in reversed(heads)]})
+    assert [found.records, found.above(0), found.new] == [[], {}, {"heads.call"}]
+
+
+def test_standard_deviations_may_have_a_tolerance_of_their_own():
+    found = changed(lambda after: after["heads"][0]["spread"].update(rank=0.5 + 1e-8))
+    assert list(found.above(TOLERANCE)) == ["heads.spread.rank"]
+    assert found.above(TOLERANCE, 1e-7) == {}
+
+
+def test_a_missing_file_differs(tmp_path, capsys):
+    for folder, files in (("before", ("one", "two")), ("after", ("one",))):
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / f"demo, {name}.json").write_text(json.dumps(AUDIT))
+    assert not report(tmp_path / "before", tmp_path / "after", ["demo"], TOLERANCE, {})
+    assert "demo, two: only before" in capsys.readouterr().out
+
+
+def test_expected_losses_may_not_have_happened_yet(tmp_path, capsys):
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "demo, one.json").write_text(json.dumps(AUDIT))
+    expected = Expected(gone={"heads.rank": "nobody read it"})
+    folders = tmp_path / "before", tmp_path / "after"
+    assert report(*folders, ["demo"], TOLERANCE, {}, expected=expected)
+    assert not report(*folders, ["demo"], TOLERANCE, expected.gone)
+
+
+def test_a_subject_measured_twice_is_the_same(tmp_path):
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        measured_numbers.measure("t5", None, tmp_path / folder)
+    assert len(list((tmp_path / "before").iterdir())) == 8
+    assert report(tmp_path / "before", tmp_path / "after", ["t5"], TOLERANCE, {})
 
 
 @pytest.mark.parametrize(

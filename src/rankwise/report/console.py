@@ -197,7 +197,8 @@ def _print_importance(audit: AuditRecord, importance: ImportanceRecord, console:
     removed = (
         f"a removed head is replaced by {'zero' if importance.removal == 'zero' else 'its mean over tokens'}"
     )
-    console.print(line(("Worth", "bold"), importance.loss, whole_words(importance), removed), overflow="fold")
+    facts = line(("Importance", "bold"), importance.loss, whole_words(importance), removed)
+    console.print(facts, overflow="fold")
     for name, words in estimate_words([head.importance for head in audit.heads], importance.blocks):
         console.print(f"{name}: {words}", overflow="fold")
     found = importance.removable

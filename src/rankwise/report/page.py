@@ -28,7 +28,7 @@ FEW_POINTS = 32
 """… and spectra have fewer points."""
 _SCRIPTS = (
     *("theme.js", "numbers.js", "save.js", "depth.js", "spectrum.js", "matrix.js", "one_head.js"),
-    *("heatmap.js", "tables.js", "memberships.js", "worth.js", "page.js"),
+    *("heatmap.js", "tables.js", "memberships.js", "importance.js", "page.js"),
 )
 
 

@@ -7,7 +7,7 @@ Asked     How well first order and curvature sort the heads of two real models; 
 Hardware  one CPU core, about 4 minutes
 Expect    Curvature by random projections sorts heads nearly as removal does; first order less well.
 
-    python -m experiments.worth --text imdb.jsonl.gz
+    python -m experiments.importance --text imdb.jsonl.gz
 """
 
 import argparse
@@ -39,7 +39,7 @@ from rankwise.cli.load_data import inputs_for
 from rankwise.cli.load_model import load_subject
 from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
 
-RESULTS = Path(__file__).with_name("results") / "worth.json"
+RESULTS = Path(__file__).with_name("results") / "importance.json"
 PAGE = Path(__file__).parents[1] / "docs" / "worth.md"
 ESTIMATES = ("first_order", "fisher", "curvature", "estimate")
 RANKS = (
@@ -76,7 +76,7 @@ def results(recipe: Recipe, text: Path | None) -> dict[str, Any]:
     splits = batches(demo_model(), demo_text(), recipe.demo_tokens, recipe)
     found.append(one_model("the bundled demo", f"its text, {recipe.demo_tokens} tokens", *splits, recipe))
     return {
-        "command": "python -m experiments.worth" + ("" if text is None else f" --text {text.name}"),
+        "command": "python -m experiments.importance" + ("" if text is None else f" --text {text.name}"),
         "recipe": asdict(recipe),
         "seconds": round(time.perf_counter() - begun),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

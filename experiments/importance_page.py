@@ -9,7 +9,7 @@ from rankwise._internals.files import write_file
 from rankwise.auditing.agreement import agreement
 from rankwise.auditing.importance_records import HeadImportance
 
-TEXT = Path(__file__).with_name("worth_page.md")
+TEXT = Path(__file__).with_name("importance_page.md")
 WIDTH, HEIGHT, LEFT, BOTTOM = 520, 320, 64, 44
 NAMES = {
     "first_order": "first order, mean of abs. ∂L_i/∂ξ",
