@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "skips": {"auditing", "tracing", "measures", "theory"},
     "compression": {"importance", "tracing", "measures", "auditing", "report"},
     "data": set(),
-    "train": {"auditing", "cli", "data", "models", "monitor", "ops"},
+    "train": {"auditing", "cli", "data", "models", "monitor", "ops", "skips"},
     "assets": set(),
     "__main__": {"cli"},
     "cli": {
@@ -159,6 +159,16 @@ audit = rw.audit(layer, [torch.randn(2, 9, 8)])
 print(len(audit.heads))
 """
     assert in_fresh_process(code).strip() == "2"
+
+
+def test_a_model_loads_no_tracing() -> None:
+    code = """
+import sys
+from rankwise.models import ToSTModel
+parts = ("rankwise.tracing", "rankwise.auditing", "rankwise.skips.")
+print([name for name in sys.modules if name.startswith(parts)])
+"""
+    assert in_fresh_process(code).strip() == "['rankwise.skips.modules']"
 
 
 def test_every_public_name_is_there_and_few() -> None:

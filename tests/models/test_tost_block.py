@@ -6,8 +6,7 @@ import pytest
 import torch
 from tost_cases import WIDTH, config, stirred
 
-from rankwise.models.block import Block
-from rankwise.models.skip import LambdaSkip, LayerScale, make_scale
+from rankwise.models.block import Block, LayerScale, make_scale
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 X = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -47,29 +46,6 @@ def test_the_block_is_its_formula(
     torch.testing.assert_close(block(X)[0], expected, **CLOSE)
     assert (block.mlp is None) == (inner == 0)
     assert isinstance(block.mixer_scale, LayerScale) == (scale is not None)
-
-
-@pytest.mark.parametrize("kind", ["none", "fixed", "learned", "channel", "shared"])
-@pytest.mark.parametrize("init", [1.0, -2.0, 0.5])
-def test_skips(kind: str, init: float) -> None:
-    skip, update = LambdaSkip(WIDTH, kind, init).double(), torch.ones_like(X)
-    expected = update if kind == "none" else init * X + update
-    torch.testing.assert_close(skip(X, update), expected, **CLOSE)
-    shapes = {"learned": [()], "shared": [()], "channel": [(WIDTH,)]}
-    assert [tuple(p.shape) for p in skip.parameters()] == shapes.get(kind, [])
-    for parameter in skip.parameters():
-        skip(X, update).sum().backward()
-        wanted = X.sum() if kind != "channel" else X.sum((0, 1))
-        torch.testing.assert_close(parameter.grad, wanted, **CLOSE)
-    assert repr(skip) == f"LambdaSkip({kind}, init={init:g})"
-
-
-def test_a_fixed_skip_of_one_is_the_plain_sum_bit_by_bit() -> None:
-    update = torch.randn(2, 5, WIDTH)
-    x = X.float()
-    assert torch.equal(LambdaSkip(WIDTH)(x, update), x + update)
-    learned = LambdaSkip(WIDTH, "learned")
-    assert torch.equal(learned(x, update), x + update)
 
 
 def test_scales() -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.auditing import Finding
-from rankwise.models import LambdaSkip, ToSTConfig, ToSTForCausalLM
+from rankwise.models import ToSTConfig, ToSTForCausalLM
+from rankwise.skips import LambdaSkip
 from rankwise.skips import own_skips as own
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}

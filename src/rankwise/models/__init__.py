@@ -28,7 +28,6 @@ from rankwise.models.mixers import (
     TokenStatisticsAttention,
 )
 from rankwise.models.presets import PRESETS, preset
-from rankwise.models.skip import LambdaSkip, LayerScale
 from rankwise.models.vision import ToSTForImageClassification
 
 AutoConfig.register("tost", ToSTConfig, exist_ok=True)
@@ -41,8 +40,6 @@ __all__ = [
     "MIXERS",
     "PRESETS",
     "S4D",
-    "LambdaSkip",
-    "LayerScale",
     "LinearAttention",
     "Mamba",
     "Mamba2",

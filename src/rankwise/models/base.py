@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
-from rankwise.models.skip import LambdaSkip
+from rankwise.skips.modules import LambdaSkip
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """What transformers' losses take."""

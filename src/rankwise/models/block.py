@@ -1,5 +1,6 @@
 """A block: a mixer and a feed-forward part, each with norm, scale and skip."""
 
+import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -7,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.mixers import MixerState, build_mixer
-from rankwise.models.skip import LambdaSkip, make_scale
+from rankwise.skips.modules import LambdaSkip
 
 
 def make_norm(config: ToSTConfig) -> nn.Module:
@@ -17,6 +18,40 @@ def make_norm(config: ToSTConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.use_bias)
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel on the update of a block's part.
+
+    Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 2.
+
+    Args:
+        hidden_size: D.
+        init: initial value of every factor.
+    """
+
+    def __init__(self, hidden_size: int, init: float) -> None:
+        super().__init__()
+        self.init = float(init)
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set every factor to its initial value."""
+        nn.init.constant_(self.weight, self.init)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Return x times the factors."""
+        return x * self.weight
+
+    def extra_repr(self) -> str:
+        """Return the initial value."""
+        return f"init={self.init:g}"
+
+
+def make_scale(hidden_size: int, init: float | None) -> nn.Module:
+    """Return a `LayerScale`, or the identity if `init` is None."""
+    return nn.Identity() if init is None else LayerScale(hidden_size, init)
 
 
 class FeedForward(nn.Module):

@@ -6,10 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rankwise.models.block import FeedForward, make_norm
+from rankwise.models.block import FeedForward, make_norm, make_scale
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.mixers.base import head_width
-from rankwise.models.skip import make_scale
 
 
 class ClassAttention(nn.Module):

@@ -6,13 +6,13 @@ is named only after it was tried.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
 from rankwise.auditing.records import Finding
+from rankwise.skips.modules import LambdaSkip
 from rankwise.skips.probe import probing
 from rankwise.skips.remedy import collapse_of
 
@@ -20,23 +20,21 @@ TRIED = (1.0, 2.0, 4.0, 8.0)
 """|λ| that are tried, the smallest first."""
 
 
-def own_skips(model: nn.Module) -> dict[str, Any]:
-    """The `rankwise.models.LambdaSkip` of a model, by name, but those that give a plain x + f(x).
-
-    They are told by the name of their class: `rankwise.models` is built on this folder.
-
-    Args:
-        model: any module.
-    """
+def own_skips(model: nn.Module) -> dict[str, LambdaSkip]:
+    """Return the `LambdaSkip` modules of a model by name, except those that compute a plain x + f(x)."""
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module).__name__ == "LambdaSkip" and (module.kind, module.init) != ("fixed", 1.0)
+        if isinstance(module, LambdaSkip) and (module.kind, module.init) != ("fixed", 1.0)
     }
 
 
 def with_own_remedy(
-    finding: Finding, model: nn.Module, skips: Mapping[str, Any], batch: Batch, say: Callable[[str], None]
+    finding: Finding,
+    model: nn.Module,
+    skips: Mapping[str, LambdaSkip],
+    batch: Batch,
+    say: Callable[[str], None],
 ) -> Finding:
     """A COLLAPSE with the least |λ| of those tried with which an audit finds none, and where to put it in.
 
@@ -49,7 +47,7 @@ def with_own_remedy(
         batch: what to audit it on, on its device.
         say: called with what is tried.
     """
-    least = min(float(_scale(skip).abs().min()) for skip in skips.values())
+    least = min(float(skip.current().abs().min()) for skip in skips.values())
     for scale in (each for each in TRIED if each > least):
         say(f"an audit with |λ| ≥ {scale:g}")
         with probing(model), torch.no_grad(), at_least(skips, scale):
@@ -63,7 +61,7 @@ def with_own_remedy(
 
 
 @contextmanager
-def at_least(skips: Mapping[str, Any], scale: float) -> Iterator[None]:
+def at_least(skips: Mapping[str, LambdaSkip], scale: float) -> Iterator[None]:
     """Every |λ| below a scale is that scale, its sign kept, for as long as the block runs.
 
     Args:
@@ -71,9 +69,9 @@ def at_least(skips: Mapping[str, Any], scale: float) -> Iterator[None]:
         scale: the least |λ|.
     """
 
-    def scaled(skip: Any, given: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+    def scaled(skip: LambdaSkip, given: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
         x, update = given
-        own = _scale(skip).to(x)
+        own = skip.current().to(x)
         return torch.where(own < 0, -1, 1).to(x) * own.abs().clamp(min=scale) * x + update
 
     hooks = [skip.register_forward_hook(scaled) for skip in skips.values()]
@@ -84,15 +82,9 @@ def at_least(skips: Mapping[str, Any], scale: float) -> Iterator[None]:
             hook.remove()
 
 
-def _scale(skip: Any) -> Tensor:
-    if skip.weight is not None:
-        return skip.weight.detach()
-    return torch.tensor(0.0 if skip.kind == "none" else skip.init)
-
-
-def _where(skips: Mapping[str, Any], scale: float) -> str:
+def _where(skips: Mapping[str, LambdaSkip], scale: float) -> str:
     """Where λ is: in the configuration, or in weights, where `skip_init` is only what they began from."""
-    below = {name: skip for name, skip in skips.items() if bool((_scale(skip).abs() < scale).any())}
+    below = {name: skip for name, skip in skips.items() if bool((skip.current().abs() < scale).any())}
     learned = [f"{name}.weight" for name, skip in below.items() if skip.weight is not None]
     if learned:
         more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""

@@ -11,8 +11,8 @@ from rankwise._internals.files import write_file
 from rankwise.cli.torchrun import from_environment
 from rankwise.data.tasks import Task
 from rankwise.data.tasks.language import BYTE_VOCABULARY
-from rankwise.models import LambdaSkip
 from rankwise.monitor import RankMonitor, scalars
+from rankwise.skips.modules import LambdaSkip
 from rankwise.train.callbacks import Clock
 from rankwise.train.card import card
 from rankwise.train.checkpoints import MAY_DIFFER, checkpoints, forget_removed, is_ours, remove
@@ -93,7 +93,7 @@ def lambdas(model: torch.nn.Module) -> list[float]:
         model: the model.
     """
     skips = [one for one in model.modules() if isinstance(one, LambdaSkip) and one.weight is not None]
-    return [round(one.weight.detach().mean().item(), 5) for one in skips if one.weight is not None]
+    return [round(one.current().mean().item(), 5) for one in skips]
 
 
 def ranks(monitor: RankMonitor | None) -> dict[str, dict[str, float]]:

@@ -1,0 +1,55 @@
+"""The λ-skip of models that are built with one; imports torch alone."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class LambdaSkip(nn.Module):
+    """``λ x + update``: the skip connection that keeps the tokens of a deep stack distinct.
+
+    λ = 1 is the usual residual, λ = 0 none. A negative λ subtracts the input.
+    Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", ICLR 2025.
+
+    Args:
+        hidden_size: D.
+        kind: ``none``: no skip; ``fixed``: λ is a constant; ``learned``: one λ; ``channel``: D of them;
+            ``shared``: one λ that the model ties to the λ of its other layers.
+        init: λ, or its initial value.
+
+    Examples:
+        >>> import torch
+        >>> skip = LambdaSkip(2, "fixed", -1.0)
+        >>> skip(torch.ones(1, 1, 2), torch.zeros(1, 1, 2)).tolist()
+        [[[-1.0, -1.0]]]
+    """
+
+    def __init__(self, hidden_size: int, kind: str = "fixed", init: float = 1.0) -> None:
+        super().__init__()
+        self.kind, self.init = kind, float(init)
+        sizes = {"learned": (), "shared": (), "channel": (hidden_size,)}
+        self.weight = nn.Parameter(torch.empty(sizes[kind])) if kind in sizes else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set a learned λ to its initial value."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, self.init)
+
+    def current(self) -> Float[Tensor, "*D"]:
+        """Return λ now: 0 for ``none``, `init` for ``fixed``, otherwise the detached weight."""
+        if self.weight is not None:
+            return self.weight.detach()
+        return torch.tensor(0.0 if self.kind == "none" else self.init)
+
+    def forward(self, x: Float[Tensor, "*B D"], update: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Return λ x + update."""
+        if self.kind == "none":
+            return update
+        if self.weight is None:
+            return x + update if self.init == 1.0 else self.init * x + update
+        return self.weight.to(x.dtype) * x + update
+
+    def extra_repr(self) -> str:
+        """Return the kind and the initial value."""
+        return f"{self.kind}, init={self.init:g}"
