@@ -19,7 +19,6 @@ from rankwise.compression.latent import LatentLayer, LatentProjection, fill, lat
 from rankwise.compression.latent_hook import add_latent, latent_layers
 from rankwise.compression.latent_moments import layer_moments, layer_weight, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
-from rankwise.compression.rotation import ROTATIONS, Rotation, rotate, rotate_back
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"parts": ("kv",), "time": False, "nulls": False}
@@ -170,23 +169,6 @@ def test_full_rank_is_the_map_itself_and_scales_of_moments_are_nothing() -> None
         matrix = torch.randn(shape, dtype=torch.float64)
         down, up = full_factors(matrix)
         assert torch.allclose(up @ down, matrix, atol=1e-12)
-
-
-@pytest.mark.parametrize("rotation", ROTATIONS)
-def test_rotations_keep_lengths_and_are_undone(rotation: Rotation) -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64)
-    half = torch.randn(2, 5, 3, generator=generator, dtype=torch.float64)
-    by_channel = {"pairs": half.repeat_interleave(2, -1), "halves, short": half}
-    angles = by_channel.get(rotation, torch.cat([half, half], -1))
-    turned = rotate(keys, angles.cos(), angles.sin(), rotation)
-    assert torch.allclose(turned.norm(dim=-1), keys.norm(dim=-1))
-    assert torch.equal(turned[..., 6:], keys[..., 6:])
-    assert not torch.allclose(turned, keys)
-    scaled = rotate(keys, 2 * angles.cos(), 2 * angles.sin(), rotation)
-    again = rotate_back(scaled, 2 * angles.cos(), 2 * angles.sin(), rotation)
-    assert torch.allclose(again, keys)
-    assert torch.equal(rotate(keys, angles.cos() * 0 + 1, angles.sin() * 0, rotation), keys)
 
 
 def test_bytes_go_where_they_are_importance_most() -> None:

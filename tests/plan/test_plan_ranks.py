@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise._internals.rotary import rotated
 from rankwise.plan.ranks import head_rank, nested_hardmax_ranks, trial_ranks
-from rankwise.plan.states import RandomBlock, Setting, token_states
+from rankwise.plan.states import RandomBlock, Setting, token_states, with_rope
 from rankwise.theory import hardmax_rank, random_head_rank
 
 CAUSAL = torch.ones(60, 60, dtype=torch.bool).tril()
@@ -59,9 +58,9 @@ def test_narrow_heads_of_states_are_the_first_columns() -> None:
 
 def test_rotary_scores_know_distances_alone() -> None:
     row = torch.randn(1, 8, generator=torch.Generator().manual_seed(0)).double().expand(20, 8)
-    scores = rotated(row) @ rotated(row).mT
+    scores = with_rope(row) @ with_rope(row).mT
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], atol=1e-5, rtol=0)  # float32 angles
-    torch.testing.assert_close(rotated(row).norm(dim=-1), row.norm(dim=-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(with_rope(row).norm(dim=-1), row.norm(dim=-1), atol=1e-5, rtol=0)
 
 
 def test_states_have_rows_of_norm_root_d() -> None:

@@ -1,49 +1,58 @@
-"""Rotary positions (RoPE): queries and keys turn with their position, so that scores see distances alone."""
+"""Rotary positions (RoPE): pairs of channels of queries and keys are rotated by an angle per position."""
+
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
-from rankwise.errors import InputError
-
 ROPE_BASE = 10_000.0
+Pairing = Literal["halves", "neighbors"]
+"""Which of the first 2P channels form pair i: channels i and i + P, or channels 2i and 2i + 1."""
 
 
-def rotated(
-    rows: Float[Tensor, "*B T K"],
-    positions: Shaped[Tensor, "*#P T"] | None = None,
-    base: int | float = ROPE_BASE,
-) -> Float[Tensor, "*B T K"]:
-    """Turn each pair of channels (i, i + K/2) of a row by the angle p·base^(−2i/K), p its position.
+def rope_angles(
+    positions: Shaped[Tensor, "*P T"], width: int, base: float, dtype: torch.dtype
+) -> tuple[Float[Tensor, "*P T N"], Float[Tensor, "*P T N"]]:
+    """Return cos and sin of the angles p·base^(−2i/width) of each position p and pair i.
 
-    Angles are taken in float32 at least, so that those of tokens beyond 10^5 have lost digits.
-    Range: norms stay as they are. Cost: O(T K).
-    Source: Su et al., “RoFormer”, 2021, equation 34, in the channel order of Llama.
+    Angles are computed in float32 at least. Beyond about 10^5 tokens they lose digits.
+    Source: Su et al., “RoFormer”, 2021, equation 34.
 
     Args:
-        rows: queries or keys.
-        positions: of the rows; 0 … T − 1 where None.
-        base: of the wavelengths, which go from 2π to 2π·base^(1 − 2/K) tokens.
-
-    Raises:
-        InputError: if K is odd.
+        positions: positions of the tokens.
+        width: K, the even width of a head.
+        base: wavelengths range from 2π to 2π·base^(1 − 2/K) tokens.
+        dtype: dtype of the result.
 
     Examples:
-        >>> import torch
-        >>> turned = rotated(torch.ones(3, 2))
-        >>> [round(value, 3) for value in turned[1].tolist()]
+        >>> cos, sin = rope_angles(torch.arange(2), 2, 10_000.0, torch.float32)
+        >>> [round(value, 3) for value in apply_rope(torch.ones(2, 2), cos, sin, "halves")[1].tolist()]
         [-0.301, 1.382]
     """
-    tokens, width = rows.shape[-2:]
-    if width % 2:
-        raise InputError(
-            "rotary positions", expected="pairs of channels", got=f"{width}", fix="Make it even."
-        )
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    frequency = base ** (-torch.arange(0, width, 2, dtype=wide, device=rows.device) / width)
-    if positions is None:
-        positions = torch.arange(tokens, device=rows.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    frequency = base ** (-torch.arange(0, width, 2, dtype=wide, device=positions.device) / width)
     angle = positions[..., None] * frequency
-    first, other = rows.chunk(2, dim=-1)
-    cos, sin = angle.cos().to(rows.dtype), angle.sin().to(rows.dtype)
-    return torch.cat([first * cos - other * sin, other * cos + first * sin], dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rope(
+    x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
+) -> Float[Tensor, "*B T K"]:
+    """Rotate P pairs of channels, (a, b) → (a cos − b sin, b cos + a sin); the other channels stay."""
+    pairs = cos.shape[-1]
+    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if pairing == "halves":
+        a, b = turning.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    a, b = turning[..., ::2], turning[..., 1::2]
+    return torch.cat([torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2), rest], -1)
+
+
+def undo_rope(
+    x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
+) -> Float64[Tensor, "*B T K"]:
+    """Invert `apply_rope` in float64, also if cos² + sin² is not 1."""
+    cos, sin = cos.double(), sin.double()
+    scale = (cos.square() + sin.square()).clamp(min=1e-300)
+    return apply_rope(x.double(), cos / scale, -sin / scale, pairing)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, moved, run_model
+from rankwise._internals.rotary import undo_rope
 from rankwise.compression.latent import LatentLayer, LatentProjection, ordered_runs
 from rankwise.compression.narrow import NarrowProjection, runs_of
 from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
-from rankwise.compression.rotation import ROTATIONS, Rotation, channels_turned, rotate_back
+from rankwise.compression.rotation import PAIRINGS, fits, per_pair
 from rankwise.errors import CompressionError
 
 LENGTHENED = ("dynamic", "longrope")
@@ -240,12 +241,16 @@ def _unrotated(
     positions = seen.calls[name].get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return "it is not given the positions of its tokens, one number each"
-    cos, sin = given
-    if cos.dim() != 3 or cos.shape[-1] % 2 or cos.shape[-1] > keys.shape[-1]:
-        return f"its position embeddings have the unknown shape {tuple(cos.shape)}"
-    ways: list[Rotation] = [way for way in ROTATIONS if channels_turned(cos, way) <= keys.shape[-1]]
+    shape = given[0].shape
+    if len(shape) != 3 or shape[-1] % 2 or shape[-1] > keys.shape[-1]:
+        return f"its position embeddings have the unknown shape {tuple(shape)}"
     noted = {"rotary": rotary, "rotary_options": options}
-    turned = [(rotate_back(keys, cos, sin, way).to(keys.dtype), {**noted, "rotation": way}) for way in ways]
+    turned = []
+    for way, pairing in PAIRINGS.items():
+        if all(fits(angles, way, keys.shape[-1]) for angles in given):
+            cos, sin = (per_pair(angles, way)[:, None] for angles in given)
+            before = undo_rope(keys, cos, sin, pairing).to(keys.dtype)
+            turned.append((before, {**noted, "rotation": way}))
     return [*turned, (keys, {})]
 
 

@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rankwise._internals.rotary import apply_rope
 from rankwise._internals.torch_private import forward_pre_hooks
 from rankwise.compression.key_cache import keep_in_cache, kept_channels, whole_keys
 from rankwise.compression.latent import Latent, LatentLayer, LatentProjection, latent_modules
 from rankwise.compression.narrow import put
-from rankwise.compression.rotation import rotate
+from rankwise.compression.rotation import PAIRINGS, per_pair
 
 
 class LatentReader:
@@ -63,8 +64,9 @@ class LatentReader:
         if self.norm is not None and layer.norm_axes == "heads":
             keys = self.norm(keys)
         if self.rotary is not None:
-            cos, sin = self.rotary(latent, position_ids=positions, **layer.rotary_options)
-            keys = rotate(keys, cos, sin, layer.rotation)
+            angles = self.rotary(latent, position_ids=positions, **layer.rotary_options)
+            cos, sin = (per_pair(angle, layer.rotation)[:, None] for angle in angles)
+            keys = apply_rope(keys, cos, sin, PAIRINGS[layer.rotation])
         if layer.key_factor != 1:
             keys = keys * layer.key_factor
         values = values.unflatten(-1, (layer.heads, -1)).transpose(1, 2)

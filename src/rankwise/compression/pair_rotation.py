@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rankwise._internals.rotary import apply_rope
+
 
 @dataclass(frozen=True)
 class PairRotation:
@@ -22,11 +24,9 @@ class PairRotation:
         Args:
             heads: as they come from their projection.
         """
-        first, second = heads[..., self.pairs[:, 0]], heads[..., self.pairs[:, 1]]
+        channels, turned = self.pairs.T.flatten(), heads.clone()
         cos, sin = self.cos[:, None].to(heads), self.sin[:, None].to(heads)
-        turned = heads.clone()
-        turned[..., self.pairs[:, 0]] = first * cos - second * sin
-        turned[..., self.pairs[:, 1]] = first * sin + second * cos
+        turned[..., channels] = apply_rope(heads[..., channels], cos, sin, "halves")
         return turned
 
     def of(self, rows: Int[Tensor, "b"]) -> "PairRotation":

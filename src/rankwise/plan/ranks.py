@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankwise._internals.rotary import rotated
-from rankwise.plan.states import RandomBlock, Setting, gaussian, token_states
+from rankwise.plan.states import RandomBlock, Setting, gaussian, token_states, with_rope
 from rankwise.theory.random_heads import rank_of_stochastic
 
 BLOCK = 32_767
@@ -36,7 +35,7 @@ def trial_ranks(setting: Setting, head_dims: tuple[int, ...], trial: int) -> Flo
     if setting.positions == "rope":
         states = None if setting.knows_no_width else token_states(setting, trial)
         pairs = [_first_layer(setting, width, trial, states) for width in head_dims]
-        found = [head_rank(setting, rotated(query), rotated(key)) for query, key in pairs]
+        found = [head_rank(setting, with_rope(query), with_rope(key)) for query, key in pairs]
         return np.array([found]) / setting.tokens
     query, key = _first_layer(setting, head_dims[-1], trial)
     if setting.temperature == 0:

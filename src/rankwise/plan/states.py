@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise._internals.rotary import rotated
+from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
 from rankwise.theory import almost_orthonormal
 
 INPUTS = ("orthonormal", "gaussian")
@@ -98,6 +98,12 @@ def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator) / math.sqrt(shape[0])
 
 
+def with_rope(rows: Float[Tensor, "*H T K"]) -> Float[Tensor, "*H T K"]:
+    """Return queries or keys with rotary positions 0 … T − 1."""
+    tokens, width = rows.shape[-2:]
+    return apply_rope(rows, *rope_angles(torch.arange(tokens), width, ROPE_BASE, rows.dtype), "halves")
+
+
 @dataclass(frozen=True)
 class RandomBlock:
     """One transformer block at random weights, for one width."""
@@ -119,7 +125,7 @@ class RandomBlock:
         states = normalized(states) if self.setting.block == "pre" else states
         query = self._split(states, self.heads, self.head_dim)
         key = self._split(states, self.setting.kv_heads or self.heads, self.head_dim)
-        return (rotated(query), rotated(key)) if self.setting.positions == "rope" else (query, key)
+        return (with_rope(query), with_rope(key)) if self.setting.positions == "rope" else (query, key)
 
     def mixed(
         self, states: Tensor, query: Float[Tensor, "H T K"], key: Float[Tensor, "Hkv T K"]

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.rotary import ROPE_BASE, rotated
+from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
 from rankwise.errors import InputError
 from rankwise.models.mixers.base import (
     Mixer,
@@ -152,10 +152,10 @@ class SoftmaxAttention(Mixer):
         )
         if self.rotary_base is not None:
             before = 0 if state is None else state[2].sum(1, keepdim=True)
-            positions = (before + valid.cumsum(1) - 1)[
-                :, None
-            ]  # of real tokens alone, as learned positions are
-            query, key = (rotated(rows, positions, self.rotary_base) for rows in (query, key))
+            # Positions count real tokens only, as learned positions do.
+            positions = (before + valid.cumsum(1) - 1)[:, None]
+            cos, sin = rope_angles(positions, self.query_dim, self.rotary_base, query.dtype)
+            query, key = (apply_rope(rows, cos, sin, "halves") for rows in (query, key))
         if state is not None:
             past_key, past_value, past_valid = state
             key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
