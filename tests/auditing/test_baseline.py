@@ -13,12 +13,12 @@ from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise._internals.statistics import t_quantile
 from rankwise.auditing import AuditError, BaselineSettings, FreshWeightsError, fresh_copies, reinitialized
 from rankwise.auditing.baseline_numbers import _at
 from rankwise.auditing.null_findings import beyond_null
 from rankwise.auditing.tables import flat_rows
 from rankwise.errors import InputError, RankwiseError
-from rankwise.measures.quadrature import t_quantile
 from rankwise.report.page import page_context
 
 DELTA = 0.05

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tests.measures.estimate_cases import KINDS, OnlyProducts, head
 from tests.measures.measure_cases import U, close, generator, make, normal, rotation, sum_tolerance
 
+from rankwise._internals.statistics import t_quantile
 from rankwise.measures import krylov, quadrature
 from rankwise.measures.krylov import Gram, block_lanczos
-from rankwise.measures.quadrature import ROUNDING, TraceEstimator, rules, t_quantile
+from rankwise.measures.quadrature import ROUNDING, TraceEstimator, rules
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 seeds = st.integers(0, 2**31)

@@ -1,7 +1,113 @@
-"""Spearman's rank correlation, for numbers that need no torch."""
+"""Statistics that need no torch: moments that merge, rank correlation, Student's t, shared constants."""
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+DELTA = 1e-2
+"""Default threshold of the numerical rank. A measured matrix carries the rounding errors of its dtype, and
+``eps·σ_max`` would count them as directions; 1e-2 does not."""
+WIDTH_TOLERANCE = 0.01
+"""KL divergence in nats within which `required_head_dim` keeps the attention. By Pinsker's inequality at
+most √(0.01/2) = 7 % of the weight of a row is then on other tokens."""
+
+
+@dataclass
+class Moments:
+    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, entry by entry; NaN is not counted.
+
+    Entries without values hold mean 0. Merging is exact up to rounding and does not depend on the order.
+
+    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979.
+
+    Examples:
+        >>> moments = Moments.empty(2)
+        >>> moments.add(np.array([[1.0, np.nan], [3.0, np.nan]]))
+        >>> count, mean, std = moments.to_record()
+        >>> count.tolist(), mean.tolist()
+        ([2.0, 0.0], [2.0, nan])
+    """
+
+    count: Floats
+    mean: Floats
+    m2: Floats
+
+    @classmethod
+    def empty(cls, *shape: int) -> "Moments":
+        """Return moments of no arrays of a shape."""
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+
+    def add(self, values: Floats) -> None:
+        """Merge the moments of arrays that are stacked along a new first axis, (N, *shape).
+
+        Two passes: the deviations from the first known value give the mean, the deviations from the mean M2.
+        """
+        if not len(values):
+            return
+        known = ~np.isnan(values)
+        count = known.sum(0).astype(np.float64)
+        first = np.take_along_axis(values, known.argmax(0)[None], axis=0)[0]
+        first = np.where(count > 0, first, 0.0)
+        # Equal values have exactly their own mean; infinite ones, too.
+        offsets = np.subtract(values, first, where=known & (values != first), out=np.zeros_like(values))
+        mean = first + offsets.sum(0) / np.maximum(count, 1)
+        deviations = np.subtract(values, mean, where=known, out=np.zeros_like(values))
+        self.merge(Moments(count, mean, np.square(deviations).sum(0)))
+
+    def merge(self, other: "Moments") -> None:
+        """Join the moments of other arrays."""
+        count = self.count + other.count
+        share = other.count / np.maximum(count, 1)
+        step = other.mean - self.mean
+        self.mean = np.where(self.count > 0, self.mean + step * share, other.mean)
+        self.m2 = np.where(self.count > 0, self.m2 + other.m2 + step**2 * self.count * share, other.m2)
+        self.count = count
+
+    def complete(self, number: int | Floats) -> "Moments":
+        """Return the moments with NaN where fewer than `number` values are known."""
+        missing = self.count < number
+        return Moments(self.count, np.where(missing, np.nan, self.mean), np.where(missing, np.nan, self.m2))
+
+    def to_record(self) -> tuple[Floats, Floats, Floats]:
+        """Return count, mean and standard deviation (over n − 1); NaN where they are undefined."""
+        mean = np.where(self.count > 0, self.mean, np.nan)
+        std = np.sqrt(self.m2 / np.maximum(self.count - 1, 1))
+        return self.count, mean, np.where(self.count > 1, std, np.nan)
+
+    @classmethod
+    def from_record(cls, count: Floats, mean: Floats, std: Floats) -> "Moments":
+        """Return the moments that `to_record` describes: a mean of NaN counts 0, one value has M2 = 0."""
+        known = np.where(np.isnan(mean), 0.0, count)
+        m2 = np.where(known > 1, (known - 1) * np.square(std), 0.0)
+        return cls(known, np.where(known > 0, mean, 0.0), m2)
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, by its expansion around the normal quantile.
+
+    Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.5.
+
+    Args:
+        freedom: degrees of freedom, at least 2 (1 % too small at 2, less for more).
+
+    Examples:
+        >>> round(t_quantile(14), 3)
+        2.145
+    """
+    x, n = 1.959964, 4 * freedom
+    terms = (
+        (x**3 + x) / n,
+        (5 * x**5 + 16 * x**3 + 3 * x) / (6 * n**2),
+        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (6 * n**3),
+        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / (360 * n**4),
+    )
+    return x + math.fsum(terms)
 
 
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:

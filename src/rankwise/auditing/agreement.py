@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rankwise._internals.records import format_number
 from rankwise._internals.statistics import spearman
 from rankwise.auditing.importance_records import HeadImportance
-from rankwise.auditing.measures import shown
 
 AN_ORDER = "estimates of second order sort heads and can fall far short of large costs"
 """Said wherever an estimate is shown as a number and no exact cost is known."""
@@ -27,8 +27,9 @@ class Agreement:
 
     def __str__(self) -> str:
         return (
-            f"Spearman {shown(self.spearman, 2)}; estimate over exact {shown(self.median, 2)} at the median, "
-            f"{shown(self.costliest, 2)} at the costliest"
+            f"Spearman {format_number(self.spearman, 2)}; estimate over exact "
+            f"{format_number(self.median, 2)} at the median, "
+            f"{format_number(self.costliest, 2)} at the costliest"
         )
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from rankwise._internals.statistics import t_quantile
 from rankwise.auditing.baseline_records import Baseline, BaselineAt
 from rankwise.auditing.heads import HeadTable
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.numbers import AVERAGED, Floats
 from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.auditing.site_keys import HeadKey
-from rankwise.measures.quadrature import t_quantile
 
 OF_HEADS = [*(measure.name for measure in HEAD_MEASURES if measure.name in AVERAGED), "nearest_distance"]
 """The measures that a baseline has: those that come from the matrix."""

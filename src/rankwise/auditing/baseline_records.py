@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rankwise.auditing.fields import Count, Number, Record
+from rankwise._internals.records import Count, Number, Record
 
 
 class BaselineAt(Record):

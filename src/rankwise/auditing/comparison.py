@@ -8,7 +8,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from rankwise.auditing.fields import Number, Record
+from rankwise._internals.records import Number, Record
 from rankwise.auditing.finding_changes import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.importance_differences import (
     COST,

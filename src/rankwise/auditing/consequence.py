@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from rankwise._internals.records import format_number
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.measures import shown
 from rankwise.auditing.records import Finding, HeadRecord, Place
 
 OF_ONE_HEAD = ("SINK", "CONSTANT", "IDENTITY")
@@ -188,9 +188,9 @@ def whole_words(importance: ImportanceRecord) -> str:
         worth: of the audit.
     """
     if importance.value:
-        return f"{shown(importance.value)} {importance.unit}"
+        return f"{format_number(importance.value)} {importance.unit}"
     if _of(importance):
-        return f"{importance.unit}, {shown(importance.reference)} in {importance.reference_name}"
+        return f"{importance.unit}, {format_number(importance.reference)} in {importance.reference_name}"
     return "" if importance.unit.startswith("of ") else importance.unit  # a relative loss has said of what
 
 

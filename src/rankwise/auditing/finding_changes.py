@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from rankwise.auditing.fields import Record
+from rankwise._internals.records import Record
 from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, HeadRecord, LayerRecord
 from rankwise.auditing.same_finding import OF_THE_MODEL, paired_findings
 

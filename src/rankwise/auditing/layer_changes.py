@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from rankwise.auditing.fields import Count, Number, Record
+from rankwise._internals.records import Count, Number, Record
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from rankwise.auditing.fields import Record
+from rankwise._internals.records import Record
 
 MOST_SIDE = 128
 """Rows and columns of a picture."""

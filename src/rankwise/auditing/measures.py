@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rankwise.auditing.fields import Number, Record
+from rankwise._internals.records import MISSING, Number, Record, format_number
 from rankwise.auditing.mixer_kinds import mixer_kind
 
 if TYPE_CHECKING:
     from rankwise.auditing.layers import StatesAtHand
     from rankwise.auditing.numbers import HeadsAtHand
 
-MISSING = "–"
-"""Stands where there is no finite number. Never 0: a missing number is not a small one."""
 Bounds = Callable[[Any], tuple[float, float]]
 """The ends of the range that a measure can have in a record."""
 
@@ -126,12 +124,12 @@ class Measure:
         """
         value = self.value(record)
         if self.name not in getattr(record, "stderr", ()):
-            return shown(value, self.digits)
+            return format_number(value, self.digits)
         if math.isfinite(value) or not self.share or self.shown_field(record) != "numerical_rank":
-            return f"{'≈' if math.isfinite(value) else ''}{shown(value, self.digits)}"
+            return f"{'≈' if math.isfinite(value) else ''}{format_number(value, self.digits)}"
         low, high = share(record.least_rank, record), share(record.most_rank, record)
         known = math.isfinite(low) and math.isfinite(high)
-        return f"{shown(low, self.digits)}–{shown(high, self.digits)}" if known else MISSING
+        return f"{format_number(low, self.digits)}–{format_number(high, self.digits)}" if known else MISSING
 
     def known_in(self, records: Sequence[Any]) -> bool:
         """Whether it is to be shown of these records.
@@ -221,29 +219,6 @@ def share(rank: float, head: Any) -> float:
         head: its record.
     """
     return rank / head.smaller if head.smaller > 0 else math.nan
-
-
-def shown(value: float, digits: int | None = None) -> str:
-    """Write a number in few characters.
-
-    Args:
-        value: the number.
-        digits: decimals; without them three significant digits.
-
-    Returns:
-        The number; a dash where it is not finite; in powers of ten where the decimals would hide it.
-
-    Examples:
-        >>> shown(0.6321), shown(0.6321, 2), shown(0.00004, 2), shown(2048.0), shown(float("nan"))
-        ('0.632', '0.63', '4e-05', '2048', '–')
-    """
-    if not math.isfinite(value):
-        return MISSING
-    if digits is None:
-        return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
-    if 0 < abs(value) < 0.5 * 10**-digits:
-        return f"{value:.0e}"
-    return f"{value:.{digits}f}"
 
 
 def _unit(_: Any) -> tuple[float, float]:

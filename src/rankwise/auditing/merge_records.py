@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from rankwise.auditing.fields import Count, Number, Record
+from rankwise._internals.records import Count, Number, Record
 
 NAMES = 16
 """Names of each kind that are kept of the tokens at the peak of a head: a sink has one, or a few."""

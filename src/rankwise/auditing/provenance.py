@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn
 
+from rankwise._internals.statistics import DELTA
 from rankwise.auditing.records import Provenance
 from rankwise.errors import InputError, did_you_mean
-from rankwise.measures import DELTA
 
 LIBRARIES = ("torch", "transformers")
 """Their versions go into the record, where they are loaded."""

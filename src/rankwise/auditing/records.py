@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rankwise._internals.records import Count, Number, Record, Size, format_number
 from rankwise.auditing.baseline_records import Baseline, BaselineRecord
-from rankwise.auditing.fields import Count, Number, Record, Size
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
 from rankwise.auditing.matrix_picture import MatrixPicture
-from rankwise.auditing.measures import NULLS, HeadMeasures, LayerMeasures, shown
+from rankwise.auditing.measures import NULLS, HeadMeasures, LayerMeasures
 from rankwise.auditing.merge_records import Merging
 
 SCHEMA_VERSION = 3
@@ -145,10 +145,10 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """What `Audit.merge` needs beside the means; None in older files."""
 
     def __repr__(self) -> str:
-        ranks = f"numerical rank {shown(self.numerical_rank)} of {shown(self.smaller)}"
+        ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.smaller)}"
         return (
             f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {_word(self.kind)}, {ranks}, "
-            f"effective {shown(self.effective_rank)}, stable {shown(self.stable_rank)})"
+            f"effective {format_number(self.effective_rank)}, stable {format_number(self.stable_rank)})"
         )
 
     __str__ = __repr__
@@ -215,8 +215,9 @@ class LayerRecord(LayerMeasures, LayerOrigin):
 
     def __repr__(self) -> str:
         return (
-            f"LayerRecord({self.stack!r}, layer {self.layer}: μ/‖Y‖ {shown(self.relative_spread)}, "
-            f"mean cosine {shown(self.mean_cosine)}, effective rank {shown(self.effective_rank)})"
+            f"LayerRecord({self.stack!r}, layer {self.layer}: μ/‖Y‖ {format_number(self.relative_spread)}, "
+            f"mean cosine {format_number(self.mean_cosine)}, "
+            f"effective rank {format_number(self.effective_rank)})"
         )
 
     __str__ = __repr__

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pydantic import ValidationError
-
-from rankwise._internals.files import parse_json, write_file
+from rankwise._internals.files import write_file
+from rankwise._internals.records import load_record
 from rankwise.auditing.find_head import find_head
-from rankwise.auditing.records import SCHEMA_VERSION, AuditRecord, HeadRecord
+from rankwise.auditing.records import AuditRecord, HeadRecord
 from rankwise.auditing.tables import Row, csv_text, flat_columns, flat_rows
 from rankwise.auditing.upgrade import upgraded
-from rankwise.errors import InputError, RecordError, did_you_mean
+from rankwise.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,21 +50,7 @@ class Audit(AuditRecord):
             InputError: if there is no such file or it cannot be read.
             RecordError: if it is not an audit, is damaged, or was written by a newer Rankwise.
         """
-        path = Path(path)
-        path = path / "audit.json" if path.is_dir() else path
-        content = _parsed(path)
-        _check_version(path, content)
-        try:
-            return cls.model_validate(upgraded(content))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise RecordError(
-                f"audit {path}",
-                expected=f"the fields of schema version {SCHEMA_VERSION}",
-                got=_shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-                + f" ({error.error_count()} in all)",
-                fix="The file is damaged or was changed by hand; run `rankwise audit` again.",
-            ) from None
+        return load_record(path, cls, "audit.json", upgrade=upgraded)
 
     @classmethod
     def merge(cls, audits: "Sequence[Audit]") -> "Audit":
@@ -259,56 +244,3 @@ class Audit(AuditRecord):
             f"Audit({self.provenance.model or 'model'}: {len(self.heads)} heads, {len(self.layers)} layers, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(
-            f"audit {path}",
-            expected="a file written by `rankwise audit`",
-            got="no such file",
-            fix="Give its audit.json, or the folder it lies in.",
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"audit {path}",
-            expected="a readable JSON file",
-            got=str(error),
-            fix="Check the path and its permissions.",
-        ) from error
-    try:
-        content = parse_json(text)
-    except ValueError as error:
-        raise RecordError(
-            f"audit {path}",
-            expected="JSON",
-            got=_shortened(str(error)),
-            fix="The file is cut short or is no audit; run `rankwise audit` again.",
-        ) from None
-    if not isinstance(content, dict) or content.get("format") != "rankwise-audit":
-        raise RecordError(
-            f"audit {path}",
-            expected='an object with "format": "rankwise-audit"',
-            got="other JSON",
-            fix="Give a file written by `rankwise audit` or `Audit.save`.",
-        )
-    return content
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]} …"
-
-
-def _check_version(path: Path, content: dict[str, Any]) -> None:
-    version = content.get("schema_version")
-    if isinstance(version, int) and not isinstance(version, bool) and 1 <= version <= SCHEMA_VERSION:
-        return
-    newer = isinstance(version, int) and version > SCHEMA_VERSION
-    raise RecordError(
-        f"audit {path}",
-        expected=f"schema version 1 to {SCHEMA_VERSION}",
-        got=_shortened(repr(version)),
-        fix="Upgrade rankwise to read it." if newer else "The file is damaged; run `rankwise audit` again.",
-    )

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.head_findings import MIN_TOKENS, grouped, place_of, site_of
 from rankwise.auditing.records import Finding, HeadRecord
-from rankwise.measures import WIDTH_TOLERANCE
 
 OVERSIZED_HEADS = 0.4
 """Of its width: then half of the channels can go, with a tenth left for what the second order misses of the

@@ -1,6 +1,6 @@
 """Tables of latents: ranks by layer, and other ways to factor at the same bytes."""
 
-from rankwise.auditing.measures import shown
+from rankwise._internals.records import format_number
 from rankwise.compression.records import Compression
 
 Words = tuple[str, list[str], list[list[str]], str]
@@ -29,7 +29,7 @@ def latent_tables(record: Compression) -> list[Words]:
                 "KL of the outputs against bytes of the cache",
                 ["way", *(f"{share:g}" for share in shares)],
                 [
-                    [curve.method, *(shown(point.output_kl, 5) for point in curve.points)]
+                    [curve.method, *(format_number(point.output_kl, 5) for point in curve.points)]
                     for curve in record.latent_curves
                 ],
                 f"Nats a token, KL(p‖p′) of what the model gives, on up to 16 sequences of {record.figures}. "
@@ -38,7 +38,13 @@ def latent_tables(record: Compression) -> list[Words]:
         )
     if record.latents:
         rows = [
-            [str(latent.layer), str(latent.before), str(latent.full), str(latent.rank), shown(latent.nats, 6)]
+            [
+                str(latent.layer),
+                str(latent.before),
+                str(latent.full),
+                str(latent.rank),
+                format_number(latent.nats, 6),
+            ]
             for latent in record.latents
         ]
         tables.append(

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from rankwise._internals.files import write_file
-from rankwise.auditing.fields import Number, Record
+from rankwise._internals.records import Number, Record
 from rankwise.errors import InputError, RecordError
 
 

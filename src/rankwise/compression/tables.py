@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rankwise.auditing.measures import shown
+from rankwise._internals.records import format_number
 from rankwise.compression.latent_tables import latent_tables, latent_words
 from rankwise.compression.records import Budget, Compression
 
@@ -33,9 +33,9 @@ def headline(record: Compression) -> str:
     done = "; ".join(words)
     saved = 1 - record.parameters_after / record.parameters_before if record.parameters_before else math.nan
     price = (
-        f"attention KL {shown(record.kl, 4)} nats"
+        f"attention KL {format_number(record.kl, 4)} nats"
         if math.isfinite(record.kl)
-        else f"error of the output {shown(record.output_error, 4)}"
+        else f"error of the output {format_number(record.output_error, 4)}"
     )
     gain = f"{saved:.1%} fewer parameters" if saved >= 0 else f"{-saved:.1%} more parameters"
     if record.latents and record.cache_bytes_before:
@@ -71,7 +71,7 @@ def compression_tables(record: Compression) -> Iterator[CompressionTable]:
 
 def _price(record: Compression) -> CompressionTable:
     rows = [
-        [name, "0", shown(value, 4)]
+        [name, "0", format_number(value, 4)]
         for name, value in (
             ("attention KL, nats", record.kl),
             ("attention KL end to end, nats", record.kl_end_to_end),
@@ -124,12 +124,12 @@ def _gain(record: Compression) -> CompressionTable:
 
 def _budget(budget: Budget, figures: str) -> CompressionTable:
     rows = [
-        [share.part, f"{share.keep:.2f}", f"{share.bytes_saved:,}", shown(share.price, 5)]
+        [share.part, f"{share.keep:.2f}", f"{share.bytes_saved:,}", format_number(share.price, 5)]
         for share in budget.shares
     ]
     saved = budget.bytes_before - budget.bytes_after
     left = f"{budget.bytes_after / budget.bytes_before:.2f}"
-    rows.append(["together", left, f"{saved:,}", shown(budget.price, 5)])
+    rows.append(["together", left, f"{saved:,}", format_number(budget.price, 5)])
     cache = f" and the cache of {budget.cache_tokens:,} tokens" if budget.cache_tokens else ""
     asked = (
         f"{budget.keep:g} of them to stay" if budget.keep is not None else f"a price of {budget.tolerance:g}"
@@ -141,7 +141,7 @@ def _budget(budget: Budget, figures: str) -> CompressionTable:
         f"Of {budget.bytes_before:,} bytes: the weights of {budget.layers} linear layers{cache}; asked was "
         f"{asked}. Kept: of each part in its own unit (width, heads, bytes of the cache), together of bytes. "
         "Prices are on the calibration data, each part's beside those before it; together on "
-        f"{figures}: {shown(budget.price_held_out, 5)}.",
+        f"{figures}: {format_number(budget.price_held_out, 5)}.",
     )
 
 
@@ -154,7 +154,7 @@ def _curves(record: Compression) -> CompressionTable:
     return CompressionTable(
         "Attention KL against mean width",
         ["way", *(f"{width:g}" for width in widths)],
-        [[curve.method, *(shown(point.kl, 4) for point in curve.points)] for curve in record.curves],
+        [[curve.method, *(format_number(point.kl, 4) for point in curve.points)] for curve in record.curves],
         f"On up to 32 sequences of {record.figures}, without steps of calibration."
         + (" Weights alone: the SVD of W_qᵀ W_k." if any("alone" in c.method for c in record.curves) else ""),
     )
@@ -175,9 +175,9 @@ def _layers(record: Compression) -> CompressionTable:
                 f"{heads[0].stack if heads else ''} {layer.layer}".strip(),
                 ", ".join(words),
                 f"{sum(widths) / len(widths):.1f}" if widths else "",
-                shown(layer.kl, 4),
-                shown(layer.kl_end_to_end, 4),
-                shown(layer.output_error, 4),
+                format_number(layer.kl, 4),
+                format_number(layer.kl_end_to_end, 4),
+                format_number(layer.output_error, 4),
             ]
         )
     return CompressionTable(

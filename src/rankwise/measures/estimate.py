@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import map_threads
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures.counting import Counter
 from rankwise.measures.inputs import Mixing, to_float64
 from rankwise.measures.krylov import Gram, Krylov, block_lanczos
-from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator, t_quantile
+from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator
 from rankwise.measures.rank import check_delta
 from rankwise.operators import DenseMixing, MixingOperator
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.errors import InputError
 from rankwise.operators import SoftmaxMixing
 
@@ -19,8 +20,6 @@ __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_di
 
 RIDGE = 1e-9
 """Added to second moments, relative to their mean eigenvalue: directions never seen stay finite."""
-WIDTH_TOLERANCE = 0.01
-"""Nats. By Pinsker's inequality at most √(0.01/2) = 7 % of the weight of a row lies on other tokens then."""
 STEP = 4096
 """Tokens that are taken to float64 at once."""
 

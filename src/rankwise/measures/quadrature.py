@@ -1,6 +1,5 @@
 """From a Krylov space of random probes to traces of functions of a matrix, each with its two errors."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -145,28 +144,6 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
     return Nodes(values.clamp(min=0), weights), upper, tail.norm(dim=0)
-
-
-def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by its expansion around the normal one.
-
-    Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.5.
-
-    Args:
-        freedom: degrees of freedom, at least 2 (1 % below the truth there, less above).
-
-    Examples:
-        >>> round(t_quantile(14), 3)
-        2.145
-    """
-    x, n = 1.959964, 4 * freedom
-    terms = (
-        (x**3 + x) / n,
-        (5 * x**5 + 16 * x**3 + 3 * x) / (6 * n**2),
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (6 * n**3),
-        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / (360 * n**4),
-    )
-    return x + math.fsum(terms)
 
 
 def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:

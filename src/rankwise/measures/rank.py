@@ -9,6 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rankwise._internals.linalg import ratio
+from rankwise._internals.statistics import DELTA
 from rankwise.errors import RankwiseError
 from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, measured_in_parts, scaled_svd
 from rankwise.measures.inputs import Mixing
@@ -25,9 +26,6 @@ __all__ = [
     "stable_rank",
     "summarize_spectrum",
 ]
-
-DELTA = 1e-2
-"""Singular values below this count as zero, unless the caller says otherwise."""
 
 
 class RankSummary(NamedTuple):

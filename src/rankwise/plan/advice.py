@@ -2,7 +2,7 @@
 
 import math
 
-from rankwise.auditing.measures import shown
+from rankwise._internals.records import format_number
 from rankwise.plan.records import HeadDimPlan, Option
 
 MORE, FEWER = "more heads", "fewer heads"
@@ -114,7 +114,8 @@ def _latency(now: Option, best: Option, tokens: int) -> str:
     if not tokens:
         return "It was not timed; another number of heads can be slower."
     parts = [
-        f"{name} {shown(after, 2)} ms in place of {shown(before, 2)} ({after / before:.2f} times)"
+        f"{name} {format_number(after, 2)} ms in place of {format_number(before, 2)} "
+        f"({after / before:.2f} times)"
         for name, before, after in (
             ("prefill", now.prefill_ms, best.prefill_ms),
             ("one more token", now.decode_ms, best.decode_ms),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rankwise.auditing.measures import shown
+from rankwise._internals.records import format_number
 from rankwise.plan.records import HeadDimPlan, Option
 
 
@@ -77,7 +77,7 @@ def plan_tables(plan: HeadDimPlan) -> Iterator[PlanTable]:
         yield PlanTable(
             f"K* = {law.intercept:.2f} + {law.slope:.2f}·ln T (R² {law.explained:.2f})",
             ["T", "K*", "95 % interval", "residual", "half of the barrier at K"],
-            [[f"{t:,}", str(k), f"{low} to {high}", f"{r:+.2f}", shown(half, 1)]
+            [[f"{t:,}", str(k), f"{low} to {high}", f"{r:+.2f}", format_number(half, 1)]
              for (t, k, low, high), r, half in zip(law.points, residuals, halves, strict=True)],
             "Hardmax heads on orthonormal tokens."
             + (f" Not saturated: T = {law.unsaturated}." if law.unsaturated else "")
@@ -105,7 +105,7 @@ def _setting(option: Option) -> list[str]:
 
 def _ranks(option: Option, digits: int) -> list[str]:
     about = "≈ " if option.interpolated else ""
-    return [about + shown(option.rank_share, 3), about + shown(option.rank_sum, digits)]
+    return [about + format_number(option.rank_share, 3), about + format_number(option.rank_sum, digits)]
 
 
 def _unsure(options: list[Option]) -> str:
@@ -118,8 +118,13 @@ def _unsure(options: list[Option]) -> str:
 
 def _cost(option: Option) -> list[str]:
     mark = "*" if option.padded else ""
-    sizes = [f"{option.parameters:,}", shown(option.flops / 1e9, 2), f"{option.cache_bytes:,}"]
-    return [option.name, *sizes, shown(option.prefill_ms, 1) + mark, shown(option.decode_ms, 2) + mark]
+    sizes = [f"{option.parameters:,}", format_number(option.flops / 1e9, 2), f"{option.cache_bytes:,}"]
+    return [
+        option.name,
+        *sizes,
+        format_number(option.prefill_ms, 1) + mark,
+        format_number(option.decode_ms, 2) + mark,
+    ]
 
 
 def _trained(plan: HeadDimPlan) -> PlanTable:
@@ -132,7 +137,11 @@ def _trained(plan: HeadDimPlan) -> PlanTable:
         needed = [head.needed for head in heads]
         mean = sum(head.effective_rank for head in heads) / len(heads)
         sizes = [str(len(heads)), str(heads[0].width), f"{min(needed)} to {max(needed)}"]
-        means = [shown(sum(needed) / len(needed), 1), shown(mean, 1), shown(heads[0].tokens, 0)]
+        means = [
+            format_number(sum(needed) / len(needed), 1),
+            format_number(mean, 1),
+            format_number(heads[0].tokens, 0),
+        ]
         rows.append([f"{stack} {layer}".strip(), *sizes, *means])
     return PlanTable(
         "What the trained heads use, measured",

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from rankwise._internals.records import format_number
 from rankwise.auditing.comparison import Change, Comparison
 from rankwise.auditing.finding_changes import OUTCOMES, FindingChange
 from rankwise.auditing.layer_changes import LayerChange
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, shown
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Place
 from rankwise.auditing.same_finding import OF_THE_MODEL
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
@@ -79,7 +80,7 @@ def _print_structure(comparison: Comparison, console: Console) -> None:
     table = new_table([("", False), ("before", True), ("after", True)])
     for total in comparison.totals:
         if not (math.isnan(total.before) and math.isnan(total.after)):
-            table.add_row(total.name, shown(total.before), shown(total.after))
+            table.add_row(total.name, format_number(total.before), format_number(total.after))
     console.print(table)
     console.print()
 
@@ -117,9 +118,8 @@ def finding_words(change: FindingChange) -> str:
     if change.numbers is not None:
         name, old, new = change.numbers
         both = change.before is not None and change.after is not None
-        facts.append(
-            f"{title(name)} {f'{shown(old)} → ' if both else ''}{shown(new if change.after else old)}"
-        )
+        before = f"{format_number(old)} → " if both else ""
+        facts.append(f"{title(name)} {before}{format_number(new if change.after else old)}")
     return ", ".join(facts)
 
 
@@ -158,7 +158,7 @@ def change_words(change: LayerChange) -> str:
     Args:
         change: of a layer.
     """
-    signed = f"{'+' if change.change > 0 else ''}{shown(change.change)}"
+    signed = f"{'+' if change.change > 0 else ''}{format_number(change.change)}"
     ratio = f" ({abs(change.ratio):.1f})" if math.isfinite(change.ratio) else ""
     return f"{signed}{ratio}"
 
@@ -178,7 +178,7 @@ def _print_changes(changes: Sequence[Change], console: Console) -> None:
 
 def _row(change: Change) -> tuple[str, ...]:
     place = str(change.where) if change.where.head is not None else f"{change.where}, states"
-    signed = shown(change.change)
+    signed = format_number(change.change)
     signed = f"+{signed}" if change.change > 0 else signed
-    before, after = shown(change.before), shown(change.after)
+    before, after = format_number(change.before), format_number(change.after)
     return plain(place), title(change.measure), before, after, signed, f"{100 * change.size:.0f} %"

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rankwise._internals.files import write_file
+from rankwise._internals.records import format_number
 from rankwise.auditing.comparison import Change, Comparison
 from rankwise.auditing.finding_changes import OUTCOMES
 from rankwise.auditing.layer_changes import LayerChange
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure, shown
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import Place
 from rankwise.report.comparison import change_words, finding_words
 from rankwise.report.pages import render_page
@@ -56,7 +57,7 @@ def comparison_context(comparison: Comparison) -> dict[str, Any]:
         "comparison": comparison,
         "names": [model_name(about.model) for about in (comparison.before, comparison.after)],
         "totals": [
-            (total.name, shown(total.before), shown(total.after))
+            (total.name, format_number(total.before), format_number(total.after))
             for total in comparison.totals
             if not (math.isnan(total.before) and math.isnan(total.after))
         ],
@@ -135,11 +136,12 @@ def _cell(place: Place, change: Change | None) -> dict[str, str]:
     if change is None:
         return {"style": "", "title": f"{where}: the same", "kind": "same"}
     if math.isnan(change.change):
-        said = f"{where}: {shown(change.before)} → {shown(change.after)}"
+        said = f"{where}: {format_number(change.before)} → {format_number(change.after)}"
         return {"style": "", "title": said, "kind": "came"}
     kind = "more" if change.change > 0 else "less"
     depth = 12 + 88 * math.sqrt(change.size)  # small changes are to be seen, too
-    said = f"{where}: {shown(change.before)} → {shown(change.after)} ({100 * change.size:.0f} % of the range)"
+    said = f"{where}: {format_number(change.before)} → {format_number(change.after)}"
+    said += f" ({100 * change.size:.0f} % of the range)"
     return {"style": f"--depth:{depth:.0f}%", "title": said, "kind": kind}
 
 
@@ -166,13 +168,20 @@ def _layer_cell(change: LayerChange | None) -> dict[str, str]:
     if change is None:
         return {"words": "", "title": "", "kind": "same"}
     far = math.isfinite(change.ratio) and abs(change.ratio) >= 1
-    spread = f", standard deviation over sequences {shown(change.spread)}" if change.spread > 0 else ""
-    said = f"{shown(change.before)} → {shown(change.after)}{spread}"
+    spread = (
+        f", standard deviation over sequences {format_number(change.spread)}" if change.spread > 0 else ""
+    )
+    said = f"{format_number(change.before)} → {format_number(change.after)}{spread}"
     return {"words": change_words(change), "title": said, "kind": "far" if far else "near"}
 
 
 def _change_row(change: Change) -> list[str]:
     place = str(change.where) if change.where.head is not None else f"{change.where}, states"
-    signed = f"{'+' if change.change > 0 else ''}{shown(change.change)}"
-    numbers = [shown(change.before), shown(change.after), signed, f"{100 * change.size:.0f} %"]
+    signed = f"{'+' if change.change > 0 else ''}{format_number(change.change)}"
+    numbers = [
+        format_number(change.before),
+        format_number(change.after),
+        signed,
+        f"{100 * change.size:.0f} %",
+    ]
     return [place, title(change.measure), *numbers]

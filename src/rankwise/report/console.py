@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rankwise._internals.records import format_number
 from rankwise.auditing.agreement import estimate_words
 from rankwise.auditing.consequence import whole_words
 from rankwise.auditing.importance_records import ImportanceRecord
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share, shown
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share
 from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
@@ -114,7 +115,7 @@ def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]
     """A row for each layer; what is the same in all of them is said once, in the title."""
     mine = [heads[index] for index in panel.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
-    lengths = {shown(head.tokens, 0) for head in mine}
+    lengths = {format_number(head.tokens, 0) for head in mine}
     varied = [name for name, values in (("kind", kinds), ("mask", masks)) if len(values) > 1]
     facts = [
         *(kinds if len(kinds) == 1 else []),
@@ -156,10 +157,10 @@ def _add_layer(
     words = [name for name in varied if name != "tokens"]
     texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in words]
     numbers: list[str | Text] = [
-        *([shown(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
+        *([format_number(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
         _share_words(heads, rank),
-        shown(null, 2),
-        *(shown(mean(map(_NULLS[name], heads)), 2) for name in nulls),
+        format_number(null, 2),
+        *(format_number(mean(map(_NULLS[name], heads)), 2) for name in nulls),
         *(_measure_words(measure, heads) for measure in measures),
     ]
     table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
@@ -169,17 +170,17 @@ def _measure_words(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
     values = [value for head in heads if math.isfinite(value := measure.value(head))]
     whole = sum(values) if measure.summed and values else mean(values)
     mark = "≈" if any(measure.name in head.stderr for head in heads) else ""
-    return mark + shown(whole, measure.digits)
+    return mark + format_number(whole, measure.digits)
 
 
 def _share_words(heads: Sequence[HeadRecord], rank: float) -> str:
     """The mean rank share; from the least to the most it can be where an estimate only bounds some."""
     if all(math.isfinite(rank_share(head)) or not head.estimated for head in heads):
-        return ("≈" if any(head.estimated for head in heads) else "") + shown(rank, 2)
+        return ("≈" if any(head.estimated for head in heads) else "") + format_number(rank, 2)
     if any(RANK.shown_field(head) != RANK.name for head in heads):
-        return shown(rank, 2)  # of a relative rank no interval is kept
+        return format_number(rank, 2)  # of a relative rank no interval is kept
     ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
-    return "–".join(shown(end, 2) for end in ends)
+    return "–".join(format_number(end, 2) for end in ends)
 
 
 def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table]:
@@ -188,7 +189,7 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
     table = new_table([(column, True) for column in columns])
     for layer in sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer):
         measured = [measure.said(layer) for measure in _LAYER_COLUMNS]
-        table.add_row(str(layer.layer), shown(layer.tokens, 0), *measured)
+        table.add_row(str(layer.layer), format_number(layer.tokens, 0), *measured)
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 
 

@@ -5,7 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.auditing.measures import DRAWN, LAYER_MEASURES, LayerMeasure, shown
+from rankwise._internals.records import format_number
+from rankwise.auditing.measures import DRAWN, LAYER_MEASURES, LayerMeasure
 from rankwise.auditing.records import LayerRecord
 
 _MOST_TICKS = 8
@@ -66,9 +67,11 @@ def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
 
 def _hover(measure: LayerMeasure, layer: LayerRecord) -> str:
     spread = layer.spread.get(measure.name, math.nan)
-    around = f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
+    around = f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
     when = "input" if layer.layer == 0 else f"after block {layer.layer}"
-    return f"{html.escape(layer.stack)}, {when}<br>{shown(measure.value(layer), measure.digits)}{around}"
+    return (
+        f"{html.escape(layer.stack)}, {when}<br>{format_number(measure.value(layer), measure.digits)}{around}"
+    )
 
 
 def _depth_layout(measure: LayerMeasure, deepest: int) -> dict[str, Any]:

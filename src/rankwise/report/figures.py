@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rankwise._internals.records import format_number
 from rankwise.auditing.measures import (
     DRAWN,
     HEAD_MEASURES,
@@ -12,7 +13,6 @@ from rankwise.auditing.measures import (
     HeadMeasure,
     LayerMeasure,
     Measure,
-    shown,
 )
 from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
 from rankwise.errors import InputError, did_you_mean
@@ -135,7 +135,7 @@ def _around(record: HeadRecord | LayerRecord, measure: Measure) -> str:
     spread = record.spread.get(measure.name, math.nan)
     if measure.share and isinstance(record, HeadRecord):
         spread /= record.smaller
-    return f" ± {shown(spread, measure.digits)}" if math.isfinite(spread) else ""
+    return f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
 
 
 def _line(stack: str, layers: Sequence[LayerRecord], measure: LayerMeasure) -> dict[str, Any]:

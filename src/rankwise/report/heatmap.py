@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rankwise.auditing.measures import MISSING
+from rankwise._internals.records import MISSING
 from rankwise.auditing.records import Severity
 from rankwise.report.panels import Panel, Row
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, Measure, shown
+from rankwise._internals.records import format_number
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, Measure
 from rankwise.auditing.records import AuditRecord
 from rankwise.auditing.steps import steps_of
 from rankwise.report.terminal import line, new_table, spelled_out
@@ -76,4 +77,4 @@ def audit_words(audit: AuditRecord) -> list[str]:
 
 def _mean_words(measure: Measure, records: Sequence[Any]) -> str:
     value = mean(measure.value(record) for record in records)
-    return shown(value, measure.digits) if math.isfinite(value) else shown(value)
+    return format_number(value, measure.digits) if math.isfinite(value) else format_number(value)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from rankwise.auditing.measures import HEAD_MEASURES, HeadMeasure, shown
+from rankwise._internals.records import format_number
+from rankwise.auditing.measures import HEAD_MEASURES, HeadMeasure
 from rankwise.auditing.records import AuditRecord, HeadRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.text import SEVERITIES, count, mean, model_name
@@ -71,7 +72,9 @@ def _panel(panel: Panel, heads: Sequence[HeadRecord]) -> str:
 
 def _row(row: Row, columns: Sequence[int], heads: Sequence[HeadRecord]) -> str:
     mine = [heads[index] for index in row.cells.values()]
-    numbers = "".join(f"<td style='{_CELL}'>{shown(_mean(m, mine), m.digits)}</td>" for m in _MEASURES)
+    numbers = "".join(
+        f"<td style='{_CELL}'>{format_number(_mean(m, mine), m.digits)}</td>" for m in _MEASURES
+    )
     drawn = (row.cells.get(number) for number in columns)
     cells = "".join(_block(math.nan) if index is None else _coloured(heads[index]) for index in drawn)
     return (

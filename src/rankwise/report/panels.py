@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankwise.auditing.measures import shown
+from rankwise._internals.records import format_number
 from rankwise.auditing.mixer_kinds import mixer_kind
 from rankwise.auditing.records import HeadRecord, Place
 from rankwise.errors import RecordError
@@ -96,9 +96,9 @@ def panel_words(panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     mine = [heads[index] for index in panel.indices]
     kinds = dict.fromkeys(head.kind for head in mine)
     masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
-    tokens = f"{shown(mean(head.tokens for head in mine), 0)} tokens"
+    tokens = f"{format_number(mean(head.tokens for head in mine), 0)} tokens"
     if panel.cross:
-        tokens += f" reading {shown(mean(head.sources for head in mine), 0)}"
+        tokens += f" reading {format_number(mean(head.sources for head in mine), 0)}"
     return {
         "title": panel.title,
         "pattern": panel.pattern,

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankwise._internals.records import format_number
 from rankwise._internals.statistics import spearman
 from rankwise.auditing.agreement import estimate_words
 from rankwise.auditing.consequence import share_words, whole_words
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.measures import shown
 from rankwise.auditing.records import AuditRecord
 from rankwise.report.pages import short
 
@@ -116,9 +116,11 @@ def _set(importance: ImportanceRecord) -> list[str]:
 
 def _estimate(cost: float) -> str:
     """Without a share: what removing a block costs is far from second order."""
-    return "–" if math.isnan(cost) else shown(cost, 4)
+    return "–" if math.isnan(cost) else format_number(cost, 4)
 
 
 def _cost(importance: ImportanceRecord, cost: float) -> str:
     share = importance.share(cost)
-    return "–" if math.isnan(cost) else shown(cost, 4) + ("" if math.isnan(share) else f" ({share:.1%})")
+    return (
+        "–" if math.isnan(cost) else format_number(cost, 4) + ("" if math.isnan(share) else f" ({share:.1%})")
+    )

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from rankwise.auditing.measures import HEAD_MEASURES, NULLS, share, shown
+from rankwise._internals.records import format_number
+from rankwise.auditing.measures import HEAD_MEASURES, NULLS, share
 from rankwise.auditing.records import AuditRecord, Finding
 from rankwise.report.text import count, mean, rank_share
 
@@ -22,7 +23,7 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
         fresh = mean(share(head.init_numerical_rank, head) for head in mixing)
         named = {"fresh weights": fresh, **nulls}
         known = [f"{words} {value:.2g}" for words, value in named.items() if math.isfinite(value)]
-        facts.append(("Mean rank share", shown(mean(map(rank_share, mixing)), 2), ", ".join(known)))
+        facts.append(("Mean rank share", format_number(mean(map(rank_share, mixing)), 2), ", ".join(known)))
     above, below = (_heads_of(audit.findings, code) for code in ("HIGH_RANK", "LOW_RANK"))
     if any(head.baseline is not None and head.baseline.judged for head in mixing):
         against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
@@ -33,8 +34,8 @@ def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
     last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
     nearest = min(last.values(), key=lambda y: _nan_last(y.relative_spread), default=None)
     if nearest is not None:
-        against = f"0: all tokens alike; mean cosine {shown(nearest.mean_cosine, 2)}"
-        facts.append(("μ/‖Y‖ at the end", shown(nearest.relative_spread, 3), against))
+        against = f"0: all tokens alike; mean cosine {format_number(nearest.mean_cosine, 2)}"
+        facts.append(("μ/‖Y‖ at the end", format_number(nearest.relative_spread, 3), against))
     return facts
 
 

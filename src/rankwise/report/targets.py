@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rankwise.auditing.measures import DRAWN, NULLS, PICTURED, shown
+from rankwise._internals.records import format_number
+from rankwise.auditing.measures import DRAWN, NULLS, PICTURED
 from rankwise.auditing.records import AuditRecord, Finding, Place, Severity
 from rankwise.report.panels import HeadsByLayer, Panel
 from rankwise.report.text import SEVERITIES, pieces, title
@@ -139,7 +140,7 @@ def finding_groups(
     grouped: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for index, (finding, target) in enumerate(zip(findings, targets, strict=True)):
         link = f"panel-{homes[target.heads[0]]}" if target.section == "heads" else target.section
-        evidence = [(title(name), shown(value)) for name, value in finding.evidence.items()]
+        evidence = [(title(name), format_number(value)) for name, value in finding.evidence.items()]
         where = finding.where
         item = {"index": index, "finding": finding, "place": str(where), "link": link, "evidence": evidence}
         item["remedy"] = pieces(finding.remedy)

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.auditing.measures import shown
+from rankwise._internals.records import format_number
 from rankwise.auditing.records import Finding, Severity
 from rankwise.report.text import SEVERITIES, count, is_command, plain, title
 
@@ -97,7 +97,7 @@ def print_findings(findings: Sequence[Finding], console: Console, *, brief: bool
 def _print_finding(finding: Finding, console: Console, brief: bool) -> None:
     severity = (SEVERITIES[finding.severity][0].ljust(_INDENT - 2), _STYLES[finding.severity])
     head = line(severity, (finding.code, "bold"), str(finding.where), separator="  ")
-    evidence = line(*(f"{title(name)} {shown(value)}" for name, value in finding.evidence.items()))
+    evidence = line(*(f"{title(name)} {format_number(value)}" for name, value in finding.evidence.items()))
     console.print(head, overflow="fold")
     for text in (evidence,) if brief else (evidence, line(finding.meaning)):
         if text:

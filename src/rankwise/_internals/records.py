@@ -1,0 +1,130 @@
+"""Base class, field types and loading of the records that users save; no torch."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from rankwise._internals.files import parse_json
+from rankwise.errors import RecordError, readable_file
+
+R = TypeVar("R", bound="Record")
+
+MISSING = "–"
+"""Printed for a number that is not finite. Never 0: a missing number is not a small one."""
+
+
+def _nan_from_null(value: object) -> object:
+    return math.nan if value is None else value
+
+
+Number = Annotated[float, BeforeValidator(_nan_from_null)]
+"""A float; JSON has null where it is not finite."""
+
+
+def _positive(value: float) -> float:
+    if value <= 0:
+        raise ValueError("Input should be above 0, or null")
+    return value
+
+
+Size = Annotated[Number, AfterValidator(_positive)]
+"""A mean number of rows or columns; NaN if no sequence has any."""
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A count or an index from 0; JSON has no larger exact integers."""
+
+
+class Record(BaseModel):
+    """Base of all records: frozen, without unknown fields, null for numbers that are not finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
+
+
+def format_number(value: float, digits: int | None = None) -> str:
+    """Format a number in few characters: a dash if it is not finite, powers of ten if it would round to 0.
+
+    Args:
+        value: number to format.
+        digits: decimals; None for three significant digits.
+
+    Examples:
+        >>> format_number(0.6321), format_number(0.6321, 2), format_number(0.00004, 2)
+        ('0.632', '0.63', '4e-05')
+        >>> format_number(2048.0), format_number(float("nan"))
+        ('2048', '–')
+    """
+    if not math.isfinite(value):
+        return MISSING
+    if digits is None:
+        return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
+    if 0 < abs(value) < 0.5 * 10**-digits:
+        return f"{value:.0e}"
+    return f"{value:.{digits}f}"
+
+
+def load_record(
+    path: str | Path,
+    kind: type[R],
+    file_name: str,
+    *,
+    upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> R:
+    """Read a record from a file, or from `file_name` in a folder; upgrade its content, then validate it.
+
+    Args:
+        path: file or folder.
+        kind: class of the record, with the fields `format` and `schema_version`.
+        file_name: name of the file in a folder.
+        upgrade: returns the content of an older schema version with the current fields.
+
+    Raises:
+        InputError: if the file cannot be read.
+        RecordError: if it holds another format, a newer schema version or damaged content.
+    """
+    path = Path(path)
+    path = path / file_name if path.is_dir() else path
+    file_format, version = (kind.model_fields[name].default for name in ("format", "schema_version"))
+    noun = file_format.removeprefix("rankwise-")
+    subject, again = f"{noun} {path}", f"run `rankwise {noun}` again."
+    data = readable_file(path, f"a file with a saved {noun}", fix=f"Pass its {file_name}, or its folder.")
+    try:
+        content = parse_json(data.decode("utf-8"))
+    except ValueError as error:
+        raise RecordError(
+            subject, expected="JSON", got=_shortened(str(error)),
+            fix=f"The file is cut short or of another kind; {again}",
+        ) from None  # fmt: skip
+    if not isinstance(content, dict) or content.get("format") != file_format:
+        raise RecordError(
+            subject, expected=f'an object with "format": "{file_format}"', got="other JSON",
+            fix=f"Pass a file with a saved {noun}.",
+        )  # fmt: skip
+    found = content.get("schema_version")
+    oldest = version if upgrade is None else 1
+    if not isinstance(found, int) or isinstance(found, bool) or not oldest <= found <= version:
+        newer = isinstance(found, int) and found > version
+        raise RecordError(
+            subject,
+            expected=f"schema version {version}" if oldest == version else f"schema version 1 to {version}",
+            got=_shortened(json.dumps(found)),
+            fix="Upgrade rankwise to read it." if newer else f"The file is damaged; {again}",
+        )
+    try:
+        return kind.model_validate(content if upgrade is None else upgrade(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = _shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        raise RecordError(
+            subject,
+            expected=f"the fields of schema version {version}",
+            got=f"{problem} ({error.error_count()} in all)",
+            fix=f"The file is damaged or was edited; {again}",
+        ) from None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]} …"
