@@ -115,7 +115,7 @@ def test_missing_and_unreadable(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         rw.Audit.load(tmp_path / "none.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="readable JSON"):
+    with pytest.raises(RecordError, match="expected JSON"):
         rw.Audit.load(tmp_path / "binary.json")
 
 
