@@ -79,14 +79,14 @@ def from_mixer(site: rw.tracing.MixerSite) -> Tensor:
     """What the layer gives if its scan is M V; M V itself where the layer is the scan alone."""
     assert site.values is not None
     mixed = (site.operator @ site.values.double()).float()
-    return mixed if site.finish is None else site.finish(mixed)
+    return mixed if site.apply_output is None else site.apply_output(mixed)
 
 
 def from_path(site: rw.tracing.MixerSite) -> Tensor:
     """What the layer gives if all from the short convolution to the gate is one operator."""
     path = site.path
     assert path is not None
-    return path.finish((path.operator @ path.values.double() + path.offset).float())
+    return path.apply_output((path.operator @ path.values.double() + path.offset).float())
 
 
 def _own(site: rw.tracing.MixerSite, gave: dict[str, Any]) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import nn
 
-from rankwise.tracing import Changes, capture
+from rankwise.tracing import Intervention, capture
 
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -27,26 +27,26 @@ def ids(sequences=3, tokens=10, seed=1):
     return torch.randint(3, 24, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-class Scaled(Changes):
+class Scaled(Intervention):
     """Takes what one head, or one block, gives by ξ, and the rest from its mean or from zero."""
 
     def __init__(self, gate, site="", head=0, block="", mean=0.0):
         self.gate, self.site, self.head, self.mean = gate, site, head, mean
         self.blocks = frozenset({block} if block else ())
 
-    def heads(self, outputs):
-        if outputs.name != self.site:
+    def on_heads(self, heads):
+        if heads.call_id.module != self.site:
             return None
-        values = outputs.values.clone()
+        values = heads.values.clone()
         values[:, self.head] = self.gate * values[:, self.head] + (1 - self.gate) * self.mean
         return values
 
-    def block(self, output):
-        return output.read + self.gate * (output.gave - output.read)
+    def on_block(self, block):
+        return block.input + self.gate * (block.output - block.input)
 
 
 def run_scaled(model, given, gate, **where):
-    with capture(model, changes=Scaled(gate, **where), on_mixer=lambda site: None):
+    with capture(model, intervention=Scaled(gate, **where), on_mixer=lambda site: None):
         return model(**given)
 
 

@@ -106,11 +106,11 @@ def test_the_operator_is_what_the_layer_applied(name, padded):
         wanted = one.gave[site.name]
         for operator in (site.operator, rw.operators.DenseMixing(site.operator.dense(torch.float64))):
             mixed = (operator @ site.values.double()).float()
-            if site.finish is None:
+            if site.apply_output is None:
                 got, wanted = mixed, site.output
             else:
                 with torch.no_grad():
-                    got = site.finish(mixed)
+                    got = site.apply_output(mixed)
             # two sums of ≤ 12·4 terms, then of ≤ 64 in the projection: 4·(48 + 64) roundings of its size
             assert (got - wanted).abs().max() <= 450 * EPS32 * max(1.0, float(wanted.abs().max()))
 
@@ -130,7 +130,7 @@ def test_the_whole_path_is_one_operator(name, padded):
         path, wanted = site.path, one.gave[site.name]
         for operator in (path.operator, rw.operators.DenseMixing(path.operator.dense(torch.float64))):
             with torch.no_grad():
-                got = path.finish((operator @ path.values.double() + path.offset).float())
+                got = path.apply_output((operator @ path.values.double() + path.offset).float())
             # as above, and once more for the convolution; its transform rounds relative to the largest token
             assert (got - wanted).abs().max() <= 1000 * EPS32 * max(1.0, float(wanted.abs().max()))
 
@@ -217,8 +217,8 @@ def test_other_precisions(name, dtype):
         wanted, path = one.gave[site.name].double(), site.path
         with torch.no_grad():
             for got in (
-                site.finish(site.operator @ site.values),
-                path.finish(path.operator @ path.values + path.offset),
+                site.apply_output(site.operator @ site.values),
+                path.apply_output(path.operator @ path.values + path.offset),
             ):
                 assert (got.double() - wanted).abs().max() <= slack * max(1.0, float(wanted.abs().max()))
 
@@ -231,7 +231,7 @@ def test_autocast(name):
         for site in one.sites:
             wanted = one.gave[site.name].float()
             with torch.no_grad():
-                got = site.finish(site.operator @ site.values).float()
+                got = site.apply_output(site.operator @ site.values).float()
             # bfloat16 has 8 bits: a few roundings to it on the way
             assert (got - wanted).abs().max() <= 8 * 2**-8 * max(1.0, float(wanted.abs().max()))
 
@@ -244,7 +244,7 @@ def test_of_generated_text_the_prefill_is_read_and_a_note_tells_of_the_steps(nam
         with rw.capture(model) as trace:
             watched = model.generate(**batch(), max_new_tokens=4, do_sample=False)
     assert torch.equal(alone, watched)
-    assert [site.run for site in trace.mixers if site.kind != "softmax"] == [0] * sum(
+    assert [site.forward_pass for site in trace.mixers if site.kind != "softmax"] == [0] * sum(
         kind != "softmax" for kind in STATE_SPACE[name].kinds
     )
     assert [note for note in trace.notes if "other calls of a mixer that was captured were left out" in note]

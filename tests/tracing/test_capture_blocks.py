@@ -284,10 +284,10 @@ def test_outputs_kept_by_request_are_safe_from_later_changes():
 def test_one_encoder_on_two_inputs_is_two_runs():
     model, a, b = Twins(), hidden(), hidden(tokens=5)
     trace = captured(model, a, b)
-    assert [(site.run, site.layer) for site in trace.mixers] == [
+    assert [(site.forward_pass, site.layer) for site in trace.mixers] == [
         (run, at) for run in (0, 1) for at in range(3)
     ]
-    assert [(state.run, state.layer) for state in trace.states] == [
+    assert [(state.forward_pass, state.layer) for state in trace.states] == [
         (run, at) for run in (0, 1) for at in range(4)
     ]
     assert torch.equal(trace.states[0].tokens, a)
@@ -304,7 +304,7 @@ def test_towers_side_by_side_are_two_stacks():
     first = {state.stack: state.tokens for state in trace.states if state.layer == 0}
     assert torch.equal(first["towers.*.blocks"], a)
     assert torch.equal(first["towers.1.blocks"], b)
-    assert {state.run for state in trace.states} == {0}
+    assert {state.forward_pass for state in trace.states} == {0}
 
 
 @pytest.mark.parametrize("times", [1, 4])
@@ -313,7 +313,7 @@ def test_a_block_called_again_is_another_layer(times):
     read, gave = inputs_of(model, ["blocks.0"], x)
     trace = captured(model, x)
     assert [site.layer for site in trace.mixers] == list(range(times))
-    assert {site.run for site in trace.mixers} == {0}
+    assert {site.forward_pass for site in trace.mixers} == {0}
     for at, state in enumerate(trace.states[:-1]):
         assert torch.equal(state.tokens, read["blocks.0"][at])
     assert torch.equal(trace.states[-1].tokens, gave["blocks.0"][-1])

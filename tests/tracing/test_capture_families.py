@@ -53,7 +53,7 @@ def test_layers_and_states_are_numbered_by_their_blocks(family, implementation):
     assert {site.stack for site in row.trace.mixers} == {state.stack for state in row.trace.states}
     for site in row.trace.mixers:
         assert site.kind == "softmax"
-        assert site.run == 0
+        assert site.forward_pass == 0
         assert site.name
 
 

@@ -118,9 +118,9 @@ def test_a_capture_goes_on_after_a_call_that_failed(make, error):
         model(x)
     with torch.no_grad(), rw.capture(model) as alone:
         model(x)
-    again = [site for site in trace.mixers if site.run == 1]
+    again = [site for site in trace.mixers if site.forward_pass == 1]
     assert [(site.name, site.layer) for site in again] == [(site.name, site.layer) for site in alone.mixers]
-    states = [state for state in trace.states if state.run == 1]
+    states = [state for state in trace.states if state.forward_pass == 1]
     assert len(states) == len(alone.states)
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(states, alone.states, strict=True))
     assert left_behind(model) == []
@@ -286,10 +286,10 @@ def test_calls_of_the_model_are_runs():
     with torch.no_grad(), rw.capture(model) as trace:
         for tokens in (3, 4, 5):
             model(hidden(tokens=tokens))
-    assert [(site.run, site.layer, site.operator.shape[-1]) for site in trace.mixers] == [
+    assert [(site.forward_pass, site.layer, site.operator.shape[-1]) for site in trace.mixers] == [
         (run, layer, run + 3) for run in range(3) for layer in range(2)
     ]
-    assert [(state.run, state.layer) for state in trace.states] == [
+    assert [(state.forward_pass, state.layer) for state in trace.states] == [
         (r, at) for r in range(3) for at in range(3)
     ]
 
@@ -302,8 +302,10 @@ def test_parts_called_by_hand_are_one_run():
             x = model.transformer["wte"](ids)
             for block in model.transformer["h"]:
                 x = block(x)
-    assert [(site.run, site.layer) for site in trace.mixers] == [(r, at) for r in (0, 1) for at in range(3)]
-    assert [(state.run, state.layer) for state in trace.states] == [
+    assert [(site.forward_pass, site.layer) for site in trace.mixers] == [
+        (r, at) for r in (0, 1) for at in range(3)
+    ]
+    assert [(state.forward_pass, state.layer) for state in trace.states] == [
         (r, at) for r in (0, 1) for at in range(4)
     ]
     assert torch.equal(trace.states[-1].tokens, x)
@@ -409,7 +411,7 @@ def test_the_trace_says_what_it_holds():
     model = stack_of()
     with torch.no_grad(), rw.capture(model) as trace:
         model(hidden())
-    assert repr(trace) == "Trace(3 mixers, 4 states, 0 unseen)"
+    assert repr(trace) == "Trace(3 mixers, 4 states, 0 uncaptured)"
 
 
 @pytest.mark.parametrize("which", ["on_mixer", "on_state"])

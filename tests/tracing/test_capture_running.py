@@ -39,13 +39,15 @@ def test_generation_with_a_cache(how):
     with rw.capture(model) as trace:
         watched = model.generate(PROMPT, **given)
     assert torch.equal(alone, watched)
-    assert [(site.run, site.layer) for site in trace.mixers] == [(r, at) for r in range(4) for at in range(3)]
+    assert [(site.forward_pass, site.layer) for site in trace.mixers] == [
+        (r, at) for r in range(4) for at in range(3)
+    ]
     assert not any(site.cross for site in trace.mixers)
     for site in trace.mixers:
-        tokens = 5 if site.run == 0 else 1
-        sources = 5 + site.run
+        tokens = 5 if site.forward_pass == 0 else 1
+        sources = 5 + site.forward_pass
         assert site.operator.shape == (2, 4, tokens, sources)  # also where one token's heads are packed
-        real = torch.cat([KEEP.bool(), torch.ones(2, site.run, dtype=torch.bool)], 1)
+        real = torch.cat([KEEP.bool(), torch.ones(2, site.forward_pass, dtype=torch.bool)], 1)
         assert torch.equal(site.valid_sources, real)
         assert torch.equal(site.valid_tokens, real[:, -tokens:])
         sums = site.operator.dense().sum(-1)
@@ -70,7 +72,7 @@ def test_a_static_cache_has_columns_that_nobody_sees_yet():
     model = llama()
     with rw.capture(model) as trace:
         model.generate(PROMPT, max_new_tokens=3, do_sample=False, cache_implementation="static")
-    assert {site.operator.shape[-1] for site in trace.mixers if site.run} == {7}
+    assert {site.operator.shape[-1] for site in trace.mixers if site.forward_pass} == {7}
     assert [int(site.valid_sources[0].sum()) for site in trace.mixers[::3]] == [5, 6, 7]
     assert all(site.valid_tokens.all() for site in trace.mixers)
 
@@ -87,7 +89,7 @@ def test_an_encoder_decoder_that_generates():
         model.generate(PROMPT, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     encoder = [site for site in trace.mixers if site.stack == "encoder.block"]
     assert len(encoder) == 3
-    steps = [(site.run, site.cross, tuple(site.operator.shape[-2:])) for site in trace.mixers[3:]]
+    steps = [(site.forward_pass, site.cross, tuple(site.operator.shape[-2:])) for site in trace.mixers[3:]]
     assert steps == [
         place for at in range(3) for _ in range(3) for place in ((at, False, (1, at + 1)), (at, True, (1, 5)))
     ]
@@ -189,7 +191,7 @@ def test_blocks_that_run_again_in_the_backward_pass_are_recorded_once(mix, reent
     assert len(runs) == 2
     assert [site.layer for site in trace.mixers] == [0, 1, 2]
     assert [state.layer for state in trace.states] == [0, 1, 2, 3]
-    assert {site.run for site in trace.mixers} == {0}
+    assert {site.forward_pass for site in trace.mixers} == {0}
 
 
 class Dropping(nn.Module):
@@ -358,4 +360,4 @@ def test_no_tokens_and_no_sequences(mix, batch, tokens):
     with torch.no_grad(), rw.capture(model) as trace:
         model(hidden(batch, tokens))
         model(hidden())
-    assert {site.run for site in trace.mixers} == {1}
+    assert {site.forward_pass for site in trace.mixers} == {1}

@@ -67,7 +67,7 @@ def test_the_operator_is_what_the_layer_applied():
     assert [site.name for site in trace.mixers] == ["blocks.0.attention", "blocks.1.attention"]
     assert {one.type for one in trace.uncaptured} == {"RwkvFeedForward"}  # which shifts its tokens by one
     for site in trace.mixers:
-        got, wanted = site.finish(site.operator @ site.values), gave[site.name]
+        got, wanted = site.apply_output(site.operator @ site.values), gave[site.name]
         # means of ≤ 12 values, then sums of 16 terms
         assert (got - wanted).abs().max() <= 200 * EPS32 * float(wanted.abs().max())
 

@@ -55,7 +55,7 @@ def test_lightning_attention_is_a_scan_with_one_decay_a_head():
     site = trace.mixers[0]
     for product in (site.operator @ site.values, site.operator.dense() @ site.values):
         # the layer's decays are float32 powers of one: the operator's are exact for its float32 slope
-        off = (site.finish(product) - gave[site.name][0]).abs().max()
+        off = (site.apply_output(product) - gave[site.name][0]).abs().max()
         assert off <= 13 * 8 * torch.finfo(torch.float32).eps * float(gave[site.name][0].abs().max())
 
 

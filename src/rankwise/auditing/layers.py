@@ -113,7 +113,7 @@ class LayerTable:
         """The state that the block read, where it is at hand."""
         last = self._last.get(state.stack)
         self._last[state.stack] = state
-        if last is None or (last.run, last.layer + 1) != (state.run, state.layer):
+        if last is None or (last.forward_pass, last.layer + 1) != (state.forward_pass, state.layer):
             return None
         return last if last.tokens.shape == state.tokens.shape else None
 

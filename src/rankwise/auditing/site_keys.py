@@ -37,7 +37,9 @@ class SiteKeys:
         Args:
             site: the mixer.
         """
-        call = (site.run, site.stack, site.layer, site.name, site.cross)
-        self._calls = {before: count for before, count in self._calls.items() if before[0] == site.run}
+        call = (site.forward_pass, site.stack, site.layer, site.name, site.cross)
+        self._calls = {
+            before: count for before, count in self._calls.items() if before[0] == site.forward_pass
+        }
         self._calls[call] = self._calls.get(call, -1) + 1
         return SiteKey(*call[1:], self._calls[call])

@@ -1,24 +1,15 @@
 """A gate ξ = 1 on what every head and block gives, its gradient for each sequence, and what cuts it off."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankwise.tracing import BlockOutput, Changes, HeadOutputs
+from rankwise.tracing import BlockOutput, CallId, HeadOutputs, Intervention
 
 NO_BACKWARD = "WarnNotImplemented"
 """What autograd records of an operation that has no backward, such as int8 products: it gives no gradient."""
-
-
-class CallKey(NamedTuple):
-    """One call of one module in a forward pass."""
-
-    name: str
-    occurrence: int
-    """From 0, where the module is called more than once."""
 
 
 class Ungated(torch.autograd.Function):
@@ -43,7 +34,7 @@ class Ungated(torch.autograd.Function):
         return product.flatten(ctx.axes).sum(-1), gradient, None
 
 
-class Gates(Changes):
+class Gates(Intervention):
     """Puts a gate on what every head gives, (B, H), and on what every block adds, (B,).
 
     Args:
@@ -53,67 +44,55 @@ class Gates(Changes):
     """
 
     def __init__(
-        self, blocks: Iterable[str], sequences: int, means: Mapping[CallKey, Tensor] | None = None
+        self, blocks: Iterable[str], sequences: int, means: Mapping[CallId, Tensor] | None = None
     ) -> None:
         self.blocks = frozenset(blocks)
         self._sequences, self._means = sequences, means
-        self._calls: Counter[str] = Counter()
-        self._block_calls: Counter[str] = Counter()
-        self.of_heads: dict[CallKey, Tensor] = {}
-        self.of_blocks: dict[CallKey, Tensor] = {}
-        self.serials: dict[int, CallKey] = {}
-        """Which call a `MixerSite` is of."""
+        self.of_heads: dict[CallId, Tensor] = {}
+        self.of_blocks: dict[CallId, Tensor] = {}
 
-    def heads(self, outputs: HeadOutputs) -> Tensor:
+    def on_heads(self, heads: HeadOutputs) -> Tensor:
         """Gated."""
-        key = CallKey(outputs.name, self._calls[outputs.name])
-        self._calls[outputs.name] += 1
-        self.serials[outputs.serial] = key
-        values = outputs.values
+        values = heads.values
         gate = _ones(values, values.shape[:2])
-        self.of_heads[key] = gate
+        self.of_heads[heads.call_id] = gate
         part = values.detach()
         if self._means is not None:
-            part = part - self._means[key].to(part)[:, None]
+            part = part - self._means[heads.call_id].to(part)[:, None]
         return Ungated.apply(gate, values, part)
 
-    def block(self, output: BlockOutput) -> Tensor | None:
+    def on_block(self, block: BlockOutput) -> Tensor | None:
         """Gated is what the block adds to what it read."""
-        key = CallKey(output.name, self._block_calls[output.name])
-        self._block_calls[output.name] += 1
-        gave = output.gave
+        gave = block.output
         # tokens may come first; where neither axis counts the sequences, the block has one gate for all
         axis = next((at for at in (0, 1) if gave.dim() > 2 and gave.shape[at] == self._sequences), None)
         gate = _ones(gave, (1 if axis is None else self._sequences,))
-        self.of_blocks[key] = gate
-        part = (gave - output.read).detach()
+        self.of_blocks[block.call_id] = gate
+        part = (gave - block.input).detach()
         if axis is None:
             return Ungated.apply(gate, gave[None], part[None])[0]
         turned = Ungated.apply(gate, gave.movedim(axis, 0), part.movedim(axis, 0))
         return turned.movedim(0, axis)
 
 
-class MeanTaker(Changes):
+class MeanTaker(Intervention):
     """Sums what every head gives over the real tokens, and changes nothing.
 
     Args:
         sums: of each call (H, V), and of how many tokens; added to.
     """
 
-    def __init__(self, sums: dict[CallKey, tuple[Tensor, int]]) -> None:
+    def __init__(self, sums: dict[CallId, tuple[Tensor, int]]) -> None:
         self._sums = sums
-        self._calls: Counter[str] = Counter()
 
-    def heads(self, outputs: HeadOutputs) -> None:
+    def on_heads(self, heads: HeadOutputs) -> None:
         """Added up."""
-        key = CallKey(outputs.name, self._calls[outputs.name])
-        self._calls[outputs.name] += 1
-        summed = torch.where(outputs.valid[:, None, :, None], outputs.values, 0).double().sum((0, 2))
-        before, tokens = self._sums.get(key, (torch.zeros_like(summed), 0))
-        self._sums[key] = before + summed, tokens + int(outputs.valid.sum())
+        summed = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0).double().sum((0, 2))
+        before, tokens = self._sums.get(heads.call_id, (torch.zeros_like(summed), 0))
+        self._sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
 
 
-class Without(Changes):
+class Without(Intervention):
     """Puts zero, or the mean over tokens, in the place of what some heads give, and takes out whole blocks.
 
     Args:
@@ -124,31 +103,28 @@ class Without(Changes):
 
     def __init__(
         self,
-        heads: Mapping[CallKey, Iterable[int]],
-        means: Mapping[CallKey, Tensor] | None = None,
+        heads: Mapping[CallId, Iterable[int]],
+        means: Mapping[CallId, Tensor] | None = None,
         blocks: Iterable[str] = (),
     ) -> None:
         self.blocks = frozenset(blocks)
         self._heads = {key: sorted(chosen) for key, chosen in heads.items()}
         self._means = means
-        self._calls: Counter[str] = Counter()
 
-    def heads(self, outputs: HeadOutputs) -> Tensor | None:
+    def on_heads(self, heads: HeadOutputs) -> Tensor | None:
         """Without the chosen heads of this call, if any."""
-        key = CallKey(outputs.name, self._calls[outputs.name])
-        self._calls[outputs.name] += 1
-        chosen = self._heads.get(key)
+        chosen = self._heads.get(heads.call_id)
         if not chosen:
             return None
-        values = outputs.values.clone()
+        values = heads.values.clone()
         values[:, chosen] = 0
         if self._means is not None:
-            values[:, chosen] += self._means[key][chosen].to(values)[:, None]
+            values[:, chosen] += self._means[heads.call_id][chosen].to(values)[:, None]
         return values
 
-    def block(self, output: BlockOutput) -> Tensor:
+    def on_block(self, block: BlockOutput) -> Tensor:
         """What it read."""
-        return output.read
+        return block.input
 
 
 def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:

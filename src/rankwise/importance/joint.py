@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from rankwise.importance.gates import CallKey
 from rankwise.importance.results import HeadPlace, Importance, Joint, Removal
 from rankwise.importance.runs import Runs
 from rankwise.importance.settings import ImportanceSettings
+from rankwise.tracing import CallId
 
 Together = Callable[[HeadPlace], Hashable | None]
 """Heads with the same key go together or not at all; those with None stay."""
@@ -19,7 +19,7 @@ FURTHER = 16
 def search(
     runs: Runs,
     importance: Importance,
-    keys: Mapping[tuple[Any, ...], CallKey],
+    keys: Mapping[tuple[Any, ...], CallId],
     settings: ImportanceSettings,
     say: Callable[[str], None],
     together: Together | None = None,
@@ -57,7 +57,7 @@ def search(
     tried: dict[int, float] = {}
 
     def cost(units: Sequence[Sequence[HeadPlace]]) -> float:
-        chosen: dict[CallKey, list[int]] = {}
+        chosen: dict[CallId, list[int]] = {}
         for place in (place for unit in units for place in unit):
             chosen.setdefault(keys[place[:5]], []).append(place.head)
         say(f"without {sum(map(len, units))} heads together")

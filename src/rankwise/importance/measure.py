@@ -13,7 +13,6 @@ from rankwise._internals.forward import Batch, device_of, moved, run_model
 from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.choice import choose_loss
-from rankwise.importance.gates import CallKey
 from rankwise.importance.joint import Together, search
 from rankwise.importance.losses import Case
 from rankwise.importance.results import (
@@ -26,7 +25,7 @@ from rankwise.importance.results import (
 )
 from rankwise.importance.runs import CalledSite, NotDifferentiableError, Runs, named
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.tracing import SiteAdapter, StateSite, capture
+from rankwise.tracing import CallId, SiteAdapter, StateSite, capture
 
 UNGATED = "its operator was read from inputs and weights; what its heads give is seen nowhere"
 TRAINING = "the model is in training mode: where it drops at random, so do its losses; call model.eval()"
@@ -196,7 +195,7 @@ def ablation_cost(
     if session.settings.removal == "mean":
         runs.note_means()
     runs.whole((), 0, 0, gradients=False)
-    chosen: dict[CallKey, list[int]] = {}
+    chosen: dict[CallId, list[int]] = {}
     places = {placed[:5]: (key, placed.heads) for key, placed in runs.sites.items()}
     for head in wanted:
         key, many = places.get(head[:5], (None, 0))
@@ -267,7 +266,7 @@ def _begin(
     return _Session(runs, standing, settings, say, every_head, notes)
 
 
-def _site(session: _Session, key: CallKey, placed: CalledSite) -> SiteImportance:
+def _site(session: _Session, key: CallId, placed: CalledSite) -> SiteImportance:
     sums, runs = session.runs.heads.get(key), session.runs
     estimates, why_not = _unknown(placed.heads), ""
     if session.settings.estimates and (sums is None or sums.lost):
@@ -286,7 +285,7 @@ def _site_importance(placed: CalledSite, estimates: Estimates, why_not: str) -> 
 def _block(session: _Session, name: str) -> BlockImportance:
     stack, layer = session.blocks[name]
     runs = session.runs
-    calls = [sums for key, sums in runs.blocks.items() if key.name == name]
+    calls = [sums for key, sums in runs.blocks.items() if key.module == name]
     if not session.settings.estimates:
         return BlockImportance(stack, layer, name, _unknown(1))
     if not calls or any(sums.lost for sums in calls):

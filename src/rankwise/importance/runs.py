@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, batch_size, device_of, moved, run_model
 from rankwise.errors import InputError, RankwiseError
-from rankwise.importance.gates import CallKey, Gates, MeanTaker, Without, cut_off
+from rankwise.importance.gates import Gates, MeanTaker, Without, cut_off
 from rankwise.importance.losses import Case, Loss, ProbedLoss, Read
 from rankwise.importance.results import Estimates, Floats
-from rankwise.tracing import MixerSite, StateSite, capture
+from rankwise.tracing import CallId, Intervention, MixerSite, StateSite, capture
 
 Say = Callable[[str], None]
 """Called with what is being done."""
@@ -35,18 +35,18 @@ class CalledSite(NamedTuple):
 
 
 class _Sites:
-    """Mixers of one forward pass as they are captured: their places, by serial."""
+    """Mixers of one forward pass as they are captured: their places, by call."""
 
     def __init__(self) -> None:
-        self.serials: dict[int, CalledSite] = {}
+        self.of_calls: dict[CallId, CalledSite] = {}
         self._calls: Counter[tuple[Any, ...]] = Counter()
 
     def add(self, site: MixerSite) -> None:
         """One more."""
-        key = (site.run, site.stack, site.layer, site.name, site.cross)
+        key = (site.forward_pass, site.stack, site.layer, site.name, site.cross)
         place = (site.stack, site.layer, site.name, site.cross, self._calls[key])
         self._calls[key] += 1
-        self.serials[site.serial] = CalledSite(*place, site.kind, site.operator.shape[-3])
+        self.of_calls[site.call_id] = CalledSite(*place, site.kind, site.operator.shape[-3])
 
 
 class NotDifferentiableError(InputError):
@@ -118,14 +118,14 @@ class Runs:
         self.value = self.reference = math.nan
         self.count = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
-        self.sites: dict[CallKey, CalledSite] = {}
+        self.sites: dict[CallId, CalledSite] = {}
         """Where each gated call stands in the model."""
         self.ungated: dict[CalledSite, None] = {}
-        self.heads: dict[CallKey, Sums] = {}
-        self.blocks: dict[CallKey, Sums] = {}
+        self.heads: dict[CallId, Sums] = {}
+        self.blocks: dict[CallId, Sums] = {}
         self._referred = 0.0
         self._finite: list[Tensor] = []
-        self._sums: dict[CallKey, tuple[Tensor, int]] = {}
+        self._sums: dict[CallId, tuple[Tensor, int]] = {}
         self._device = device_of(model)
 
     # --- the whole model ----------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Runs:
         for key, sums in self.heads.items():
             if not sums.lost and sums.silent:
                 sums.lost = self.without({key: range(sums.gates)}, mean)[0] != self.value
-        lost = [key.name for key, sums in self.heads.items() if sums.lost]
+        lost = [key.module for key, sums in self.heads.items() if sums.lost]
         if lost and len(lost) == len(self.heads):
             raise _not_differentiable(self.model, f"none that reaches {named(lost)}")
 
@@ -207,7 +207,7 @@ class Runs:
             if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
                 raise
             raise _not_differentiable(self.model, str(error)) from error
-        self._note_sites(gates, sites.serials)
+        self._note_sites(gates, sites.of_calls)
         self.sequences += len(finite)
         self.nonfinite += int((~read.total.detach().isfinite()).sum())
         self._finite.append(finite)
@@ -249,22 +249,22 @@ class Runs:
                     rows = _by_sequence(gradient, finite)
                     known.add_probe(rows, probe) if probe else known.add(rows)
 
-    def _note_sites(self, gates: Gates, sites: Mapping[int, "CalledSite"]) -> None:
-        for serial, placed in sites.items():
-            key = gates.serials.get(serial)
-            if key is None or gates.of_heads[key].shape[1] != placed.heads:
+    def _note_sites(self, gates: Gates, sites: Mapping[CallId, CalledSite]) -> None:
+        for key, placed in sites.items():
+            gate = gates.of_heads.get(key)
+            if gate is None or gate.shape[1] != placed.heads:
                 self.ungated[placed] = None
             else:
                 self.sites.setdefault(key, placed)
 
     # --- without some heads -------------------------------------------------------------------------------
 
-    def means(self) -> dict[CallKey, Tensor]:
+    def means(self) -> dict[CallId, Tensor]:
         """What each head gives on average over the real tokens of all batches, (H, V)."""
         return {key: summed / max(tokens, 1) for key, (summed, tokens) in self._sums.items()}
 
     def without(
-        self, heads: Mapping[CallKey, Iterable[int]], mean: bool = False, blocks: Iterable[str] = ()
+        self, heads: Mapping[CallId, Iterable[int]], mean: bool = False, blocks: Iterable[str] = ()
     ) -> tuple[float, float]:
         """The loss without some heads and blocks, over the sequences whose own loss is finite.
 
@@ -287,9 +287,10 @@ class Runs:
             sequences += int(finite.sum())
         return total / self.count, cosine / sequences
 
-    def _run(self, batch: Batch, changes: Any, on_mixer: Callable[[MixerSite], None]) -> Any:
+    def _run(self, batch: Batch, intervention: Intervention, on_mixer: Callable[[MixerSite], None]) -> Any:
         self.forward += 1
-        with capture(self.model, on_mixer=on_mixer, on_state=_ignore, changes=changes, **self._capturing):
+        options = self._capturing | {"intervention": intervention}
+        with capture(self.model, on_mixer=on_mixer, on_state=_ignore, **options):
             return run_model(self.model, batch)
 
 

@@ -1,14 +1,25 @@
-"""Model and inputs → `Trace`: what mixes tokens, and what the tokens become."""
+"""Run a model and return a `Trace`: the operators that mix its tokens, and its token states.
 
-from rankwise.tracing.changes import BlockOutput, Changes, HeadOutputs
-from rankwise.tracing.checks import compiled_modules
-from rankwise.tracing.context import SiteAdapter, capture
-from rankwise.tracing.trace import MixerSite, StateSite, Trace, UncapturedModule
+Names are imported on first use: records import `rankwise.tracing.head_id` without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from rankwise._internals.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rankwise.tracing.checks import compiled_modules
+    from rankwise.tracing.context import SiteAdapter, capture
+    from rankwise.tracing.head_id import CallId, HeadId
+    from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
+    from rankwise.tracing.trace import MixerSite, StateSite, Trace, UncapturedModule
 
 __all__ = [
     "BlockOutput",
-    "Changes",
+    "CallId",
+    "HeadId",
     "HeadOutputs",
+    "Intervention",
     "MixerSite",
     "SiteAdapter",
     "StateSite",
@@ -17,3 +28,14 @@ __all__ = [
     "capture",
     "compiled_modules",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "checks": ("compiled_modules",),
+        "context": ("SiteAdapter", "capture"),
+        "head_id": ("CallId", "HeadId"),
+        "interventions": ("BlockOutput", "HeadOutputs", "Intervention"),
+        "trace": ("MixerSite", "StateSite", "Trace", "UncapturedModule"),
+    },
+)

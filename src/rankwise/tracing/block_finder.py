@@ -156,7 +156,7 @@ class BlockFinder:
             shown,
             self._mask(call, shown(candidate.before)),
             list(call.pending),
-            self._stacks.run,
+            self._stacks.forward_pass,
             candidate.linked,
             apart=not candidate.linked and any(outer.apart for outer in self._candidates),
         )

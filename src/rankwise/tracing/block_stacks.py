@@ -1,5 +1,6 @@
 """BlockFinder that ran one after the other: their layers, and the token states between them."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -37,7 +38,7 @@ class BlockCall:
     """From tokens as the model lays them out to (B, T, D)."""
     mask: Tensor | None
     mixers: list[MixerSite]
-    run: int
+    forward_pass: int
     linked: bool
     """Whether it read what the block before it gave."""
     apart: bool
@@ -104,13 +105,15 @@ class BlockStacks:
         on_state: Callable[[StateSite], None],
         notes: list[str],
     ) -> None:
-        self.run = -1
+        self.forward_pass = -1
         """Number of the forward pass under way."""
         self._on_mixer, self._on_state, self._notes = on_mixer, on_state, notes
         self._open: dict[str, BlockStack] = {}
         self._carriers: dict[str, set[type]] = {}
         self._seen: dict[str, tuple[set[str], int]] = {}
-        """Of every stack in this forward pass: names of its blocks, and the run they were last in."""
+        """Names of the blocks of each stack in this run of the model, and their last forward pass."""
+        self._calls: Counter[tuple[int, str, int, str]] = Counter()
+        """Calls so far, by forward pass, stack, layer and module: a stack may be closed and opened again."""
 
     def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
         """The blocks whose last block gave these tokens, if there is one."""
@@ -132,8 +135,8 @@ class BlockStacks:
             blocks.broken += not block.linked
         self._state(blocks, blocks.last or block, block.shown(block.before), block)
         for mixer in block.mixers:
-            self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers))
-        self._note_seen(block.stack, block.name, block.run)
+            self._place(mixer, blocks)
+        self._note_seen(block.stack, block.name, block.forward_pass)
         blocks.layers += 1
         blocks.carriers |= {block.kind} | (blocks.passing if block.linked else set())
         blocks.keep(block.gave)
@@ -143,7 +146,7 @@ class BlockStacks:
         """Mixers ran where no block was found: they make a layer of their own, without states."""
         blocks = self._open.setdefault(stack, BlockStack(stack, owner))
         for mixer in mixers:
-            self._on_mixer(replace(mixer, stack=stack, layer=blocks.layers))
+            self._place(mixer, blocks)
         blocks.layers += 1
 
     def close(self, owner: int | None = None, given: list[Tensor] | None = None) -> None:
@@ -162,6 +165,13 @@ class BlockStacks:
         """The forward pass is over."""
         self._open.clear()
         self._seen.clear()
+        self._calls.clear()
+
+    def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
+        """Report a mixer of the layer that comes next in a stack."""
+        key = (mixer.forward_pass, blocks.stack, blocks.layers, mixer.name)
+        self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
+        self._calls[key] += 1
 
     def _blocks_of(self, block: BlockCall) -> BlockStack:
         blocks = self._open.get(block.stack)
@@ -170,19 +180,19 @@ class BlockStacks:
         stack, seen = block.stack, self._seen.get(block.stack)
         if seen is not None and block.name not in seen[0]:  # a tower beside the first
             stack = block.name.rpartition(".")[0]
-        elif seen is not None and block.run == seen[1]:  # the same blocks again, on other tokens
-            self.run += 1
-            block.run = self.run
-            block.mixers = [replace(mixer, run=block.run) for mixer in block.mixers]
+        elif seen is not None and block.forward_pass == seen[1]:  # the same blocks again, on other tokens
+            self.forward_pass += 1
+            block.forward_pass = self.forward_pass
+            block.mixers = [replace(mixer, forward_pass=block.forward_pass) for mixer in block.mixers]
         if blocks is not None:
             self._last_state(blocks)
         carriers = self._carriers.setdefault(stack, set())
         blocks = self._open[block.stack] = BlockStack(stack, block.owner, carriers=carriers)
         return blocks
 
-    def _note_seen(self, stack: str, name: str, run: int) -> None:
-        names, _ = self._seen.get(stack, (set(), run))
-        self._seen[stack] = names | {name}, run
+    def _note_seen(self, stack: str, name: str, forward_pass: int) -> None:
+        names, _ = self._seen.get(stack, (set(), forward_pass))
+        self._seen[stack] = names | {name}, forward_pass
 
     def _last_state(self, blocks: BlockStack) -> None:
         if blocks.last is None or blocks.snapshot is None:
@@ -196,7 +206,8 @@ class BlockStacks:
             self._notes.append(note)
 
     def _state(self, blocks: BlockStack, writer: BlockCall, tokens: Tensor, block: BlockCall) -> None:
-        self._on_state(StateSite(writer.name, blocks.layers, tokens, block.mask, blocks.stack, block.run))
+        state = StateSite(writer.name, blocks.layers, tokens, block.mask, blocks.stack, block.forward_pass)
+        self._on_state(state)
 
 
 def same(known: Tensor | None, tensor: Tensor) -> bool:

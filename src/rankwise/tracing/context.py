@@ -16,7 +16,6 @@ What happens in a call of a module, in this order, and who writes what into its 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from rankwise.operators import MixingOperator
 from rankwise.tracing.adapters.reader import AdapterReader
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
-from rankwise.tracing.changes import Changer, Changes, HeadOutputs
 from rankwise.tracing.checks import (
     NO_STATES,
     OTHER_THREAD,
@@ -45,6 +43,8 @@ from rankwise.tracing.checks import (
     training_notes,
 )
 from rankwise.tracing.function_mode import AttentionMode
+from rankwise.tracing.head_id import CallCounter, CallId
+from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
 from rankwise.tracing.mixing_calls import (
     WITHIN_TOKENS,
     MixingCall,
@@ -93,8 +93,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             a `MixingOperator` of shape (B, H, T, S).
         blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
         values: keep also what each operator was applied to and what the model got from it.
-        changes: what takes the place of what heads and blocks give; with it the computation is that of
-            another model. PyTorch's own layers leave their inference fast path.
+        intervention: replaces outputs of heads and blocks; with it the computation is that of another
+            model. PyTorch's own layers leave their inference fast path.
 
     Raises:
         CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
@@ -121,7 +121,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         sites: Mapping[str, SiteAdapter] | None = None,
         blocks: str | None = None,
         values: bool = False,
-        changes: Changes | None = None,
+        intervention: Intervention | None = None,
     ) -> None:
         check_capturable(model)
         # A compiled model run eagerly is its original with another name.
@@ -131,7 +131,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._trace = Trace()
         self._on_mixer = on_mixer or self._trace.mixers.append
         self._on_state = on_state or self._trace.states.append
-        self._values, self._changes = values, changes
+        self._values, self._intervention = values, intervention
         self._block_pattern = blocks
         self._stack = ExitStack()
         self._entered_once = False
@@ -151,12 +151,12 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._functional,
             self._mixed,
             self._mixed_otherwise,
-            by_heads=None if self._changes is None else self._functional_by_heads,
+            by_heads=None if self._intervention is None else self._functional_by_heads,
         )
         quiet = names_in_torch_layers(self._model)
         self._calls = ModuleCalls(self._model, quiet, on_enter=self._entered, on_leave=self._left)
-        self._serials = count()
-        self._changer = Changer(self._changes, self._calls, self._serials)
+        self._call_counter = CallCounter()
+        self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
         self._reader = AdapterReader(self._model, self._calls, self._values)
         self._mixer_like = mixer_like(self._model) | self._reader.names
         self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
@@ -204,16 +204,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if len(self._calls.running) == 1:
             self._begin(call)
         torch_layer = is_torch_layer(call.module) or is_torch_encoder(call.module)
-        call.guards.enter_context(self._mode.switched(on=self._changer.on or not torch_layer))
+        call.guards.enter_context(self._mode.switched(on=self._substitution.on or not torch_layer))
         if not self._named_by_hand():
             self._reader.entered(call)
-            self._changer.entered(call)
+            self._substitution.entered(call)
         self._blocks.entered(call)
 
     def _begin(self, call: ModuleCall) -> None:
-        if call.name in self._outermost or self._stacks.run < 0:
+        if call.name in self._outermost or self._stacks.forward_pass < 0:
             self._blocks.finish()
-            self._stacks.run += 1
+            self._stacks.forward_pass += 1
+            self._substitution.new_pass()
             self._outermost.clear()
             self._mode.weights.clear()
         self._outermost.add(call.name)
@@ -221,7 +222,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _left(self, call: ModuleCall) -> None:
         self._blocks.learned(call)
         if not call.raised and not self._named_by_hand():
-            self._changer.left(call)
+            self._substitution.left(call)
         if not call.raised:
             self._read(call)
             self._others |= mixed_without_operator(call, self._captured, self._blocks.may_be(call.name))
@@ -237,7 +238,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             with self._apart(None):
                 mixing = self._reader.left(call)
             if mixing is not None:
-                self._add(mixing, kind=mixing.operator.kind, serial=call.heads_serial)
+                self._add(mixing, kind=mixing.operator.kind, call_id=call.call_id)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
             reason = why_not_known(call.module, call.called_inside)
             if reason is None:
@@ -298,7 +299,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _changed(self, added: "_Added | None", output: Tensor) -> Tensor | None:
         """What the model is to go on with in the place of what a mixer gave."""
-        if added is None or added.mixing.axes is None or not self._changer.on:
+        if added is None or added.mixing.axes is None or not self._substitution.on:
             return None
         changed = self._changed_heads(added, added.mixing.axes.turned(output))
         return None if changed is None else added.mixing.axes.back(changed)
@@ -307,7 +308,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if added is None:
             return None
         site = added.site
-        return self._changer.heads(HeadOutputs(site.name, site.serial, heads, site.valid_tokens))
+        return self._substitution.heads(HeadOutputs(site.call_id, heads, site.valid_tokens))
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
         if self._calls.running and not self._read_otherwise():
@@ -357,11 +358,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         mixing: MixingCall,
         kind: str = "softmax",
         calls: Sequence[ModuleCall] | None = None,
-        serial: int | None = None,
+        call_id: CallId | None = None,
     ) -> "_Added":
-        number = next(self._serials) if serial is None else serial
         around = calls or self._calls.running
-        site = mixer_site(mixing, around, kind, self._stacks.run, self._values, number)
+        number = self._call_counter.count(around[-1].name) if call_id is None else call_id
+        site = mixer_site(mixing, around, kind, self._stacks.forward_pass, self._values, number)
         for call in self._calls.running:
             call.mixed_inside = True
         self._captured.add(site.name)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from rankwise._internals.torch_private import without_torch_function
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
 from rankwise.tracing.block_stacks import snapshot
+from rankwise.tracing.head_id import CallId
 from rankwise.tracing.layouts import (
     HeadAxes,
     given_shape,
@@ -45,7 +46,7 @@ class MixingCall:
     """Real tokens (B, T) where a self-attention itself knows them."""
     whole: bool = False
     """Whether its batch axis is known to hold whole sequences, no windows."""
-    finish: Callable[[Tensor], Tensor] | None = None
+    apply_output: Callable[[Tensor], Tensor] | None = None
     """From M V to what the module gave, where that is known."""
     path: Path | None = None
     axes: HeadAxes | None = None
@@ -183,7 +184,12 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def mixer_site(
-    mixing: MixingCall, calls: Sequence[ModuleCall], kind: str, run: int, values: bool, serial: int
+    mixing: MixingCall,
+    calls: Sequence[ModuleCall],
+    kind: str,
+    forward_pass: int,
+    values: bool,
+    call_id: CallId,
 ) -> MixerSite:
     """What is known of a call where it happened; its stack and layer are still to come.
 
@@ -191,9 +197,9 @@ def mixer_site(
         mixing: what it mixed with.
         calls: the calls of modules around it, outermost first.
         kind: the field's name for the mixer.
-        run: number of the forward pass.
+        forward_pass: number of the forward pass.
         values: whether to keep what it was applied to and gave, safe from later changes in place.
-        serial: its number in the capture.
+        call_id: call of the module in the forward pass.
     """
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
@@ -212,11 +218,11 @@ def mixer_site(
             valid_sources=sources,
             cross=cross,
             sequences=operator.shape[0] if mixing.whole else sequences_behind(calls, operator),
-            run=run,
-            serial=serial,
+            forward_pass=forward_pass,
+            call_id=call_id,
             values=_kept(mixing.values) if values else None,
             output=_kept(mixing.output) if values else None,
-            finish=mixing.finish if values else None,
+            apply_output=mixing.apply_output if values else None,
             path=mixing.path if values else None,
             projection=mixing.projection,
         )

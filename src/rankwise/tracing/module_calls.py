@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.torch_private import forget_global_hook, in_backward
+from rankwise.tracing.head_id import CallId
 
 Arguments = dict[str, Any]
 Listener = Callable[["ModuleCall"], None]
@@ -52,8 +53,8 @@ class ModuleCall:
     """What reads its operator when it ends, if anything does."""
     read: Tensor | None = None
     """What a block that is to be changed read, safe from changes in place."""
-    heads_serial: int | None = None
-    """The serial of its mixer, where its heads were seen before it ended."""
+    call_id: CallId | None = None
+    """Number of its mixer, if its heads were seen before it ended."""
     changed: bool = False
     """Whether another output takes the place of its own …"""
     changed_arguments: bool = False

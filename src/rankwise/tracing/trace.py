@@ -7,6 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.operators import MixingOperator
+from rankwise.tracing.head_id import CallId, HeadId
+
+UNNUMBERED = CallId("", 0)
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Path:
     """What the short convolution reads."""
     offset: Float[Tensor, "B D T 1"]
     """What the bias of the convolution adds to ``operator @ values``."""
-    finish: Callable[[Tensor], Tensor]
+    apply_output: Callable[[Tensor], Tensor]
     """From ``operator @ values + offset`` to what the layer gave: norm, output projection."""
 
 
@@ -48,21 +51,27 @@ class MixerSite:
     """Whether queries and keys come from different sequences."""
     sequences: int = 0
     """Sequences in the batch axis: fewer than B where one sequence gives several windows."""
-    run: int = 0
-    """Which forward pass of the capture, from 0."""
-    serial: int = -1
-    """Its number in the capture, in the order that mixers ran."""
+    forward_pass: int = 0
+    """Number of the forward pass in the capture, from 0."""
+    call: int = 0
+    """Number of the call among the calls of the module in its layer and forward pass, from 0."""
+    call_id: CallId = UNNUMBERED
+    """Call of the module in the run of the model, as interventions name it."""
     values: Float[Tensor, "B Hv S V"] | None = None
     """What the operator was applied to, if asked for."""
     output: Float[Tensor, "B H T V"] | None = None
     """What the model itself got from it, if asked for and visible."""
-    finish: Callable[[Tensor], Tensor] | None = None
+    apply_output: Callable[[Tensor], Tensor] | None = None
     """From ``operator @ values`` to what a state-space layer gave: its D-term, gate, norm and output
     projection; kept with the values."""
     path: Path | None = None
     """The whole way through a gated state-space layer; kept with the values, where it is known."""
     projection: Float[Tensor, "B H T K"] | None = None
     """Tokens in the subspaces of the heads, of mixers that have them: what TSSA takes its statistics of."""
+
+    def head_id(self, head: int | None = None) -> HeadId:
+        """Return the address of a head of this call; None addresses the call itself."""
+        return HeadId(self.stack, self.layer, self.name, self.call, head)
 
     def __repr__(self) -> str:
         shape = tuple(self.operator.shape)
@@ -81,7 +90,7 @@ class StateSite:
     mask: Bool[Tensor, "B T"] | None = None
     """False where a token is padding; None where nothing is known to be."""
     stack: str = ""
-    run: int = 0
+    forward_pass: int = 0
 
     def __repr__(self) -> str:
         return f"StateSite({self.name!r}, layer {self.layer}, tokens {tuple(self.tokens.shape)})"
@@ -108,4 +117,6 @@ class Trace:
     """What a reader must know: dropout was on, the model was compiled, …"""
 
     def __repr__(self) -> str:
-        return f"Trace({len(self.mixers)} mixers, {len(self.states)} states, {len(self.uncaptured)} unseen)"
+        return (
+            f"Trace({len(self.mixers)} mixers, {len(self.states)} states, {len(self.uncaptured)} uncaptured)"
+        )

@@ -54,7 +54,7 @@ class LightningAdapter(Adapter):
         if not values:
             return MixingCall(operator, whole=True)
         return MixingCall(
-            operator, value, finish=_finish(layer, call_of(inside, "output_gate").gave), whole=True
+            operator, value, apply_output=_finish(layer, call_of(inside, "output_gate").gave), whole=True
         )
 
 
@@ -99,7 +99,7 @@ class RwkvAdapter(Adapter):
             return layer.output(receptance * mixed[..., 0].transpose(1, 2).to(receptance.dtype))
 
         applied = call_of(inside, "value").gave.transpose(1, 2)[..., None]
-        return MixingCall(operator, applied, finish=finish, whole=True)
+        return MixingCall(operator, applied, apply_output=finish, whole=True)
 
 
 def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:

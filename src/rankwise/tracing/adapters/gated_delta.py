@@ -104,7 +104,7 @@ class GatedDeltaAdapter(Adapter):
             return MixingCall(operator, whole=True)
         applied = value.unflatten(-1, (heads, -1)).transpose(1, 2).float()
         finish = _finish(layer, projected.gate.unflatten(-1, (heads, -1)), projected.inner.dtype)
-        return MixingCall(operator, applied, finish=finish, whole=True)
+        return MixingCall(operator, applied, apply_output=finish, whole=True)
 
 
 def _by_token(layer: Any, inside: CallsInside) -> _Projected:

@@ -77,7 +77,7 @@ class MambaAdapter(Adapter):
         given, gate = call_of(inside, "in_proj").gave.transpose(1, 2).chunk(2, dim=1)
         path = gated_path(call, operator, given, gate, mixer.D, _projection(mixer, channels.dtype))
         finish = _mamba_finish(mixer, channels, gate, mixer.D)
-        return MixingCall(operator, channels[..., None], finish=finish, path=path, whole=True)
+        return MixingCall(operator, channels[..., None], apply_output=finish, path=path, whole=True)
 
 
 def _step(mixer: Any, time_step: Tensor, inside: CallsInside) -> Tensor:
@@ -151,7 +151,7 @@ class ZambaAdapter(Adapter):
         skip = mixer.D.detach().flatten()
         path = gated_path(call, operator, given, gate, skip, _projection(mixer, channels.dtype))
         finish = _mamba_finish(mixer, channels, gate, skip)
-        return MixingCall(operator, channels[..., None], finish=finish, path=path, whole=True)
+        return MixingCall(operator, channels[..., None], apply_output=finish, path=path, whole=True)
 
 
 class Mamba2Adapter(Adapter):
@@ -209,7 +209,7 @@ class Mamba2Adapter(Adapter):
             return MixingCall(operator, whole=True)
         finish = _mamba2_finish(mixer, heads, gate)
         path = _mamba2_path(call, operator, given[..., : mixer.intermediate_size].transpose(1, 2), gate)
-        return MixingCall(operator, heads.float(), finish=finish, path=path, whole=True)
+        return MixingCall(operator, heads.float(), apply_output=finish, path=path, whole=True)
 
 
 def _mamba2_path(call: ModuleCall, heads: SemiseparableMixing, given: Tensor, gate: Tensor) -> Path | None:

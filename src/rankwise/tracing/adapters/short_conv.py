@@ -80,6 +80,6 @@ class ShortConvAdapter(Adapter):
         )
 
         def finish(mixed: Tensor) -> Tensor:
-            return path.finish(leaves[..., None] * mixed + path.offset)
+            return path.apply_output(leaves[..., None] * mixed + path.offset)
 
-        return MixingCall(operator, (enters * x)[..., None], finish=finish, path=path, whole=True)
+        return MixingCall(operator, (enters * x)[..., None], apply_output=finish, path=path, whole=True)

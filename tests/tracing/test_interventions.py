@@ -1,4 +1,4 @@
-"""What heads and blocks give can be changed as the model runs; a change by nothing changes no bit."""
+"""Interventions replace outputs of heads and blocks; one that replaces them by themselves changes no bit."""
 
 import pytest
 import torch
@@ -6,39 +6,39 @@ import transformers
 from experiments.state_space_models import STATE_SPACE, tiny
 from torch import nn
 
-from rankwise.tracing import Changes, capture
+from rankwise.tracing import CallId, Intervention, capture
 
 
-class Same(Changes):
+class Same(Intervention):
     """Multiplies by 1 what every head gives, and remembers what it saw."""
 
     def __init__(self, blocks=()):
         self.blocks = frozenset(blocks)
         self.seen, self.added = {}, {}
 
-    def heads(self, outputs):
-        self.seen[outputs.serial] = outputs
-        return outputs.values * torch.ones(outputs.values.shape[:2])[..., None, None]
+    def on_heads(self, heads):
+        self.seen[heads.call_id] = heads
+        return heads.values * torch.ones(heads.values.shape[:2])[..., None, None]
 
-    def block(self, output):
-        self.added[output.name] = output.gave - output.read
-        return output.gave * 1
+    def on_block(self, block):
+        self.added[block.call_id] = block.output - block.input
+        return block.output * 1
 
 
-class Silent(Changes):
+class Silent(Intervention):
     """Puts zero in the place of what every head gives."""
 
-    def heads(self, outputs):
-        return torch.zeros_like(outputs.values)
+    def on_heads(self, heads):
+        return torch.zeros_like(heads.values)
 
 
-def run(model, given, changes=None):
+def run(model, given, intervention=None):
     sites = []
     with torch.enable_grad():  # PyTorch's own layers leave their inference fast path by themselves
-        if changes is None:
+        if intervention is None:
             output = call(model, given)
         else:
-            with capture(model, changes=changes, on_mixer=sites.append, values=True):
+            with capture(model, intervention=intervention, on_mixer=sites.append, values=True):
                 output = call(model, given)
     return (output if isinstance(output, torch.Tensor) else output[0]), sites
 
@@ -130,24 +130,24 @@ def test_a_change_by_nothing_changes_no_bit(name):
     same = Same([block] if block else [])
     changed, sites = run(model, given, same)
     assert torch.equal(alone, changed)
-    assert {site.serial for site in sites} == set(same.seen)
-    assert set(same.added) == ({block} if block else set())
+    assert {site.call_id for site in sites} == set(same.seen)
+    assert set(same.added) == ({CallId(block, 0)} if block else set())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @every_case
-def test_what_is_changed_is_m_v_of_the_site_of_the_same_number(name):
+def test_what_is_changed_is_m_v_of_the_site_of_the_same_call(name):
     make, given, _ = CASES[name]
     same = Same()
     _, sites = run(make(), given, same)
     for site in sites:
-        outputs = same.seen[site.serial]
+        outputs = same.seen[site.call_id]
         wanted = site.operator.dense(torch.float64) @ site.values.double()
         rows = site.valid_tokens[:, None, :, None]
         # sums of at most 9 products of weights below 1 with values of size max|V|, in float32
         limit = 40 * torch.finfo(torch.float32).eps * float(site.values.abs().max())
-        assert outputs.name == site.name
-        assert torch.equal(outputs.valid, site.valid_tokens)
+        assert outputs.call_id == site.call_id
+        assert torch.equal(outputs.valid_tokens, site.valid_tokens)
         assert ((outputs.values - wanted).abs() * rows).max() <= limit
 
 
@@ -165,18 +165,18 @@ def test_state_space_mixers_can_be_changed(name):
     same = Same()
     changed, sites = run(model, given, same)
     assert torch.equal(alone, changed)
-    assert {site.serial for site in sites} == set(same.seen)
+    assert {site.call_id for site in sites} == set(same.seen)
     for site in sites:
-        assert same.seen[site.serial].values.shape[:3] == site.operator.shape[:3]
+        assert same.seen[site.call_id].values.shape[:3] == site.operator.shape[:3]
     assert not torch.equal(alone, run(model, given, Silent())[0])
 
 
 def test_a_block_can_be_left_out():
-    class Out(Changes):
+    class Out(Intervention):
         blocks = frozenset({"transformer.h.0", "transformer.h.1"})
 
-        def block(self, output):
-            return output.read
+        def on_block(self, block):
+            return block.input
 
     model = gpt2("sdpa")
     out, _ = run(model, {"input_ids": IDS}, Out())

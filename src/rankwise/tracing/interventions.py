@@ -1,6 +1,6 @@
 """What heads and blocks give, before the model goes on from it, and how something else takes its place."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.tracing.adapters.base import Adapter
+from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.masks import OWN_MASK, told_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 
@@ -20,80 +21,84 @@ class HeadOutputs:
     the gate and the norm.
     """
 
-    name: str
-    """Module that mixed; of PyTorch's own layers the outermost."""
-    serial: int
-    """That of its `MixerSite`."""
+    call_id: CallId
+    """Call of the module that mixes, the same as of its `MixerSite`; of PyTorch's layers the outermost."""
     values: Float[Tensor, "B H T V"]
-    valid: Bool[Tensor, "B T"]
-    """False where a row belongs to padding."""
+    valid_tokens: Bool[Tensor, "B T"]
+    """False for padding."""
 
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """What one block read from the residual stream, and what it gave back, as the model lays them out."""
+    """Input of a block from the residual stream and its output, in the axes of the model."""
 
-    name: str
-    read: Tensor
-    gave: Tensor
+    call_id: CallId
+    input: Tensor
+    output: Tensor
 
 
-class Changes:
-    """What a capture puts in the place of what heads and blocks give, while the model runs."""
+class Intervention:
+    """Replaces outputs of heads and blocks while the model runs; this base class replaces nothing."""
 
     blocks: frozenset[str] = frozenset()
-    """Names of the blocks whose outputs are to be changed."""
+    """Names of the blocks for which `on_block` is called."""
 
-    def heads(self, outputs: HeadOutputs) -> Tensor | None:
-        """What the model is to go on with, (B, H, T, V); None: with what it has.
+    def on_heads(self, heads: HeadOutputs) -> Float[Tensor, "B H T V"] | None:
+        """Return the outputs with which the model continues; None keeps its own.
 
         Args:
-            outputs: of one mixer.
+            heads: outputs of all heads of a mixer.
         """
         return None
 
-    def block(self, output: BlockOutput) -> Tensor | None:
-        """What the model is to go on with, of the shape of what the block gave; None: with what it has.
+    def on_block(self, block: BlockOutput) -> Tensor | None:
+        """Return the output with which the model continues, of the same shape; None keeps its own.
 
         Args:
-            output: of one of the `blocks`.
+            block: input and output of one of the `blocks`.
         """
         return None
 
 
-class Changer:
-    """Puts changed outputs of heads and blocks in their place.
+class Substitution:
+    """Applies an `Intervention` in a running model.
 
     Args:
-        changes: what to put there; None changes nothing.
-        calls: the calls under way.
-        serials: numbers for mixers, in the order that they run.
+        intervention: what replaces outputs; None replaces nothing.
+        calls: calls under way.
+        counter: numbers the calls of mixers.
     """
 
-    def __init__(self, changes: Changes | None, calls: ModuleCalls, serials: Iterator[int]) -> None:
-        self._changes, self._calls, self._serials = changes, calls, serials
+    def __init__(self, intervention: Intervention | None, calls: ModuleCalls, counter: CallCounter) -> None:
+        self._intervention, self._calls, self._counter = intervention, calls, counter
+        self._block_counter = CallCounter()
 
     @property
     def on(self) -> bool:
-        """Whether anything may be changed."""
-        return self._changes is not None
+        """True if an output may be replaced."""
+        return self._intervention is not None
 
     def heads(self, outputs: HeadOutputs) -> Tensor | None:
-        """What the model is to go on with in the place of what these heads gave."""
-        return None if self._changes is None else self._changes.heads(outputs)
+        """Return what replaces the outputs of the heads of a mixer; None keeps them."""
+        return None if self._intervention is None else self._intervention.on_heads(outputs)
+
+    def new_pass(self) -> None:
+        """Count calls from 0 again in a new forward pass."""
+        self._counter.clear()
+        self._block_counter.clear()
 
     def entered(self, call: ModuleCall) -> None:
         """A call begins: it may be a block, or read the heads of a mixer side by side."""
-        if self._changes is None:
+        if self._intervention is None:
             return
-        if call.name in self._changes.blocks:
+        if call.name in self._intervention.blocks:
             read = _stream(call)
             call.read = None if read is None else read.clone()
         self._joined_heads(call)
 
     def left(self, call: ModuleCall) -> None:
         """A call has ended, and its output may be changed."""
-        if self._changes is None:
+        if self._intervention is None:
             return
         mixer = _joined_at(call)
         if mixer is not None and mixer[0] == "":
@@ -101,16 +106,16 @@ class Changer:
             changed = None if gave is None else self._changed_heads(call, gave, mixer[1])
             if changed is not None:
                 call.output, call.changed = in_place_of(call.output, gave, changed), True
-        if call.name in self._changes.blocks:
+        if call.name in self._intervention.blocks:
             self._block(call)
 
     def _block(self, call: ModuleCall) -> None:
-        assert self._changes is not None
+        assert self._intervention is not None
         read = _stream(call) if call.read is None else call.read
         gave = None if read is None else first_tokens(call.output, axes=read.dim())
         if read is None or gave is None or gave.shape != read.shape:
             return
-        changed = self._changes.block(BlockOutput(call.name, read, gave))
+        changed = self._intervention.on_block(BlockOutput(self._block_counter.count(call.name), read, gave))
         if changed is not None:
             call.output, call.changed = in_place_of(call.output, gave, changed), True
 
@@ -128,14 +133,14 @@ class Changer:
             call.changed_arguments = True
 
     def _changed_heads(self, mixer: ModuleCall, joined: Tensor, heads: int) -> Tensor | None:
-        assert self._changes is not None
-        if mixer.heads_serial is None:
-            mixer.heads_serial = next(self._serials)
+        assert self._intervention is not None
+        if mixer.call_id is None:
+            mixer.call_id = self._counter.count(mixer.name)
         batch, tokens, width = joined.shape
         real = told_mask(self._calls.running, OWN_MASK, batch, tokens)
         real = joined.new_ones(batch, tokens).bool() if real is None else real.to(joined.device)
         values = joined.unflatten(-1, (heads or width, -1)).transpose(1, 2)
-        changed = self._changes.heads(HeadOutputs(mixer.name, mixer.heads_serial, values, real))
+        changed = self._intervention.on_heads(HeadOutputs(mixer.call_id, values, real))
         return None if changed is None else changed.transpose(1, 2).reshape(joined.shape)
 
 
