@@ -13,7 +13,7 @@ import rankwise as rw
 from rankwise._internals import threads as parallel
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
 from rankwise.auditing.heads import HeadTable
-from rankwise.measures import estimate_spectrum, rank_summary, row_summary
+from rankwise.measures import estimate_spectrum, evaluate, rank_summary
 from rankwise.tracing import MixerSite
 
 
@@ -146,7 +146,7 @@ def test_gradient_and_inference_mode_are_the_caller_s():
 
 MEASURES = {
     "ranks": lambda operator: rank_summary(operator, also_at=(0.02,)),
-    "rows": row_summary,
+    "rows": lambda operator: evaluate(["row_entropy", "row_distance", "head_distance"], operator).values(),
     "estimate": lambda operator: estimate_spectrum(operator, 8, 6).count(0.1),
     "collapse": lambda operator: [rw.measures.token_spread(operator.dense()[:, 0])],
 }

@@ -144,16 +144,16 @@ assert "Attention distance" in audit.to_html(Path("page.html")).read_text(encodi
 
 
 def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) -> None:
-    sums, function, row, test = blocks()
+    statistic, function, row, test = blocks()
     package = tmp_path / "rankwise"
     shutil.copytree(Path(rw.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    row_sums = package / "measures" / "row_sums.py"
-    row_sums.write_text(f"{row_sums.read_text(encoding='utf-8')}\n\n{sums}", encoding="utf-8")
+    row_walk = package / "measures" / "row_walk.py"
+    row_walk.write_text(f"{row_walk.read_text(encoding='utf-8')}\n\n{statistic}", encoding="utf-8")
     rows = package / "measures" / "rows.py"
     source = rows.read_text(encoding="utf-8").replace(
         "__all__ = [", '__all__ = [\n    "attention_distance",', 1
     )
-    source = source.replace("    ROW_MEASURES,\n", "    ROW_MEASURES,\n    Away,\n", 1)
+    source = source.replace("row_walk import (\n", "row_walk import (\n    Away,\n", 1)
     rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
     table = package / "audit" / "measures.py"
     source = table.read_text(encoding="utf-8")

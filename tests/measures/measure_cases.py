@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rankwise.measures as rm
-from rankwise.measures.laws import LAWS
+from rankwise.measures.registry import MEASURES
 
 FUNCTIONS = {name: getattr(rm, name) for name in rm.__all__ if isinstance(getattr(rm, name), FunctionType)}
 """All that `rankwise.measures` exports."""
-OF_MATRICES = [FUNCTIONS[name] for name, law in LAWS.items() if law.of == "matrices"]
-OF_TOKENS = [FUNCTIONS[name] for name, law in LAWS.items() if law.of == "tokens"]
+OF_MATRICES = [FUNCTIONS[name] for name, measure in MEASURES.items() if measure.of == "matrices"]
+OF_TOKENS = [FUNCTIONS[name] for name, measure in MEASURES.items() if measure.of == "tokens"]
 """Measures, as they say it of themselves."""
 
 U = torch.finfo(torch.float64).eps

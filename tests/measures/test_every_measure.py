@@ -20,7 +20,7 @@ from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError
-from rankwise.measures.laws import LAWS
+from rankwise.measures.registry import MEASURES
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -31,14 +31,12 @@ every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], i
 
 
 def test_every_function_is_a_measure_or_known_to_be_none():
-    others = {"as_matrices", "head_distance", "rank_summary", "row_summary", "summarize_spectrum"}
+    others = {"as_matrices", "evaluate", "rank_summary", "summarize_spectrum"}
     others |= {"relative_update", "variational_rate", "estimate_spectrum", "check_delta"}
     others |= {"logit_moments", "required_head_dim"}  # of queries and keys: test_logits.py
-    lost = set(FUNCTIONS) - set(LAWS) - others
-    assert not lost, (
-        f"{sorted(lost)}: mark measures by `@measure_of`; what the laws cannot take is in `others`"
-    )
-    assert others <= set(FUNCTIONS) - set(LAWS)
+    lost = set(FUNCTIONS) - set(MEASURES) - others
+    assert not lost, f"{sorted(lost)}: mark measures by `@measure`; what the laws cannot take is in `others`"
+    assert others <= set(FUNCTIONS) - set(MEASURES)
     assert len(OF_MATRICES) >= 9
     assert len(OF_TOKENS) >= 5
 

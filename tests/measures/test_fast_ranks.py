@@ -392,7 +392,11 @@ def test_ranks_at_several_thresholds_from_one_decomposition():
     summary = rank_summary(m, 0.02, also_at=(on, 0.3))
     assert summary.fallback.tolist() == [1, 0, 0]
     for delta in (0.02, on, 0.3):
-        assert summary.rank_at(delta).tolist() == (sigma >= delta).sum(-1).tolist()
-    assert summary.rank_at(0.02).equal(summary.numerical_rank)
+        [counted] = summary.estimates((delta,)).numerical
+        assert counted.value.tolist() == (sigma >= delta).sum(-1).tolist()
+        assert counted.low.equal(counted.value)
+        assert counted.high.equal(counted.value)
+        assert counted.stderr.eq(0).all()
+    assert summary.estimates((0.02,)).numerical[0].value.equal(summary.numerical_rank)
     with pytest.raises(RankwiseError, match="`delta`"):
         rank_summary(m, 0.02, also_at=(0.0,))

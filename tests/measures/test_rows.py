@@ -5,21 +5,28 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import close, make, matrices, normal, sum_tolerance
+from tests.operators.mixing_laws import largest_tensor
 from tests.unchecked import unchecked
 
+import rankwise.measures.row_walk as row_walk
 from rankwise.errors import ShapeError
 from rankwise.measures import (
+    MEASURES,
+    evaluate,
     first_token_mass,
     head_distance,
     identity_distance,
+    max_token_index,
     max_token_mass,
     row_distance,
     row_entropy,
+    stable_rank,
     token_spread,
 )
+from rankwise.operators import SoftmaxMixing
 
 NONZERO = ("signed", "stochastic", "causal", "low rank")
 seeds = st.integers(0, 2**31)
@@ -44,6 +51,7 @@ def test_entropy_and_sink_against_their_definitions(m):
         assert row_entropy(m).isnan()
         assert first_token_mass(m).isnan()
         assert max_token_mass(m).isnan()
+        assert max_token_index(m) == -1
         return
     entropy = [-math.fsum(p * math.log(p) for p in row if p) for row in live]
     close(row_entropy(m), math.fsum(entropy) / len(live), rtol=tolerance(m), atol=tolerance(m))
@@ -51,11 +59,9 @@ def test_entropy_and_sink_against_their_definitions(m):
         wanted = math.fsum(row[column] for row in live) / len(live)
         close(first_token_mass(m, column), wanted, rtol=tolerance(m))
         assert first_token_mass(m, column - m.shape[1]).equal(first_token_mass(m, column))
-    close(
-        max_token_mass(m),
-        max(first_token_mass(m, column).item() for column in range(m.shape[1])),
-        rtol=tolerance(m),
-    )
+    largest = max(first_token_mass(m, column).item() for column in range(m.shape[1]))
+    close(max_token_mass(m), largest, rtol=tolerance(m))
+    close(first_token_mass(m, max_token_index(m).item()), largest, rtol=tolerance(m))
 
 
 @given(m=matrices(kinds=NONZERO), factors=st.lists(st.floats(1e-3, 1e3), min_size=9, max_size=9))
@@ -226,3 +232,74 @@ def test_heads_of_any_size_dtype_and_number():
 def test_one_matrix_is_not_a_stack_of_heads():
     with unchecked(), pytest.raises(ShapeError, match=r"`head_distance`: expected shape \(\.\.\., H, T, S\)"):
         head_distance(torch.eye(3))
+
+
+# --- one walk for all -------------------------------------------------------------------------------------
+
+BY_ROWS = [name for name, measure in MEASURES.items() if measure.statistics]
+
+
+def assert_shared_walk_changes_nothing(x):
+    """Sums of T·S terms of one sign in another order: T·S roundings, and square roots halve them.
+
+    If rows are equal up to rounding, a distance is the rounding itself: √(T·S)·ε of the norm.
+    """
+    slack = 4 * x.shape[-1] * x.shape[-2] * torch.finfo(torch.float64).eps
+    for name, together in evaluate(BY_ROWS, x).items():
+        torch.testing.assert_close(
+            together, MEASURES[name].function(x), rtol=slack, atol=slack, equal_nan=True
+        )
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(["signed", "stochastic"]),
+    shape=st.tuples(*(st.integers(1, top) for top in (2, 3, 9, 9))),
+    seed=seeds,
+    scale=st.sampled_from([1.0, 1e-200, 1e200, 3.7]),
+)
+def test_measures_that_share_a_walk_are_the_same_alone(kind, shape, seed, scale):
+    assert_shared_walk_changes_nothing(make(kind, shape, seed) * scale)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_blocks_change_nothing(monkeypatch, rows):
+    monkeypatch.setitem(row_walk.BLOCK_BYTES, "cpu", rows * 8 * 2 * 3 * 11)
+    assert_shared_walk_changes_nothing(normal(2, 3, 11, 11, seed=1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_matrix_that_is_not_finite_leaves_the_others_of_a_shared_walk_alone(bad):
+    x = make("stochastic", (2, 3, 5, 5), seed=3)
+    x[1, 0, 2, 4] = bad
+    assert_shared_walk_changes_nothing(x)
+    assert evaluate(["row_entropy"], x)["row_entropy"].isnan().sum() == 1
+
+
+def test_measures_without_a_walk_are_evaluated_too():
+    x = normal(2, 3, 5, 5, seed=4)
+    found = evaluate(["stable_rank", "row_entropy"], x)
+    assert found["stable_rank"].equal(stable_rank(x))
+    assert found["row_entropy"].equal(row_entropy(x))
+
+
+def test_operators_are_walked_a_block_at_a_time(monkeypatch):
+    seen = []
+    rows = SoftmaxMixing.rows
+
+    def watched(self, start, stop):
+        seen.append(stop - start)
+        return rows(self, start, stop)
+
+    monkeypatch.setattr(SoftmaxMixing, "rows", watched)
+    monkeypatch.setitem(row_walk.BLOCK_BYTES, "cpu", 8 * 64 * 4)
+    op = SoftmaxMixing(normal(1, 64, 8), normal(1, 64, 8, seed=1))
+    evaluate(BY_ROWS, op)
+    assert seen == [4] * 16
+
+
+@pytest.mark.parametrize("names", [*([name] for name in BY_ROWS), BY_ROWS], ids=lambda names: names[-1])
+def test_no_measure_of_rows_forms_the_matrix(names):
+    """1,500² entries are over four blocks of 4 MiB, in one of which the largest tensor fits."""
+    op = SoftmaxMixing(normal(1, 1500, 4), normal(1, 1500, 4, seed=1))
+    assert largest_tensor(lambda: evaluate(names, op)) <= row_walk.BLOCK_BYTES["cpu"] // 8

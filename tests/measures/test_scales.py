@@ -17,7 +17,7 @@ from tests.measures.measure_cases import FUNCTIONS, close
 
 import rankwise.measures as rm
 from rankwise.errors import RankwiseError
-from rankwise.measures.laws import LAWS
+from rankwise.measures.registry import MEASURES
 
 EXACT = Context(prec=1400, Emin=-(10**6), Emax=10**6)  # squares of sums of 1e308 and 5e-324 have 1,300 digits
 SHORT = Context(prec=40, Emin=-(10**6), Emax=10**6)
@@ -30,7 +30,12 @@ def first_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 OF_DEGREE = {
-    degree: [first_of(name) for name, law in LAWS.items() if law.degree == degree] for degree in (0, 1)
+    degree: [
+        first_of(name)
+        for name, measure in MEASURES.items()
+        if measure.degree == degree and measure.of != "heads"
+    ]
+    for degree in (0, 1)
 }
 """Measures by what they say of themselves."""
 SCALELESS = (
@@ -49,7 +54,7 @@ SCALED = (
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
 )
 ELSEWHERE = {
-    "row_summary": "test_rows_and_tokens_of_many_sizes",
+    "evaluate": "test_rows_and_tokens_of_many_sizes",
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "summarize_spectrum": "takes singular values: rank_summary above",
     "required_head_dim": "the tolerance has a size: test_logits.py",
@@ -81,13 +86,13 @@ def test_one_size_of_number_is_as_good_as_another(rows, power):
 def test_the_lists_above_miss_no_function():
     """Of a lambda, the code tells which functions it calls."""
     here = {name for f in (*SCALELESS, *SCALED) for name in f.__code__.co_names}
-    lost = set(FUNCTIONS) - set(LAWS) - here - set(ELSEWHERE)
-    assert not lost, f"{sorted(lost)}: mark a measure by `@measure_of`, enter any other function above"
-    assert set(ELSEWHERE) <= set(FUNCTIONS) - set(LAWS)
-    assert {law.degree for law in LAWS.values()} == {0, 1, None}
+    lost = set(FUNCTIONS) - set(MEASURES) - here - set(ELSEWHERE)
+    assert not lost, f"{sorted(lost)}: mark a measure by `@measure`, enter any other function above"
+    assert set(ELSEWHERE) <= set(FUNCTIONS) - set(MEASURES)
+    assert {measure.degree for measure in MEASURES.values()} == {0, 1, None}
 
 
-@pytest.mark.parametrize("name", [name for name, law in LAWS.items() if law.degree is None])
+@pytest.mark.parametrize("name", [name for name, measure in MEASURES.items() if measure.degree is None])
 def test_a_measure_of_no_degree_has_a_size_of_its_own(name):
     """So that None is no way past the law: its numbers change with the unit, by no power of it."""
     x = torch.tensor([[3.0, 1.0, 0.0], [1.0, 0.02, 0.0], [0.0, 0.0, 0.5]], dtype=torch.float64)
@@ -160,12 +165,12 @@ def test_rows_and_tokens_of_many_sizes(x):
         if count == 3:
             off = norm([[v - (i == j) for j, v in enumerate(row)] for i, row in enumerate(m)])
             wanted["identity_distance"] = over(off, SHORT.sqrt(size * size + 3))
-        summary = rm.row_summary(x[None])
+        together = rm.evaluate(wanted, x[None])
         for name, number in wanted.items():
             # an entropy and a cosine are sums that cancel: right to roundings of 1, not of themselves
             atol = RTOL if name == "row_entropy" else 5e-324
             close(getattr(rm, name)(x), number, rtol=RTOL, atol=atol)
-            close(getattr(summary, name)[0], number, rtol=RTOL, atol=atol)
+            close(together[name][0], number, rtol=RTOL, atol=atol)
         close(rm.token_norm(x[None])[0], float(size), rtol=RTOL, atol=5e-324)
         close(rm.token_spread(x[None], normalized=False)[0], float(apart), rtol=RTOL, atol=5e-324)
         close(rm.token_spread(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
@@ -189,20 +194,22 @@ def test_heads_of_many_sizes(x, y, z):
             ]
             for a in exact
         ]
-    for got in (rm.head_distance(torch.stack(heads)), rm.row_summary(torch.stack(heads)).head_distance):
-        close(got, torch.tensor(wanted, dtype=torch.float64), rtol=RTOL, atol=5e-324)
+    close(
+        rm.head_distance(torch.stack(heads)),
+        torch.tensor(wanted, dtype=torch.float64),
+        rtol=RTOL,
+        atol=5e-324,
+    )
 
 
 def test_tiny_heads_beside_a_large_one_keep_their_distance():
     heads = torch.stack([torch.eye(2), torch.eye(2).flip(0), 1e200 * torch.ones(2, 2).double()]).double()
     heads[:2] *= 1e-200
-    for got in (rm.head_distance(heads), rm.row_summary(heads).head_distance):
-        close(got[0, 1], 1.0, rtol=RTOL)
+    close(rm.head_distance(heads)[0, 1], 1.0, rtol=RTOL)
 
 
 def test_a_row_far_below_the_others_has_its_share():
     x = torch.tensor([[1e200, 0, 0], [1e-200, 1e-200, 0], [0, 3e-200, 1e-200]], dtype=torch.float64)
-    close(rm.row_summary(x[None]).first_token_mass[0], 0.5, rtol=RTOL)
     close(rm.first_token_mass(x), 0.5, rtol=RTOL)
 
 

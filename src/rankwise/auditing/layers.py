@@ -1,11 +1,9 @@
 """From captured token states to numbers: collapse through depth, padding left out."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rankwise import measures
 from rankwise.auditing.heads import RunningMoments
@@ -16,32 +14,6 @@ from rankwise.tracing import StateSite
 COLUMNS = ("tokens", *(measure.name for measure in LAYER_MEASURES))
 NORM = COLUMNS.index("norm")
 """NaN where a sequence holds NaN or infinity."""
-
-
-class StatesAtHand(NamedTuple):
-    """What measures of token states are taken from: the states after a block, and those that it read."""
-
-    tokens: Tensor
-    """(B, T, D)."""
-    mask: Tensor | None
-    """(B, T), True where a token is real."""
-    before: Tensor | None
-
-    def measure(self, name: str, **options: Any) -> Tensor:
-        """Apply a function of `rankwise.measures` to the states.
-
-        Args:
-            name: of the function.
-            options: further arguments of it.
-        """
-        numbers: Tensor = getattr(measures, name)(self.tokens, self.mask, **options)
-        return numbers
-
-    def turn(self) -> Tensor:
-        """`relative_update` from the states before; NaN where there are none."""
-        if self.before is None:
-            return torch.full(self.tokens.shape[:1], torch.nan, dtype=torch.float64)
-        return measures.relative_update(self.before.to(self.tokens.device), self.tokens, self.mask)
 
 
 @dataclass
@@ -125,6 +97,14 @@ class LayerTable:
 def _measure(state: StateSite, before: StateSite | None) -> list[np.ndarray]:
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
-    hand = StatesAtHand(tokens, mask, None if before is None else before.tokens)
-    columns = [real.sum(-1).double(), *(measure.take(hand) for measure in LAYER_MEASURES)]
-    return list(torch.stack([column.cpu() for column in columns], dim=-1).numpy())
+    columns = {
+        measure.name: measures.MEASURES[measure.function].function(tokens, mask, **measure.options)
+        for measure in LAYER_MEASURES
+        if measure.function
+    }
+    columns["tokens"] = real.sum(-1).double()
+    if before is None:
+        columns["turn"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
+    else:
+        columns["turn"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
+    return list(torch.stack([columns[name].cpu() for name in COLUMNS], dim=-1).numpy())

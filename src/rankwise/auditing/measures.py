@@ -1,22 +1,18 @@
 """The table of measures: each row is a field of a record, with all that is known of it.
 
-Audits take what it names, records hold it, comparisons and reports show it by what stands here, and
-`docs/measures.md` lists it. A row needs a function that measures and no other place. No torch inside: reports
-read it where there is none.
+Audits evaluate the functions that it names, records hold their values, comparisons and reports show them by
+what is written here, and `docs/measures.md` lists them. A row needs a function of `rankwise.measures` and no
+other place. The table knows no code and no torch: reports read it without.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import quantiles
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rankwise._internals.records import MISSING, Number, Record, format_number
 from rankwise.auditing.mixer_kinds import mixer_kind
-
-if TYPE_CHECKING:
-    from rankwise.auditing.layers import StatesAtHand
-    from rankwise.auditing.numbers import HeadsAtHand
 
 Bounds = Callable[[Any], tuple[float, float]]
 """The ends of the range that a measure can have in a record."""
@@ -51,6 +47,8 @@ class Measure:
     """What the low end means …"""
     high: str
     """… and the high one."""
+    function: str | None = None
+    """Name in `MEASURES`, by default the field's name; "" if an audit fills the field otherwise."""
     digits: int
     """Decimals that are shown."""
     cost: str
@@ -195,20 +193,20 @@ def outer_fence(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadMeasure(Measure):
-    """A measure of heads, as it is taken from the heads of one mixer on sequences of one length."""
+    """A measure of heads."""
 
     kinds: Sequence[str] = ()
     """Kinds of mixers that have it; all of them where none is named."""
-    take: "Callable[[HeadsAtHand], Any] | None"
-    """Numbers (B, H), or one for all; None where it needs all sequences."""
+    late: bool = False
+    """True if a value needs all sequences, and not one alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMeasure(Measure):
-    """A measure of token states, as it is taken from a batch of them."""
+    """A measure of token states."""
 
-    take: "Callable[[StatesAtHand], Any]"
-    """Numbers (B,)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the function."""
 
 
 def share(rank: float, head: Any) -> float:
@@ -251,14 +249,14 @@ class HeadMeasures(Record):
         "mixes. It says how a head mixes, not what it is worth. δ is absolute: rows that sum to 1 give "
         "σ₁ ≥ 1 where T = S. Matrices with signs (state-space mixers) have a scale of their own, which a "
         "relative δ divides out: of them the relative rank is shown, σ ≥ δ σ₁.",
-        take=lambda heads: heads.ranks["numerical_rank"],
+        function="",
     )]
     relative_rank: Annotated[Number, HeadMeasure(
         title="Relative rank share", short="Relative share",
         formula="#{i : σ_i ≥ δ σ_1}: the numerical rank of M/σ_1; NaN where an estimate can only bound it",
         range="[0, min(T, S)]", low="no direction", high="full rank", digits=2, cost="that of all ranks",
         bounds=lambda head: (0.0, head.smaller), share=True,
-        take=lambda heads: heads.ranks["relative_rank"],
+        function="",
     )] = math.nan
     init_numerical_rank: Annotated[Number, HeadMeasure(
         title="Rank share at fresh weights", short="Fresh rank share", symbol="rank at fresh weights",
@@ -266,7 +264,7 @@ class HeadMeasures(Record):
         "model at fresh weights; NaN where no baseline was asked for", range="[0, min(T, S)]",
         low="no direction", high="full rank", digits=2, cost="one audit for each seed",
         bounds=lambda head: (0.0, head.smaller), share=True, known_only=True, console="fresh\nshare",
-        take=None,  # by audits of their own
+        function="", late=True,  # by audits of their own
     )] = math.nan
     effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range="[1, min(T, S)]",
@@ -275,7 +273,7 @@ class HeadMeasures(Record):
         console="effective\nrank",
         meaning="The exponential of the entropy of the singular values: over how many directions the "
         "spectrum is spread.",
-        take=lambda heads: heads.ranks["effective_rank"],
+        function="",
     )]
     init_effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank at fresh weights", short="Fresh effective rank",
@@ -284,7 +282,7 @@ class HeadMeasures(Record):
         "weights; NaN where no baseline was asked for", range="[1, min(T, S)]",
         low="few directions", high="many directions", digits=1, cost="one audit for each seed",
         bounds=_to_full_rank, to_the_largest=True, known_only=True, console="fresh\neffective",
-        take=None,  # by audits of their own
+        function="", late=True,  # by audits of their own
     )] = math.nan
     stable_rank: Annotated[Number, HeadMeasure(
         title="Stable rank", formula="‖M‖_F²/σ_1²", range="[1, min(T, S)]", low="σ₁ dominates",
@@ -292,7 +290,7 @@ class HeadMeasures(Record):
         to_the_largest=True, console="stable\nrank",
         meaning="‖M‖_F² over σ₁². Near 1 the largest singular value dominates the Frobenius norm. That does "
         "not make rows alike: those of u vᵀ have different sizes. Whether rows are alike is row distance.",
-        take=lambda heads: heads.ranks["stable_rank"],
+        function="",
     )]
     row_entropy: Annotated[Number, HeadMeasure(
         title="Row entropy", formula="mean over rows of −Σ_j p_j log p_j", range="[0, log S] nats",
@@ -300,21 +298,18 @@ class HeadMeasures(Record):
         of_mixing=True,
         meaning="How widely a row spreads its weight, in nats: 0 where every row picks a single token, log S "
         "where it averages over all.",
-        take=lambda heads: heads.measure("row_entropy"),
     )]
     first_token_mass: Annotated[Number, HeadMeasure(
         title="Sink mass", formula="mean share of a row on the first token", range="[0, 1]", low="none of it",
         high="all of it", digits=2, cost="O(T S)", bounds=_unit, console="sink\nmass",
         of_mixing=True,
         meaning="The mean share of a row that is spent on the first token.",
-        take=lambda heads: heads.measure("first_token_mass"),
     )]
     max_token_mass: Annotated[Number, HeadMeasure(
         title="Peak mass", formula="largest mean share of a row on any one token", range="[1/S, 1]",
         low="spread out", high="all on one token", digits=2, cost="O(T S)", bounds=_unit,
         of_mixing=True,
         meaning="The largest mean share of a row that one token gets: near 1 the head passes on little else.",
-        take=lambda heads: heads.measure("max_token_mass"),
     )] = math.nan
     row_distance: Annotated[Number, HeadMeasure(
         title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range="[0, 1]", low="constant",
@@ -322,13 +317,11 @@ class HeadMeasures(Record):
         of_mixing=True,
         meaning="The distance to the nearest matrix with equal rows: 0 where every token gets the same "
         "mixture.",
-        take=lambda heads: heads.measure("row_distance"),
     )]
     identity_distance: Annotated[Number, HeadMeasure(
         title="Identity distance", formula="‖M − I‖_F/√(‖M‖_F² + T); NaN where T ≠ S",
         range="[0, 1] for M ≥ 0", low="no mixing", high="far from it", digits=2, cost="O(T S)", bounds=_unit,
         meaning="The distance to the identity: 0 where every token keeps to itself and nothing is mixed.",
-        take=lambda heads: heads.measure("identity_distance"),
     )]
     nearest_distance: Annotated[Number, HeadMeasure(
         title="Distance to nearest head", short="Nearest distance",
@@ -337,7 +330,7 @@ class HeadMeasures(Record):
         bounds=_unit,
         meaning="The distance to the head of the same layer that mixes most alike: 0 where the two are the "
         "same matrix.",
-        take=None,  # the nearest on average over the sequences
+        function="", late=True,  # the nearest on average over the sequences
     )] = math.nan
     required_head_dim: Annotated[Number, HeadMeasure(
         title="Width needed", formula="least r with ½ Σ_{i>r} σ_i² ≤ 0.01, σ_i the singular values of "
@@ -347,26 +340,26 @@ class HeadMeasures(Record):
         console="width\nneeded",
         meaning="The least query/key width whose best logits keep the attention within 0.01 nats of KL, to "
         "second order and rows weighed evenly. Of these sequences: other text can need more.",
-        take=None,  # by moments of all sequences
+        function="", late=True,  # by moments of all sequences
     )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range="[0, ∞)",
         low="smallest here", high="largest here", digits=2, cost="less than half an SVD",
         meaning="How much the head can stretch its input: 1 for a matrix that averages evenly.",
-        take=lambda heads: heads.ranks["sigma_max"],
+        function="",
     )]
     membership: Annotated[Number, HeadMeasure(
         title="Mean membership", formula="mean over tokens of Π in the head; of TSSA, NaN elsewhere",
         range="[0, 1]", low="no token's", high="all tokens'; 1/H in every head is no grouping on average",
         digits=2, cost="O(T)", bounds=_unit, console="mean\nΠ", kinds=("diagonal",),
-        take=lambda heads: heads.membership,
+        function="",
     )] = math.nan
     coding_rate: Annotated[Number, HeadMeasure(
         title="Share in R_c^var", symbol="R_c^var",
         formula="½ (n_h/n) Σ_k log(1 + m_hk); of TSSA, NaN elsewhere", range="[0, ∞) nats",
         low="each group lies near few axes of its head", high="the groups fill their heads", digits=2,
         cost="O(T K)", console="R_c^var", summed=True, kinds=("diagonal",),
-        take=lambda heads: heads.coding_rate,
+        function="",
     )] = math.nan
     removal_cost: Annotated[Number, HeadMeasure(
         title="Cost of removal", formula="L without the head − L; exact where it was run, else to second "
@@ -376,7 +369,7 @@ class HeadMeasures(Record):
         console="cost of\nremoval", known_only=True,
         meaning="What the model loses without the head, in the unit of its loss. Below 0 it is better "
         "without. An estimate sorts heads and can fall far short of large costs.",
-        take=None,  # by runs of their own
+        function="", late=True,  # by runs of their own
     )] = math.nan
 
 
@@ -386,39 +379,38 @@ class LayerMeasures(Record):
     norm: Annotated[Number, LayerMeasure(
         title="Norm", symbol="‖Y‖", formula="‖Y‖_F", range="[0, ∞)", low="all zero", high="large", digits=1,
         cost="O(T D)",
-        take=lambda states: states.measure("token_norm"),
+        function="token_norm",
     )]
     collapse: Annotated[Number, LayerMeasure(
         title="Collapse μ", symbol="μ", formula="‖Y − 1ȳᵀ‖_F", range="[0, ‖Y‖_F]", low="all tokens the same",
         high="the mean token is 0", digits=3, cost="O(T D)",
-        take=lambda states: states.measure("token_spread", normalized=False),
+        function="token_spread", options={"normalized": False},
     )]
     relative_spread: Annotated[Number, LayerMeasure(
         title="Distance from collapse, μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range="[0, 1]",
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", bounds=_unit,
         console="μ/‖Y‖",
         meaning="How far the tokens are from being all the same: 0 where they are.",
-        take=lambda states: states.measure("token_spread"),
+        function="token_spread",
     )]
     mean_cosine: Annotated[Number, LayerMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",
         range="[−1/(T−1), 1]", low="tokens point apart", high="all tokens parallel", digits=3, cost="O(T D)",
         bounds=lambda _: (-1.0, 1.0), console="mean\ncosine",
         meaning="How parallel the tokens are: 1 where all point the same way.",
-        take=lambda states: states.measure("mean_cosine"),
     )]
     effective_rank: Annotated[Number, LayerMeasure(
         title="Effective rank of the states", formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the T×D states",
         range="[1, min(T, D)]", low="one direction only", high="many directions", digits=1, cost="one SVD",
         bounds=_to_full_rank, to_the_largest=True, console="effective\nrank",
         meaning="How many directions the tokens span: 1 where they lie on a line.",
-        take=lambda states: states.measure("state_effective_rank"),
+        function="state_effective_rank",
     )]
     turn: Annotated[Number, LayerMeasure(
         title="Turn", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0", range="[0, 1]",
         low="the block only scales what it reads", high="nothing is left of it", digits=3, cost="O(T D)",
         bounds=_unit,
-        take=lambda states: states.turn(),
+        function="",  # it needs the states before, too
     )] = math.nan
 
 # fmt: on
@@ -427,9 +419,9 @@ class LayerMeasures(Record):
 def _rows(of: type[Record]) -> list[Any]:
     """The rows of a table, with their names."""
     return [
-        replace(row, name=name)
-        for name, field in of.model_fields.items()
-        for row in field.metadata
+        replace(row, name=name, function=name if row.function is None else row.function)
+        for name, known in of.model_fields.items()
+        for row in known.metadata
         if isinstance(row, Measure)
     ]
 

@@ -17,7 +17,6 @@ from rankwise.auditing.mixer_kinds import mixer_kind
 from rankwise.auditing.nulls import BAND, random_rank, thresholds, uniform_null
 from rankwise.auditing.records import HeadRecord
 from rankwise.errors import InputError, did_you_mean
-from rankwise.measures.rows import row_measures
 from rankwise.operators import DenseMixing, DiagonalMixing, IndexedMixing, MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite
 
@@ -38,14 +37,14 @@ MATRIX_BYTES = 2**28
 SPECTRUM_POINTS = 64
 """Singular values kept of a head, for its picture."""
 
-TAKEN = [measure for measure in HEAD_MEASURES if measure.take is not None]
+FUNCTIONS = {measure.name: measure.function for measure in HEAD_MEASURES if measure.function}
 AVERAGED = (
     *("tokens", "sources", "full_rank", "rank_low", "rank_high", *NULLS),
-    *(measure.name for measure in TAKEN),
+    *(measure.name for measure in HEAD_MEASURES if not measure.late),
 )
 """Fields of a record that are means over sequences."""
 ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
-"""Measures that an estimate gives with a standard error."""
+"""Ranks, which have a standard error if they are estimated, in the order of `RankEstimates`."""
 WAYS = ("estimated", "fallback")
 """1 where the ranks of a head were estimated; where the exact count was too close and the SVD decided."""
 MAP_TOKENS = 1024
@@ -90,32 +89,6 @@ class Measured(NamedTuple):
     """Memberships of the tokens in each head, where the mixer has such."""
     peaks: list[int]
     """The column with the largest mean share of a row of each head, padding not counted; −1 for none."""
-
-
-class HeadsAtHand(NamedTuple):
-    """What measures of heads are taken from: the heads of a mixer on sequences of one length."""
-
-    operator: MixingOperator
-    """(B, H, T, S); a dense one where the matrices were formed."""
-    ranks: Columns
-    """From one decomposition or one estimate: the ranks, their errors, and those at other thresholds."""
-    spectra: Tensor | None
-    """A part of the singular values (B, H, N), where they were computed."""
-    rows: dict[str, Tensor]
-    """Measures of rows by their names, from one walk over them."""
-    membership: Tensor | float
-    """Mean over the tokens of each head; NaN where a mixer has none."""
-    coding_rate: Tensor | float
-    memberships: Tensor | None
-    """Of each token (B, H, T), NaN where it is padding."""
-
-    def measure(self, name: str) -> Tensor:
-        """What a function of `rankwise.measures` gives of the operator; those of rows share one walk.
-
-        Args:
-            name: of the function.
-        """
-        return self.rows[name] if name in self.rows else getattr(measures, name)(self.operator)
 
 
 def check_method(method: str) -> Method:
@@ -184,21 +157,20 @@ def _of_one_length(
     batch, heads, tokens, sources = operator.shape
     take = _estimated if estimates(operator, method) else _exact
     rows_of, ranks, spectra = take(operator, delta)
-    memberships = _memberships(site, index)
-    hand = HeadsAtHand(rows_of, ranks, spectra, row_measures(rows_of), *memberships)
+    mean, rate, memberships = _memberships(site, index)
+    found = measures.evaluate({*FUNCTIONS.values(), "head_distance", "max_token_index"}, rows_of)
     patterns = patterns_of(operator)
     columns: Columns = {"tokens": float(tokens), "sources": float(sources)}
-    columns |= ranks | {"full_rank": float(min(tokens, sources))}
-    columns |= {measure.name: measure.take(hand) for measure in TAKEN if measure.take is not None}
+    columns |= ranks | {"full_rank": float(min(tokens, sources)), "membership": mean, "coding_rate": rate}
+    columns |= {name: found[function] for name, function in FUNCTIONS.items()}
     if mixer_kind(site.kind).rows_are_means:
         columns |= _nulls(operator, patterns, delta)
     values = np.stack([_numbers(columns.get(name, math.nan), (batch, heads)) for name in COLUMNS], axis=-1)
-    distances = hand.rows["head_distance"].cpu().numpy()
-    peaks = hand.rows["max_token_index"].tolist()
+    distances = found["head_distance"].cpu().numpy()
+    peaks = found["max_token_index"].tolist()
     for at in range(batch):
         shown = [] if spectra is None else _rounded(spectra[at])
-        maps = _map(hand.memberships, at)
-        yield Measured(values[at], distances[at], patterns[at], shown, maps, peaks[at])
+        yield Measured(values[at], distances[at], patterns[at], shown, _map(memberships, at), peaks[at])
 
 
 def _memberships(site: MixerSite, index: slice) -> tuple[Tensor | float, Tensor | float, Tensor | None]:
@@ -222,12 +194,7 @@ def _exact(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Colu
     ranks = _ranks(rows_of, delta, operator.shape[1] if whole else max(1, together))
     sigma = ranks.singular_values
     kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
-    columns: Columns = {name: getattr(ranks, name) for name in ERRORS}
-    columns |= {f"stderr of {name}": 0.0 for name in ERRORS}
-    columns |= {"estimated": 0.0, "fallback": ranks.fallback}
-    for step, threshold in enumerate(thresholds(delta)):
-        count = ranks.rank_at(threshold)
-        columns |= {column_at(name, step): count for name in ("numerical_rank", "rank_low", "rank_high")}
+    columns = _rank_columns(ranks.estimates((delta, *thresholds(delta)))) | {"fallback": ranks.fallback}
     return rows_of, columns, sigma[..., kept.to(sigma.device)].cpu()
 
 
@@ -257,18 +224,21 @@ def _ranks(operator: MixingOperator, delta: float, together: int) -> measures.Ra
 
 def _estimated(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Columns, Tensor | None]:
     found = measures.estimate_spectrum(operator, PROBES, STEPS, SEED)
-    count = found.count(delta)
-    relative = found.relative_count(delta)
-    in_turn = (count, relative, found.effective_rank, found.stable_rank, found.sigma_max)
-    named = dict(zip(ERRORS, in_turn, strict=True))
+    columns = _rank_columns(found.estimates((delta, *thresholds(delta)))) | {"estimated": 1.0}
+    return operator, columns, None
+
+
+def _rank_columns(ranks: measures.RankEstimates) -> Columns:
+    """Return the columns of all ranks, which are at δ first and then at each threshold of the band."""
+    numerical, *band = ranks.numerical
+    named = dict(zip(ERRORS, (numerical, *ranks[1:]), strict=True))
     columns: Columns = {name: estimate.value for name, estimate in named.items()}
     columns |= {f"stderr of {name}": estimate.stderr for name, estimate in named.items()}
-    columns |= {"estimated": 1.0, "fallback": 0.0}
-    for step, threshold in enumerate(thresholds(delta)):
-        count = found.count(threshold)
+    columns |= {"estimated": 0.0, "fallback": 0.0}
+    for step, count in enumerate(band):
         bounds = {"numerical_rank": count.value, "rank_low": count.low, "rank_high": count.high}
         columns |= {column_at(name, step): number for name, number in bounds.items()}
-    return operator, columns, None
+    return columns
 
 
 def _nulls(operator: MixingOperator, patterns: list[list[Pattern]], delta: float) -> Columns:

@@ -4,17 +4,19 @@ Everything is computed in float64 whatever came in, over any leading axes at onc
 holds NaN or infinity answers NaN and leaves the others of its batch alone.
 """
 
-from rankwise.measures import estimate, logits, rank, rows, token_states
+from rankwise.measures import estimate, logits, rank, row_walk, rows, token_states
 from rankwise.measures.estimate import *
-from rankwise.measures.inputs import as_matrices
 from rankwise.measures.logits import *
 from rankwise.measures.rank import *
+from rankwise.measures.registry import MEASURES, as_matrices
+from rankwise.measures.row_walk import *
 from rankwise.measures.rows import *
 from rankwise.measures.token_states import *
 
-__all__ = ["as_matrices"]
+__all__ = ["MEASURES", "as_matrices"]
 __all__ += rank.__all__
 __all__ += estimate.__all__
+__all__ += row_walk.__all__
 __all__ += rows.__all__
 __all__ += logits.__all__
 __all__ += token_states.__all__

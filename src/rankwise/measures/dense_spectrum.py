@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, ratio, unit_scale
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
-from rankwise.measures.inputs import Mixing, as_matrices
+from rankwise.measures.registry import Mixing, as_matrices
 from rankwise.operators import MixingOperator
 
 DIRECT = 96

@@ -2,26 +2,24 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import map_threads
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures.counting import Counter
-from rankwise.measures.inputs import Mixing, to_float64
 from rankwise.measures.krylov import Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator
-from rankwise.measures.rank import check_delta
+from rankwise.measures.rank import Estimate, RankEstimates, check_delta
+from rankwise.measures.registry import Mixing, to_float64
 from rankwise.operators import DenseMixing, MixingOperator
 
 __all__ = [
-    "Estimate",
     "SpectrumEstimate",
     "estimate_spectrum",
 ]
@@ -39,19 +37,6 @@ UNDER_WAY_BYTES = 2**29
 
 NOTHING: Numbers = (math.nan, math.nan, math.nan, math.nan)
 ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
-
-
-class Estimate(NamedTuple):
-    """A number with its error, for each matrix. NaN throughout where a matrix is not finite."""
-
-    value: Float64[Tensor, "*batch"]
-    """The estimate; of a count NaN where only the interval is known."""
-    stderr: Float64[Tensor, "*batch"]
-    """Chance (the spread over probes) and quadrature (too few steps) together; NaN where the value is."""
-    low: Float64[Tensor, "*batch"]
-    """Lower end of the 95 % interval."""
-    high: Float64[Tensor, "*batch"]
-    """Upper end of the 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +97,16 @@ class SpectrumEstimate:
         """
         check_delta(delta)
         return _each(self._heads, self.products, lambda head: head.relative_count(delta))
+
+    def estimates(self, deltas: Sequence[float]) -> RankEstimates:
+        """Return all ranks: `count` at each threshold, and `relative_count` at the first."""
+        return RankEstimates(
+            tuple(self.count(delta) for delta in deltas),
+            self.relative_count(deltas[0]),
+            self.effective_rank,
+            self.stable_rank,
+            self.sigma_max,
+        )
 
 
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:

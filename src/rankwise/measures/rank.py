@@ -12,11 +12,12 @@ from rankwise._internals.linalg import ratio
 from rankwise._internals.statistics import DELTA
 from rankwise.errors import RankwiseError
 from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, measured_in_parts, scaled_svd
-from rankwise.measures.inputs import Mixing
-from rankwise.measures.laws import measure_of
+from rankwise.measures.registry import Mixing, measure
 
 __all__ = [
     "DELTA",
+    "Estimate",
+    "RankEstimates",
     "RankSummary",
     "check_delta",
     "effective_rank",
@@ -26,6 +27,31 @@ __all__ = [
     "stable_rank",
     "summarize_spectrum",
 ]
+
+
+class Estimate(NamedTuple):
+    """A number per matrix with its error; NaN throughout if the matrix is not finite."""
+
+    value: Float64[Tensor, "*batch"]
+    """The number; NaN for a count if only its interval is known."""
+    stderr: Float64[Tensor, "*batch"]
+    """Standard error: chance (probes) and quadrature (steps) together; 0 if exact, NaN if the value is."""
+    low: Float64[Tensor, "*batch"]
+    """Lower end of the 95 % interval."""
+    high: Float64[Tensor, "*batch"]
+    """Upper end of the 95 % interval."""
+
+
+class RankEstimates(NamedTuple):
+    """All ranks of a batch of matrices, exact or estimated."""
+
+    numerical: tuple[Estimate, ...]
+    """Numbers of singular values ≥ δ, one per threshold."""
+    relative: Estimate
+    """Number of singular values ≥ δσ_1 for the first threshold."""
+    effective: Estimate
+    stable: Estimate
+    sigma_max: Estimate
 
 
 class RankSummary(NamedTuple):
@@ -46,16 +72,18 @@ class RankSummary(NamedTuple):
     relative_rank: Float64[Tensor, "*batch"]
     """Singular values ≥ δσ_1: the numerical rank of M/σ_1, whatever the scale of M; 0 for the zero matrix."""
 
-    def rank_at(self, delta: float) -> Float64[Tensor, "*batch"]:
-        """Count the singular values ≥ δ, NaN where a matrix is not finite.
+    def estimates(self, deltas: Sequence[float]) -> RankEstimates:
+        """Return the ranks as estimates without error.
 
         Args:
-            delta: one of the thresholds of which `rank_summary` was told.
+            deltas: δ of the summary, then any of the thresholds in ``also_at`` of `rank_summary`.
         """
-        return _count(self.singular_values, delta)
+        numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
+        others = (self.relative_rank, self.effective_rank, self.stable_rank, self.sigma_max)
+        return RankEstimates(numerical, *map(_exactly, others))
 
 
-@measure_of("matrices", degree=1)
+@measure("matrices", degree=1)
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
     """Singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S) of them.
 
@@ -100,7 +128,7 @@ def rank_summary(
         op: an operator, or a tensor (..., T, S).
         delta: absolute threshold of the numerical rank.
         exact: decompose every matrix: singular values right to 1e-16·σ_1, and the effective rank with them.
-        also_at: further thresholds, for `RankSummary.rank_at`.
+        also_at: further thresholds, for `RankSummary.estimates`.
         relative: let no singular value cross δσ_1 by rounding either; else the relative rank is counted from
             what the other ranks need. A δ below about 1e-7 then leaves every matrix to the SVD.
 
@@ -145,7 +173,7 @@ def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA)
     return _summarize(sigma, torch.ones_like(sigma[..., 0]), delta)
 
 
-@measure_of("matrices", degree=None)
+@measure("matrices", degree=None)
 def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
     """How many singular values are at least δ.
 
@@ -177,7 +205,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
     return count
 
 
-@measure_of("matrices", degree=0)
+@measure("matrices", degree=0)
 def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     """How many singular values matter, counted smoothly.
 
@@ -201,7 +229,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     return _entropy_rank(scaled_spectrum(op, "`effective_rank`")[0])
 
 
-@measure_of("matrices", degree=0)
+@measure("matrices", degree=0)
 def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Energy of the matrix over that of its strongest direction.
 
@@ -252,6 +280,10 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
         relative_rank=_relative_count(scaled, delta),
         fallback=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
     )
+
+
+def _exactly(value: Tensor) -> Estimate:
+    return Estimate(value, torch.zeros_like(value).masked_fill(value.isnan(), math.nan), value, value)
 
 
 def _count(sigma: Tensor, delta: float) -> Tensor:

@@ -1,108 +1,37 @@
-"""What the rows of a mixing matrix do: spread, stare at one token, agree with each other, stay at home."""
+"""Measures of the rows of mixing matrices: entropy, shares of single tokens, distances."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
 from rankwise._internals.linalg import ratio
-from rankwise._internals.threads import map_threads
 from rankwise.errors import ShapeError
-from rankwise.measures.inputs import Mixing, as_operator
-from rankwise.measures.row_sums import (
-    ROW_MEASURES,
-    FromIdentity,
-    FromMeanRow,
-    HeadsApart,
-    Shares,
-    Walk,
-    row_measure,
-    walk,
-    walk_over,
+from rankwise.measures.registry import Mixing, measure
+from rankwise.measures.row_walk import (
+    DistanceToIdentity,
+    DistanceToMeanRow,
+    PairwiseDistances,
+    RowShares,
+    RowWalk,
+    walk_rows,
 )
 from rankwise.operators import MixingOperator
 
 __all__ = [
-    "RowSummary",
     "first_token_mass",
     "head_distance",
     "identity_distance",
+    "max_token_index",
     "max_token_mass",
     "row_distance",
     "row_entropy",
-    "row_summary",
 ]
 
-UNDER_WAY_BYTES = 2**29
-"""Sequences are walked beside each other while all their heads, as float64 matrices, are less than this. One
-that is more has all threads."""
 
-
-class RowSummary(NamedTuple):
-    """What the rows of each matrix do. NaN where a matrix is not finite."""
-
-    row_entropy: Float64[Tensor, "*batch"]
-    first_token_mass: Float64[Tensor, "*batch"]
-    max_token_mass: Float64[Tensor, "*batch"]
-    row_distance: Float64[Tensor, "*batch"]
-    identity_distance: Float64[Tensor, "*batch"]
-    head_distance: Float64[Tensor, "*batch H"]
-    max_token_index: Int64[Tensor, "*batch"]
-    """The column that `max_token_mass` is the mean share of, the first of equals; −1 where that is NaN."""
-
-
-def row_summary(op: MixingOperator | Mixing) -> RowSummary:
-    """Compute every measure of rows at once: `row_entropy`, `first_token_mass`, `max_token_mass`, distances.
-
-    The matrix is not formed: each is a sum over rows, and rows come in blocks.
-
-    Range: that of each measure.
-    Cost: one walk over the rows, O(H² T S) time for the distances of H heads; memory of a block of rows and
-    of S numbers for each matrix.
-
-    Args:
-        op: an operator, or a tensor (..., H, T, S).
-
-    Raises:
-        ShapeError: if ``op`` is not (..., H, T, S) with H, T, S ≥ 1.
-
-    Examples:
-        >>> import torch
-        >>> summary = row_summary(torch.eye(4).expand(2, 4, 4))
-        >>> summary.identity_distance.tolist(), summary.head_distance.tolist()
-        ([0.0, 0.0], [[0.0, 0.0], [0.0, 0.0]])
-    """
-    numbers = row_measures(op)
-    return RowSummary(*(numbers[name] for name in RowSummary._fields))
-
-
-def row_measures(op: MixingOperator | Mixing) -> dict[str, Tensor]:
-    """Compute all measures of rows, `head_distance` and `max_token_index` in one walk.
-
-    Args:
-        op: as in `row_summary`.
-    """
-    with torch.no_grad():
-        operator = _heads_of(op)
-        if len(operator.shape) < 4 or operator.shape[0] < 2 or operator.device.type != "cpu":
-            return _measures_of(operator)
-        sequences = [operator[at : at + 1] for at in range(operator.shape[0])]
-        at_once = UNDER_WAY_BYTES // (8 * math.prod(operator.shape[1:]))
-        found = map_threads(_measures_of, sequences, max(1, at_once))
-        return {name: torch.cat([numbers[name] for numbers in found]) for name in found[0]}
-
-
-def _measures_of(operator: MixingOperator) -> dict[str, Tensor]:
-    kinds = {kind for measure in ROW_MEASURES.values() for kind in measure.kinds}
-    found = walk_over(operator, *kinds, HeadsApart)
-    numbers = {name: measure.function(found) for name, measure in ROW_MEASURES.items()}
-    return numbers | {"head_distance": _head_distance(found), "max_token_index": _peak_token(found)}
-
-
-@row_measure(Shares, degree=0)
-def row_entropy(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
+@measure("matrices", RowShares, degree=0)
+def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Mean entropy of a row, in nats.
 
     Formula: mean over rows of −Σ_j p_ij log p_ij with p_ij = |m_ij|/Σ_j|m_ij| and 0 log 0 = 0. For a
@@ -124,13 +53,13 @@ def row_entropy(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
         >>> round(row_entropy(uniform).exp().item(), 6), row_entropy(one_each).abs().item()
         (4.0, 0.0)
     """
-    found = walk(op, "row_entropy")
-    shares = found.of(Shares)
-    return found.known(shares.entropy / shares.live)
+    walk = walk_rows(op, "row_entropy")
+    shares = walk.get(RowShares)
+    return walk.finite_only(shares.entropy / shares.nonzero_rows)
 
 
-@row_measure(Shares, degree=0)
-def first_token_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*batch"]:
+@measure("matrices", RowShares, degree=0)
+def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "*batch"]:
     """Mean share of a row spent on one token, by default the first.
 
     Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Zero rows are left out of the mean.
@@ -150,8 +79,8 @@ def first_token_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*ba
         >>> first_token_mass(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).item()
         0.75
     """
-    found = walk(op, "first_token_mass")
-    shares = found.of(Shares)
+    walk = walk_rows(op, "first_token_mass")
+    shares = walk.get(RowShares)
     sources = shares.mass.shape[-1]
     if not -sources <= column < sources:
         raise ShapeError(
@@ -160,11 +89,11 @@ def first_token_mass(op: Mixing | Walk, column: int = 0) -> Float64[Tensor, "*ba
             got=str(column),
             fix="Name a column of the matrix.",
         )
-    return found.known(shares.mass[..., column] / shares.live)
+    return walk.finite_only(shares.mass[..., column] / shares.nonzero_rows)
 
 
-@row_measure(Shares, degree=0)
-def max_token_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
+@measure("matrices", RowShares, degree=0)
+def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Largest mean share of a row that any one token gets.
 
     Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Zero rows are left out of the mean.
@@ -183,13 +112,35 @@ def max_token_mass(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
         >>> max_token_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
         0.75
     """
-    found = walk(op, "max_token_mass")
-    shares = found.of(Shares)
-    return found.known(shares.mass.amax(-1) / shares.live)
+    walk = walk_rows(op, "max_token_mass")
+    shares = walk.get(RowShares)
+    return walk.finite_only(shares.mass.amax(-1) / shares.nonzero_rows)
 
 
-@row_measure(FromMeanRow, degree=0)
-def row_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
+@measure("heads", RowShares, degree=0)
+def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
+    """Return the index of the token whose mean share `max_token_mass` is.
+
+    Range: [0, S − 1], the first of equal tokens; −1 if `max_token_mass` is NaN.
+    Cost: O(T S).
+
+    Args:
+        op: operator, or tensor (..., T, S).
+
+    Raises:
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+
+    Examples:
+        >>> import torch
+        >>> max_token_index(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
+        1
+    """
+    walk = walk_rows(op, "max_token_index")
+    return walk.get(RowShares).mass.argmax(-1).masked_fill(max_token_mass(walk).isnan(), -1)
+
+
+@measure("matrices", DistanceToMeanRow, degree=0)
+def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Distance to the nearest matrix with equal rows, as a share of the norm.
 
     Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_spread` of the rows.
@@ -210,12 +161,12 @@ def row_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
         >>> row_distance(torch.full((3, 3), 1 / 3)).item(), round(row_distance(torch.eye(4)).item() ** 2, 6)
         (0.0, 0.75)
     """
-    found = walk(op, "row_distance")
-    return found.known(ratio(found.of(FromMeanRow).distance, found.size).clamp(max=1))
+    walk = walk_rows(op, "row_distance")
+    return walk.finite_only(ratio(walk.get(DistanceToMeanRow).distance, walk.size).clamp(max=1))
 
 
-@row_measure(FromIdentity, degree=None)
-def identity_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
+@measure("matrices", DistanceToIdentity, degree=None)
+def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Distance to the identity.
 
     Formula: ‖M − I‖_F/√(‖M‖_F² + T).
@@ -235,13 +186,16 @@ def identity_distance(op: Mixing | Walk) -> Float64[Tensor, "*batch"]:
         >>> identity_distance(torch.eye(3)).item(), identity_distance(torch.eye(3).roll(1, 0)).item()
         (0.0, 1.0)
     """
-    found = walk(op, "identity_distance")
-    distance = found.of(FromIdentity).distance
-    both = torch.hypot(found.size, math.sqrt(found.tokens) / found.unit[..., 0, 0])
-    return found.known(distance / both)
+    walk = walk_rows(op, "identity_distance")
+    distance = walk.get(DistanceToIdentity).distance
+    both = torch.hypot(walk.size, math.sqrt(walk.tokens) / walk.scale[..., 0, 0])
+    return walk.finite_only(distance / both)
 
 
-def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float64[Tensor, "*batch H H"]:
+@measure("heads", PairwiseDistances, degree=0)
+def head_distance(
+    op: MixingOperator | Shaped[Tensor, "*batch H T S"] | RowWalk,
+) -> Float64[Tensor, "*batch H H"]:
     """How differently each two heads of a layer mix.
 
     Formula: ‖A − B‖_F/√(‖A‖_F² + ‖B‖_F²) for heads A and B; 0 for two zero heads.
@@ -262,36 +216,8 @@ def head_distance(op: MixingOperator | Shaped[Tensor, "*batch H T S"]) -> Float6
         >>> head_distance(heads).tolist()
         [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
     """
-    operator = as_operator(op, "`head_distance`")
-    if len(operator.shape) < 3:
-        raise ShapeError(
-            "`head_distance`",
-            expected="shape (..., H, T, S)",
-            got=str(tuple(operator.shape)),
-            fix="Stack the heads of a layer on the axis before T.",
-        )
-    return _head_distance(walk_over(operator, HeadsApart))
-
-
-def _peak_token(found: Walk) -> Int64[Tensor, "*batch"]:
-    return found.of(Shares).mass.argmax(-1).masked_fill(max_token_mass(found).isnan(), -1)
-
-
-def _head_distance(found: Walk) -> Float64[Tensor, "*batch H H"]:
-    heads = found.of(HeadsApart)
-    size = found.size[..., None] * (found.unit[..., 0] / heads.unit)
-    distance = ratio(heads.apart + heads.apart.mT, torch.hypot(size, size.mT))
-    return distance.masked_fill(~(found.finite[..., :, None] & found.finite[..., None, :]), math.nan)
-
-
-def _heads_of(op: MixingOperator | Mixing) -> MixingOperator:
-    """The operator as it is, in float64: its matrices are not formed."""
-    shape = op.shape if isinstance(op, MixingOperator | Tensor) else None
-    if shape is None or len(shape) < 3 or 0 in shape[-3:]:
-        raise ShapeError(
-            "`row_summary`",
-            expected="a MixingOperator or a tensor of shape (..., H, T, S) with H, T, S ≥ 1",
-            got=type(op).__name__ if shape is None else str(tuple(shape)),
-            fix="Stack the heads of a layer on the axis before T.",
-        )
-    return as_operator(op, "`row_summary`")
+    walk = walk_rows(op, "head_distance")
+    pairs = walk.get(PairwiseDistances)
+    size = walk.size[..., None] * (walk.scale[..., 0] / pairs.scale)
+    distance = ratio(pairs.distance + pairs.distance.mT, torch.hypot(size, size.mT))
+    return distance.masked_fill(~(walk.finite[..., :, None] & walk.finite[..., None, :]), math.nan)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.measures.inputs import as_tokens, to_float64
-from rankwise.measures.laws import measure_of
 from rankwise.measures.rank import effective_rank, scaled_spectrum
+from rankwise.measures.registry import as_tokens, measure, to_float64
 from rankwise.shapes import TokenMask, Tokens
 
 __all__ = [
@@ -28,7 +27,7 @@ RTOL = 1e-6
 """How far rounding may move a rate, as a share of it."""
 
 
-@measure_of("tokens", degree=0)
+@measure("tokens", degree=0)
 def token_spread(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
 ) -> Float64[Tensor, " B"]:
@@ -65,7 +64,7 @@ def token_spread(
     return (share if normalized else distance * unit[:, 0, 0]).masked_fill(~usable, math.nan)
 
 
-@measure_of("tokens", degree=1)
+@measure("tokens", degree=1)
 def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
     """Size of the token states together, ‖Y‖_F.
 
@@ -88,7 +87,7 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
     return norm(states, MATRIX).masked_fill(~usable, math.nan)
 
 
-@measure_of("tokens", degree=0)
+@measure("tokens", degree=0)
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
     """Mean cosine of two different tokens.
 
@@ -122,7 +121,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     return (total / pairs).clamp(-1, 1).masked_fill(~usable | (count < 2), math.nan)
 
 
-@measure_of("tokens", degree=0)
+@measure("tokens", degree=0)
 def state_effective_rank(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
@@ -195,7 +194,7 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
     return turn.masked_fill(~usable, math.nan)
 
 
-@measure_of("tokens", degree=None)
+@measure("tokens", degree=None)
 def coding_rate(
     tokens: Shaped[Tensor, "B T D"], eps: float = 0.5, mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:

@@ -1,4 +1,7 @@
-"""What every measure does first: check what came in, take it to float64, set aside what is not finite."""
+"""Registry of measures, from which audits and the tests of general laws draw, and their float64 inputs."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float64, Shaped
@@ -10,43 +13,89 @@ from rankwise.shapes import TokenMask
 
 Mixing = MixingOperator | Shaped[Tensor, "*batch T S"]
 """Mixing matrices, as an operator or already formed."""
+Rows = Float64[Tensor, "*batch R S"]
+MeasureT = TypeVar("MeasureT", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class RowStatistic(Protocol):
+    """A statistic accumulated over blocks of rows."""
+
+    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None: ...
+
+    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+        """Add a block of rows that begins at row ``start``, as it is and divided by the scale."""
+
+
+class Measure(NamedTuple):
+    """A function that measures matrices or token states, and how its value follows their size.
+
+    Attributes:
+        function: the function.
+        of: "matrices" (..., T, S), each by itself; "heads" (..., H, T, S), all heads of a layer together;
+            "tokens" (B, T, D), token states.
+        degree: k in f(c·M) = cᵏ·f(M) for c > 0; None if something else has a size, such as δ.
+        statistics: what the function reads from a walk over the rows; none if it does not walk.
+    """
+
+    function: Callable[..., Any]
+    of: Literal["matrices", "heads", "tokens"]
+    degree: int | None
+    statistics: tuple[type[RowStatistic], ...] = ()
+
+
+MEASURES: dict[str, Measure] = {}
+"""All measures by the names of their functions."""
+
+
+def measure(
+    of: Literal["matrices", "heads", "tokens"], *statistics: type[RowStatistic], degree: int | None
+) -> Callable[[MeasureT], MeasureT]:
+    """Register a function in `MEASURES`; the arguments are the fields of `Measure`.
+
+    Examples:
+        >>> from rankwise import measures
+        >>> MEASURES["row_entropy"].of, MEASURES["row_entropy"].degree
+        ('matrices', 0)
+    """
+
+    def register(function: MeasureT) -> MeasureT:
+        MEASURES[function.__name__] = Measure(function, of, degree, statistics)
+        return function
+
+    return register
 
 
 def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*batch T S"]:
-    """Form the matrices of an operator, or take a tensor as it is, in float64.
+    """Return the matrices of an operator, or a tensor, in float64.
 
-    Cost: O(T S) memory for each matrix. What lies on a device without float64 (mps) is taken to the CPU.
+    Cost: O(T S) memory per matrix. Matrices on a device without float64 (mps) are moved to the CPU.
 
     Args:
-        mixing: an operator or a tensor (..., T, S) of any real dtype.
-        subject: what an error calls it.
+        mixing: operator or tensor (..., T, S) of any real dtype.
+        subject: name of the input in error messages.
 
     Raises:
-        ShapeError: if it is neither, is complex, or T or S is 0 or missing.
+        ShapeError: if ``mixing`` is neither, is complex, or T or S is 0 or missing.
 
     Examples:
         >>> import torch
         >>> as_matrices(torch.ones(2, 3, dtype=torch.bfloat16)).dtype
         torch.float64
     """
+    if isinstance(mixing, MixingOperator):
+        mixing = as_operator(mixing, subject).dense(torch.float64)
     _check_matrices(mixing, subject)
-    if isinstance(mixing, Tensor):
-        return to_float64(mixing, subject)
-    return to_float64(as_operator(mixing, subject).dense(torch.float64), subject)
+    return to_float64(mixing, subject)
 
 
 def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
-    """Take an operator as it is, its matrices not formed and its rows in float64, or wrap a tensor.
-
-    What lies on a device without float64 (mps) is taken to the CPU.
-
-    Raises:
-        ShapeError: as `as_matrices`.
-    """
+    """Return an operator whose rows are float64 without forming its matrices; a tensor is wrapped."""
     _check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
         return DenseMixing(to_float64(mixing, subject))
     operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
+    # Dense matrices are cast block by block, so that no second copy is in memory.
     return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
 
 
@@ -70,14 +119,9 @@ def _check_matrices(mixing: Mixing, subject: str) -> None:
 def as_tokens(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None, subject: str
 ) -> tuple[Float64[Tensor, "B T D"], TokenMask, Bool[Tensor, " B"]]:
-    """Take token states to float64, with padded tokens and unusable sequences set to zero.
+    """Return token states in float64 with padding set to 0, the mask, and which sequences are usable.
 
-    Returns:
-        The states; which tokens are real; which sequences can be measured: those that have a real token
-        and whose real tokens are all finite.
-
-    Raises:
-        ShapeError: if the tokens are not (B, T, D) with T, D ≥ 1, or the mask is not Bool (B, T).
+    A sequence is usable if it has a real token and all its real tokens are finite. The others are set to 0.
     """
     if tokens.ndim != 3 or 0 in tokens.shape[1:]:
         raise ShapeError(
@@ -101,7 +145,7 @@ def as_tokens(
 
 
 def to_float64(tensor: Tensor, subject: str) -> Tensor:
-    """Take a real tensor to float64, on the CPU where its device has none."""
+    """Return a real tensor in float64, on the CPU if its device has no float64."""
     if tensor.is_complex():
         raise ShapeError(
             subject,
@@ -113,5 +157,5 @@ def to_float64(tensor: Tensor, subject: str) -> Tensor:
 
 
 def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]:
-    """Which matrices hold neither NaN nor infinity."""
+    """Return True for each matrix that has neither NaN nor infinity."""
     return matrices.isfinite().all(-1).all(-1)

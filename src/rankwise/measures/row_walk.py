@@ -1,0 +1,236 @@
+"""One walk over the rows of mixing matrices for all measures of rows, a block at a time.
+
+A measure of rows names its statistics; it takes an operator, or a walk that several measures share. No matrix
+is formed.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from rankwise._internals.linalg import MATRIX, norm, ratio, unit_scale
+from rankwise._internals.threads import map_threads
+from rankwise.errors import ShapeError
+from rankwise.measures.registry import MEASURES, Mixing, Rows, RowStatistic, as_operator
+from rankwise.operators import MixingOperator
+
+BLOCK_BYTES = {"cpu": 2**22}
+"""Bytes of float64 rows per block on a CPU: they stay in its cache."""
+DEVICE_BLOCK_BYTES = 2**28
+"""Bytes of float64 rows per block on an accelerator."""
+PARALLEL_BYTES = 2**29
+"""Sequences are walked in parallel while all their heads, as float64 matrices, take less than this. A larger
+sequence gets all threads."""
+FAR, FAR_SCALE = 2.0**900, 2.0**64
+"""A matrix is divided by the second if its largest entry is above the first, and multiplied by it if that
+is below the inverse of the first: sums and means of its entries stay among the normal numbers."""
+
+__all__ = ["evaluate"]
+
+Statistic = TypeVar("Statistic", bound=RowStatistic)
+
+
+class RowWalk:
+    """One walk over the rows of an operator, and the statistics that it filled.
+
+    Args:
+        operator: the operator, (..., T, S).
+        statistics: types of the statistics to fill.
+        scale: power of two that each matrix is divided by.
+    """
+
+    def __init__(
+        self,
+        operator: MixingOperator,
+        statistics: Iterable[type[RowStatistic]],
+        scale: Float64[Tensor, "*batch 1 1"],
+    ) -> None:
+        self.scale, self.tokens = scale, operator.shape[-2]
+        self.statistics = [statistic(operator, scale) for statistic in statistics]
+        self.largest = torch.zeros_like(scale[..., 0, 0])
+        """Largest magnitude of each matrix; NaN or infinity if the matrix has one."""
+        self.size = torch.zeros_like(self.largest)
+        """‖M‖_F over the scale."""
+        plain = bool((scale == 1).all())
+        for start, rows in _blocks(operator):
+            scaled = rows if plain else rows / scale
+            self.largest = torch.maximum(self.largest, rows.detach().abs().amax(MATRIX))
+            self.size = torch.hypot(self.size, norm(scaled, MATRIX))
+            for statistic in self.statistics:
+                statistic.add(start, rows, scaled)
+
+    @property
+    def finite(self) -> Bool[Tensor, "*batch"]:
+        """True for each matrix that has neither NaN nor infinity."""
+        return self.largest.isfinite()
+
+    def get(self, kind: type[Statistic]) -> Statistic:
+        """Return the statistic of a type."""
+        return next(statistic for statistic in self.statistics if isinstance(statistic, kind))
+
+    def finite_only(self, numbers: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+        """Return the numbers, NaN for each matrix that is not finite."""
+        return numbers.masked_fill(~self.finite, math.nan)
+
+
+def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
+    """Evaluate measures of matrices and of heads by name; those of rows share one walk.
+
+    On a CPU the sequences of (B, H, T, S) are walked in parallel threads. No gradient is kept. Measures of
+    tokens take other arguments: ``MEASURES[name].function(tokens, mask)``.
+
+    Cost: one walk over the rows for all measures of rows, O(H² T S) time with `head_distance`, memory
+    of a block of rows and of S numbers per matrix; for each other measure its own cost.
+
+    Args:
+        names: names of measures in `MEASURES`.
+        op: operator, or tensor (..., T, S); (..., H, T, S) for measures of heads.
+
+    Raises:
+        ShapeError: if a measure does not take ``op``.
+
+    Examples:
+        >>> from rankwise import measures
+        >>> evaluate(["first_token_mass", "stable_rank"], torch.ones(1, 2, 4, 4))["stable_rank"]
+        tensor([[1., 1.]], dtype=torch.float64)
+    """
+    names = list(names)
+    of_rows = [name for name in names if MEASURES[name].statistics]
+    with torch.no_grad():
+        found = {name: MEASURES[name].function(op) for name in names if name not in of_rows}
+        if not of_rows:
+            return found
+        operator = as_operator(op, f"`{of_rows[0]}`")
+        if len(operator.shape) < 4 or operator.shape[0] < 2 or operator.device.type != "cpu":
+            return found | _evaluate_rows(of_rows, operator)
+        sequences = [operator[at : at + 1] for at in range(operator.shape[0])]
+        at_once = max(1, PARALLEL_BYTES // max(1, 8 * math.prod(operator.shape[1:])))
+        parts = map_threads(lambda sequence: _evaluate_rows(of_rows, sequence), sequences, at_once)
+        return found | {name: torch.cat([part[name] for part in parts]) for name in of_rows}
+
+
+def _evaluate_rows(names: list[str], operator: MixingOperator) -> dict[str, Tensor]:
+    statistics = {kind: None for name in names for kind in MEASURES[name].statistics}
+    walk = _walk(operator, statistics)
+    return {name: MEASURES[name].function(walk) for name in names}
+
+
+def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
+    """Walk over the rows for the measure ``name``, unless ``op`` is a walk that measures share."""
+    return op if isinstance(op, RowWalk) else _walk(as_operator(op, f"`{name}`"), MEASURES[name].statistics)
+
+
+def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> RowWalk:
+    """Walk, and walk again if a matrix is so large or small that sums may have left float64."""
+    batch = operator.shape[:-2]
+    scale = torch.ones(*batch, 1, 1, dtype=torch.float64, device=operator.device)
+    walk = RowWalk(operator, statistics, scale)
+    huge = walk.finite & (walk.largest > FAR)
+    tiny = (walk.largest > 0) & (walk.largest < 1 / FAR)
+    if not bool((huge | tiny).any()):
+        return walk
+    scale = torch.ones_like(walk.largest).masked_fill_(huge, FAR_SCALE).masked_fill_(tiny, 1 / FAR_SCALE)
+    return RowWalk(operator, statistics, scale[..., None, None])
+
+
+def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows]]:
+    *batch, tokens, sources = operator.shape
+    limit = BLOCK_BYTES.get(operator.device.type, DEVICE_BLOCK_BYTES)
+    step = max(1, limit // (8 * max(math.prod(batch), 1) * sources))
+    for start in range(0, tokens, step):
+        yield start, operator.rows(start, min(start + step, tokens)).to(torch.float64)
+
+
+def row_shares(rows: Rows) -> Rows:
+    """Return |m_ij|/Σ_j|m_ij|, computed in a scale of each row; rows of zeros stay zero."""
+    weights = rows.abs() / unit_scale(rows, (-1,))
+    return ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
+
+
+class RowShares:
+    """Entropies of the rows and sums of the columns of |m_ij|/Σ_j|m_ij|, and the number of nonzero rows."""
+
+    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
+        self.entropy = torch.zeros_like(scale[..., 0, 0])
+        self.nonzero_rows = torch.zeros_like(self.entropy)
+        self.mass = scale.new_zeros(*operator.shape[:-2], operator.shape[-1])
+
+    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+        """Add the shares of each row."""
+        shares = row_shares(rows)
+        self.entropy = self.entropy + torch.special.entr(shares).sum(MATRIX)
+        self.nonzero_rows = self.nonzero_rows + (rows != 0).any(-1).sum(-1)
+        self.mass = self.mass + shares.sum(-2)
+
+
+class DistanceToMeanRow:
+    """‖M − 1m̄ᵀ‖_F, m̄ the mean row.
+
+    Rows are compared with the first row, so that nearly equal rows lose no digits. Blocks are joined by the
+    formula of Chan, Golub and LeVeque 1983.
+    """
+
+    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
+        self.distance = torch.zeros_like(scale[..., 0, 0])
+        self.first = self.mean = scale.new_zeros(*operator.shape[:-2], 1, operator.shape[-1])
+        self.rows = 0
+
+    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+        """Join the distance and the mean of the block to those so far."""
+        self.first = self.first if self.rows else scaled[..., :1, :].clone()
+        shifted = scaled - self.first
+        mean, count = shifted.mean(-2, keepdim=True), scaled.shape[-2]
+        step, before = mean - self.mean, self.rows
+        self.rows += count
+        between = norm(step, MATRIX) * math.sqrt(before * count / self.rows)
+        self.distance = torch.hypot(torch.hypot(self.distance, norm(shifted - mean, MATRIX)), between)
+        self.mean = self.mean + step * (count / self.rows)
+
+
+class DistanceToIdentity:
+    """‖M − I‖_F; NaN if M is not square."""
+
+    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
+        tokens, sources = operator.shape[-2:]
+        self.one = 1 / scale[..., 0]
+        self.distance = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
+
+    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+        """Subtract 1 from the diagonal, and add the norm of the rest."""
+        own = scaled.clone()
+        own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
+        self.distance = torch.hypot(self.distance, norm(own, MATRIX))
+
+
+class PairwiseDistances:
+    """‖A − B‖_F of each pair of heads, in the larger of their scales.
+
+    Differences are summed directly. ‖A‖² + ‖B‖² − 2⟨A, B⟩ would be one matrix product, but its rounding
+    error of 1e-16·‖A‖² exceeds the squared distance of redundant heads: distances below 1e-8 would be noise.
+    """
+
+    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
+        if len(operator.shape) < 3:
+            raise ShapeError(
+                "`head_distance`",
+                expected="shape (..., H, T, S)",
+                got=str(tuple(operator.shape)),
+                fix="Stack the heads of a layer on the axis before T.",
+            )
+        self.scale = torch.maximum(scale[..., 0], scale[..., 0].mT)
+        self.plain = bool((self.scale == 1).all())
+        self.distance = torch.zeros_like(self.scale)
+
+    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+        """Compare each head with the heads after it."""
+        for head in range(rows.shape[-3] - 1):
+            first, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
+            if not self.plain:
+                scale = self.scale[..., head, head + 1 :, None, None]
+                first, others = first / scale, others / scale
+            so_far = self.distance[..., head, head + 1 :]
+            so_far.copy_(torch.hypot(so_far, norm(others - first, MATRIX)))
