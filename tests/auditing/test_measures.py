@@ -155,7 +155,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     )
     source = source.replace("row_walk import (\n", "row_walk import (\n    Away,\n", 1)
     rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
-    table = package / "audit" / "measures.py"
+    table = package / "auditing" / "measures.py"
     source = table.read_text(encoding="utf-8")
     end = "\n\nclass LayerMeasures"
     assert source.count(end) == 1
