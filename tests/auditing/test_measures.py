@@ -184,18 +184,18 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
     assert re.findall(r"^\| `(\S+\.py)`", page, re.MULTILINE) == way
     assert len(way) <= 9
     links = {
-        ("audit/run.py", "audit/heads.py"): "HeadTable",
-        ("audit/heads.py", "audit/numbers.py"): "measured",
-        ("audit/numbers.py", "audit/measures.py"): "HEAD_MEASURES",
+        ("auditing/run.py", "auditing/heads.py"): "HeadTable",
+        ("auditing/heads.py", "auditing/numbers.py"): "measured",
+        ("auditing/numbers.py", "auditing/measures.py"): "HEAD_MEASURES",
         ("measures/rank.py", "measures/dense_spectrum.py"): "gram_or_svd",
-        ("audit/heads.py", "audit/records.py"): "HeadRecord",
-        ("audit/records.py", "audit/measures.py"): "HeadMeasures",
-        ("audit/run.py", "audit/result.py"): "Audit",
-        ("report/head_columns.py", "audit/measures.py"): "HEAD_MEASURES",
+        ("auditing/heads.py", "auditing/records.py"): "HeadRecord",
+        ("auditing/records.py", "auditing/measures.py"): "HeadMeasures",
+        ("auditing/run.py", "auditing/result.py"): "Audit",
+        ("report/head_columns.py", "auditing/measures.py"): "HEAD_MEASURES",
     }
     # beside these, `numbers` calls functions of `measures` and `result` those of `report`, by package: `page`
     # asks for the columns
-    packages = {("audit/numbers.py", "measures/rank.py"), ("audit/result.py", "report/head_columns.py")}
+    packages = {("auditing/numbers.py", "measures/rank.py"), ("auditing/result.py", "report/head_columns.py")}
     assert {module for link in (*links, *packages) for module in link} == set(way)
     package = Path(rw.__file__).parent
     for (reader, read), name in (
