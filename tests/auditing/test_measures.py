@@ -112,6 +112,9 @@ got = [head.attention_distance for head in audit.heads]
 assert all(abs(a - b) < 1e-12 for a, b in zip(got, wanted, strict=True)), (got, wanted)
 assert all(head.spread["attention_distance"] > 0 for head in audit.heads)
 
+from hypothesis import HealthCheck, settings
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")  # whatever else runs on the machine
 from tests.measures import test_every_measure, test_scales
 from experiments.measures import tables
 assert attention_distance in test_every_measure.OF_MATRICES  # held by the laws of all measures
