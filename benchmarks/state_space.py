@@ -28,7 +28,7 @@ from benchmarks.harness import machine, peak_mib
 from torch import Tensor
 
 from rankwise._internals.files import write_file
-from rankwise.operators import MixingOperator, SelectiveMixing, SemiseparableMixing, sampled_channels
+from rankwise.operators import MixingOperator, SelectiveMixing, SemiseparableMixing, sample_channels
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 MEMORY_AT = 2048
@@ -92,7 +92,7 @@ def memory(what: str, tokens: int) -> float | None:
     small, few = LAYERS[layer](64)
     small @ few  # what the first call of all sets up
     if part == "dense of 16 channels":
-        picked = operator[:, sampled_channels(operator, 16)]
+        picked = operator[:, sample_channels(operator, 16)]
         return peak_mib(lambda: picked.dense(), torch.device("cpu"))
     return peak_mib(lambda: operator @ values, torch.device("cpu"))
 

@@ -1,11 +1,13 @@
 """What the tests of the estimators share: heads of many kinds, and an operator that counts what is asked."""
 
+from collections.abc import Callable
+
 import torch
 from tests.measures.measure_cases import generator
 from torch import Tensor
 
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
-from rankwise.operators.base import Index, TensorMap
+from rankwise.operators.base import Index
 
 KINDS = (
     "nearly uniform",
@@ -54,14 +56,13 @@ class OnlyProducts(MixingOperator):
     """A matrix of another kind: applied by its own products, its rows read for ‖M‖_F alone; counts both."""
 
     kind = "other"
+    held = ("matrix",)
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix.to(torch.float64)
         self.columns_applied = self.rows_read = 0
 
     shape = property(lambda self: self.matrix.shape)
-    dtype = property(lambda self: self.matrix.dtype)
-    device = property(lambda self: self.matrix.device)
 
     def rows(self, start: int, stop: int) -> Tensor:
         self.rows_read += stop - start
@@ -75,11 +76,11 @@ class OnlyProducts(MixingOperator):
         self.columns_applied += values.shape[-1]
         return self.matrix.mT @ values
 
-    def support(self) -> Tensor:
-        return self.matrix != 0
+    def support_rows(self, start: int, stop: int) -> Tensor:
+        return self.matrix[start:stop] != 0
 
     def __getitem__(self, index: Index) -> "OnlyProducts":
         return self
 
-    def _map(self, change: TensorMap) -> "OnlyProducts":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "OnlyProducts":
         return self

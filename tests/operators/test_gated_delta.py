@@ -22,7 +22,7 @@ from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators import GatedDeltaMixing, LinearAttentionMixing, SemiseparableMixing
-from rankwise.operators.delta_scan import delta_scan, delta_scan_transposed
+from rankwise.operators.gated_delta import delta_scan, delta_scan_transposed
 
 EXTREME = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30, -math.inf]
 

@@ -27,7 +27,7 @@ def weights_of_torch(op):
         seen = torch.ones(op.shape[-2:], dtype=torch.bool).tril()
         mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
         causal = False
-    key = op.key.repeat_interleave(op.groups, -3) if op.groups > 1 else op.key
+    key = op.key.repeat_interleave(op.heads_per_group, -3) if op.heads_per_group > 1 else op.key
     return F.scaled_dot_product_attention(op.query, key, sources, mask, is_causal=causal, scale=op.scale)
 
 

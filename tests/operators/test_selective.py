@@ -19,8 +19,7 @@ from mixing_laws import (
 from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
-from rankwise.operators.scan import selective_scan
-from rankwise.operators.selective import SelectiveMixing
+from rankwise.operators.selective import SelectiveMixing, selective_scan
 from rankwise.operators.semiseparable import SemiseparableMixing
 
 RATES = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30]

@@ -155,7 +155,7 @@ def test_groups_stay_grouped_while_all_heads_are_kept():
         assert op[index].c.shape[-3] == 2
         assert op[index].c.untyped_storage().data_ptr() == op.c.untyped_storage().data_ptr()
     assert op[:, 1:3].c.shape[-3] == 2
-    assert op[:, 0:4].per_group == 1
+    assert op[:, 0:4].heads_per_group == 1
 
 
 def test_no_matrix_is_formed():

@@ -31,7 +31,7 @@ from rankwise.auditing.site_keys import HeadKey, SiteKey, SiteKeys
 from rankwise.auditing.token_names import TokenNames
 from rankwise.auditing.widths import HeadMoments, RunningWidth, moments_of
 from rankwise.errors import ShapeError
-from rankwise.operators import sampled_channels
+from rankwise.operators import sample_channels
 from rankwise.tracing import MixerSite
 
 MANY_HEADS = 128
@@ -169,7 +169,7 @@ class HeadTable:
         windows = max(1, site.operator.shape[0] // max(site.sequences, 1))
         channels = list(range(site.operator.shape[-3]))
         if mixer_kind(site.kind).state_space and len(channels) > MANY_HEADS:
-            sampled = sampled_channels(site.operator, MAX_CHANNELS)
+            sampled = sample_channels(site.operator, MAX_CHANNELS)
             self.notes[f"{MAX_CHANNELS} of the {len(channels)} channels of {site.kind} mixers"] = None
             site, channels = replace(site, operator=site.operator[:, sampled]), sampled.tolist()
         kind, numbers = site.kind, list(measured(site, self.delta, self.method))

@@ -133,8 +133,11 @@ def logit_moments(
     key = sum(part.mT @ part for part in _parts(op.key, columns, mean))
     assert isinstance(query, Tensor)
     assert isinstance(key, Tensor)
-    if op.groups > 1:
-        key, counted = key.repeat_interleave(op.groups, -3), counted.repeat_interleave(op.groups, -1)
+    if op.heads_per_group > 1:
+        key, counted = (
+            key.repeat_interleave(op.heads_per_group, -3),
+            counted.repeat_interleave(op.heads_per_group, -1),
+        )
     return LogitMoments(query, key, _counted(op.query, rows), counted)
 
 

@@ -1,13 +1,12 @@
-"""Mixing operators: the T×S matrices by which layers mix tokens, one file a kind."""
+"""Mixing operators: the T×S matrices by which layers mix tokens, one file per kind."""
 
 from rankwise.operators.base import MixingOperator
-from rankwise.operators.channels import sampled_channels
-from rankwise.operators.compose import ProductMixing, SumMixing
+from rankwise.operators.channels import sample_channels
+from rankwise.operators.compose import IndexedMixing, ProductMixing, SumMixing
 from rankwise.operators.dense import DenseMixing
 from rankwise.operators.diagonal import DiagonalMixing
 from rankwise.operators.gated_delta import GatedDeltaMixing
 from rankwise.operators.linear_attention import LinearAttentionMixing
-from rankwise.operators.part import IndexedMixing
 from rankwise.operators.selective import SelectiveMixing
 from rankwise.operators.semiseparable import SemiseparableMixing
 from rankwise.operators.softmax import SoftmaxMixing
@@ -26,5 +25,5 @@ __all__ = [
     "SoftmaxMixing",
     "SumMixing",
     "ToeplitzMixing",
-    "sampled_channels",
+    "sample_channels",
 ]

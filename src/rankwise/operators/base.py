@@ -1,9 +1,10 @@
-"""The one interface of every mixer."""
+"""Interface of all mixing operators, and what every kind of operator shares."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import reduce
 from types import EllipsisType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,89 +12,103 @@ from torch import Tensor
 
 from rankwise.errors import ShapeError
 
-TensorMap = Callable[[Tensor], Tensor]
-Pick = int | slice | EllipsisType | None | Tensor
-Index = Pick | tuple[Pick, ...]
+_Pick = int | slice | EllipsisType | None | Tensor
+Index = _Pick | tuple[_Pick, ...]
+_Kind = TypeVar("_Kind", bound="MixingOperator")
+_Composed = TypeVar("_Composed", bound="ComposedMixing")
 
 ROW_BLOCK = 512
-"""Rows held at once wherever an operator is walked: 512 × 32,768 float32 is 64 MiB a head."""
+"""Rows in memory at once when code walks over an operator: 512 × 32,768 float32 is 64 MiB per head."""
 
 
 class MixingOperator(ABC):
-    """The matrix M (T×S) by which a layer mixes tokens, one for each sequence and head.
+    """The matrix M (T×S) by which a layer mixes tokens, one per sequence and head.
 
-    A layer computes ``Y = M V``. The matrix is not formed unless `dense` asks for it: a kind of operator
-    says how to apply M, how to give a few of its rows, and how to pick sequences and heads.
+    A layer computes ``Y = M V``. Only `dense` forms the matrix. A kind of operator names the tensors that it
+    holds, computes blocks of rows, and may bring faster products.
     """
 
-    kind: ClassVar[str]
-    """The field's name for the kind, as records show it."""
+    kind: str
+    """Name of the kind in the field, as records show it."""
+    held: ClassVar[tuple[str, ...]] = ()
+    """Tensors of the operator, by the name of both attribute and constructor argument; they decide its dtype.
+    Their axes are those of sequences and heads, then their own."""
+    masks: ClassVar[tuple[str, ...]] = ()
+    """Masks of the operator, named in the same way; their leading axes may have size 1."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Other arguments of the constructor."""
+    may_hide_columns: bool = True
+    """True if a mask may hide a column from every row, as a padding mask does.
+
+    Code then looks for padding in the support. A kind without a mask or with a causal mask alone sets False.
+    """
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
         """Leading axes (sequences, heads), then T and S."""
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Type of what it was made from."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where it was made."""
-
     @abstractmethod
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Rows ``start`` to ``stop`` of M, at least float32."""
+        """Return rows ``start`` to ``stop`` of M, in float32 or float64."""
 
     @abstractmethod
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Which entries the mask lets be non-zero."""
-
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows ``start`` to ``stop`` of the support; by default cut from all of it."""
-        return self.support()[..., start:stop, :]
+        """Return True at the entries of rows ``start`` to ``stop`` that the mask allows to be non-zero."""
+
+    def support(self) -> Bool[Tensor, "*batch T S"]:
+        """Return True at the entries that the mask allows to be non-zero."""
+        return self.support_rows(0, self.shape[-2])
 
     @property
-    def may_hide_columns(self) -> bool:
-        """Whether a mask may keep a column from every row, as that of padding does.
+    def dtype(self) -> torch.dtype:
+        """Widest dtype of the tensors that the operator holds, masks left out."""
+        return reduce(torch.promote_types, (tensor.dtype for tensor in self._held()))
 
-        By default it may, and padding is looked for in the support. A kind without a mask says False, and one
-        with a causal mask alone: its last row sees all.
-        """
-        return True
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that the operator holds."""
+        return self._held()[0].device
 
-    @abstractmethod
-    def __getitem__(self, index: Index) -> "MixingOperator":
-        """Pick sequences and heads, as a tensor of the leading axes would."""
+    def _held(self) -> list[Tensor]:
+        tensors = (getattr(self, name) for name in self.held)
+        return [tensor for tensor in tensors if tensor is not None]
 
-    @abstractmethod
-    def _map(self, change: TensorMap) -> "MixingOperator":
-        """The same operator with every tensor it holds changed."""
+    def map_tensors(self: _Kind, change: Callable[[Tensor], Tensor]) -> _Kind:
+        """Return the operator with a function applied to every tensor that it holds."""
+        tensors = {name: getattr(self, name) for name in (*self.held, *self.masks)}
+        changed = {name: None if tensor is None else change(tensor) for name, tensor in tensors.items()}
+        return type(self)(**changed, **{name: getattr(self, name) for name in self.options})
 
-    def to(self, target: torch.device | torch.dtype | str) -> "MixingOperator":
-        """Move to a device, or change the dtype its rows are computed from.
+    def __getitem__(self: _Kind, index: Index) -> _Kind:
+        """Pick sequences and heads, as in a tensor: ``operator[0, 3]``, ``operator[:, 1:2]``."""
+        leading = self.shape[:-2]
+        return self.map_tensors(lambda tensor: index_leading(tensor, index, leading))
+
+    def to(self: _Kind, target: torch.device | torch.dtype | str) -> _Kind:
+        """Move the operator to a device, or change the dtype that its rows are computed from.
 
         Args:
-            target: a device, its name, or a floating dtype; masks keep theirs.
+            target: a device, its name, or a floating dtype; boolean masks stay boolean.
         """
-        if isinstance(target, torch.dtype):
-            return self._map(lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor)
-        return self._map(lambda tensor: tensor.to(target))
+        cast = isinstance(target, torch.dtype)
+        return self.map_tensors(
+            lambda tensor: tensor if cast and not tensor.is_floating_point() else tensor.to(target)
+        )
 
     def dense(self, dtype: torch.dtype | None = None) -> Float[Tensor, "*batch T S"]:
-        """Form the matrix: O(T S) memory for each head.
+        """Form the matrix: O(T S) memory per head.
 
         Args:
-            dtype: what it is computed and given in; by default float32, or float64 if it was made so.
+            dtype: dtype of the computation and the result; float64 for an operator in float64, otherwise
+                float32, by default.
         """
-        return self._as(dtype).rows(0, self.shape[-2])
+        operator = self if dtype is None or dtype == self.dtype else self.to(dtype)
+        return operator.rows(0, self.shape[-2])
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V, a block of rows at a time: O(T S V) time, O(T V) memory."""
-        self._check(values, self.shape[-1], "M @ values")
+        """Compute M V, by default one block of rows at a time: O(T S V) time, O(T V) memory."""
+        self._check(values)
         tokens = self.shape[-2]
         blocks = [
             self.rows(start, min(start + ROW_BLOCK, tokens)).to(values.dtype) @ values
@@ -102,13 +117,13 @@ class MixingOperator(ABC):
         return torch.cat(blocks, dim=-2)
 
     @property
-    def mT(self) -> "MixingOperator":  # noqa: N802  (torch's own name for a batched transpose)
-        """The transpose Mᵀ (S×T), still not formed."""
+    def mT(self) -> "MixingOperator":  # noqa: N802  (the name of the batched transpose in torch)
+        """Transpose Mᵀ (S×T), not formed."""
         return TransposedMixing(self)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Mᵀ U, a block of rows at a time: O(T S V) time, O(S V) memory."""
-        self._check(values, self.shape[-2], "M.mT @ values")
+        """Compute Mᵀ U, by default one block of rows at a time: O(T S V) time, O(S V) memory."""
+        self._check(values, transposed=True)
         tokens, out = self.shape[-2], None
         for start in range(0, tokens, ROW_BLOCK):
             stop = min(start + ROW_BLOCK, tokens)
@@ -117,40 +132,86 @@ class MixingOperator(ABC):
         assert out is not None  # an operator has at least one row
         return out
 
-    def _as(self, dtype: torch.dtype | None) -> "MixingOperator":
-        return self if dtype is None or dtype == self.dtype else self.to(dtype)
-
-    def _check(self, values: Tensor, wanted: int, what: str) -> None:
+    def _check(self, values: Tensor, transposed: bool = False) -> None:
+        """Raise if values do not fit M, or Mᵀ."""
+        subject = "`M.mT @ values`" if transposed else "`M @ values`"
+        tokens = self.shape[-2 if transposed else -1]
         if not values.is_floating_point():
             raise ShapeError(
-                f"`{what}`",
+                subject,
                 expected="values of a floating type",
                 got=str(values.dtype),
-                fix="Rows of whole numbers would be cut off: cast them with .float().",
+                fix="Products would be cut off to whole numbers: cast the values with .float().",
             )
-        if values.ndim < 2 or values.shape[-2] != wanted or not self._takes(values.shape[:-2]):
+        if values.ndim < 2 or values.shape[-2] != tokens or not self._accepts(values.shape[:-2]):
             raise ShapeError(
-                f"`{what}`",
-                expected=f"values of shape (..., {wanted}, V) for an operator of shape {tuple(self.shape)}",
+                subject,
+                expected=f"values of shape (..., {tokens}, V) for an operator of shape {tuple(self.shape)}",
                 got=f"{tuple(values.shape)}",
                 fix="Put the tokens on the last axis but one; leading axes must broadcast.",
             )
 
-    def _takes(self, leading_axes: torch.Size) -> bool:
-        """Whether values of these leading axes fit: they broadcast."""
-        pairs = zip(reversed(leading_axes), reversed(self.shape[:-2]), strict=False)
+    def _accepts(self, leading: torch.Size) -> bool:
+        """Return True if values with these leading axes broadcast with the operator."""
+        pairs = zip(reversed(leading), reversed(self.shape[:-2]), strict=False)
         return all(have == wanted or 1 in (have, wanted) for have, wanted in pairs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-class TransposedMixing(MixingOperator):
-    """Mᵀ of another operator; give it back with ``.mT``."""
+class FastMixing(MixingOperator):
+    """Operator that applies M and Mᵀ without forming rows, in float32 or float64."""
+
+    @abstractmethod
+    def _apply(self, values: Float[Tensor, "... N V"], transposed: bool) -> Float[Tensor, "... R V"]:
+        """Compute M V or Mᵀ U in the dtype of the values, which is float32 or float64."""
+
+    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
+        """Compute M V."""
+        self._check(values)
+        return self._apply(values.to(compute_dtype(self.dtype, values.dtype)), False).to(values.dtype)
+
+    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
+        """Compute Mᵀ U."""
+        self._check(values, transposed=True)
+        return self._apply(values.to(compute_dtype(self.dtype, values.dtype)), True).to(values.dtype)
+
+
+class ComposedMixing(MixingOperator):
+    """Operator made of other operators of the same leading axes."""
+
+    def __init__(self, *parts: MixingOperator) -> None:
+        self.parts = parts
+
+    def _of(self: _Composed, *parts: MixingOperator) -> _Composed:
+        """Return an operator of the same kind, made of other parts."""
+        return type(self)(*parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Widest dtype of the parts."""
+        return reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first part."""
+        return self.parts[0].device
+
+    def map_tensors(self: _Composed, change: Callable[[Tensor], Tensor]) -> _Composed:
+        """Return the operator with a function applied to every tensor that its parts hold."""
+        return self._of(*(part.map_tensors(change) for part in self.parts))
+
+    def __getitem__(self: _Composed, index: Index) -> _Composed:
+        """Pick sequences and heads of every part."""
+        return self._of(*(part[index] for part in self.parts))
+
+
+class TransposedMixing(ComposedMixing):
+    """Transpose Mᵀ of another operator, which ``.mT`` returns."""
 
     def __init__(self, operator: MixingOperator) -> None:
-        self.operator = operator
-        self.kind = operator.kind  # type: ignore[misc]
+        self.operator, self.parts, self.kind = operator, (operator,), operator.kind
 
     @property
     def shape(self) -> torch.Size:
@@ -159,22 +220,12 @@ class TransposedMixing(MixingOperator):
         return torch.Size([*batch, sources, tokens])
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the operator it transposes."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the operator it transposes."""
-        return self.operator.device
-
-    @property
     def mT(self) -> MixingOperator:  # noqa: N802
         """The operator itself."""
         return self.operator
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Columns of the operator: forms it whole, a block of rows at a time."""
+        """Return columns of the operator: all its rows are computed, one block at a time."""
         tokens = self.operator.shape[-2]
         blocks = [
             self.operator.rows(at, min(at + ROW_BLOCK, tokens))[..., start:stop]
@@ -182,54 +233,46 @@ class TransposedMixing(MixingOperator):
         ]
         return torch.cat(blocks, dim=-2).mT
 
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """The operator's support, transposed."""
-        return self.operator.support().mT
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Return columns of the operator's support."""
+        return self.operator.support()[..., start:stop].mT
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Mᵀ U."""
+        """Compute Mᵀ U."""
         return self.operator.apply_transposed(values)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """(Mᵀ)ᵀ V = M V."""
+        """Compute (Mᵀ)ᵀ V = M V."""
         return self.operator @ values
 
-    def __getitem__(self, index: Index) -> MixingOperator:
-        """Pick sequences and heads."""
-        return TransposedMixing(self.operator[index])
 
-    def _map(self, change: TensorMap) -> "TransposedMixing":
-        return TransposedMixing(self.operator._map(change))
-
-
-def on_or_below(start: int, stop: int, sources: int, device: torch.device) -> Bool[Tensor, "R S"]:
-    """Rows ``start`` to ``stop`` of a causal mask: row t sees column s where s ≤ t."""
+def causal_rows(start: int, stop: int, sources: int, device: torch.device) -> Bool[Tensor, "R S"]:
+    """Return rows ``start`` to ``stop`` of a causal mask: row t sees column s if s ≤ t."""
     return torch.arange(sources, device=device) <= torch.arange(start, stop, device=device)[:, None]
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type rows are computed in: float64 stays, everything else is float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 if one of these dtypes is, otherwise float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def leading(tensor: Tensor, index: Index) -> Tensor:
-    """Index all axes of a tensor but the last two."""
+def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
+    """Index the leading axes of a tensor, broadcast to sizes ``leading``; its other axes stay whole."""
+    own = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
-    rest = (slice(None), slice(None))
-    return (
-        tensor[(*picks, *rest)] if any(pick is Ellipsis for pick in picks) else tensor[(*picks, ..., *rest)]
-    )
+    picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
+    return tensor.expand(*leading, *own)[(*picks, *(slice(None) for _ in own))]
 
 
-def checked_mask(mask: Tensor, shape: torch.Size, what: str) -> Tensor:
-    """The mask with its missing axes, if it broadcasts to ``shape``: it is not expanded in memory."""
+def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:
+    """Return a mask with as many axes as ``shape``, not expanded; raise if it does not broadcast."""
     if mask.ndim > len(shape) or any(
         have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
     ):
         raise ShapeError(
-            what,
+            subject,
             expected=f"a shape that broadcasts to {tuple(shape)}",
             got=f"{tuple(mask.shape)}",
-            fix="Give a (T, S), (B, 1, T, S) or (B, H, T, S) mask.",
+            fix="Pass a (T, S), (B, 1, T, S) or (B, H, T, S) mask.",
         )
     return mask[(None,) * (len(shape) - mask.ndim)]

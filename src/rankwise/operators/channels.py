@@ -1,26 +1,26 @@
-"""Which of many channels to look at."""
+"""A sample of the channels of an operator that has many."""
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from rankwise.errors import InputError, ShapeError
+from rankwise.errors import ShapeError, whole_number
 from rankwise.operators.base import MixingOperator
 
 
-def sampled_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -> Int64[Tensor, " C"]:
-    """A sample of the heads of an operator, in order: Mamba has one matrix for each of 1,536 channels.
+def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -> Int64[Tensor, " C"]:
+    """Draw a sample of an operator's heads, in order: a Mamba layer has 1,536 matrices, one per channel.
 
-    The heads are cut into ``count`` runs of the same length (to one), and one head is drawn from each: the
-    sample is spread evenly over them, each head has the same chance (to one in the length of a run), and the
-    same seed gives the same heads on every device. An operator with no more heads than asked for keeps all.
+    The heads are divided into ``count`` runs of equal length (±1), and one head is drawn from each run. So
+    the sample is spread evenly, each head has the same probability (up to the ±1), and a seed draws the same
+    heads on every device. All heads are returned if there are no more than ``count``.
 
-    Cost: O(count); nothing of the operator is computed.
+    Cost: O(count); no part of the operator is computed.
 
     Args:
-        operator: of shape (..., H, T, S).
-        count: how many heads to draw, at least 1.
-        seed: of the draw.
+        operator: operator of shape (..., H, T, S).
+        count: number of heads to draw, at least 1.
+        seed: random seed for the draw.
 
     Raises:
         InputError: if ``count`` is less than 1.
@@ -30,17 +30,14 @@ def sampled_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -
         >>> import torch
         >>> from rankwise.operators import DiagonalMixing
         >>> operator = DiagonalMixing(torch.randn(2, 1536, 5))
-        >>> heads = sampled_channels(operator, 4)
+        >>> heads = sample_channels(operator, 4)
         >>> [int(head) // 384 for head in heads], tuple(operator[:, heads].shape)
         ([0, 1, 2, 3], (2, 4, 5, 5))
     """
-    if count < 1:
-        raise InputError(
-            "`count` of `sampled_channels`", expected="at least 1", got=str(count), fix="Pass 16."
-        )
+    whole_number("`count` of `sample_channels`", count, fix="Pass 16.")
     if len(operator.shape) < 3:
         raise ShapeError(
-            "`sampled_channels`",
+            "`sample_channels`",
             expected="an operator of shape (..., H, T, S)",
             got=f"{tuple(operator.shape)}",
             fix="Index it with None to give it an axis of heads.",

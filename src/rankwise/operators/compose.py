@@ -1,6 +1,7 @@
-"""Operators made of operators: products and sums, such as the whole path through a gated layer."""
+"""Operators made of operators: products, sums, and some of the rows and columns of another one."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import reduce
 from itertools import pairwise
 
@@ -9,67 +10,43 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype
+from rankwise.operators.base import ComposedMixing, FastMixing, MixingOperator
 from rankwise.operators.diagonal import DiagonalMixing
 
 
-class _Composed(MixingOperator):
-    """What products and sums have in common.
+class _SeveralMixing(ComposedMixing, FastMixing):
+    """Product or sum of operators.
 
     Args:
-        parts: the operators, at least one, of the same leading axes.
+        parts: at least one operator; all have the same leading axes.
     """
 
+    _requirement: str
+
     def __init__(self, *parts: MixingOperator) -> None:
-        if (
-            not parts
-            or any(part.shape[:-2] != parts[0].shape[:-2] for part in parts)
-            or not self._fits(parts)
-        ):
+        alike = all(part.shape[:-2] == parts[0].shape[:-2] for part in parts)
+        if not (parts and alike and self._fits(parts)):
             raise ShapeError(
                 f"`{type(self).__name__}`",
-                expected=f"operators of the same leading axes {self._wanted}",
+                expected=f"operators of the same leading axes {self._requirement}",
                 got=", ".join(str(tuple(part.shape)) for part in parts) or "none",
-                fix="Give each of them every sequence and head; `DiagonalMixing` scales tokens.",
+                fix="Give each operator every sequence and head; `DiagonalMixing` scales tokens.",
             )
         self.parts = parts
-
-    _wanted: str
 
     @staticmethod
     @abstractmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        """Whether the shapes of the parts go together."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The widest of the types of its parts."""
-        return reduce(torch.promote_types, (part.dtype for part in self.parts))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the first part."""
-        return self.parts[0].device
-
-    def __getitem__(self, index: Index) -> "MixingOperator":
-        """Pick sequences and heads of every part."""
-        return type(self)(*(part[index] for part in self.parts))
-
-    def _map(self, change: TensorMap) -> "MixingOperator":
-        return type(self)(*(part._map(change) for part in self.parts))
-
-    def _wide(self, values: Tensor) -> Tensor:
-        """Values in the type to sum in."""
-        return values.to(compute_dtype(torch.promote_types(self.dtype, values.dtype)))
+        """Return True if the shapes of the parts fit together."""
 
 
-class ProductMixing(_Composed):
-    """One operator after another: ``M = M_1 M_2 … M_n``, the last applied first.
+class ProductMixing(_SeveralMixing):
+    """A product of operators, such as the path through a gated layer: ``M = M_1 M_2 … M_n``.
 
-    Cost: that of its parts, one after the other.
+    The last operator is applied first. Cost: the sum of the costs of its parts.
 
     Raises:
-        ShapeError: if they do not fit together.
+        ShapeError: if the parts do not fit together.
 
     Examples:
         >>> import torch
@@ -80,7 +57,11 @@ class ProductMixing(_Composed):
     """
 
     kind = "product"
-    _wanted = "where each has as many columns as the next has rows"
+    _requirement = "where each has as many columns as the next has rows"
+
+    def __init__(self, *parts: MixingOperator) -> None:
+        super().__init__(*parts)
+        self.may_hide_columns = any(part.may_hide_columns for part in parts)
 
     @staticmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
@@ -92,50 +73,33 @@ class ProductMixing(_Composed):
         return torch.Size([*self.parts[0].shape[:-1], self.parts[-1].shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Rows of the first part, through the transposes of the others."""
+        """Apply the transposes of the other parts to rows of the first."""
         rows = self.parts[0].rows(start, stop).mT
         for part in self.parts[1:]:
             rows = part.apply_transposed(rows)
         return rows.mT
 
-    @property
-    def may_hide_columns(self) -> bool:
-        """A column that no row sees, one of its factors must hide."""
-        return any(part.may_hide_columns for part in self.parts)
-
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries that some chain of entries of its parts leads to."""
-        return reduce(
-            lambda left, right: (left.float() @ right.float()) > 0, (p.support() for p in self.parts)
-        )
-
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows ``start`` to ``stop`` of the support."""
+        """Return True at the entries to which a chain of entries of the parts leads."""
         seen = self.parts[0].support_rows(start, stop)
         for part in self.parts[1:]:
-            if not isinstance(part, DiagonalMixing):  # which moves nothing
+            if not isinstance(part, DiagonalMixing):  # a diagonal moves nothing
                 seen = (seen.float() @ part.support().float()) > 0
         return seen.expand(*self.shape[:-2], *seen.shape[-2:])
 
-    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V, part by part."""
-        self._check(values, self.shape[-1], "M @ values")
-        return reduce(lambda v, part: part @ v, reversed(self.parts), self._wide(values)).to(values.dtype)
-
-    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Mᵀ U, part by part."""
-        self._check(values, self.shape[-2], "M.mT @ values")
-        wide = self._wide(values)
-        return reduce(lambda u, part: part.apply_transposed(u), self.parts, wide).to(values.dtype)
+    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+        if transposed:
+            return reduce(lambda u, part: part.apply_transposed(u), self.parts, values)
+        return reduce(lambda v, part: part @ v, reversed(self.parts), values)
 
 
-class SumMixing(_Composed):
-    """Operators side by side: ``M = M_1 + M_2 + …``, as a layer with its D-term is.
+class SumMixing(_SeveralMixing):
+    """A sum of operators, such as a layer with its D-term: ``M = M_1 + M_2 + …``.
 
-    Cost: that of its parts.
+    Cost: the sum of the costs of its parts.
 
     Raises:
-        ShapeError: if they do not fit together.
+        ShapeError: if the parts do not fit together.
 
     Examples:
         >>> import torch
@@ -146,7 +110,12 @@ class SumMixing(_Composed):
     """
 
     kind = "sum"
-    _wanted = "and the same size"
+    _requirement = "and the same size"
+
+    def __init__(self, *parts: MixingOperator) -> None:
+        super().__init__(*parts)
+        # A column is hidden only if every term hides it.
+        self.may_hide_columns = all(part.may_hide_columns for part in parts)
 
     @staticmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
@@ -154,35 +123,94 @@ class SumMixing(_Composed):
 
     @property
     def shape(self) -> torch.Size:
-        """That of each part."""
+        """Shape of each part."""
         return self.parts[0].shape
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Rows of the parts, added."""
-        first, *rest = (part.rows(start, stop) for part in self.parts)
-        return sum(rest, start=first)
-
-    @property
-    def may_hide_columns(self) -> bool:
-        """A column that no row sees, all of its terms must hide."""
-        return all(part.may_hide_columns for part in self.parts)
-
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries of any part."""
-        return self.support_rows(0, self.shape[-2])
+        """Return the sum of the rows of the parts."""
+        return reduce(torch.add, (part.rows(start, stop) for part in self.parts))
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows ``start`` to ``stop`` of the support."""
+        """Return True at the entries of any part."""
         return reduce(torch.logical_or, (part.support_rows(start, stop) for part in self.parts))
 
+    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+        products = (part.apply_transposed(values) if transposed else part @ values for part in self.parts)
+        return reduce(torch.add, products)
+
+
+class IndexedMixing(ComposedMixing):
+    """Some rows and columns of another operator, ``M[rows][:, columns]``, such as those without padding.
+
+    Cost: that of the products of M, with values padded with zeros.
+
+    Args:
+        operator: M, of shape (..., T, S).
+        rows: True at the rows to keep.
+        columns: True at the columns to keep.
+
+    Raises:
+        ShapeError: if rows and columns do not fit M, or none are kept.
+
+    Examples:
+        >>> import torch
+        >>> from rankwise.operators import DenseMixing
+        >>> keep = torch.tensor([True, False, True])
+        >>> IndexedMixing(DenseMixing(torch.arange(9.0).reshape(3, 3)), keep, keep).dense().tolist()
+        [[0.0, 2.0], [6.0, 8.0]]
+    """
+
+    def __init__(
+        self, operator: MixingOperator, rows: Bool[Tensor, " T"], columns: Bool[Tensor, " S"]
+    ) -> None:
+        if (len(rows), len(columns)) != operator.shape[-2:] or not (rows.any() and columns.any()):
+            raise ShapeError(
+                "`IndexedMixing`",
+                expected=f"some rows and some columns of an operator of shape {tuple(operator.shape)}",
+                got=f"{int(rows.sum())} of {len(rows)} rows, {int(columns.sum())} of {len(columns)} columns",
+                fix="Pass one truth value for each row and column.",
+            )
+        self.operator, self.parts, self.kind = operator, (operator,), operator.kind
+        self.row_mask, self.column_mask = rows.to(operator.device), columns.to(operator.device)
+        self._rows, self._columns = self.row_mask.nonzero()[:, 0], self.column_mask.nonzero()[:, 0]
+
+    def _of(self, *parts: MixingOperator) -> "IndexedMixing":
+        return IndexedMixing(parts[0], self.row_mask, self.column_mask)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Leading axes, then the numbers of kept rows and columns."""
+        return torch.Size([*self.operator.shape[:-2], len(self._rows), len(self._columns)])
+
+    def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
+        """Return kept rows, of a block of rows of M."""
+        return self._cut(self.operator.rows, start, stop)
+
+    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
+        """Return the kept entries of the support."""
+        return self._cut(self.operator.support_rows, start, stop)
+
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V."""
-        self._check(values, self.shape[-1], "M @ values")
-        wide = self._wide(values)
-        return reduce(torch.add, (part @ wide for part in self.parts)).to(values.dtype)
+        """Compute M V with zeros at the other columns."""
+        self._check(values)
+        whole = _pad_with_zeros(values, self._columns, self.operator.shape[-1])
+        return (self.operator @ whole)[..., self._rows, :]
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Mᵀ U."""
-        self._check(values, self.shape[-2], "M.mT @ values")
-        wide = self._wide(values)
-        return reduce(torch.add, (part.apply_transposed(wide) for part in self.parts)).to(values.dtype)
+        """Compute Mᵀ U with zeros at the other rows."""
+        self._check(values, transposed=True)
+        whole = _pad_with_zeros(values, self._rows, self.operator.shape[-2])
+        return self.operator.apply_transposed(whole)[..., self._columns, :]
+
+    def _cut(self, block: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
+        picked = self._rows[start:stop]
+        if not len(picked):
+            return block(0, 0)[..., self._columns]
+        first, last = int(picked[0]), int(picked[-1]) + 1
+        return block(first, last)[..., picked - first, :][..., self._columns]
+
+
+def _pad_with_zeros(values: Tensor, kept: Tensor, size: int) -> Tensor:
+    whole = values.new_zeros(*values.shape[:-2], size, values.shape[-1])
+    whole[..., kept, :] = values
+    return whole

@@ -1,30 +1,24 @@
-"""A mixing matrix that is already there."""
+"""A mixing matrix that is already formed."""
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import (
-    Index,
-    MixingOperator,
-    TensorMap,
-    checked_mask,
-    compute_dtype,
-    leading,
-)
+from rankwise.operators.base import MixingOperator, check_mask, compute_dtype
 
 
 class DenseMixing(MixingOperator):
-    """A mixing matrix kept as it is, such as an eager model's own attention weights.
+    """A mixing matrix that is stored, such as the attention weights of an eager model.
 
     Args:
         matrix: M, with any leading axes.
-        allowed: which entries the mask let be non-zero, broadcastable to it; by default those that are. Give
-            it where it is known: a softmax that underflows is zero, and is not masked.
+        allowed: True at the entries that the mask allows to be non-zero, broadcastable to the matrix; the
+            non-zero entries by default. Pass it if it is known: an underflowed softmax entry is 0 but not
+            masked.
 
     Raises:
-        ShapeError: if it has fewer than two axes or an empty one, or the two do not fit together.
+        ShapeError: if the matrix has fewer than two axes or no entries, or the mask does not fit it.
 
     Examples:
         >>> import torch
@@ -34,6 +28,8 @@ class DenseMixing(MixingOperator):
     """
 
     kind = "dense"
+    held = ("matrix",)
+    masks = ("allowed",)
 
     def __init__(self, matrix: Float[Tensor, "..."], allowed: Bool[Tensor, "..."] | None = None) -> None:
         if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
@@ -41,55 +37,30 @@ class DenseMixing(MixingOperator):
                 "`DenseMixing`",
                 expected="a matrix of shape (..., T, S) with T, S ≥ 1",
                 got=f"{tuple(matrix.shape)}",
-                fix="Pass one T×S matrix for each sequence and head.",
+                fix="Pass one T×S matrix per sequence and head.",
             )
         self.matrix = matrix
-        self.allowed = None if allowed is None else checked_mask(allowed, matrix.shape, "allowed entries")
+        self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
+        self.may_hide_columns = allowed is not None  # a zero among the weights is not a mask
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the matrix."""
         return self.matrix.shape
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the matrix."""
-        return self.matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the matrix."""
-        return self.matrix.device
-
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Rows of the matrix."""
+        """Return rows of the matrix."""
         return self.matrix[..., start:stop, :].to(compute_dtype(self.dtype))
 
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries the mask allows, or those that are not exactly zero."""
-        return self.matrix != 0 if self.allowed is None else self.allowed.expand(self.shape)
-
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows ``start`` to ``stop`` of the support."""
-        if self.allowed is not None:
-            return self.support()[..., start:stop, :]
-        return self.matrix[..., start:stop, :] != 0
+        """Return the entries that the mask allows, or without a mask those that are not exactly 0."""
+        if self.allowed is None:
+            return self.matrix[..., start:stop, :] != 0
+        return self.allowed.expand(self.shape)[..., start:stop, :]
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V."""
-        self._check(values, self.shape[-1], "M @ values")
-        wide = torch.promote_types(self.dtype, values.dtype)  # an entry may be out of the values' range
+        """Compute M V."""
+        self._check(values)
+        # An entry may be out of the range of the values' dtype.
+        wide = torch.promote_types(self.dtype, values.dtype)
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)
-
-    @property
-    def may_hide_columns(self) -> bool:
-        """Whether it has a mask: zeros of the weights themselves are none."""
-        return self.allowed is not None
-
-    def __getitem__(self, index: Index) -> "DenseMixing":
-        """Pick sequences and heads."""
-        allowed = None if self.allowed is None else leading(self.allowed.expand(self.shape), index)
-        return DenseMixing(leading(self.matrix, index), allowed)
-
-    def _map(self, change: TensorMap) -> "DenseMixing":
-        return DenseMixing(change(self.matrix), None if self.allowed is None else change(self.allowed))

@@ -1,23 +1,23 @@
-"""Scaling every token by a number of its own."""
+"""A factor per token: no tokens are mixed."""
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading
+from rankwise.operators.base import MixingOperator, compute_dtype
 
 
 class DiagonalMixing(MixingOperator):
-    """A layer that mixes no tokens: ``M = diag(d)``, T = S.
+    """A layer that scales tokens and mixes none: ``M = diag(d)``, T = S.
 
-    Cost: `@` and its transpose are O(T V); the singular values are the |d_t|.
+    Cost: O(T V) time for `@` and its transpose. The singular values are the |d_t|.
 
     Args:
         diagonal: d, with any leading axes: (..., H, T).
 
     Raises:
-        ShapeError: if it has no axis, or an empty last axis.
+        ShapeError: if the diagonal has no axis or no tokens.
 
     Examples:
         >>> import torch
@@ -27,6 +27,8 @@ class DiagonalMixing(MixingOperator):
     """
 
     kind = "diagonal"
+    held = ("diagonal",)
+    may_hide_columns = False
 
     def __init__(self, diagonal: Float[Tensor, "..."]) -> None:
         if diagonal.ndim < 1 or diagonal.shape[-1] == 0:
@@ -43,52 +45,22 @@ class DiagonalMixing(MixingOperator):
         """Leading axes, T, T."""
         return torch.Size([*self.diagonal.shape, self.diagonal.shape[-1]])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the diagonal."""
-        return self.diagonal.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the diagonal."""
-        return self.diagonal.device
-
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Rows that are zero but for one entry."""
+        """Return rows with one non-zero entry each."""
         picked = self.diagonal[..., start:stop].to(compute_dtype(self.dtype))
-        return torch.where(self._own(start, stop), picked[..., None], 0.0)
-
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """The diagonal."""
-        return self._own(0, self.shape[-2]).expand(self.shape)
+        return torch.where(self.support_rows(start, stop), picked[..., None], 0.0)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows ``start`` to ``stop`` of the support."""
-        return self._own(start, stop).expand(*self.shape[:-2], -1, -1)
+        """Return True on the diagonal."""
+        tokens = torch.arange(self.shape[-1], device=self.device)
+        return (tokens[start:stop, None] == tokens).expand(*self.shape[:-2], -1, -1)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """Scale each token."""
-        self._check(values, self.shape[-1], "M @ values")
+        self._check(values)
         return self.diagonal[..., None].to(values.dtype) * values
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """The same: Mᵀ = M."""
-        self._check(values, self.shape[-2], "M.mT @ values")
+        """Scale each token: Mᵀ = M."""
+        self._check(values, transposed=True)
         return self.diagonal[..., None].to(values.dtype) * values
-
-    @property
-    def may_hide_columns(self) -> bool:
-        """It has no mask: every token is seen by itself."""
-        return False
-
-    def __getitem__(self, index: Index) -> "DiagonalMixing":
-        """Pick sequences and heads."""
-        diagonal = self.diagonal[..., None]  # `leading` keeps the last two axes: T, and one of length 1
-        return DiagonalMixing(leading(diagonal, index)[..., 0])
-
-    def _map(self, change: TensorMap) -> "DiagonalMixing":
-        return DiagonalMixing(change(self.diagonal))
-
-    def _own(self, start: int, stop: int) -> Bool[Tensor, "R S"]:
-        tokens = torch.arange(self.shape[-1], device=self.device)
-        return tokens[start:stop, None] == tokens

@@ -1,42 +1,47 @@
-"""The gated delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+"""The gated delta rule: the operators of DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading, on_or_below
-from rankwise.operators.delta_scan import delta_scan, delta_scan_transposed
+from rankwise.operators.base import compute_dtype
+from rankwise.operators.scan import CHUNK, CausalScanMixing, log_weights
+
+CHANNEL_CHUNK = 16
+"""Tokens per block if each feature has its own decay: the products take CHANNEL_CHUNK² · K numbers."""
 
 
-class GatedDeltaMixing(MixingOperator):
-    r"""The gated delta rule: a linear memory that is corrected by what it already holds.
+class GatedDeltaMixing(CausalScanMixing):
+    r"""The gated delta rule: a linear memory in which each write first removes what its key has stored.
 
     ``o_t = S_tᵀ q_t``, ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0;
     ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0; T = S.
 
-    Any block on or below the diagonal has rank at most K. Without decay it is DeltaNet, with one decay a
-    token Gated DeltaNet, with one a token and feature Kimi Delta Attention (KDA). Entries may have either
-    sign, and rows need not sum to 1. Layers keep keys at norm 1 and β in [0, 2]: then no step makes a state
-    longer; where ``β_t ‖k_t‖² > 2`` the rule itself can grow without bound.
+    Any block on or below the diagonal has rank at most K. It is DeltaNet without decay, Gated DeltaNet with
+    one decay per token, and Kimi Delta Attention (KDA) with one per token and feature. Entries may have
+    either sign, and rows need not sum to 1. Layers keep keys at norm 1 and β in [0, 2], so that no step makes
+    a state longer; if ``β_t ‖k_t‖² > 2``, the rule itself can grow without bound.
 
     `@`, its transpose and `rows` (the transpose, applied to unit vectors) run over chunks: O(T K V) time and
-    O(T (K + V)) memory for each head, V the width of the values or the number of rows.
+    O(T (K + V)) memory per head. V is the width of the values or the number of rows.
 
     Source: S. Yang, B. Wang, Y. Zhang, Y. Shen and Y. Kim, "Parallelizing Linear Transformers with the Delta
     Rule over Sequence Length", NeurIPS 2024, section 3; S. Yang, J. Kautz and A. Hatamizadeh, "Gated Delta
     Networks: Improving Mamba2 with Delta Rule", ICLR 2025, section 3; Kimi Team, "Kimi Linear", 2025.
 
     Args:
-        query: q, (..., H, T, K); a scale, where there is one, is part of it.
+        query: q, (..., H, T, K), multiplied by the layer's scale.
         key: k, of the same shape.
         beta: β, (..., H, T).
-        log_decay: log a, in [−inf, 0]: (..., H, T), or (..., H, T, K) for one a feature; none means a = 1.
-            That of the first token has no part.
+        log_decay: log a, in [−inf, 0]: (..., H, T), or (..., H, T, K) for one per feature, or None for a = 1.
+            The decay of the first token has no effect.
 
     Raises:
-        ShapeError: if they do not fit together.
+        ShapeError: if the tensors do not fit together.
 
     Examples:
         >>> import torch
@@ -46,6 +51,7 @@ class GatedDeltaMixing(MixingOperator):
     """
 
     kind = "gated delta"
+    held = ("query", "key", "beta", "log_decay")
 
     def __init__(
         self,
@@ -54,7 +60,22 @@ class GatedDeltaMixing(MixingOperator):
         beta: Float[Tensor, "*heads T"],
         log_decay: Float[Tensor, "..."] | None = None,
     ) -> None:
-        _check(query, key, beta, log_decay)
+        fits = (
+            query.ndim >= 2
+            and query.shape == key.shape
+            and 0 not in query.shape[-2:]
+            and beta.shape == query.shape[:-1]
+            and (log_decay is None or log_decay.shape in (beta.shape, query.shape))
+        )
+        if not fits:
+            decay = "" if log_decay is None else f", log_decay {tuple(log_decay.shape)}"
+            raise ShapeError(
+                "`GatedDeltaMixing`",
+                expected="query and key (..., H, T, K), beta (..., H, T), log_decay (..., H, T) or "
+                "(..., H, T, K), T and K ≥ 1",
+                got=f"query {tuple(query.shape)}, key {tuple(key.shape)}, beta {tuple(beta.shape)}{decay}",
+                fix="Move the heads before the tokens, and repeat key heads that several value heads share.",
+            )
         self.query, self.key, self.beta, self.log_decay = query, key, beta, log_decay
 
     @property
@@ -62,22 +83,8 @@ class GatedDeltaMixing(MixingOperator):
         """Leading axes, H, T, T."""
         return torch.Size([*self.beta.shape, self.beta.shape[-1]])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The widest of the types it was made from."""
-        tensors = [self.query, self.key, self.beta, *([] if self.log_decay is None else [self.log_decay])]
-        dtype = tensors[0].dtype
-        for tensor in tensors[1:]:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the queries."""
-        return self.query.device
-
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Mᵀ applied to unit vectors: O(stop (stop − start) K)."""
+        """Apply Mᵀ to unit vectors: O(stop (stop − start) K)."""
         work = compute_dtype(self.dtype)
         if stop <= start:
             return self.beta.new_zeros((*self.shape[:-2], 0, self.shape[-1]), dtype=work)
@@ -85,67 +92,123 @@ class GatedDeltaMixing(MixingOperator):
         columns = delta_scan_transposed(*self._inputs(work, stop), unit)
         return F.pad(columns.mT, (0, self.shape[-1] - stop))
 
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries on and below the diagonal."""
-        return self.support_rows(0, self.shape[-2])
-
-    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows of the support: what lies on and below the diagonal."""
-        seen = on_or_below(start, stop, self.shape[-1], self.device)
-        return seen.expand(*self.shape[:-2], -1, -1)
-
-    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V."""
-        self._check(values, self.shape[-1], "M @ values")
-        work = compute_dtype(torch.promote_types(self.dtype, values.dtype))
-        return delta_scan(*self._inputs(work), values.to(work)).to(values.dtype)
-
-    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Mᵀ U, from the end."""
-        self._check(values, self.shape[-2], "M.mT @ values")
-        work = compute_dtype(torch.promote_types(self.dtype, values.dtype))
-        return delta_scan_transposed(*self._inputs(work), values.to(work)).to(values.dtype)
-
-    @property
-    def may_hide_columns(self) -> bool:
-        """It has no mask: every token is seen by itself."""
-        return False
-
-    def __getitem__(self, index: Index) -> "GatedDeltaMixing":
-        """Pick sequences and heads."""
-        beta = leading(self.beta[..., None], index)[..., 0]
-        decay = self.log_decay
-        if decay is not None:
-            by_token = decay.ndim == self.beta.ndim
-            decay = leading(decay[..., None], index)[..., 0] if by_token else leading(decay, index)
-        return GatedDeltaMixing(leading(self.query, index), leading(self.key, index), beta, decay)
-
-    def _map(self, change: TensorMap) -> "GatedDeltaMixing":
-        decay = None if self.log_decay is None else change(self.log_decay)
-        return GatedDeltaMixing(change(self.query), change(self.key), change(self.beta), decay)
+    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+        return (delta_scan_transposed if transposed else delta_scan)(*self._inputs(values.dtype), values)
 
     def _inputs(self, work: torch.dtype, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, β and log a with an axis of features, of the first tokens or all, in one type."""
+        """Return query, key, β and log a with an axis of features, of the first tokens, in one dtype."""
         decay = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
         decay = decay[..., None] if decay.ndim == self.beta.ndim else decay
         query, key, decay = (tensor[..., :tokens, :].to(work) for tensor in (self.query, self.key, decay))
         return query, key, self.beta[..., :tokens].to(work), decay
 
 
-def _check(query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor | None) -> None:
-    fits = (
-        query.ndim >= 2
-        and query.shape == key.shape
-        and 0 not in query.shape[-2:]
-        and beta.shape == query.shape[:-1]
-        and (log_decay is None or log_decay.shape in (beta.shape, query.shape))
-    )
-    if not fits:
-        decay = "" if log_decay is None else f", log_decay {tuple(log_decay.shape)}"
-        raise ShapeError(
-            "`GatedDeltaMixing`",
-            expected="query and key (..., H, T, K), beta (..., H, T), log_decay (..., H, T) or "
-            "(..., H, T, K), T and K ≥ 1",
-            got=f"query {tuple(query.shape)}, key {tuple(key.shape)}, beta {tuple(beta.shape)}{decay}",
-            fix="Move the heads before the tokens, and repeat key heads that several value heads share.",
-        )
+@dataclass(frozen=True)
+class _Block:
+    """A chunk of tokens; D(t, s) is the decay from s to t, D(t) the decay from before the chunk to t."""
+
+    query: Tensor
+    key: Tensor
+    beta: Tensor
+    """(..., C, 1)."""
+    attend: Tensor
+    """A[t, s] = q_t · D(t, s) k_s for s ≤ t, else 0."""
+    system: Tensor
+    """β_t k_t · D(t, s) k_s for s ≤ t, else 0; only the entries below the diagonal are read."""
+    reach: Tensor
+    """D(t), the share of the state before the chunk that is left at each token, (..., C, 1 or K)."""
+    tail: Tensor
+    """Share of each token that is left at the end of the chunk, (..., C, 1 or K)."""
+
+
+def delta_scan(
+    query: Float[Tensor, "*batch T K"],
+    key: Float[Tensor, "*batch T K"],
+    beta: Float[Tensor, "*batch T"],
+    log_decay: Float[Tensor, "*batch T F"],
+    values: Float[Tensor, "*values T V"],
+    chunk: int | None = None,
+) -> Float[Tensor, "*out T V"]:
+    """Compute the output of the gated delta rule at every token: o_t = S_tᵀ q_t.
+
+    S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ from S_0 = 0. Within a chunk the updates
+    u_t = β_t (v_t − k_tᵀ diag(a_t) S_{t−1}) solve one triangular system, so a chunk takes a few matrix
+    products. A state of K×V numbers connects the chunks.
+
+    Cost: O(T (K V + chunk (K + V))) time and O(T V + chunk² + K V) memory per leading axis; chunk² K instead
+    of chunk² if each feature has its own decay. No decay exceeds 1, and nothing is divided by a decay.
+
+    Args:
+        query: q, vectors that read the state.
+        key: k, vectors along which the state is written and corrected.
+        beta: β, strength of each write.
+        log_decay: log a, in [−inf, 0]; F is 1 or K. The decay of the first token has no effect.
+        values: v; their leading axes broadcast with those of the other tensors.
+        chunk: tokens per block, by default 64, or 16 with a decay per feature; it affects rounding and time
+            only.
+
+    Examples:
+        >>> one = torch.ones(3, 1)
+        >>> delta_scan(one, one, torch.full((3,), 0.5), torch.zeros(3, 1), one).flatten().tolist()
+        [0.5, 0.75, 0.875]
+    """
+    state, outputs = None, []
+    for part in _parts(log_decay, chunk):
+        block, v = _block(query, key, beta, log_decay, part), values[..., part, :]
+        wanted = block.beta * (v if state is None else v - (block.key * block.reach) @ state)
+        update = torch.linalg.solve_triangular(block.system, wanted, upper=False, unitriangular=True)
+        output, added = block.attend @ update, (block.key * block.tail).mT @ update
+        if state is None:
+            state = added
+        else:
+            output = output + (block.query * block.reach) @ state
+            state = block.reach[..., -1, :, None] * state + added
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2)
+
+
+def delta_scan_transposed(
+    query: Float[Tensor, "*batch T K"],
+    key: Float[Tensor, "*batch T K"],
+    beta: Float[Tensor, "*batch T"],
+    log_decay: Float[Tensor, "*batch T F"],
+    values: Float[Tensor, "*values T V"],
+    chunk: int | None = None,
+) -> Float[Tensor, "*out T V"]:
+    """Apply the transpose of what `delta_scan` applies, from the end: its adjoint, term by term.
+
+    Examples:
+        >>> one = torch.ones(3, 1)
+        >>> delta_scan_transposed(one, one, torch.full((3,), 0.5), torch.zeros(3, 1), one).flatten().tolist()
+        [0.875, 0.75, 0.5]
+    """
+    state, outputs = None, []
+    for part in reversed(_parts(log_decay, chunk)):
+        block, w = _block(query, key, beta, log_decay, part), values[..., part, :]
+        wanted = block.attend.mT @ w
+        wanted = wanted if state is None else wanted + (block.key * block.tail) @ state
+        solved = torch.linalg.solve_triangular(block.system.mT, wanted, upper=True, unitriangular=True)
+        output = block.beta * solved
+        added = (block.query * block.reach).mT @ w - (block.key * block.reach).mT @ output
+        state = added if state is None else block.reach[..., -1, :, None] * state + added
+        outputs.append(output)
+    return torch.cat(outputs[::-1], dim=-2)
+
+
+def _parts(log_decay: Tensor, chunk: int | None) -> list[slice]:
+    """Return the slices of tokens that the scan takes one after the other."""
+    tokens, features = log_decay.shape[-2:]
+    chunk = chunk or (CHUNK if features == 1 else CHANNEL_CHUNK)
+    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
+
+
+def _block(query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor, part: slice) -> _Block:
+    q, k, decay = query[..., part, :], key[..., part, :], log_decay[..., part, :]
+    weights = log_weights(decay.mT).exp()  # (..., F, C, C)
+    b = beta[..., part, None]
+    if decay.shape[-1] == 1:
+        attend, system = (q @ k.mT) * weights[..., 0, :, :], (k @ k.mT) * weights[..., 0, :, :]
+    else:
+        decayed = weights * k.mT[..., None, :]
+        attend, system = ((left.mT[..., None] * decayed).sum(-3) for left in (q, k))
+    return _Block(q, k, b, attend, b * system, decay.cumsum(-2).exp(), weights[..., -1, :].mT)

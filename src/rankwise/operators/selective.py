@@ -1,49 +1,43 @@
-"""Selective state spaces: the operators of Mamba, one for each channel."""
+"""Scans with one decay per channel and feature: the operators of Mamba."""
 
 from itertools import pairwise
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import (
-    ROW_BLOCK,
-    Index,
-    MixingOperator,
-    TensorMap,
-    compute_dtype,
-    leading,
-    on_or_below,
-)
-from rankwise.operators.scan import log_weights, selective_scan, selective_scan_transposed
+from rankwise.operators.base import ROW_BLOCK, Index, compute_dtype, index_leading
+from rankwise.operators.scan import CausalScanMixing, log_weights, reversed_decays
+
+STATES = 1 << 20
+"""Numbers of the states that a selective scan has in memory at once: 4 MiB in float32."""
 
 
-class SelectiveMixing(MixingOperator):
-    r"""A scan with one decay for each channel and feature of the state, as in Mamba.
+class SelectiveMixing(CausalScanMixing):
+    r"""A scan with one decay per channel and feature of the state, as in Mamba.
 
     ``M_d[t, s] = Σ_n c_t[n] · exp(rate[d, n] · Σ_{s < r ≤ t} step_r[d]) · b_s[n] · step_s[d]`` for s ≤ t,
-    else 0: one T×T matrix for each channel d, T = S. Channels take the place of heads; what a channel holds
-    is one number a token, so values are (..., D, T, V) with V = 1 in Mamba. Its D·x is a skip beside M and
-    has no part in it.
+    else 0: one T×T matrix per channel d, T = S. Channels take the place of heads; a channel has one number
+    per token, so values are (..., D, T, V) with V = 1 in Mamba. Its D·x is a skip around M, not part of it.
 
-    Neither the matrices nor any tensor of D·N·T·T or D·N·T numbers are formed by `@`: it walks over the
-    tokens with a state of D·N·V numbers, in O(T D N V) time and O(D V (N + T)) memory for each sequence.
-    `rows` and `dense` take O(D T T) memory: pick a few channels first. Decays stay logarithms and are only
-    ever added, so nothing overflows.
+    `@` forms neither the matrices nor any tensor of D·N·T numbers. It walks over the tokens with a state of
+    D·N·V numbers, in O(T D N V) time and O(D V (N + T)) memory per sequence. `rows` and `dense` take O(D T T)
+    memory: pick a few channels first. Log-decays are only ever added, so nothing overflows.
 
     Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", COLM 2024,
     section 3 and algorithm 2; as a matrix, A. Ali et al., "The Hidden Attention of Mamba Models", 2024.
 
     Args:
-        c: what reads the state, (..., 1, T, N) where all channels share it, as in Mamba, or (..., D, T, N).
-        b: what enters the state, of the same shape.
+        c: vectors that read the state: (..., 1, T, N) if all channels share them, as in Mamba, otherwise
+            (..., D, T, N).
+        b: vectors that enter the state, of the same shape.
         rate: A, (D, N) or (..., D, N), in (−∞, 0].
-        step: Δ, (..., D, T), finite and not negative. As a decay that of the first token has no part.
+        step: Δ, (..., D, T), finite and not negative. The first step has no effect as a decay.
 
     Raises:
-        ShapeError: if they do not fit together.
+        ShapeError: if the tensors do not fit together.
 
     Examples:
         >>> import torch
@@ -53,6 +47,7 @@ class SelectiveMixing(MixingOperator):
     """
 
     kind = "selective"
+    held = ("c", "b", "rate", "step")
 
     def __init__(
         self,
@@ -61,7 +56,28 @@ class SelectiveMixing(MixingOperator):
         rate: Float[Tensor, "*rates N"],
         step: Float[Tensor, "*channels T"],
     ) -> None:
-        _check(c, b, rate, step)
+        channels = step.shape[:-1]
+        fits = (
+            c.ndim >= 2
+            and c.shape == b.shape
+            and 0 not in c.shape[-2:]
+            and step.ndim == c.ndim - 1
+            and step.shape[-1] == c.shape[-2]
+            and channels[:-1] == c.shape[:-3]
+            and (c.ndim == 2 or c.shape[-3] in (1, channels[-1]))
+            and rate.ndim >= 1
+            and rate.shape[-1] == c.shape[-1]
+            and rate.shape[:-1] in (channels, channels[-1:])
+        )
+        if not fits:
+            raise ShapeError(
+                "`SelectiveMixing`",
+                expected="c and b (..., 1 or D, T, N), rate (D, N) or (..., D, N), step (..., D, T), "
+                "T and N ≥ 1",
+                got=f"c {tuple(c.shape)}, b {tuple(b.shape)}, rate {tuple(rate.shape)}, "
+                f"step {tuple(step.shape)}",
+                fix="Give c and b an axis of channels before the tokens: `c.unsqueeze(-3)`.",
+            )
         self.c, self.b, self.rate, self.step = c, b, rate, step
 
     @property
@@ -69,25 +85,14 @@ class SelectiveMixing(MixingOperator):
         """Leading axes, channels, T, T."""
         return torch.Size([*self.step.shape, self.step.shape[-1]])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The widest of the types it was made from."""
-        narrow = torch.promote_types(self.c.dtype, self.rate.dtype)
-        return torch.promote_types(narrow, self.step.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of c."""
-        return self.c.device
-
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Summed over the features of the state one by one: O((stop − start) T N) for each channel."""
-        if stop - start > ROW_BLOCK:  # what is summed takes several times the memory of the rows
+        """Return rows, summed over features one by one: O((stop − start) T N) per channel."""
+        if stop - start > ROW_BLOCK:  # the terms take several times the memory of the rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(compute_dtype(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
-        # 0 · ∞ above the diagonal would be no number: finite, and cut off at the end
+        # 0 · ∞ above the diagonal would be NaN: the time is finite, and tril cuts it off at the end
         time = (-log_weights(-step, start)).clamp(max=torch.finfo(step.dtype).max)
         rows = torch.zeros_like(time)
         for n in range(c.shape[-1]):
@@ -95,76 +100,76 @@ class SelectiveMixing(MixingOperator):
             rows = rows + products * (rate[..., n, None, None] * time).exp()
         return F.pad((rows * step[..., None, :]).tril(start), (0, self.shape[-1] - stop))
 
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries on and below the diagonal."""
-        return self.support_rows(0, self.shape[-2])
-
-    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows of the support: what lies on and below the diagonal."""
-        seen = on_or_below(start, stop, self.shape[-1], self.device)
-        return seen.expand(*self.shape[:-2], -1, -1)
-
-    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V."""
-        self._check(values, self.shape[-1], "M @ values")
-        c, b, rate, step = self._tensors(self._work(values))
-        return selective_scan(c, b, rate, step, values.to(c.dtype) * step[..., None]).to(values.dtype)
-
-    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Mᵀ U, scanned from the end."""
-        self._check(values, self.shape[-2], "M.mT @ values")
-        c, b, rate, step = self._tensors(self._work(values))
-        mixed = selective_scan_transposed(c, b, rate, step, values.to(c.dtype))
-        return (mixed * step[..., None]).to(values.dtype)
-
-    @property
-    def may_hide_columns(self) -> bool:
-        """It has no mask: every token is seen by itself."""
-        return False
+    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+        c, b, rate, step = self._tensors(values.dtype)
+        if not transposed:
+            return selective_scan(c, b, rate, step, values * step[..., None])
+        c, b, values = c.flip(-2), b.flip(-2), values.flip(-2)
+        return selective_scan(b, c, rate, reversed_decays(step), values).flip(-2) * step[..., None]
 
     def __getitem__(self, index: Index) -> "SelectiveMixing":
-        """Pick sequences and channels; c and b stay shared by channels of one sequence."""
-        channels = self.step.shape[:-1]
-        place = leading(torch.arange(channels.numel()).view(*channels, 1, 1), index)[..., 0, 0]
-        step = leading(self.step[..., None], index)[..., 0]
-        rate = leading(self.rate.expand(*channels, -1)[..., None, :], index)[..., 0, :]
-        if self.c.shape[:-2] == channels:
-            return SelectiveMixing(leading(self.c, index), leading(self.b, index), rate, step)
-        sequence = place // channels[-1]
-        if place.ndim and bool((sequence == sequence[..., :1]).all()):
+        """Pick sequences and channels; channels of one sequence still share c and b."""
+        leading = self.shape[:-2]
+        step = index_leading(self.step, index, leading)
+        rate = index_leading(self.rate.expand(*leading, -1), index, leading)
+        c, b = self.c, self.b
+        if c.shape[:-2] == leading:
+            return SelectiveMixing(
+                index_leading(c, index, leading), index_leading(b, index, leading), rate, step
+            )
+        sequence = index_leading(torch.arange(leading.numel()).view(leading), index, leading) // leading[-1]
+        if sequence.ndim and bool((sequence == sequence[..., :1]).all()):
             sequence = sequence[..., :1]
-        c, b = (shared.flatten(0, -3)[sequence.to(self.device)] for shared in (self.c, self.b))
+        c, b = (shared.flatten(0, -3)[sequence.to(self.device)] for shared in (c, b))
         return SelectiveMixing(c, b, rate, step)
-
-    def _map(self, change: TensorMap) -> "SelectiveMixing":
-        return SelectiveMixing(change(self.c), change(self.b), change(self.rate), change(self.step))
 
     def _tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.c.to(dtype), self.b.to(dtype), self.rate.to(dtype), self.step.to(dtype)
 
-    def _work(self, values: Tensor) -> torch.dtype:
-        """The type to sum in."""
-        return compute_dtype(torch.promote_types(self.dtype, values.dtype))
 
+def selective_scan(
+    left: Float[Tensor, "*left T N"],
+    right: Float[Tensor, "*right T N"],
+    rate: Float[Tensor, "*rate N"],
+    step: Float[Tensor, "*step T"],
+    values: Float[Tensor, "*values T V"],
+    numbers: int = STATES,
+) -> Float[Tensor, "*out T V"]:
+    """Compute Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every t.
 
-def _check(c: Tensor, b: Tensor, rate: Tensor, step: Tensor) -> None:
-    channels = step.shape[:-1]
-    fits = (
-        c.ndim >= 2
-        and c.shape == b.shape
-        and 0 not in c.shape[-2:]
-        and step.ndim == c.ndim - 1
-        and step.shape[-1] == c.shape[-2]
-        and channels[:-1] == c.shape[:-3]
-        and (c.ndim == 2 or c.shape[-3] in (1, channels[-1]))
-        and rate.ndim >= 1
-        and rate.shape[-1] == c.shape[-1]
-        and rate.shape[:-1] in (channels, channels[-1:])
-    )
-    if not fits:
-        raise ShapeError(
-            "`SelectiveMixing`",
-            expected="c and b (..., 1 or D, T, N), rate (D, N) or (..., D, N), step (..., D, T), T and N ≥ 1",
-            got=f"c {tuple(c.shape)}, b {tuple(b.shape)}, rate {tuple(rate.shape)}, step {tuple(step.shape)}",
-            fix="Give c and b an axis of channels before the tokens: `c.unsqueeze(-3)`.",
-        )
+    `scan` with a decay per feature: token by token, with a state of N×V numbers.
+
+    Cost: O(T N V) time and O(T V + N V) memory per leading axis, plus two buffers of ``numbers`` numbers over
+    all leading axes.
+
+    Args:
+        left: one vector per row; its leading axes broadcast with those of the other tensors.
+        right: one vector per source.
+        rate: log-decay of each feature per unit of step, at most 0.
+        step: exponent of the decay per token, finite. The step of the first token has no effect.
+        values: vectors that are summed.
+        numbers: numbers of the states in memory at once; it affects memory and time only.
+
+    Examples:
+        >>> import torch
+        >>> one = torch.ones(3, 1)
+        >>> selective_scan(one, one, torch.tensor([0.5]).log(), torch.ones(3), one).flatten().tolist()
+        [1.0, 1.5, 1.75]
+    """
+    lead = torch.broadcast_shapes(left.shape[:-2], rate.shape[:-1], step.shape[:-1], values.shape[:-2])
+    size = (*lead, left.shape[-1], values.shape[-1])
+    state, outputs = values.new_zeros(size), []
+    chunk = max(1, numbers // max(1, state.numel()))
+    for start in range(0, values.shape[-2], chunk):
+        part = slice(start, start + chunk)
+        # the axis of tokens is first, so that the state of one token is contiguous
+        decay = (step[..., part, None] * rate[..., None, :]).exp().movedim(-2, 0)[..., None]
+        added = (right[..., part, :, None] * values[..., part, None, :]).movedim(-3, 0)
+        states = []
+        for a, x in zip(decay.unbind(), added.unbind(), strict=True):
+            state = torch.addcmul(x, a, state)
+            states.append(state)
+        # summed products: many small matrix products take longer on a CPU
+        read = left[..., part, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
+        outputs.append((read * torch.stack(states)).sum(-2))
+    return torch.cat(outputs).movedim(0, -2)

@@ -1,39 +1,37 @@
-"""State-space duality: the operator of Mamba-2 and of other models with one decay a head and token."""
-
-from collections.abc import Callable
+"""Scans with one decay per head and token: the operator of Mamba-2."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
-from rankwise.operators.base import Index, MixingOperator, TensorMap, compute_dtype, leading, on_or_below
-from rankwise.operators.scan import log_weights, scan, scan_transposed
+from rankwise.operators.base import Index, compute_dtype
+from rankwise.operators.scan import CausalScanMixing, log_weights, scan, scan_transposed
 
 
-class SemiseparableMixing(MixingOperator):
+class SemiseparableMixing(CausalScanMixing):
     r"""A scan with scalar decay: ``M[t, s] = c_t · b_s · (Π_{s < r ≤ t} a_r) · step_s`` for s ≤ t, else 0.
 
-    T = S. Any block on or below the diagonal has rank at most N. Fewer heads of c and b than of decays are
-    groups: head h reads group ``h // (H // G)``. Mamba-2 has log a = Δ·A and step = Δ; its D·x is a skip
-    beside M and has no part in it.
+    T = S. Any block on or below the diagonal has rank at most N. If c and b have fewer heads than the decays,
+    each is shared by a group: head h reads group ``h // (H // G)``. Mamba-2 has log a = Δ·A and step = Δ; its
+    D·x is a skip around M, not part of it.
 
-    Decays stay logarithms and are only ever added, so a = 0 (−inf), a = 1 and any length are exact to
-    rounding, and nothing overflows. `@` and its transpose run over chunks: O(T N V) time and O(T (N + V))
-    memory for each head.
+    Log-decays are only ever added, so a = 0 (−inf), a = 1 and any length are exact up to rounding, and
+    nothing overflows. `@` and its transpose run over chunks: O(T N V) time and O(T (N + V)) memory per head.
 
     Source: T. Dao and A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality", ICML 2024, sections 3 and 6.
 
     Args:
-        c: what reads the state, (..., G, T, N).
-        b: what enters the state, of the same shape.
-        log_decay: log a, (..., H, T), in [−inf, 0], H a multiple of G. That of the first token has no part.
-        step: a factor of each source, of the shape of ``log_decay``; 1 by default.
+        c: vectors that read the state, (..., G, T, N).
+        b: vectors that enter the state, of the same shape.
+        log_decay: log a, (..., H, T), in [−inf, 0], H a multiple of G. The decay of the first token has no
+            effect.
+        step: factor per source, of the shape of ``log_decay``; 1 by default.
 
     Raises:
-        ShapeError: if they do not fit together.
+        ShapeError: if the tensors do not fit together.
 
     Examples:
         >>> import torch
@@ -43,6 +41,7 @@ class SemiseparableMixing(MixingOperator):
     """
 
     kind = "semiseparable"
+    held = ("c", "b", "log_decay", "step")
 
     def __init__(
         self,
@@ -51,7 +50,25 @@ class SemiseparableMixing(MixingOperator):
         log_decay: Float[Tensor, "*heads T"],
         step: Float[Tensor, "*heads T"] | None = None,
     ) -> None:
-        _check(c, b, log_decay, step)
+        fits = (
+            c.ndim >= 2
+            and c.shape == b.shape
+            and 0 not in c.shape[-2:]
+            and log_decay.ndim == c.ndim - 1
+            and log_decay.shape[-1] == c.shape[-2]
+            and log_decay.shape[:-2] == c.shape[:-3]
+            and (c.ndim == 2 or (c.shape[-3] > 0 and log_decay.shape[-2] % c.shape[-3] == 0))
+            and (step is None or step.shape == log_decay.shape)
+        )
+        if not fits:
+            steps = "" if step is None else f", step {tuple(step.shape)}"
+            raise ShapeError(
+                "`SemiseparableMixing`",
+                expected="c and b (..., G, T, N), log_decay and step (..., H, T), H a multiple of G, "
+                "T and N ≥ 1",
+                got=f"c {tuple(c.shape)}, b {tuple(b.shape)}, log_decay {tuple(log_decay.shape)}{steps}",
+                fix="Move the heads before the tokens.",
+            )
         self.c, self.b, self.log_decay, self.step = c, b, log_decay, step
 
     @property
@@ -60,111 +77,44 @@ class SemiseparableMixing(MixingOperator):
         return torch.Size([*self.log_decay.shape, self.log_decay.shape[-1]])
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The wider of the types of c and the decays."""
-        return torch.promote_types(self.c.dtype, self.log_decay.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of c."""
-        return self.c.device
-
-    @property
-    def per_group(self) -> int:
-        """Heads that share one c and b."""
+    def heads_per_group(self) -> int:
+        """Number of heads that share one c and b."""
         return self.log_decay.shape[-2] // self.c.shape[-3] if self.c.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Products of c and b under their decay: O((stop − start) T N)."""
+        """Return products of c and b with their decay: O((stop − start) T N)."""
         work = compute_dtype(self.dtype)
         products = self.c[..., start:stop, :].to(work) @ self.b[..., :stop, :].to(work).mT
         weights = log_weights(self.log_decay[..., :stop].to(work), start).exp()
-        rows = self._ungrouped(products) * weights
+        rows = self._repeat_groups(products) * weights
         if self.step is not None:
             rows = rows * self.step[..., None, :stop].to(work)
         return F.pad(rows, (0, self.shape[-1] - stop))
 
-    def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Entries on and below the diagonal."""
-        return self.support_rows(0, self.shape[-2])
-
-    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Rows of the support: what lies on and below the diagonal."""
-        seen = on_or_below(start, stop, self.shape[-1], self.device)
-        return seen.expand(*self.shape[:-2], -1, -1)
-
-    def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """M V."""
-        self._check(values, self.shape[-1], "M @ values")
-        work = self._work(values)
-        given = values.to(work)
-        given = given if self.step is None else given * self.step[..., None].to(work)
-        return self._scanned(scan, given, work).to(values.dtype)
-
-    def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Mᵀ U, scanned from the end."""
-        self._check(values, self.shape[-2], "M.mT @ values")
-        work = self._work(values)
-        mixed = self._scanned(scan_transposed, values.to(work), work)
-        mixed = mixed if self.step is None else mixed * self.step[..., None].to(work)
-        return mixed.to(values.dtype)
-
-    @property
-    def may_hide_columns(self) -> bool:
-        """It has no mask: every token is seen by itself."""
-        return False
+    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+        c, b, decay = (tensor.to(values.dtype) for tensor in (self.c, self.b, self.log_decay))
+        step = None if self.step is None else self.step[..., None].to(values.dtype)
+        if step is not None and not transposed:
+            values = values * step
+        if self.heads_per_group > 1:
+            groups = (c.shape[-3], self.heads_per_group)
+            values = values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], 1)))
+            decay, values = decay.unflatten(-2, groups), values.unflatten(-3, groups)
+            c, b = c.unsqueeze(-3), b.unsqueeze(-3)
+        mixed = (scan_transposed if transposed else scan)(c, b, decay, values)
+        mixed = mixed.flatten(-4, -3) if self.heads_per_group > 1 else mixed
+        return mixed * step if step is not None and transposed else mixed
 
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
-        """Pick sequences and heads; c and b stay grouped where all heads are kept."""
-        step = None if self.step is None else leading(self.step[..., None], index)[..., 0]
-        decay = leading(self.log_decay[..., None], index)[..., 0]
-        c, b = (self.c, self.b) if self._keeps_heads(index) else map(self._ungrouped, (self.c, self.b))
-        return SemiseparableMixing(leading(c, index), leading(b, index), decay, step)
-
-    def _map(self, change: TensorMap) -> "SemiseparableMixing":
-        step = None if self.step is None else change(self.step)
-        return SemiseparableMixing(change(self.c), change(self.b), change(self.log_decay), step)
-
-    def _scanned(self, way: Callable[..., Tensor], values: Tensor, work: torch.dtype) -> Tensor:
-        c, b, decay = self.c.to(work), self.b.to(work), self.log_decay.to(work)
-        if self.per_group == 1:
-            return way(c, b, decay, values)
-        groups = (self.c.shape[-3], self.per_group)
-        values = values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], 1)))
-        decay, values = decay.unflatten(-2, groups), values.unflatten(-3, groups)
-        mixed = way(c.unsqueeze(-3), b.unsqueeze(-3), decay, values)
-        return mixed.flatten(-4, -3)
-
-    def _work(self, values: Tensor) -> torch.dtype:
-        """The type to sum in."""
-        return compute_dtype(torch.promote_types(self.dtype, values.dtype))
-
-    def _ungrouped(self, tensor: Tensor) -> Tensor:
-        """What belongs to a group, once for each of its heads."""
-        return tensor.repeat_interleave(self.per_group, dim=-3) if self.per_group > 1 else tensor
-
-    def _keeps_heads(self, index: Index) -> bool:
-        """Whether an index stops before the axis of heads."""
+        """Pick sequences and heads; c and b stay grouped if the index stops before the heads."""
+        if self.heads_per_group == 1:
+            return super().__getitem__(index)
         picks = index if isinstance(index, tuple) else (index,)
-        return len(picks) < self.log_decay.ndim - 1 and all(isinstance(pick, int | slice) for pick in picks)
+        if len(picks) < self.log_decay.ndim - 1 and all(isinstance(pick, int | slice) for pick in picks):
+            return self.map_tensors(lambda tensor: tensor[index])
+        c, b = self._repeat_groups(self.c), self._repeat_groups(self.b)
+        return SemiseparableMixing(c, b, self.log_decay, self.step)[index]
 
-
-def _check(c: Tensor, b: Tensor, log_decay: Tensor, step: Tensor | None) -> None:
-    fits = (
-        c.ndim >= 2
-        and c.shape == b.shape
-        and 0 not in c.shape[-2:]
-        and log_decay.ndim == c.ndim - 1
-        and log_decay.shape[-1] == c.shape[-2]
-        and log_decay.shape[:-2] == c.shape[:-3]
-        and (c.ndim == 2 or (c.shape[-3] > 0 and log_decay.shape[-2] % c.shape[-3] == 0))
-        and (step is None or step.shape == log_decay.shape)
-    )
-    if not fits:
-        steps = "" if step is None else f", step {tuple(step.shape)}"
-        raise ShapeError(
-            "`SemiseparableMixing`",
-            expected="c and b (..., G, T, N), log_decay and step (..., H, T), H a multiple of G, T and N ≥ 1",
-            got=f"c {tuple(c.shape)}, b {tuple(b.shape)}, log_decay {tuple(log_decay.shape)}{steps}",
-            fix="Move the heads before the tokens.",
-        )
+    def _repeat_groups(self, tensor: Tensor) -> Tensor:
+        """Repeat the tensors of each group, once per head."""
+        return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

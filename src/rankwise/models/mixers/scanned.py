@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import InputError
 from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState, token_mask
-from rankwise.operators import MixingOperator
-from rankwise.operators.part import IndexedMixing
+from rankwise.operators import IndexedMixing, MixingOperator
 
 
 class Mixing(NamedTuple):
