@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from rankwise.ops import tssa
-from rankwise.ops.token_statistics.reference import ENERGY_EPS, MASS_EPS
+from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
 
 OURS, REFERENCE, EAGER, SDPA = "rankwise", "reference", "eager", "sdpa"
 FLA = {"fla chunk": "chunk_linear_attn", "fla fused chunk": "fused_chunk_linear_attn"}

@@ -13,8 +13,7 @@ from tests.unchecked import unchecked
 
 import rankwise
 from rankwise.errors import InputError, ShapeError
-from rankwise.ops import TSSAState, half_lives, tssa
-from rankwise.ops.token_statistics import dispatch
+from rankwise.ops import TSSAState, dispatch, half_lives, tssa
 
 W, TAU = torch.ones(2, 4, 3, 5), torch.ones(3)
 ROW = torch.ones(1, 4, 3, 5)

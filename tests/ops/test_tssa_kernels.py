@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
-from rankwise.ops import TSSAState, tssa
-from rankwise.ops.token_statistics.cpu import causal_loops, flat_problem, head_loops, sum_loops, tasks
-from rankwise.ops.token_statistics.cpu.compiled import Loop
-from rankwise.ops.token_statistics.problem import Problem
+from rankwise.ops import TSSAState, cpu_causal, cpu_chunks, cpu_compile, tssa
+from rankwise.ops.arguments import Problem
+from rankwise.ops.cpu_compile import Loop
 
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 
@@ -57,8 +56,8 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(case):
 @pytest.fixture(params=[2, 3], ids=["two threads", "three threads"])
 def small_pieces(monkeypatch, request):
     """Sequences cut into pieces of one or two chunks, for two threads and for more; gives how many."""
-    monkeypatch.setattr(flat_problem, "PIECE", 96)
-    monkeypatch.setattr(tasks, "SMALL", 0)
+    monkeypatch.setattr(cpu_chunks, "PIECE", 96)
+    monkeypatch.setattr(cpu_compile, "SMALL", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -105,13 +104,13 @@ class Recorded(Loop):
 @pytest.mark.parametrize("failure", [IndexError("within the work"), KeyboardInterrupt()], ids=repr)
 def test_a_failure_on_any_thread_reaches_the_caller(failure):
     with pytest.raises(type(failure)):
-        tasks.run_tasks(Recorded(failure), (), 8, 2)
+        cpu_compile.run_tasks(Recorded(failure), (), 8, 2)
 
 
 @pytest.mark.parametrize(("count", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
 def test_every_task_is_done_once(count, workers):
     loop = Recorded()
-    tasks.run_tasks(loop, (), count, workers)
+    cpu_compile.run_tasks(loop, (), count, workers)
     assert sorted(loop.done) == list(range(count))
     assert len(loop.by) <= workers
 
@@ -119,10 +118,10 @@ def test_every_task_is_done_once(count, workers):
 def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     """The only helper waits for the end of this test."""
     over, begun = threading.Event(), threading.Event()
-    held = tasks._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
+    held = cpu_compile._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
     begun.wait(60)
     loop = Recorded()
-    tasks.run_tasks(loop, (), 9, 2)
+    cpu_compile.run_tasks(loop, (), 9, 2)
     over.set()
     assert held.result()
     assert sorted(loop.done) == list(range(9))
@@ -133,8 +132,8 @@ def test_as_many_threads_as_torch_uses_but_no_more_than_cores(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for cores, expected in ((2, 2), (64, 8), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert tasks.threads_for(tasks.SMALL) == expected
-        assert tasks.threads_for(tasks.SMALL - 1) == 1
+        assert cpu_compile.threads_for(cpu_compile.SMALL) == expected
+        assert cpu_compile.threads_for(cpu_compile.SMALL - 1) == 1
 
 
 WIDTHS = [1, 5, 23, 48, 60, 63, 128, 256]
@@ -151,7 +150,7 @@ def test_every_head_width(width, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_threads_change_nothing_but_the_order_of_sums(causal, monkeypatch):
     case = Case(shape=(1, 5000, 5, 24), causal=causal, decayed=causal)
-    assert case.w.numel() >= tasks.SMALL
+    assert case.w.numel() >= cpu_compile.SMALL
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     try:
@@ -219,7 +218,7 @@ def problem(tokens: int) -> Problem:
 
 
 def test_what_is_kept_of_pieces_does_not_grow_with_the_text(small_pieces):
-    counts = [len(flat_problem._pieces(problem(t), small_pieces).first) for t in (16_384, 65_536)]
+    counts = [len(cpu_chunks._pieces(problem(t), small_pieces).first) for t in (16_384, 65_536)]
     assert counts == [16 * small_pieces] * 2
 
 
@@ -232,7 +231,7 @@ def test_tokens_are_counted_in_int64(dtype):
 
 
 def test_loops_are_compiled_without_the_interpreter_lock_once_for_each_set_of_dtypes():
-    loops = (sum_loops.sums, causal_loops.assign)
+    loops = (cpu_chunks.sum_squares, cpu_causal.assign)
     made = []
     for _ in range(2):  # the second time nothing is compiled; other tests may have compiled more before
         for dtype in (torch.float32, torch.float64):
@@ -251,10 +250,10 @@ def test_exponentials_of_the_loops_are_those_of_float64():
     for dtype, ulps in ((np.float32, 2), (np.float64, 1)):
         row = x.astype(dtype)
         wanted = np.exp(x.astype(np.float64))
-        head_loops.exponentials(row)
+        cpu_chunks.exponentials(row)
         assert (np.abs(row - wanted) <= ulps * np.finfo(dtype).eps * wanted).all()
         edges = np.array([0, -100, -1e30, -np.inf, np.nan], dtype)
-        head_loops.exponentials(edges)
+        cpu_chunks.exponentials(edges)
         assert edges[0] == 1
         assert edges[2:4].tolist() == [0, 0]
         assert np.isnan(edges[4])

@@ -11,7 +11,9 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rankwise.ops.token_statistics.triton import bidirectional, causal, chunks
+from rankwise.ops import triton_bidirectional as bidirectional
+from rankwise.ops import triton_causal as causal
+from rankwise.ops import triton_chunks as chunks
 
 COMMON = {"mask": "*i1", "first": "*i64", "last": "*i64", "owner": "*i64", "decay": "*fp64", "eps": "fp32"}
 HALF = {"w", "given", "out"}  # in the dtype of w

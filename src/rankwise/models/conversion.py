@@ -18,7 +18,7 @@ from rankwise.models.configuration import ToSTConfig
 from rankwise.models.language import ToSTForCausalLM
 from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
 from rankwise.models.vision import ToSTForImageClassification
-from rankwise.ops.token_statistics.checks import FLOATS
+from rankwise.ops.arguments import FLOATS
 
 WRAPPERS = (COMPILED_PREFIX, "module.")
 """What torch.compile and DistributedDataParallel put before every name."""

@@ -1,5 +1,6 @@
 """Operations with several implementations: one documented function each, kernels behind it."""
 
-from rankwise.ops.token_statistics import TSSAOutput, TSSAState, half_lives, tssa
+from rankwise.ops.decay import half_lives
+from rankwise.ops.token_statistics import TSSAOutput, TSSAState, tssa
 
 __all__ = ["TSSAOutput", "TSSAState", "half_lives", "tssa"]

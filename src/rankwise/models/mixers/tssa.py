@@ -23,8 +23,8 @@ from rankwise.models.mixers.membership_scan import MembershipScan
 from rankwise.models.mixers.scanned import in_front
 from rankwise.operators import DiagonalMixing, MixingOperator
 from rankwise.ops import TSSAOutput, TSSAState, tssa
-from rankwise.ops.token_statistics.checks import MEMBERSHIPS
-from rankwise.ops.token_statistics.dispatch import IMPLEMENTATIONS
+from rankwise.ops.arguments import MEMBERSHIPS
+from rankwise.ops.dispatch import IMPLEMENTATIONS
 
 
 class Call(NamedTuple):

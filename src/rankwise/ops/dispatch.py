@@ -66,7 +66,7 @@ def kernels(impl: str, causal: bool) -> ModuleType:
     output, of Π and of the last sums, and gives those of w and of the temperature, causal also of the
     scores' offset and of the first sums.
     """
-    return import_module(f"rankwise.ops.token_statistics.{impl}.{'causal' if causal else 'bidirectional'}")
+    return import_module(f"rankwise.ops.{impl}_{'causal' if causal else 'bidirectional'}")
 
 
 @constant_when_traced

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.token_statistics.problem import Problem, exact
+from rankwise.ops.arguments import Problem, exact
 
 LEAST = -2000.0
 """Of log2 λ: 2 to it is 0 in float64 too, but no tokens' worth of it is still 1, which of -∞ is NaN."""

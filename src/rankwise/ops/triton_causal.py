@@ -10,18 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.token_statistics.problem import Problem, Sums
-from rankwise.ops.token_statistics.reference import ENERGY_EPS, MASS_EPS
-from rankwise.ops.token_statistics.triton.chunks import (
-    Chunks,
-    aged,
-    coming,
-    memberships,
-    places,
-    power,
-    running,
-    scores_back,
-)
+from rankwise.ops.arguments import Problem, Sums
+from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
+from rankwise.ops.triton_chunks import Chunks, aged, coming, memberships, places, power, running, scores_back
 
 
 @triton.jit

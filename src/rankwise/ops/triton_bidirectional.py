@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.token_statistics.problem import Problem, Sums
-from rankwise.ops.token_statistics.reference import MASS_EPS, NORM_EPS
-from rankwise.ops.token_statistics.triton.chunks import Chunks, memberships, places, scores_back
+from rankwise.ops.arguments import Problem, Sums
+from rankwise.ops.reference import MASS_EPS, NORM_EPS
+from rankwise.ops.triton_chunks import Chunks, memberships, places, scores_back
 
 
 @triton.jit

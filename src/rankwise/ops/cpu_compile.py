@@ -1,6 +1,9 @@
 """How the loops of this folder are compiled and cached, and what the compiler may change in them."""
 
+import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
+import torch
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
@@ -52,16 +56,17 @@ class Loop:
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
     own = FunctionType(function.__code__, function.__globals__, function.__name__)
-    origin = _origin(Path(function.__code__.co_filename).parent)
+    origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
     own.__module__, own.__qualname__ = function.__module__, f"{function.__name__}_{digest}"
     return numba.njit(signature, nogil=True, cache=True, fastmath=ALLOWED, error_model="numpy")(own)
 
 
 @cache
-def _origin(folder: Path) -> str:
-    """All that the machine code of the loops in a folder depends on besides their signatures."""
-    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+def _origin(file: Path) -> str:
+    """Return everything that the machine code of a loop in this file depends on, except its signature."""
+    files = {file, *Path(__file__).parent.glob("cpu_*.py")}
+    sources = b"".join(path.read_bytes() for path in sorted(files))
     versions = f"{numba.__version__} {llvmlite.__version__}"
     processor = f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"
     return f"{sha256(sources).hexdigest()} {versions} {processor}"
@@ -73,3 +78,49 @@ def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[...
     What is ``allowed`` to the compiler is so here only, also where the loop around it allows more.
     """
     return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)
+
+
+SMALL = 1 << 19
+"""Below this many numbers a second thread costs more than it saves."""
+
+
+def threads_for(numbers: int) -> int:
+    """Threads for a call that reads so many numbers: torch's, at most as many as cores, 1 for little work."""
+    return 1 if numbers < SMALL else min(torch.get_num_threads(), os.cpu_count() or 1)
+
+
+def run_tasks(loop: Loop, given: tuple[Any, ...], tasks: int, workers: int) -> None:
+    """Call ``loop(*given, low, high)`` on slices of the tasks until all are done.
+
+    Each task writes its own part of the result. Slices are taken, not given, so that a thread the system
+    keeps waiting holds nobody up; the caller is a worker too and waits for no thread that has not begun.
+    """
+    run = loop.of(*given, 0, tasks)  # compiled here, once
+    if min(workers, tasks) <= 1:
+        run(*given, 0, tasks)
+        return
+    size = -(-tasks // (4 * workers))
+    todo = deque((low, min(low + size, tasks)) for low in range(0, tasks, size))
+
+    def work() -> None:
+        while True:
+            try:
+                low, high = todo.popleft()
+            except IndexError:  # nothing is left
+                return
+            run(*given, low, high)
+
+    helpers = [_pool(os.getpid(), workers - 1).submit(work) for _ in range(workers - 1)]
+    try:
+        work()
+    finally:
+        todo.clear()  # after an interrupt the others stop too
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
+
+
+@cache
+def _pool(process: int, workers: int) -> ThreadPoolExecutor:
+    """Threads of this process: a forked one has none of its parent's."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="rankwise-tssa")

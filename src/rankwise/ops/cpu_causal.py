@@ -1,19 +1,110 @@
-"""The compiled loops of causal TSSA's gradients: sums, then output, memberships and scores, backward.
-
-Arrays as in `sum_loops`. A chunk is the tokens at[c] ≤ t < to[c], and begin[c] the sums before it; a task
-is a piece, the chunks low[i] ≤ c < high[i]. Within a chunk sums are made anew from first token to last, and
-what later tokens ask of them is gathered from last to first: ``later`` is asked by those after the chunk,
-``local`` by those in it. All that is asked is linear in what is asked after the piece (``until``), so pieces
-run at once as if that were nothing, and their part of it is added when it is known.
-"""
+"""The compiled loops of causal TSSA, forward; arrays and pieces as in `sum_loops`."""
 
 from typing import no_type_check
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rankwise.ops.token_statistics.cpu.compiled import CHUNK, Loop, inlined
-from rankwise.ops.token_statistics.cpu.head_loops import softmax_rows_back
-from rankwise.ops.token_statistics.cpu.sum_loops import factors, fold, kept, project_row, tokens_between
+from rankwise.ops.arguments import Problem, Sums, in_dtype
+from rankwise.ops.cpu_chunks import (
+    FlatProblem,
+    add_rows,
+    factors,
+    flat,
+    fold,
+    kept,
+    new,
+    project_row,
+    softmax_rows,
+    softmax_rows_back,
+    sum_squares,
+    tensor,
+    tokens_between,
+)
+from rankwise.ops.cpu_compile import CHUNK, Loop, inlined
+from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
+
+
+@inlined
+@no_type_check
+def score_row(row, base, local, factors, tiny):
+    """One token's Σ_k w²/max(c, eps), after adding it to the chunk's sums."""
+    score = row.dtype.type(0)
+    for k in range(len(row)):
+        square = row[k] * row[k]
+        local[k] = kept(local[k], factors) + square
+        c = base[k] * factors[2] + local[k]
+        score += square / (tiny if c < tiny else c)
+    return score
+
+
+@inlined
+@no_type_check
+def output_row(row, base, local, factors, pi, n, out):
+    """One token's output, after adding it to the chunk's sums."""
+    for k in range(len(row)):
+        local[k] = kept(local[k], factors) + pi * (row[k] * row[k])
+        out[k] = -pi * n * row[k] / (base[k] * factors[2] + local[k] + n)
+
+
+@Loop
+@no_type_check
+def assign(
+    w, offset, temperature, mask, power, rate, first, last, begin, eps, score, membership, totals, masses,
+    low, high,
+):  # fmt: skip
+    """Scores Σ_k w_t²/max(c_t, eps) + offset, and memberships, which may lie over scores.
+
+    begin[i] is the c before piece i, totals[i] = Σ Π w² and masses[i] = Σ Π as they stand after it.
+    """
+    shape, heads, tiny = w.shape[1:], w.shape[1], w.dtype.type(eps)
+    base, local, more = np.empty(shape, w.dtype), np.zeros(shape, w.dtype), np.zeros(shape, w.dtype)
+    total = np.empty(shape)
+    for i in range(low, high):
+        total[:] = begin[i]
+        totals[i] = 0
+        masses[i] = 0
+        for c in range(first[i], last[i], CHUNK):
+            stop, age = min(c + CHUNK, last[i]), 0
+            base[:] = total
+            for t in range(c, stop):
+                if mask.size > 0 and not mask[t]:
+                    score[t] = 0
+                    continue
+                age += 1
+                for h in range(heads):
+                    found = score_row(w[t, h], base[h], local[h], factors(power, age, h), tiny)
+                    score[t, h] = found + offset[t, h] if offset.size > 0 else found
+            softmax_rows(score, temperature, mask, membership, c, stop)
+            add_rows(w, membership, mask, power, rate, c, stop, more, masses[i])
+            fold(total, local, rate, age)
+            fold(totals[i], more, rate, age)
+
+
+@Loop
+@no_type_check
+def outputs(w, membership, mask, power, rate, first, last, begin, begin_mass, eps, out, low, high):
+    """out_t = -Π_t w_t n_t/(n_t + a_t); begin[i] is the a before piece i, begin_mass[i] the n."""
+    real, heads = w.dtype.type, w.shape[1]
+    base, local = np.empty(w.shape[1:], w.dtype), np.zeros(w.shape[1:], w.dtype)
+    total, n = np.empty(w.shape[1:]), np.empty(heads)
+    for i in range(low, high):
+        total[:] = begin[i]
+        n[:] = begin_mass[i, :, 0]
+        for c in range(first[i], last[i], CHUNK):
+            age = 0
+            base[:] = total
+            for t in range(c, min(c + CHUNK, last[i])):
+                if mask.size > 0 and not mask[t]:
+                    out[t] = 0
+                    continue
+                age += 1
+                for h in range(heads):
+                    pi, by = membership[t, h], factors(power, age, h)
+                    n[h] = n[h] * rate[h] + pi
+                    output_row(w[t, h], base[h], local[h], by, pi, real(n[h] + eps), out[t, h])
+            fold(total, local, rate, age)
 
 
 @inlined
@@ -221,3 +312,77 @@ def score_sweep_back(
             fold(total, local, rate, age)
             later[:] = total
             passed += age
+
+
+def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
+    """Output, memberships, scores and the last sums; beside them, two sums for every piece.
+
+    Half-precision w and the output of it are there in float32 as well, and w out of order in order.
+    """
+    work, shape = FlatProblem(problem), problem.w.shape
+    x, dtype, start = work.x, work.dtype, work.sums(problem.first())
+    score, membership = work.memberships(keep)
+    totals, masses = work.room()
+    output, where = new(shape, dtype), (*work.tokens, *work.runs[:2])
+
+    work.run(sum_squares, x, flat(None, dtype), *where, totals, masses)
+    begin, energy = work.carry(totals, start[0])
+    read = (x, flat(problem.offset, dtype), work.temperature, *where, begin, ENERGY_EPS)
+    work.run(assign, *read, score, membership, totals, masses)
+    begin, assigned = work.carry(totals, start[1])
+    begin_mass, mass = work.carry(masses, start[2])
+    read = (x, membership, *where, begin, begin_mass, MASS_EPS)
+    work.run(outputs, *read, flat(output, dtype))
+
+    pi, scores = (torch.from_numpy(part.reshape(shape[:3])) for part in (membership, score))
+    end = Sums(*(tensor(part, dtype) for part in (energy, assigned, mass[..., 0])))
+    return in_dtype(output, problem.w.dtype), pi, scores, end
+
+
+def backward(
+    problem: Problem,
+    membership: Tensor,
+    score: Tensor,
+    given: Tensor,
+    given_membership: Tensor,
+    given_end: Sums,
+) -> tuple[Tensor, Tensor, Tensor, Sums]:
+    """Gradients of w, of the temperature, of the scores' offset and of the first sums.
+
+    Memory beside the gradients: O(B T H), and two sums at the start of every chunk, 1/32 of w.
+    """
+    work = FlatProblem(problem)
+    x, dtype, start = work.x, work.dtype, work.sums(problem.first())
+    go, pi, dpi, scores = (flat(part, dtype) for part in (given, membership, given_membership, score))
+    last, (chunks, low, high) = work.sums(given_end), work.chunks()
+    where = (*work.tokens, *chunks[:2], low, high)
+
+    def before_chunks(weight: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        totals, masses = work.room(len(chunks.first), x.dtype)
+        read = (x, weight, *work.tokens, *chunks[:2])
+        work.run(sum_squares, *read, totals, masses, tasks=len(chunks.first))
+        return work.carry(totals, start, runs=chunks)[0], masses
+
+    out, asked, (before, before_mass) = (
+        new(problem.w.shape, dtype),
+        np.empty_like(pi),
+        work.room(None, x.dtype),
+    )
+    assigned, masses = before_chunks(pi, start[1])
+    known = (assigned, work.carry(masses, start[2], runs=chunks)[0], MASS_EPS)
+    found = (flat(out, dtype), asked, before, before_mass)
+    work.run(output_sweep_back, x, go, pi, *where, *known, *found)
+    until, first_assigned = work.carry(before, last[1], backward=True)
+    until_mass, first_mass = work.carry(before_mass, last[2], backward=True)
+
+    energy, _ = before_chunks(flat(None, dtype), start[0])
+    slope, of_temperature = np.empty_like(asked), np.empty((len(low), pi.shape[1]))
+    before, _ = work.room()
+    read = (x, pi, scores, work.temperature, dpi, *where, energy, ENERGY_EPS, until, until_mass)
+    work.run(slopes, *read, asked, slope, of_temperature, before)
+    ask, first_energy = work.carry(before, last[0], backward=True)
+    energies = (energy, ENERGY_EPS, ask, until)
+    work.run(score_sweep_back, x, slope, pi, *where, *energies, flat(out, dtype))
+    sums = Sums(*(tensor(part, dtype) for part in (first_energy, first_assigned, first_mass[..., 0])))
+    tau = tensor(of_temperature.sum(0), dtype)
+    return in_dtype(out, problem.w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums

@@ -3,13 +3,84 @@
 import os
 import sys
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rankwise.errors import InputError, ShapeError, did_you_mean
-from rankwise.ops.token_statistics.state import TSSAState
+
+
+class Sums(NamedTuple):
+    """The differentiable part of a state, for N sequences.
+
+    Attributes:
+        energy: (N, H, K).
+        assigned: (N, H, K).
+        mass: (N, H).
+    """
+
+    energy: Tensor
+    assigned: Tensor
+    mass: Tensor
+
+
+class Problem(NamedTuple):
+    """What is to be computed; every tensor but w is in the dtype of the sums.
+
+    Attributes:
+        w: (B, T, H, K), in its own dtype.
+        temperature: (H,), or None for uniform memberships.
+        offset: what the bias adds to the score, (B, T, H), or None.
+        mask: real tokens, (B, T), or None for all.
+        start: sums before the first token of a causal call; None for zeros, and where it is bidirectional.
+        rate: λ, (H,) in float64, or None for λ = 1.
+        bounds: where each of the N sequences packed in one row begins, and where the last ends, (N + 1,);
+            None where each row is a sequence.
+        causal: which of the two operations.
+    """
+
+    w: Tensor
+    temperature: Tensor | None
+    offset: Tensor | None
+    mask: Tensor | None
+    start: Sums | None
+    rate: Tensor | None
+    bounds: Tensor | None
+    causal: bool
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
+
+    def first(self) -> Sums:
+        """The sums before the first token."""
+        if self.start is not None:
+            return self.start
+        heads, width = self.w.shape[2:]
+        energy = self.w.new_zeros((self.sequences, heads, width), dtype=exact(self.w.dtype))
+        return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
+
+
+class Solution(NamedTuple):
+    """Output (B,T,H,K) in the dtype of w, memberships (B,T,H), the sums after the last token if causal."""
+
+    output: Tensor
+    membership: Tensor
+    end: Sums | None
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the sums: float64 for a w of float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of that dtype: itself where it can be, as asking torch takes 40 µs in a cold cache."""
+    return x if x.dtype == dtype else x.to(dtype)
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
@@ -128,7 +199,7 @@ def check_options(
     causal: bool,
     temperature: Tensor | None,
     bias: Tensor | None,
-    state: TSSAState | None,
+    state: tuple[Tensor, ...] | None,
     membership: str,
     half_life: Tensor | None,
 ) -> None:
@@ -171,19 +242,16 @@ def check_options(
         raise InputError("half_life", expected="numbers above 0", got=got, fix="Infinity forgets nothing.")
 
 
-def check_state(state: TSSAState, w: Tensor, sequences: int) -> None:
+def check_state(state: tuple[Tensor, ...], w: Tensor, sequences: int) -> None:
     """A state that is none, or one of other sequences, heads or channels, or elsewhere.
 
     Raises:
-        InputError: if it is no `TSSAState`, on another device, or has seen fewer than no tokens.
+        InputError: if it is on another device, or has seen fewer than no tokens.
         ShapeError: if one of its parts has another shape or kind of number.
     """
-    if not isinstance(state, TSSAState):
-        got = type(state).__name__
-        raise InputError("state", expected="a TSSAState", got=got, fix="Make one with TSSAState(*state).")
     sums = (sequences, *w.shape[2:])
-    wanted = TSSAState(sums, sums, sums[:2], sums[:1])  # type: ignore[arg-type]
-    for name, part, shape in zip(TSSAState._fields, state, wanted, strict=True):
+    shapes = {"energy": sums, "assigned": sums, "mass": sums[:2], "seen": sums[:1]}
+    for part, (name, shape) in zip(state, shapes.items(), strict=True):
         _tensor(f"state.{name}", part)
         check_device(f"state.{name}", part, w)
         if part.shape != shape:
@@ -283,3 +351,67 @@ def _tensor(subject: str, value: Any) -> None:
 
 def _shape(subject: str, wanted: str, got: str, fix: str) -> NoReturn:
     raise ShapeError(subject, expected=wanted, got=got, fix=fix)
+
+
+def lengths(problem: Problem) -> Int[Tensor, " N"]:
+    """How many real tokens each sequence has, int64."""
+    mask, bounds, (batch, tokens) = problem.mask, problem.bounds, problem.w.shape[:2]
+    if bounds is None:
+        return torch.full((batch,), tokens, device=problem.w.device) if mask is None else mask.sum(1)
+    if mask is None:
+        return bounds.diff()
+    return torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))[bounds].diff()
+
+
+def positions(problem: Problem, count: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
+    """The position of every token among the real tokens of its sequence, from 0.
+
+    Padding takes no position, so a padded row reads the bias as the row alone would; the number given to a
+    padded token means nothing (its result is zero) and lies within the row.
+
+    Args:
+        problem: the call.
+        count: tokens seen before, or None for none.
+
+    Returns:
+        Positions.
+    """
+    shape, mask, bounds = problem.w.shape[:2], problem.mask, problem.bounds
+    index = torch.arange(shape.numel(), device=problem.w.device)
+    if bounds is None:
+        bounds = torch.arange(0, len(index) + 1, shape[1], device=index.device)
+    sequence = torch.searchsorted(bounds, index, right=True) - 1
+    ones = torch.ones_like(index) if mask is None else mask.flatten().long()
+    upto = torch.nn.functional.pad(ones.cumsum(0), (1, 0))
+    within = (upto[1:] - upto[bounds[sequence]] - 1).clamp(min=0)
+    return (within if count is None else within + count[sequence]).view(shape)
+
+
+def offsets(
+    bias: Float[Tensor, "H P"], problem: Problem, count: Int[Tensor, " N"] | None
+) -> Float[Tensor, "B T H"]:
+    """What the learned bias adds to the score of every token: K · bias[h, position].
+
+    Args:
+        bias: learned, by head and position; it is added before the sum over the K channels.
+        problem: the call.
+        count: tokens seen before, or None for none.
+
+    Returns:
+        Offsets.
+
+    Raises:
+        ShapeError: if the bias ends before a real token. Under torch.compile, which looks at no number,
+            indexing fails instead.
+    """
+    batch, tokens, _, width = problem.w.shape
+    mask = problem.mask
+    if mask is None and count is None and problem.bounds is None:
+        check_positions(bias.shape[1], tokens - 1)
+        return (width * bias[:, :tokens].t()).expand(batch, tokens, -1)
+    position = positions(problem, count)
+    if mask is not None:
+        position = position.masked_fill(~mask, 0)
+    if not torch.compiler.is_compiling():
+        check_positions(bias.shape[1], int(position.max()))
+    return width * bias.t()[position]

@@ -15,9 +15,8 @@ from rankwise._internals.torch_private import (
     is_zero_tensor,
 )
 from rankwise.errors import InputError
-from rankwise.ops.token_statistics.checks import check_call
-from rankwise.ops.token_statistics.dispatch import kernels
-from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact
+from rankwise.ops.arguments import Problem, Solution, Sums, check_call, exact
+from rankwise.ops.dispatch import kernels
 
 
 @torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())

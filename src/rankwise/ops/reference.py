@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankwise.ops.token_statistics.checks import check_ends
-from rankwise.ops.token_statistics.decay import running_sum
-from rankwise.ops.token_statistics.problem import Problem, Solution, Sums, exact
+from rankwise.ops.arguments import Problem, Solution, Sums, check_ends, exact
+from rankwise.ops.decay import running_sum
 
 NORM_EPS = 1e-12
 """Bidirectional: a channel's norm over the tokens is at least this."""

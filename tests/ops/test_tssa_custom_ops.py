@@ -12,15 +12,14 @@ from torch.utils._pytree import tree_leaves
 from tssa_cases import Case, errors, outputs
 
 from rankwise.errors import InputError, ShapeError
-from rankwise.ops import TSSAState, half_lives, tssa
-from rankwise.ops.token_statistics import library
-from rankwise.ops.token_statistics.decay import rates, running_sum
-from rankwise.ops.token_statistics.library import (
+from rankwise.ops import TSSAState, custom_ops, half_lives, tssa
+from rankwise.ops.custom_ops import (
     bidirectional,
     bidirectional_backward,
     causal,
     causal_backward,
 )
+from rankwise.ops.decay import rates, running_sum
 
 causalities = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 impls = pytest.mark.parametrize("impl", ["reference", "cpu"])
@@ -176,8 +175,8 @@ def test_infinities_that_cancel_give_no_warning(is_causal):
 
 @causalities
 def test_a_kernel_is_called_without_an_operator_where_nobody_looks(monkeypatch, is_causal):
-    monkeypatch.setattr(library, "bidirectional", None)
-    monkeypatch.setattr(library, "causal", None)
+    monkeypatch.setattr(custom_ops, "bidirectional", None)
+    monkeypatch.setattr(custom_ops, "causal", None)
     w, parameter = torch.randn(1, 4, 3, 5), torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
         found = tssa(w, parameter, is_causal)
