@@ -1,5 +1,6 @@
 """TSSA inside torch: gradcheck, operator registration, torch.compile, autocast, dtypes."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -13,13 +14,8 @@ from tssa_cases import Case, errors, outputs
 
 from rankwise.errors import InputError, ShapeError
 from rankwise.ops import TSSAState, custom_ops, half_lives, tssa
-from rankwise.ops.custom_ops import (
-    bidirectional,
-    bidirectional_backward,
-    causal,
-    causal_backward,
-)
-from rankwise.ops.decay import rates, running_sum
+from rankwise.ops.decay import decay_rates
+from rankwise.ops.reference import running_sum
 
 causalities = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 impls = pytest.mark.parametrize("impl", ["reference", "cpu"])
@@ -61,14 +57,12 @@ def test_operators_are_registered_as_they_behave(is_causal, keep, masked, dtype)
     stated = is_causal and masked
     case = Case((1, 10, 2, 3), is_causal, masked, decayed=stated, stated=stated, cuts=cuts, dtype=dtype)
     w, temperature = case.w.requires_grad_(keep), case.temperature.requires_grad_(keep)
-    mask, last = case.options["mask"], (torch.tensor(cuts) if masked else None, "cpu", keep)
-    if is_causal:
-        sums = [part.requires_grad_(keep) for part in case.options["state"][:3]] if stated else [None] * 3
-        offset = torch.randn(1, 10, 2, requires_grad=keep) if masked else None
-        rate = rates(case.options["half_life"], w.device) if masked else None
-        torch.library.opcheck(causal, (w, temperature, offset, mask, *sums, rate, *last))
-    else:
-        torch.library.opcheck(bidirectional, (w, temperature, mask, *last))
+    sums = [part.requires_grad_(keep) for part in case.options["state"][:3]] if stated else [None] * 3
+    offset = torch.randn(1, 10, 2, requires_grad=keep) if stated else None
+    rate = decay_rates(case.options["half_life"], w.device) if stated else None
+    bounds = torch.tensor(cuts) if masked else None
+    start = (w, temperature, offset, case.options["mask"], *sums, rate, bounds)
+    torch.library.opcheck(custom_ops.tssa, (*start, is_causal, "cpu", keep))
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "literal", "decayed"])
@@ -118,7 +112,7 @@ def with_a_gradient(w: torch.Tensor, is_causal: bool) -> None:
 def test_whoever_wants_to_see_an_operator_does(watched, is_causal):
     seen.clear()
     watched(torch.randn(1, 4, 3, 5), is_causal)
-    assert any(f"tssa_{'causal' if is_causal else 'bidirectional'}" in str(thing) for thing in seen)
+    assert any(re.search(r"rankwise(::|\.|_)tssa", str(thing)) for thing in seen)
 
 
 @causalities
@@ -175,8 +169,7 @@ def test_infinities_that_cancel_give_no_warning(is_causal):
 
 @causalities
 def test_a_kernel_is_called_without_an_operator_where_nobody_looks(monkeypatch, is_causal):
-    monkeypatch.setattr(custom_ops, "bidirectional", None)
-    monkeypatch.setattr(custom_ops, "causal", None)
+    monkeypatch.setattr(custom_ops, "tssa", None)
     w, parameter = torch.randn(1, 4, 3, 5), torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
         found = tssa(w, parameter, is_causal)
@@ -244,48 +237,48 @@ def test_it_compiles_into_one_graph_which_refuses_boundaries_outside_its_tokens(
     assert done.stdout.split() == ["equal"] * 3 + ["refused"] * 8
 
 
-def direct_calls():
-    """The four operators and what they take, for one row of 10 tokens in two sequences."""
+def direct_calls(is_causal):
+    """Return both operators and their arguments, for one row of 10 tokens in two sequences."""
     per_token, per_channel = torch.ones(1, 10, 2), torch.ones(2, 2, 3)
     sums = {"energy": per_channel, "assigned": per_channel, "mass": torch.ones(2, 2)}
-    given = {"given": torch.ones(1, 10, 2, 3), "given_membership": per_token}
-    ends = {f"given_{name}": part for name, part in sums.items()}
-    known = {"membership": per_token, "score": per_token}
-    call = {"w": torch.ones(1, 10, 2, 3), "temperature": torch.ones(2), "impl": "cpu"}
+    known = {"membership": per_token, "score": per_token} | {f"end_{name}": x for name, x in sums.items()}
+    known |= {"d_output": torch.ones(1, 10, 2, 3), "d_membership": per_token}
+    known |= {f"d_{name}": x for name, x in sums.items()}
+    call = {"w": torch.ones(1, 10, 2, 3), "temperature": torch.ones(2), "impl": "cpu", "causal": is_causal}
     call |= {"mask": torch.ones(1, 10, dtype=torch.bool), "bounds": torch.tensor([0, 6, 10])}
-    rate = {"rate": torch.ones(2, dtype=torch.float64)}
+    call |= sums | {"rate": torch.ones(2, dtype=torch.float64)}
     return {
-        "bidirectional": (bidirectional, call | {"keep": True}),
-        "causal": (causal, call | sums | rate | {"offset": per_token, "keep": True}),
-        "bidirectional_backward": (bidirectional_backward, call | sums | known | given),
-        "causal_backward": (causal_backward, call | sums | rate | known | given | ends),
+        "forward": (custom_ops.tssa, call | {"offset": per_token, "keep_scores": True}),
+        "backward": (custom_ops.tssa_backward, call | known),
     }
 
 
-@pytest.mark.parametrize("name", direct_calls())
-def test_an_operator_called_directly_trusts_no_shape(name):
-    operator, right = direct_calls()[name]
+@causalities
+@pytest.mark.parametrize("name", direct_calls(True))
+def test_an_operator_called_directly_trusts_no_shape(name, is_causal):
+    operator, right = direct_calls(is_causal)[name]
     assert all(torch.isfinite(x).all() for x in operator(**right))
     for wrong in ([0, 6, 9], [1, 6, 10], [0, 11, 10], [0, 60, 70], [[0, 10]], []):
-        with pytest.raises(ShapeError, match=r"^(cu_seqlens|bounds): "):
+        with pytest.raises(ShapeError, match=r"^cu_seqlens: "):
             operator(**(right | {"bounds": torch.tensor(wrong, dtype=torch.int64)}))
     for wrong in ({"bounds": torch.tensor([0.0, 6.0, 10.0])}, {"w": torch.ones(2, 5, 2, 3)}):
-        with pytest.raises(ShapeError, match="bounds: expected integers, for sequences packed in one row"):
+        with pytest.raises(
+            ShapeError, match=r"cu_seqlens: expected \(N \+ 1,\) integers and .* one packed row"
+        ):
             operator(**(right | wrong))
-    if "energy" in right:  # of two sequences, where one row is one
-        with pytest.raises(ShapeError, match=r"energy: expected \(1, 2, 3\)"):
-            operator(**(right | {"bounds": None}))
-    with pytest.raises(ShapeError, match="w: expected 4 axes"):
+    with pytest.raises(ShapeError, match=r"energy: expected \(1, 2, 3\)"):  # one row is one sequence
+        operator(**(right | {"bounds": None}))
+    with pytest.raises(ShapeError, match=r"w: expected \(B, T, H, K\)"):
         operator(**(right | {"w": torch.ones(10, 2, 3)}))
-    parts = right.keys() - {"w", "bounds", "impl", "keep"}
+    parts = right.keys() - {"w", "bounds", "impl", "keep_scores", "causal"}
     for part in sorted(parts):
         with pytest.raises(ShapeError, match=rf"^{part}: expected"):
             operator(**(right | {part: right[part][..., :1]}))
 
 
-@pytest.mark.parametrize("name", ["causal", "causal_backward"])
+@pytest.mark.parametrize("name", direct_calls(True))
 def test_a_causal_operator_takes_no_sums_for_zeros_but_not_some(name):
-    operator, right = direct_calls()[name]
+    operator, right = direct_calls(True)[name]
     sums = {part: torch.zeros_like(right[part]) for part in ("energy", "assigned", "mass")}
     zeros, none = operator(**(right | sums)), operator(**(right | dict.fromkeys(sums)))
     assert all(torch.equal(x, y) for x, y in zip(zeros, none, strict=True))
@@ -305,7 +298,7 @@ class Float64Elsewhere(TorchDispatchMode):
 
 
 def test_decay_asks_no_float64_of_the_device_of_w():
-    rate = rates(half_lives(3), torch.device("mps"))
+    rate = decay_rates(half_lives(3), torch.device("mps"))
     assert rate.device.type == "cpu"
     x, start = torch.empty(2, 70, 3, 4, device="meta"), torch.empty(2, 3, 4, device="meta")
     with Float64Elsewhere():
@@ -368,7 +361,7 @@ def test_the_cpu_kernels_have_no_second_derivative_and_say_so():
     case = Case((1, 5, 2, 3))
     case.w.requires_grad_()
     (first,) = torch.autograd.grad(case.run("cpu").output.square().sum(), case.w, create_graph=True)
-    with pytest.raises(RuntimeError, match="tssa_bidirectional_backward"):
+    with pytest.raises(RuntimeError, match="tssa_backward"):
         torch.autograd.grad(first.sum(), case.w)
 
 

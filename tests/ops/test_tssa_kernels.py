@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
 from rankwise.ops import TSSAState, cpu_causal, cpu_chunks, cpu_compile, tssa
-from rankwise.ops.arguments import Problem
+from rankwise.ops.arguments import Call
 from rankwise.ops.cpu_compile import Loop
 
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
@@ -213,8 +213,8 @@ def test_runs_do_not_differ(small_pieces, causal):
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-def problem(tokens: int) -> Problem:
-    return Problem(torch.ones(1, tokens, 1, 1), None, None, None, None, None, None, causal=True)
+def problem(tokens: int) -> Call:
+    return Call(torch.ones(1, tokens, 1, 1), None, None, None, None, None, None, causal=True)
 
 
 def test_what_is_kept_of_pieces_does_not_grow_with_the_text(small_pieces):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from tssa_cases import Case, outputs
+from tssa_cases import Case, gradients_with_a_later_nan, outputs
 
 from rankwise.ops import TSSAState, tssa
 
@@ -261,6 +261,37 @@ def test_nan_reaches_the_output(impl, causal):
     case = Case(shape=(1, 9, 2, 3), causal=causal)
     case.w[0, 4, 1, 2] = torch.nan
     assert case.run(impl).output.isnan().any()
+
+
+@impls
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e200], ids=["nan", "infinity", "overflow"])
+@pytest.mark.parametrize("kind", ["literal", "decayed", "masked", "uniform"])
+def test_nan_reaches_no_gradient_of_an_earlier_token_unless_the_loss_reads_it(impl, kind, wrong):
+    options = {"decayed": kind in ("decayed", "masked"), "masked": kind == "masked", "stated": True}
+    options |= {"biased": True} if kind != "uniform" else {"membership": "uniform"}
+    case = Case(shape=(1, 130, 2, 3), causal=True, seed=3, **options)
+    if kind == "masked":
+        case.options["mask"][0, 70] = True
+    wanted, found, all_read = gradients_with_a_later_nan(case, impl, wrong)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert_close(found[name], gradient, **EXACT)
+    assert (found["w"][:, 60:] == 0).all()
+    assert all_read[:, :60].isnan().any()
+
+
+@impls
+@causalities
+def test_nan_in_one_packed_sequence_reaches_no_gradient_of_another(impl, causal):
+    case = Case(shape=(1, 90, 2, 3), causal=causal, cuts=(0, 40, 90))
+    grads = []
+    for wrong in (False, True):
+        case.w[0, 70, 1, 2] = torch.nan if wrong else 1.0
+        inputs = [case.w.clone().requires_grad_(), case.temperature.clone().requires_grad_()]
+        output = tssa(*inputs, impl=impl, **case.options).output
+        grads.append(torch.autograd.grad(output[:, :40].square().sum(), inputs))
+    for gradient, wanted in zip(*reversed(grads), strict=True):
+        assert_close(gradient, wanted, **EXACT)
 
 
 def test_a_state_is_saved_and_loaded_with_nothing_but_tensors_trusted(tmp_path):

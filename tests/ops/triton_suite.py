@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tssa_cases import Case, double, errors, outputs, outputs_and_gradients
+from tssa_cases import Case, double, errors, gradients_with_a_later_nan, outputs, outputs_and_gradients
 
 from rankwise.ops import tssa
 
@@ -119,6 +119,23 @@ def test_not_a_number_is_seen_from_its_token_on(decayed, place):
         assert result.membership[:, 40:].isnan().all()
         assert torch.isfinite(result.membership[:, :40]).all()
         assert torch.isfinite(result.output[:, :40]).all()
+
+
+@pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
+def test_nan_reaches_no_gradient_of_an_earlier_token_unless_the_loss_reads_it(decayed, place):
+    case = moved(Case((1, 90, 2, 3), causal=True, decayed=decayed, biased=True, stated=True), place)
+    wanted, found, all_read = gradients_with_a_later_nan(case, "triton", torch.nan)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+    assert all_read[:, :60].isnan().any()
+
+
+def test_nan_in_one_packed_sequence_reaches_no_gradient_of_another(place):
+    case = moved(Case((1, 90, 2, 3), cuts=(0, 40, 90)), place)
+    case.w[0, 70, 1, 2] = torch.nan
+    inputs = [case.w.requires_grad_(), case.temperature.requires_grad_()]
+    loss = case.run("triton").output[:, :40].square().sum()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(loss, inputs))
 
 
 def test_a_half_life_that_remembers_nothing(place):

@@ -92,6 +92,29 @@ def outputs_and_gradients(case: Case, impl: str) -> dict[str, Tensor]:
     }
 
 
+def gradients_with_a_later_nan(
+    case: Case, impl: str, wrong: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Return the gradients of a loss on tokens 0…59 without and with a wrong number in token 70.
+
+    The third result is the gradient of w for a squared loss on all outputs, with the wrong number.
+    """
+    inputs, found = case.inputs(), []
+    for x in inputs.values():
+        x.requires_grad_()
+    for changed in (False, True):
+        if changed:
+            with torch.no_grad():
+                case.w[0, 70, 1, 2] = wrong
+        output, membership, _ = case.run(impl)
+        weight = torch.randn(output[:, :60].shape, generator=torch.Generator().manual_seed(1)).to(output)
+        loss = (output[:, :60] * weight).sum() + (membership[:, :60] * weight[..., 0]).sum()
+        found.append(torch.autograd.grad(loss, list(inputs.values()), allow_unused=True))
+    (all_read,) = torch.autograd.grad(case.run(impl).output.square().sum(), case.w)
+    named = [{k: g for k, g in zip(inputs, each, strict=True) if g is not None} for each in found]
+    return named[0], named[1], all_read
+
+
 def errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Distance of each tensor from the truth, relative to the truth's norm."""
     assert got.keys() == truth.keys()

@@ -1,4 +1,4 @@
-"""Operations with several implementations: one documented function each, kernels behind it."""
+"""Token Statistics Self-Attention: one function with several implementations."""
 
 from rankwise.ops.decay import half_lives
 from rankwise.ops.token_statistics import TSSAOutput, TSSAState, tssa

@@ -1,201 +1,275 @@
-"""What `tssa` refuses, said in the words of its user."""
+"""Check the arguments of `tssa` and lay them out as a `Call`, the input of every implementation."""
 
 import os
 import sys
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
-from rankwise.errors import InputError, ShapeError, did_you_mean
-
-
-class Sums(NamedTuple):
-    """The differentiable part of a state, for N sequences.
-
-    Attributes:
-        energy: (N, H, K).
-        assigned: (N, H, K).
-        mass: (N, H).
-    """
-
-    energy: Tensor
-    assigned: Tensor
-    mass: Tensor
-
-
-class Problem(NamedTuple):
-    """What is to be computed; every tensor but w is in the dtype of the sums.
-
-    Attributes:
-        w: (B, T, H, K), in its own dtype.
-        temperature: (H,), or None for uniform memberships.
-        offset: what the bias adds to the score, (B, T, H), or None.
-        mask: real tokens, (B, T), or None for all.
-        start: sums before the first token of a causal call; None for zeros, and where it is bidirectional.
-        rate: λ, (H,) in float64, or None for λ = 1.
-        bounds: where each of the N sequences packed in one row begins, and where the last ends, (N + 1,);
-            None where each row is a sequence.
-        causal: which of the two operations.
-    """
-
-    w: Tensor
-    temperature: Tensor | None
-    offset: Tensor | None
-    mask: Tensor | None
-    start: Sums | None
-    rate: Tensor | None
-    bounds: Tensor | None
-    causal: bool
-
-    @property
-    def sequences(self) -> int:
-        """N."""
-        return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
-
-    def first(self) -> Sums:
-        """The sums before the first token."""
-        if self.start is not None:
-            return self.start
-        heads, width = self.w.shape[2:]
-        energy = self.w.new_zeros((self.sequences, heads, width), dtype=exact(self.w.dtype))
-        return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
-
-
-class Solution(NamedTuple):
-    """Output (B,T,H,K) in the dtype of w, memberships (B,T,H), the sums after the last token if causal."""
-
-    output: Tensor
-    membership: Tensor
-    end: Sums | None
-
-
-def exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the sums: float64 for a w of float64, otherwise float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of that dtype: itself where it can be, as asking torch takes 40 µs in a cold cache."""
-    return x if x.dtype == dtype else x.to(dtype)
-
+from rankwise.errors import InputError, ShapeError, instance_of, one_of
+from rankwise.ops.decay import decay_rates
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 MEMBERSHIPS = ("softmax", "uniform")
+SUMS = ("energy", "assigned", "mass")
 AXES = {
+    "w": "BTHK",
     "temperature": "H",
-    "offset": "BTH",
+    "bias": "HP",
     "mask": "BT",
+    "half_life": "H",
+    "offset": "BTH",
     "rate": "H",
-    "energy": "NHK",
-    "assigned": "NHK",
-    "mass": "NH",
     "membership": "BTH",
     "score": "BTH",
-    "given": "BTHK",
-    "given_membership": "BTH",
-    "given_energy": "NHK",
-    "given_assigned": "NHK",
-    "given_mass": "NH",
+    "d_output": "BTHK",
+    "d_membership": "BTH",
+    "seen": "N",
 }
-"""The axes of what an operator is given beside w (B, T, H, K), of N sequences."""
-PACKING = "Pack sequences of lengths n as torch.tensor([0, *n]).cumsum(0), in one row."
-
-ALONE = 1 << 15
-"""Numbers below which torch takes no second thread."""
+for _prefix in ("", "end_", "d_"):
+    AXES |= {_prefix + "energy": "NHK", _prefix + "assigned": "NHK", _prefix + "mass": "NH"}
+"""Axes of every tensor: B rows, T tokens, H heads, K channels, N sequences, P positions."""
+DTYPES = {"w": FLOATS, "mask": (torch.bool,), "seen": INTEGERS} | dict.fromkeys(SUMS, FLOATS)
+"""Accepted dtypes; a tensor without an entry may have any dtype that is not complex."""
+FIXES = {
+    "w": "Split the last axis into heads: w.unflatten(-1, (H, -1)); one row is w[None].",
+    "temperature": "Flatten a released (H, 1) parameter.",
+    "bias": "Pass one row per head and one column per position.",
+    "mask": "True marks real tokens; mask.bool() converts.",
+    "half_life": "Make it with half_lives(heads).",
+    "cu_seqlens": "Pack sequences of lengths n as torch.tensor([0, *n]).cumsum(0), in one row.",
+} | {
+    f"state.{name}": "Pass the state that a call on the same sequences returned." for name in (*SUMS, "seen")
+}
+ONE_THREAD_BELOW = 1 << 15
+"""Numbers of a tensor below which torch uses one thread."""
 _PROCESS = os.getpid()
 
 
-def check_tensors(
-    w: Tensor, temperature: Tensor | None, bias: Tensor | None, mask: Tensor | None, half_life: Tensor | None
-) -> None:
-    """Things that are no tensors, shapes and dtypes that do not fit one another.
+class Sums(NamedTuple):
+    """Sums over the tokens of N sequences: Σ w², Σ Π w² and Σ Π."""
+
+    energy: Float[Tensor, "N H K"]
+    assigned: Float[Tensor, "N H K"]
+    mass: Float[Tensor, "N H"]
+
+
+class Call(NamedTuple):
+    """A checked call of `tssa`; every tensor except w has the dtype of the sums.
+
+    Attributes:
+        w: tokens in the subspaces of the heads, in the dtype of the user.
+        temperature: temperature per head; None for uniform memberships.
+        offset: learned bias added to each score.
+        mask: True for real tokens.
+        start: sums before the first token of a causal call; None for zeros.
+        rate: factor λ by which a token decays the sums; None for λ = 1.
+        bounds: boundaries of the sequences packed in one row; None if each row is a sequence.
+        causal: whether a token sees only itself and earlier tokens.
+    """
+
+    w: Float[Tensor, "B T H K"]
+    temperature: Float[Tensor, " H"] | None
+    offset: Float[Tensor, "B T H"] | None
+    mask: Bool[Tensor, "B T"] | None
+    start: Sums | None
+    rate: Float64[Tensor, " H"] | None
+    bounds: Int64[Tensor, " N1"] | None
+    causal: bool
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences N."""
+        return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
+
+    def initial_sums(self) -> Sums:
+        """Return the sums before the first token."""
+        if self.start is not None:
+            return self.start
+        heads, width = self.w.shape[2:]
+        energy = self.w.new_zeros((self.sequences, heads, width), dtype=sum_dtype(self.w.dtype))
+        return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
+
+    def sequence_of_tokens(self) -> tuple[Int64[Tensor, " N1"], Int64[Tensor, " M"]]:
+        """Return boundaries in the flat list of all M tokens, and the sequence of each token."""
+        batch, tokens = self.w.shape[:2]
+        index, bounds = torch.arange(batch * tokens, device=self.w.device), self.bounds
+        if bounds is None:
+            bounds = torch.arange(0, batch * tokens + 1, tokens, device=index.device)
+        return bounds, torch.searchsorted(bounds, index, right=True) - 1
+
+
+class Solution(NamedTuple):
+    """Output in the dtype of w, memberships and, if causal, the sums after the last token."""
+
+    output: Float[Tensor, "B T H K"]
+    membership: Float[Tensor, "B T H"]
+    end: Sums | None
+
+
+class Saved(NamedTuple):
+    """Tensors that a forward pass saves for the backward pass.
+
+    Attributes:
+        membership: memberships Π.
+        score: scores; without a gradient their memory holds the memberships.
+        sums: sums after the last token.
+    """
+
+    membership: Float[Tensor, "B T H"]
+    score: Float[Tensor, "B T H"]
+    sums: Sums
+
+
+class Cotangents(NamedTuple):
+    """Gradients of the loss with respect to the outputs of a call."""
+
+    output: Float[Tensor, "B T H K"]
+    membership: Float[Tensor, "B T H"]
+    sums: Sums
+
+
+class Gradients(NamedTuple):
+    """Gradients of the loss with respect to the inputs of a call; the last two are empty if not causal."""
+
+    w: Float[Tensor, "B T H K"]
+    temperature: Float[Tensor, " H"]
+    offset: Tensor
+    start: Sums
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the sums: float64 if w is float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor; skip `Tensor.to` if the dtype is right, because it takes 40 µs in a cold cache."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def make_call(
+    w: Tensor,
+    temperature: Tensor | None,
+    causal: bool,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    state: tuple[Tensor, ...] | None,
+    membership: str,
+    half_life: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Call, Int[Tensor, " N"] | None]:
+    """Check the arguments of `tssa` and lay them out.
+
+    Returns:
+        The call and, if causal, the number of real tokens that each sequence has seen after it.
 
     Raises:
-        InputError: naming the argument that should be a tensor.
-        ShapeError: naming the argument, what it should be and what came.
+        ShapeError: if a shape or dtype does not fit, or the bias is shorter than the longest sequence.
+        InputError: if an argument is not a tensor, is on another device or contradicts another argument, or
+            if a forked process requires threads that torch has lost.
     """
-    _tensor("w", w)
-    others = {"temperature": temperature, "bias": bias, "mask": mask, "half_life": half_life}
-    for name, value in others.items():
-        if value is not None:
-            _tensor(name, value)
-            if value.is_complex():
-                _shape(name, "real numbers", str(value.dtype), f"Pass {name}.real.")
-        if value is not None and name != "half_life":  # that is moved
-            check_device(name, value, w)
+    parts = {"temperature": temperature, "bias": bias, "mask": mask, "half_life": half_life}
+    if state is not None:
+        parts |= {f"state.{name}": part for name, part in zip((*SUMS, "seen"), state, strict=True)}
+    _check_tensor("w", w, w)
+    for name, part in [*parts.items(), ("cu_seqlens", cu_seqlens)]:
+        if part is not None:
+            _check_tensor(name, part, w)
+    check_shapes(w, cu_seqlens, **parts)
+    _check_process(w)
+    _check_options(causal, temperature, bias, state, membership, half_life)
+
+    dtype = sum_dtype(w.dtype)
+    tau = None if membership == "uniform" or temperature is None else as_dtype(temperature, dtype)
+    bounds = None if cu_seqlens is None else cu_seqlens.to(w.device, torch.int64)
+    call = Call(w, tau, None, mask, None, None, bounds, causal)
+    if not causal:
+        return call, None
+    start = None if state is None else Sums(*(as_dtype(part, dtype) for part in state[:3]))
+    before = None if state is None else state[3]
+    offset = None if bias is None else _offset(bias.to(dtype), call, before)
+    rate = None if half_life is None else decay_rates(half_life, w.device)
+    lengths = _lengths(call)
+    return call._replace(
+        offset=offset, start=start, rate=rate
+    ), lengths if before is None else lengths + before
+
+
+def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
+    """Raise ShapeError if a tensor does not have the axes that `AXES` lists under its name.
+
+    Users and operators are checked here: compiled graphs call operators, and kernels check no bounds.
+    """
     if w.ndim != 4:
-        fix = "Split the last axis into heads: w.unflatten(-1, (H, -1)); one row is w[None]."
-        _shape("w", "(B, T, H, K)", f"{tuple(w.shape)}", fix)
-    batch, tokens, heads, _ = w.shape
-    if w.dtype not in FLOATS:
-        _shape("w", "a floating-point tensor", str(w.dtype), "Convert it: w.float().")
+        raise ShapeError("w", expected="(B, T, H, K)", got=f"{tuple(w.shape)}", fix=FIXES["w"])
     if min(w.shape) < 1:
-        _shape(
-            "w",
-            "at least one of each of batch, token, head and channel",
-            f"{tuple(w.shape)}",
-            "Leave out empty calls.",
-        )
-    if temperature is not None and temperature.shape != (heads,):
-        _shape(
-            "temperature",
-            f"({heads},), one a head",
-            f"{tuple(temperature.shape)}",
-            "Flatten a released (H, 1) parameter.",
-        )
-    if mask is not None and (mask.shape != (batch, tokens) or mask.dtype != torch.bool):
-        got = f"{tuple(mask.shape)}, {mask.dtype}"
-        _shape(
-            "mask", f"({batch}, {tokens}) of torch.bool", got, "True marks real tokens; mask.bool() converts."
-        )
-    if bias is not None and (bias.ndim != 2 or bias.shape[0] != heads):
-        _shape(
-            "bias", f"({heads}, positions)", f"{tuple(bias.shape)}", "One row a head, one column a position."
-        )
-    if half_life is not None and half_life.shape != (heads,):
-        _shape(
-            "half_life",
-            f"({heads},), one a head",
-            f"{tuple(half_life.shape)}",
-            "Make one with half_lives(heads).",
-        )
+        expected, fix = "at least one row, token, head and channel", "Leave out empty calls."
+        raise ShapeError("w", expected=expected, got=f"{tuple(w.shape)}", fix=fix)
+    batch, tokens, heads, width = w.shape
+    sequences = batch
+    if bounds is not None:
+        if batch != 1 or bounds.ndim != 1 or len(bounds) < 2 or bounds.dtype not in INTEGERS:
+            expected = "(N + 1,) integers and a w with one packed row"
+            got = f"{tuple(bounds.shape)}, {bounds.dtype}, and {batch} rows"
+            raise ShapeError("cu_seqlens", expected=expected, got=got, fix=FIXES["cu_seqlens"])
+        if not torch.compiler.is_compiling():
+            check_boundaries(bounds.tolist(), tokens)
+        sequences = len(bounds) - 1
+    sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "N": sequences}
+    for name, part in parts.items():
+        if part is None:
+            continue
+        axes = AXES[name.removeprefix("state.")]
+        if part.ndim != len(axes) or any(sizes.get(a, n) != n for a, n in zip(axes, part.shape, strict=True)):
+            wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes) + "," * (len(axes) == 1)
+            fix = FIXES.get(name, "Call rankwise.ops.tssa, which prepares the tensors of an operator.")
+            raise ShapeError(name, expected=f"({wanted})", got=f"{tuple(part.shape)}", fix=fix)
 
 
-def check_device(name: str, value: Tensor, w: Tensor) -> None:
-    """A tensor that lies elsewhere: kernels would read what is no memory of theirs.
-
-    Raises:
-        InputError: naming it, its device and that of w.
-    """
-    if value.device != w.device:
-        fix = f"Move it: {name}.to(w.device)."
-        raise InputError(
-            name, expected=f"a tensor on {w.device}, as w", got=f"one on {value.device}", fix=fix
+def check_boundaries(ends: list[int], tokens: int) -> None:
+    """Raise ShapeError if boundaries do not rise from 0 to the number of tokens."""
+    if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
+        got = f"{ends[:8]}{'…' * (len(ends) > 8)}"
+        raise ShapeError(
+            "cu_seqlens", expected=f"rising from 0 to {tokens}", got=got, fix=FIXES["cu_seqlens"]
         )
 
 
-def check_process(w: Tensor) -> None:
-    """A forked process that counts on torch's threads, of which it has none: torch would wait for ever.
+def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
+    """Raise if an argument is not a dense tensor, has a wrong dtype or is not on the device of w."""
+    instance_of(name, value, Tensor, "a tensor", fix=f"Pass torch.as_tensor({name}).")
+    if value.layout != torch.strided:
+        fix = f"Pass {name}.to_dense()."
+        raise InputError(name, expected="a dense tensor", got=str(value.layout), fix=fix)
+    known = DTYPES.get(name.removeprefix("state."))
+    if value.is_complex() if known is None else value.dtype not in known:
+        expected = "real numbers" if known is None else " or ".join(map(str, known))
+        fix = f"Pass {name}.real." if known is None else FIXES[name] if name == "mask" else "Convert it."
+        raise ShapeError(name, expected=expected, got=str(value.dtype), fix=fix)
+    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # those two are moved
+        fix, expected = f"Move it: {name}.to(w.device).", f"a tensor on {w.device}, like w"
+        raise InputError(name, expected=expected, got=f"a tensor on {value.device}", fix=fix)
 
-    Raises:
-        InputError: if w is large enough for several threads, and torch is to use them.
-    """
+
+def _check_process(w: Tensor) -> None:
+    """Raise if a forked process would wait forever for threads of torch that exist only in its parent."""
     if torch.compiler.is_compiling() or sys.platform != "linux" or os.getpid() == _PROCESS:
         return
-    if w.device.type == "cpu" and w.numel() >= ALONE and torch.get_num_threads() > 1:
+    if w.device.type == "cpu" and w.numel() >= ONE_THREAD_BELOW and torch.get_num_threads() > 1:
         raise InputError(
             "a forked process",
-            expected="torch.get_num_threads() = 1, as the threads of torch stay behind in a fork",
+            expected="torch.get_num_threads() = 1, because a fork has none of torch's threads",
             got=f"{torch.get_num_threads()}",
             fix="Call torch.set_num_threads(1) in it first, as DataLoader does, or start it by spawn.",
         )
 
 
-def check_options(
+def _check_options(
     causal: bool,
     temperature: Tensor | None,
     bias: Tensor | None,
@@ -203,215 +277,76 @@ def check_options(
     membership: str,
     half_life: Tensor | None,
 ) -> None:
-    """Options that mean nothing together.
-
-    Raises:
-        InputError: naming the option that is missing or would otherwise be ignored.
-    """
-    if membership not in MEMBERSHIPS:
-        fix = did_you_mean(str(membership), MEMBERSHIPS)
-        raise InputError("membership", expected="softmax or uniform", got=repr(membership), fix=fix)
+    """Raise if an option is missing, would be ignored or has a forbidden value."""
+    one_of("membership", membership, MEMBERSHIPS)
     if membership == "softmax" and temperature is None:
-        fix = "Pass torch.ones(H), or membership='uniform', which needs none."
-        raise InputError("temperature", expected="a tensor (H,), one a head", got="None", fix=fix)
-    ordered = {"bias": bias, "state": state, "half_life": half_life}
-    given = [name for name, value in ordered.items() if value is not None]
+        fix = "Pass torch.ones(H), or membership='uniform', which needs no temperature."
+        raise InputError("temperature", expected="a tensor (H,)", got="None", fix=fix)
+    options = {"bias": bias, "state": state, "half_life": half_life}
+    given = [name for name, value in options.items() if value is not None]
     if not causal and given:
-        raise InputError(
-            f"{' and '.join(given)} with causal=False",
-            expected="causal=True",
-            got="the bidirectional operation, which has no order of tokens",
-            fix="Pass causal=True or leave it out.",
-        )
+        subject, got = f"{' and '.join(given)} with causal=False", "the bidirectional operation"
+        raise InputError(subject, expected="causal=True", got=got, fix="Pass causal=True or leave it out.")
     if membership == "uniform" and bias is not None:
-        raise InputError(
-            "bias with membership='uniform'",
-            expected="membership='softmax'",
-            got="memberships of 1/H, which no score changes",
-            fix="Leave the bias out.",
-        )
+        got = "memberships of 1/H, which do not depend on scores"
+        subject, expected = "bias with membership='uniform'", "membership='softmax'"
+        raise InputError(subject, expected=expected, got=got, fix="Leave the bias out.")
     if half_life is not None and half_life.requires_grad:
-        raise InputError(
-            "half_life",
-            expected="constants",
-            got="a tensor that requires a gradient",
-            fix="Half-lives are not learned: pass half_life.detach() or a buffer.",
-        )
-    if half_life is not None and not torch.compiler.is_compiling() and not bool((half_life > 0).all()):
-        got = f"{half_life.min().item():g}"
-        raise InputError("half_life", expected="numbers above 0", got=got, fix="Infinity forgets nothing.")
+        fix = "Half-lives are not learned: pass half_life.detach() or a buffer."
+        got = "a tensor that requires a gradient"
+        raise InputError("half_life", expected="constants", got=got, fix=fix)
+    if torch.compiler.is_compiling():
+        return
+    if half_life is not None and not bool((half_life > 0).all()):
+        got, fix = f"{half_life.min().item():g}", "Pass infinity for a head without decay."
+        raise InputError("half_life", expected="numbers above 0", got=got, fix=fix)
+    # reading a number from a GPU would wait for the GPU
+    if state is not None and state[3].device.type == "cpu" and int(state[3].min()) < 0:
+        fix = "It counts real tokens; TSSAState.zeros starts at 0."
+        raise InputError("state.seen", expected="numbers from 0 on", got=f"{int(state[3].min())}", fix=fix)
 
 
-def check_state(state: tuple[Tensor, ...], w: Tensor, sequences: int) -> None:
-    """A state that is none, or one of other sequences, heads or channels, or elsewhere.
-
-    Raises:
-        InputError: if it is on another device, or has seen fewer than no tokens.
-        ShapeError: if one of its parts has another shape or kind of number.
-    """
-    sums = (sequences, *w.shape[2:])
-    shapes = {"energy": sums, "assigned": sums, "mass": sums[:2], "seen": sums[:1]}
-    for part, (name, shape) in zip(state, shapes.items(), strict=True):
-        _tensor(f"state.{name}", part)
-        check_device(f"state.{name}", part, w)
-        if part.shape != shape:
-            _shape(
-                f"state.{name}", f"{shape}", f"{tuple(part.shape)}", "Use the state of the same sequences."
-            )
-        if part.dtype not in (INTEGERS if name == "seen" else FLOATS):
-            kind = "int64 or int32" if name == "seen" else "floating-point numbers"
-            _shape(f"state.{name}", kind, str(part.dtype), "Use the state as a call gave it.")
-    if torch.compiler.is_compiling() or state.seen.device.type != "cpu":
-        return  # to read a number back, a GPU would have to finish first
-    least = int(state.seen.min())
-    if least < 0:
-        fix = "It counts the real tokens before these; TSSAState.zeros begins."
-        raise InputError("state.seen", expected="numbers from 0 on", got=f"{least}", fix=fix)
-
-
-def check_packing(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
-    """Boundaries that are not those of one packed row; under torch.compile the operators look at them.
-
-    Raises:
-        InputError: if they are no tensor.
-        ShapeError: if they do not rise from 0 to the number of tokens.
-    """
-    _tensor("cu_seqlens", cu_seqlens)
-    if batch != 1:
-        _shape("w with cu_seqlens", "one packed row, (1, T, H, K)", f"{batch} rows", PACKING)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in INTEGERS:
-        got = f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}"
-        _shape("cu_seqlens", "(sequences + 1,) integers", got, PACKING)
-    if not torch.compiler.is_compiling():
-        check_ends(cu_seqlens.tolist(), tokens)
-
-
-def check_ends(ends: list[int], tokens: int) -> None:
-    """Boundaries that leave the tokens or turn back.
-
-    Raises:
-        ShapeError: if they do not rise from 0 to the number of tokens.
-    """
-    if not ends or ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
-        got = f"{ends[:8]}{'…' * (len(ends) > 8)}"
-        _shape("cu_seqlens", f"rising from 0 to {tokens}", got, PACKING)
-
-
-def check_call(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
-    """What an operator is given, before kernels that check no bounds follow it.
-
-    Graphs of torch.compile and direct calls of the operators come past no other check of the numbers.
-
-    Args:
-        w: (B, T, H, K).
-        bounds: where each of the sequences packed in one row begins and the last ends; None for rows.
-        parts: the other tensors, named as in `AXES`.
-
-    Raises:
-        ShapeError: if a tensor has another shape, or the bounds do not rise from 0 to T in one row.
-    """
-    fix = "Call rankwise.ops.tssa, which makes what the operators take."
-    for name, part, axes in (("w", w, 4), ("bounds", bounds, 1)):
-        if part is not None and part.ndim != axes:
-            _shape(name, f"{axes} axes", f"{tuple(part.shape)}", fix)
-    if bounds is not None:
-        if w.shape[0] != 1 or bounds.dtype not in INTEGERS:
-            got = f"{bounds.dtype} and {w.shape[0]} rows"
-            _shape("bounds", "integers, for sequences packed in one row", got, fix)
-        check_ends(bounds.tolist(), w.shape[1])
-    sizes = dict(zip("BTHK", w.shape, strict=True), N=w.shape[0] if bounds is None else len(bounds) - 1)
-    for name, given in parts.items():
-        if given is not None and given.shape != (wanted := tuple(sizes[axis] for axis in AXES[name])):
-            _shape(name, f"{wanted}", f"{tuple(given.shape)}", fix)
-
-
-def check_positions(positions: int, farthest: int) -> None:
-    """A learned bias that ends before the text does.
-
-    Raises:
-        ShapeError: saying how far it reaches.
-    """
-    if farthest >= positions:
-        _shape(
-            "bias",
-            f"at least {farthest + 1} positions, since the last token stands at position {farthest}",
-            f"{positions}",
-            "A learned bias has a longest text; half-lives (half_life=) have none.",
-        )
-
-
-def _tensor(subject: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        fix = f"Pass torch.as_tensor({subject})."
-        raise InputError(subject, expected="a tensor", got=type(value).__name__, fix=fix)
-    if value.layout != torch.strided:
-        fix = f"Pass {subject}.to_dense()."
-        raise InputError(subject, expected="a dense tensor", got=str(value.layout), fix=fix)
-
-
-def _shape(subject: str, wanted: str, got: str, fix: str) -> NoReturn:
-    raise ShapeError(subject, expected=wanted, got=got, fix=fix)
-
-
-def lengths(problem: Problem) -> Int[Tensor, " N"]:
-    """How many real tokens each sequence has, int64."""
-    mask, bounds, (batch, tokens) = problem.mask, problem.bounds, problem.w.shape[:2]
+def _lengths(call: Call) -> Int[Tensor, " N"]:
+    """Return the number of real tokens of each sequence."""
+    mask, bounds, (batch, tokens) = call.mask, call.bounds, call.w.shape[:2]
     if bounds is None:
-        return torch.full((batch,), tokens, device=problem.w.device) if mask is None else mask.sum(1)
+        return torch.full((batch,), tokens, device=call.w.device) if mask is None else mask.sum(1)
     if mask is None:
         return bounds.diff()
     return torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))[bounds].diff()
 
 
-def positions(problem: Problem, count: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
-    """The position of every token among the real tokens of its sequence, from 0.
-
-    Padding takes no position, so a padded row reads the bias as the row alone would; the number given to a
-    padded token means nothing (its result is zero) and lies within the row.
-
-    Args:
-        problem: the call.
-        count: tokens seen before, or None for none.
-
-    Returns:
-        Positions.
-    """
-    shape, mask, bounds = problem.w.shape[:2], problem.mask, problem.bounds
-    index = torch.arange(shape.numel(), device=problem.w.device)
-    if bounds is None:
-        bounds = torch.arange(0, len(index) + 1, shape[1], device=index.device)
-    sequence = torch.searchsorted(bounds, index, right=True) - 1
-    ones = torch.ones_like(index) if mask is None else mask.flatten().long()
-    upto = torch.nn.functional.pad(ones.cumsum(0), (1, 0))
+def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
+    """Return the position of each token among the real tokens of its sequence; of padding, any position."""
+    mask, (bounds, sequence) = call.mask, call.sequence_of_tokens()
+    real = torch.ones_like(sequence) if mask is None else mask.flatten().long()
+    upto = torch.nn.functional.pad(real.cumsum(0), (1, 0))
     within = (upto[1:] - upto[bounds[sequence]] - 1).clamp(min=0)
-    return (within if count is None else within + count[sequence]).view(shape)
+    return (within if before is None else within + before[sequence]).view(call.w.shape[:2])
 
 
-def offsets(
-    bias: Float[Tensor, "H P"], problem: Problem, count: Int[Tensor, " N"] | None
+def _offset(
+    bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """What the learned bias adds to the score of every token: K · bias[h, position].
+    """Return K · bias[h, position] for each token: the bias is added to each of K channels.
 
-    Args:
-        bias: learned, by head and position; it is added before the sum over the K channels.
-        problem: the call.
-        count: tokens seen before, or None for none.
-
-    Returns:
-        Offsets.
-
-    Raises:
-        ShapeError: if the bias ends before a real token. Under torch.compile, which looks at no number,
-            indexing fails instead.
+    `torch.compile` reads no numbers: in a compiled graph a bias that is too short fails in the indexing.
     """
-    batch, tokens, _, width = problem.w.shape
-    mask = problem.mask
-    if mask is None and count is None and problem.bounds is None:
-        check_positions(bias.shape[1], tokens - 1)
+    batch, tokens, _, width = call.w.shape
+    if call.mask is None and before is None and call.bounds is None:
+        _check_positions(bias.shape[1], tokens - 1)
         return (width * bias[:, :tokens].t()).expand(batch, tokens, -1)
-    position = positions(problem, count)
-    if mask is not None:
-        position = position.masked_fill(~mask, 0)
+    position = _positions(call, before)
+    if call.mask is not None:
+        position = position.masked_fill(~call.mask, 0)
     if not torch.compiler.is_compiling():
-        check_positions(bias.shape[1], int(position.max()))
+        _check_positions(bias.shape[1], int(position.max()))
     return width * bias.t()[position]
+
+
+def _check_positions(positions: int, farthest: int) -> None:
+    """Raise ShapeError if a learned bias ends before the last token."""
+    if farthest >= positions:
+        expected = f"at least {farthest + 1} positions, because the last token is at position {farthest}"
+        fix = "A learned bias limits the length; half-lives (half_life=) do not."
+        raise ShapeError("bias", expected=expected, got=f"{positions}", fix=fix)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, Sums, in_dtype
+from rankwise.ops.arguments import Call, Cotangents, Gradients, Saved, Sums, as_dtype
 from rankwise.ops.cpu_chunks import (
-    FlatProblem,
+    FlatCall,
     add_rows,
     array,
     flat,
@@ -152,15 +152,15 @@ def tokens_back(
                 )  # fmt: skip
 
 
-def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
     """Output, memberships, scores and the sums over all tokens; beside them, memory O(1) in T.
 
     That is four sums for every sequence, and two float64 ones for every piece, of which it has one at least.
     Half-precision w and the output of it are there in float32 as well, and w out of order in order.
     """
-    work, shape = FlatProblem(problem), problem.w.shape
+    work, shape = FlatCall(call), call.w.shape
     x, dtype, tokens, runs = work.x, work.dtype, work.tokens, work.runs
-    score, membership = work.memberships(keep)
+    score, membership = work.memberships(keep_scores)
     output, (totals, masses) = new(shape, dtype), work.room()
 
     work.run(sum_squares, x, flat(None, dtype), *tokens, *runs[:2], totals, masses)
@@ -171,21 +171,21 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
     work.run(outputs, x, membership, _factor(assigned, mass), tokens[0], *runs, flat(output, dtype))
     pi, scores = (torch.from_numpy(part.reshape(shape[:3])) for part in (membership, score))
     sums = Sums(*(tensor(part, dtype) for part in (energy, assigned, mass[..., 0])))
-    return in_dtype(output, problem.w.dtype), pi, scores, sums
+    return as_dtype(output, call.w.dtype), Saved(pi, scores, sums)
 
 
-def backward(
-    problem: Problem, membership: Tensor, score: Tensor, sums: Sums, given: Tensor, given_membership: Tensor
-) -> tuple[Tensor, Tensor]:
+def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Gradients of w and of the temperature; memory O(B T H) beside them."""
-    work = FlatProblem(problem)
+    membership, score, sums = saved
+    given, given_membership = cotangents[:2]
+    work = FlatCall(call)
     x, dtype, tokens, runs = work.x, work.dtype, work.tokens, work.runs
     go, pi, scores, dpi = (flat(part, dtype) for part in (given, membership, score, given_membership))
     energy, assigned, mass = (array(part, dtype) for part in sums)
     inverse, factor = _inverse(energy), _factor(assigned, mass[..., None])
     totals, masses = work.room()
     asked, slope, of_temperature = np.empty_like(pi), np.empty_like(pi), np.empty((len(totals), pi.shape[1]))
-    out = new(problem.w.shape, dtype)
+    out = new(call.w.shape, dtype)
 
     work.run(outputs_back, x, go, pi, factor, *tokens[::2], *runs, asked, totals)
     with np.errstate(all="ignore"):
@@ -199,12 +199,15 @@ def backward(
     shared[energy < NORM_EPS**2] = 0
     known = (factor, moment, inverse, shared, tokens[0], *runs)
     work.run(tokens_back, x, go, pi, slope, *known, flat(out, dtype))
-    return in_dtype(out, problem.w.dtype), tensor(of_temperature.sum(0), dtype)
+    empty = [membership.new_empty(0) for _ in range(4)]
+    return Gradients(
+        as_dtype(out, call.w.dtype), tensor(of_temperature.sum(0), dtype), empty[0], Sums(*empty[1:])
+    )
 
 
-def _gathered(work: FlatProblem, totals: np.ndarray) -> np.ndarray:
+def _gathered(work: FlatCall, totals: np.ndarray) -> np.ndarray:
     """Σ over the pieces of every sequence, (N, H, …), in the dtype of the sums."""
-    start = np.zeros((work.problem.sequences, *totals.shape[1:]))
+    start = np.zeros((work.call.sequences, *totals.shape[1:]))
     return work.carry(totals, start)[1].astype(work.x.dtype)
 
 

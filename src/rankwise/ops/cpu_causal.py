@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, Sums, in_dtype
+from rankwise.ops.arguments import Call, Cotangents, Gradients, Saved, Sums, as_dtype
 from rankwise.ops.cpu_chunks import (
-    FlatProblem,
+    FlatCall,
     add_rows,
     factors,
     flat,
@@ -314,20 +314,20 @@ def score_sweep_back(
             passed += age
 
 
-def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
     """Output, memberships, scores and the last sums; beside them, two sums for every piece.
 
     Half-precision w and the output of it are there in float32 as well, and w out of order in order.
     """
-    work, shape = FlatProblem(problem), problem.w.shape
-    x, dtype, start = work.x, work.dtype, work.sums(problem.first())
-    score, membership = work.memberships(keep)
+    work, shape = FlatCall(call), call.w.shape
+    x, dtype, start = work.x, work.dtype, work.sums(call.initial_sums())
+    score, membership = work.memberships(keep_scores)
     totals, masses = work.room()
     output, where = new(shape, dtype), (*work.tokens, *work.runs[:2])
 
     work.run(sum_squares, x, flat(None, dtype), *where, totals, masses)
     begin, energy = work.carry(totals, start[0])
-    read = (x, flat(problem.offset, dtype), work.temperature, *where, begin, ENERGY_EPS)
+    read = (x, flat(call.offset, dtype), work.temperature, *where, begin, ENERGY_EPS)
     work.run(assign, *read, score, membership, totals, masses)
     begin, assigned = work.carry(totals, start[1])
     begin_mass, mass = work.carry(masses, start[2])
@@ -336,23 +336,18 @@ def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]
 
     pi, scores = (torch.from_numpy(part.reshape(shape[:3])) for part in (membership, score))
     end = Sums(*(tensor(part, dtype) for part in (energy, assigned, mass[..., 0])))
-    return in_dtype(output, problem.w.dtype), pi, scores, end
+    return as_dtype(output, call.w.dtype), Saved(pi, scores, end)
 
 
-def backward(
-    problem: Problem,
-    membership: Tensor,
-    score: Tensor,
-    given: Tensor,
-    given_membership: Tensor,
-    given_end: Sums,
-) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Gradients of w, of the temperature, of the scores' offset and of the first sums.
 
     Memory beside the gradients: O(B T H), and two sums at the start of every chunk, 1/32 of w.
     """
-    work = FlatProblem(problem)
-    x, dtype, start = work.x, work.dtype, work.sums(problem.first())
+    membership, score, _ = saved
+    given, given_membership, given_end = cotangents
+    work = FlatCall(call)
+    x, dtype, start = work.x, work.dtype, work.sums(call.initial_sums())
     go, pi, dpi, scores = (flat(part, dtype) for part in (given, membership, given_membership, score))
     last, (chunks, low, high) = work.sums(given_end), work.chunks()
     where = (*work.tokens, *chunks[:2], low, high)
@@ -364,7 +359,7 @@ def backward(
         return work.carry(totals, start, runs=chunks)[0], masses
 
     out, asked, (before, before_mass) = (
-        new(problem.w.shape, dtype),
+        new(call.w.shape, dtype),
         np.empty_like(pi),
         work.room(None, x.dtype),
     )
@@ -385,4 +380,4 @@ def backward(
     work.run(score_sweep_back, x, slope, pi, *where, *energies, flat(out, dtype))
     sums = Sums(*(tensor(part, dtype) for part in (first_energy, first_assigned, first_mass[..., 0])))
     tau = tensor(of_temperature.sum(0), dtype)
-    return in_dtype(out, problem.w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums
+    return Gradients(as_dtype(out, call.w.dtype), tau, torch.from_numpy(slope).view(score.shape), sums)

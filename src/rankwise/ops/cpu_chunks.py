@@ -1,7 +1,7 @@
 """The compiled loops that add up weighted squares, which may decay, and carry their sums through a sequence.
 
 Arrays: w (M, H, K) with M the tokens of all sequences; mask (M,) or empty; power (CHUNK + 2, H) and rate (H,)
-as in `flat_problem.FlatProblem.tokens`. Piece i is the tokens first[i] ≤ t < last[i] of sequence owner[i].
+as in `flat_problem.FlatCall.tokens`. Piece i is the tokens first[i] ≤ t < last[i] of sequence owner[i].
 Sums run in chunks: a float64 total at the chunk's start times a power of λ, plus what the chunk added.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, Sums, exact, in_dtype
+from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 from rankwise.ops.cpu_compile import CHUNK, Loop, inlined, run_tasks, threads_for
 
 
@@ -220,7 +220,7 @@ PIECE = 256
 
 def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
     """The numbers of a tensor, without a copy where the dtype is right and the memory in order."""
-    return np.ascontiguousarray(in_dtype(x.detach(), dtype).numpy())
+    return np.ascontiguousarray(as_dtype(x.detach(), dtype).numpy())
 
 
 def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
@@ -251,8 +251,8 @@ class Pieces(NamedTuple):
     owner: np.ndarray
 
 
-class FlatProblem:
-    """Arrays, pieces and number of threads of a problem.
+class FlatCall:
+    """Arrays, pieces and number of threads of a call.
 
     Attributes:
         dtype: of the sums.
@@ -263,15 +263,15 @@ class FlatProblem:
         runs: the pieces.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.dtype = problem, exact(problem.w.dtype)
+    def __init__(self, call: Call) -> None:
+        self.call, self.dtype = call, sum_dtype(call.w.dtype)
         # a copy: torch does not free memory that an array shares, as FSDP2 must with weights between passes
-        weights = None if problem.temperature is None else problem.temperature.clone()
-        self.x, self.temperature = flat(problem.w, self.dtype), flat(weights, self.dtype, axes=1)
-        rate = np.ones(self.x.shape[1]) if problem.rate is None else array(problem.rate, torch.float64)
-        self.tokens = (flat(problem.mask, torch.bool, axes=1), _powers(rate, self.dtype), rate)
+        weights = None if call.temperature is None else call.temperature.clone()
+        self.x, self.temperature = flat(call.w, self.dtype), flat(weights, self.dtype, axes=1)
+        rate = np.ones(self.x.shape[1]) if call.rate is None else array(call.rate, torch.float64)
+        self.tokens = (flat(call.mask, torch.bool, axes=1), _powers(rate, self.dtype), rate)
         self.workers = threads_for(self.x.size)
-        self.runs = _pieces(problem, self.workers)
+        self.runs = _pieces(call, self.workers)
 
     def room(self, pieces: int | None = None, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
         """Room for what pieces add up: (P, H, K), and one number a head in float64, (P, H, 1)."""
@@ -319,11 +319,11 @@ def _powers(own: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return np.concatenate([table, lost[None]]).astype(NUMPY[dtype])
 
 
-def _pieces(problem: Problem, workers: int) -> Pieces:
+def _pieces(call: Call, workers: int) -> Pieces:
     """As many as keep all threads busy to the end."""
-    batch, tokens = problem.w.shape[:2]
+    batch, tokens = call.w.shape[:2]
     size = max(PIECE, -(-batch * tokens // (16 * workers))) if workers > 1 else batch * tokens
-    bounds = range(0, batch * tokens + 1, tokens) if problem.bounds is None else problem.bounds.tolist()
+    bounds = range(0, batch * tokens + 1, tokens) if call.bounds is None else call.bounds.tolist()
     return _runs(tuple(bounds), size)
 
 

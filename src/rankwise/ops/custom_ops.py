@@ -1,67 +1,42 @@
-"""The kernels as torch operators: with shapes for tracing, and gradients, so that compilers see one node."""
+"""The kernels as operators of torch, with shapes for tracing and with gradients: one node for compilers."""
 
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from rankwise._internals.torch_private import (
-    in_dispatch_mode,
-    in_forward_derivative,
-    in_function_transform,
-    is_profiled,
-    is_zero_tensor,
-)
 from rankwise.errors import InputError
-from rankwise.ops.arguments import Problem, Solution, Sums, check_call, exact
-from rankwise.ops.dispatch import kernels
+from rankwise.ops.arguments import Call, Cotangents, Gradients, Saved, Sums, check_shapes, sum_dtype
 
 
-@torch.library.custom_op("rankwise::tssa_bidirectional", mutates_args=())
-def bidirectional(
-    w: Tensor,
-    temperature: Tensor | None,
-    mask: Tensor | None,
-    bounds: Tensor | None,
-    impl: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, memberships; and for the gradient sums and, if they are to be kept, scores."""
-    check_call(w, bounds, temperature=temperature, mask=mask)
-    problem = Problem(w, temperature, None, mask, None, None, bounds, causal=False)
-    output, membership, score, sums = kernels(impl, causal=False).forward(problem, keep)
-    return output, membership, score if keep else membership.new_empty(0), *sums
+@runtime_checkable
+class Kernels(Protocol):
+    """Interface of the modules `cpu_causal`, `cpu_bidirectional`, `triton_causal`, `triton_bidirectional`."""
+
+    def forward(self, call: Call, keep_scores: bool) -> tuple[Float[Tensor, "B T H K"], Saved]:
+        """Return the output and the tensors for the backward pass; memberships may overwrite the scores."""
+
+    def backward(self, call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
+        """Return the gradients of the inputs."""
 
 
-@torch.library.custom_op("rankwise::tssa_bidirectional_backward", mutates_args=())
-def bidirectional_backward(
-    given: Tensor,
-    given_membership: Tensor,
-    w: Tensor,
-    temperature: Tensor | None,
-    mask: Tensor | None,
-    bounds: Tensor | None,
-    membership: Tensor,
-    score: Tensor,
-    energy: Tensor,
-    assigned: Tensor,
-    mass: Tensor,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of w and of the temperature."""
-    own = {"temperature": temperature, "mask": mask, "membership": membership, "score": score}
-    own |= {"given": given, "given_membership": given_membership}
-    check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
-    problem = Problem(w, temperature, None, mask, None, None, bounds, causal=False)
-    sums = Sums(energy, assigned, mass)
-    back = kernels(impl, causal=False).backward
-    return back(problem, membership, score, sums, given, given_membership)
+@cache
+def kernels(impl: str, causal: bool) -> Kernels:
+    """Import the kernels of an implementation."""
+    return cast(Kernels, import_module(f"rankwise.ops.{impl}_{'causal' if causal else 'bidirectional'}"))
 
 
-@torch.library.custom_op("rankwise::tssa_causal", mutates_args=())
-def causal(
+def flat(call: Call) -> tuple[Any, ...]:
+    """Return the first arguments of the operator: operators take tensors, not named tuples."""
+    start = call.start or (None, None, None)
+    return *call[:4], *start, call.rate, call.bounds, call.causal
+
+
+@torch.library.custom_op("rankwise::tssa", mutates_args=())
+def tssa(
     w: Tensor,
     temperature: Tensor | None,
     offset: Tensor | None,
@@ -71,25 +46,27 @@ def causal(
     mass: Tensor | None,
     rate: Tensor | None,
     bounds: Tensor | None,
+    causal: bool,
     impl: str,
-    keep: bool,
+    keep_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, memberships, scores if they are to be kept for the gradient, the sums after the last token."""
-    own = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
-    check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
-    start = _sums(energy, assigned, mass)
-    problem = Problem(w, temperature, offset, mask, start, rate, bounds, causal=True)
-    output, membership, score, end = kernels(impl, causal=True).forward(problem, keep)
-    return output, membership, score if keep else membership.new_empty(0), *end
+    """Run a forward pass; return the output, memberships, scores (or an empty tensor) and last sums."""
+    parts = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
+    check_shapes(w, bounds, **parts, energy=energy, assigned=assigned, mass=mass)
+    start = _start(energy, assigned, mass)
+    call = Call(w, temperature, offset, mask, start, rate, bounds, causal)
+    output, saved = kernels(impl, causal).forward(call, keep_scores)
+    score = saved.score if keep_scores else saved.membership.new_empty(0)
+    return output, saved.membership, score, *saved.sums
 
 
-@torch.library.custom_op("rankwise::tssa_causal_backward", mutates_args=())
-def causal_backward(
-    given: Tensor,
-    given_membership: Tensor,
-    given_energy: Tensor,
-    given_assigned: Tensor,
-    given_mass: Tensor,
+@torch.library.custom_op("rankwise::tssa_backward", mutates_args=())
+def tssa_backward(
+    d_output: Tensor,
+    d_membership: Tensor,
+    d_energy: Tensor,
+    d_assigned: Tensor,
+    d_mass: Tensor,
     w: Tensor,
     temperature: Tensor | None,
     mask: Tensor | None,
@@ -100,154 +77,99 @@ def causal_backward(
     bounds: Tensor | None,
     membership: Tensor,
     score: Tensor,
+    end_energy: Tensor,
+    end_assigned: Tensor,
+    end_mass: Tensor,
+    causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of w, temperature, offset and the first sums."""
-    own = {"temperature": temperature, "mask": mask, "rate": rate, "membership": membership, "score": score}
-    own |= {"given": given, "given_membership": given_membership}
-    own |= {"given_energy": given_energy, "given_assigned": given_assigned, "given_mass": given_mass}
-    check_call(w, bounds, **own, energy=energy, assigned=assigned, mass=mass)
-    start, end = _sums(energy, assigned, mass), Sums(given_energy, given_assigned, given_mass)
-    problem = Problem(w, temperature, None, mask, start, rate, bounds, causal=True)
-    back = kernels(impl, causal=True).backward
-    dw, dtemperature, doffset, first = back(problem, membership, score, given, given_membership, end)
-    return dw, dtemperature, doffset, *first
+    """Return the gradients of w and temperature and, if causal, of offset and first sums."""
+    parts = {"temperature": temperature, "mask": mask, "rate": rate, "membership": membership}
+    parts |= {"score": score, "energy": energy, "assigned": assigned, "mass": mass}
+    parts |= {"end_energy": end_energy, "end_assigned": end_assigned, "end_mass": end_mass}
+    parts |= {"d_output": d_output, "d_membership": d_membership}
+    check_shapes(w, bounds, **parts, d_energy=d_energy, d_assigned=d_assigned, d_mass=d_mass)
+    start = _start(energy, assigned, mass)
+    call = Call(w, temperature, None, mask, start, rate, bounds, causal)
+    saved = Saved(membership, score, Sums(end_energy, end_assigned, end_mass))
+    cotangents = Cotangents(d_output, d_membership, Sums(d_energy, d_assigned, d_mass))
+    call, saved = without_unread(call, saved, cotangents)
+    dw, d_temperature, d_offset, d_start = kernels(impl, causal).backward(call, saved, cotangents)
+    return dw, d_temperature, d_offset, *d_start
 
 
-def solve(problem: Problem, impl: str) -> Solution:
-    """Run a kernel.
+def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Call, Saved]:
+    """Mask the tokens after the last one with a nonzero cotangent, so that 0 · NaN reaches no earlier token.
 
-    Args:
-        problem: a call that has been checked: kernels look at no shape.
-        impl: "cpu" or "triton".
-
-    Returns:
-        Its solution.
-
-    Raises:
-        InputError: if forward-mode derivatives are asked for, which operators of torch.library drop.
+    Causal sums after these tokens must have no cotangent either. A bidirectional sequence is masked only if
+    none of its tokens has a cotangent. Without NaN this changes no number, so on a CPU it is done only if a
+    score is not finite; on a GPU always, because the test would wait for the GPU.
     """
-    w, temperature, offset, mask, start, rate, bounds, is_causal = problem
-    inputs = (w, temperature, offset, *(start or ()))
-    given = [x for x in inputs if x is not None]
-    hidden = False  # whether it cannot be seen that a gradient is wanted
-    if not torch.compiler.is_compiling():
-        hidden = in_function_transform()
-        _check_no_tangent(given, impl)
-    keep = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
-    if not (keep or hidden) and _nobody_watches([*given, mask, rate, bounds]):
-        output, membership, _, last = kernels(impl, is_causal).forward(problem, keep)
-        return Solution(output, membership, last if is_causal else None)
-    if not is_causal:
-        output, membership, *_ = bidirectional(w, temperature, mask, bounds, impl, keep)
-        return Solution(output, membership, None)
-    energy, assigned, mass = start or (None, None, None)
-    output, membership, _, *end = causal(
-        w, temperature, offset, mask, energy, assigned, mass, rate, bounds, impl, keep
-    )
-    return Solution(output, membership, Sums(*end))
+    if call.w.device.type == "cpu" and bool(saved.score.isfinite().all()):
+        return call, saved
+    bounds, sequence = call.sequence_of_tokens()
+    read = (cotangents.output != 0).flatten(2).any(-1) | (cotangents.membership != 0).any(-1)
+    upto = torch.nn.functional.pad(read.flatten().cumsum(0), (1, 0))
+    end_read = sum((part != 0).flatten(1).any(1) for part in cotangents.sums) > 0
+    first = torch.arange(len(sequence), device=bounds.device) if call.causal else bounds[sequence]
+    kept = ((upto[bounds[sequence + 1]] > upto[first]) | end_read[sequence]).view(read.shape)
+    used = (upto[bounds].diff() > 0) | end_read
+    sums = Sums(*(part.masked_fill(~used.view(-1, *[1] * (part.ndim - 1)), 0.0) for part in saved.sums))
+    membership, score = (part.masked_fill(~kept[..., None], 0.0) for part in saved[:2])
+    return call._replace(mask=kept if call.mask is None else kept & call.mask), Saved(membership, score, sums)
 
 
-def _nobody_watches(given: list[Tensor | None]) -> bool:
-    """Whether no mode, tracer, profiler or kind of tensor wants to see an operator.
-
-    Then the kernel is called without one: that takes half the time of a call on one token. Numbers that are
-    still to be negated or made zeros are so by the dispatcher only.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if in_dispatch_mode() or is_profiled():
-        return False
-    there = [x for x in given if x is not None]
-    return all(type(x) in (Tensor, Parameter) and not (x.is_neg() or is_zero_tensor(x)) for x in there)
-
-
-def _check_no_tangent(given: list[Tensor], impl: str) -> None:
-    if not in_forward_derivative() or all(forward_ad.unpack_dual(x).tangent is None for x in given):
-        return
-    raise InputError(
-        f"forward-mode derivatives with impl={impl!r}",
-        expected="derivatives by .backward() or torch.autograd.grad",
-        got="a tensor with a tangent",
-        fix='Pass impl="reference".',
-    )
-
-
-def _sums(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
-    """The sums before the first token: all of them, or none, which is zeros."""
+def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
+    """Return the sums before the first token; None, which is zeros, if all three are None."""
     if energy is None and assigned is None and mass is None:
         return None
     if energy is None or assigned is None or mass is None:
-        wanted, fix = "the sums of one state", "Pass all three, or None for all."
-        raise InputError("energy, assigned, mass", expected=wanted, got="None for some", fix=fix)
+        expected, fix = "the sums of one state", "Pass all three, or None for all."
+        raise InputError("energy, assigned, mass", expected=expected, got="None for some", fix=fix)
     return Sums(energy, assigned, mass)
 
 
-def _like(w: Tensor, *shape: Any) -> Tensor:
-    # sizes are symbols while a graph is traced
-    return w.new_empty(shape, dtype=exact(w.dtype))
+def _empty(w: Tensor, *shape: Any) -> Tensor:
+    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes are symbols during tracing
 
 
-@bidirectional.register_fake
-def _(w, temperature, mask, bounds, impl, keep):  # type: ignore[no-untyped-def]
-    return _shapes(w, bounds, keep)
+def _empty_sums(w: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    sequences, (heads, width) = w.shape[0] if bounds is None else bounds.shape[0] - 1, w.shape[2:]
+    energy = _empty(w, sequences, heads, width)
+    return energy, torch.empty_like(energy), _empty(w, sequences, heads)
 
 
-@causal.register_fake
-def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, impl, keep):  # type: ignore[no-untyped-def]
-    return _shapes(w, bounds, keep)
+@tssa.register_fake
+def _(w, temperature, offset, mask, energy, assigned, mass, rate, bounds, causal, impl, keep_scores):  # type: ignore[no-untyped-def]
+    output, per_token = torch.empty_like(w, memory_format=torch.contiguous_format), w.shape[:3]
+    score = _empty(w, *per_token) if keep_scores else _empty(w, 0)
+    return output, _empty(w, *per_token), score, *_empty_sums(w, bounds)
 
 
-def _shapes(w: Tensor, bounds: Tensor | None, keep: bool) -> tuple[Tensor, ...]:
-    batch, tokens, heads, width = w.shape
-    sequences = batch if bounds is None else bounds.shape[0] - 1
-    per_token, per_channel = (batch, tokens, heads), (sequences, heads, width)
-    sums = (_like(w, *per_channel), _like(w, *per_channel), _like(w, sequences, heads))
-    output = torch.empty_like(w, memory_format=torch.contiguous_format)
-    return output, _like(w, *per_token), _like(w, *per_token) if keep else _like(w, 0), *sums
+@tssa_backward.register_fake
+def _(d_output, d_membership, d_energy, d_assigned, d_mass, w, *rest):  # type: ignore[no-untyped-def]
+    bounds, causal = rest[6], rest[-2]
+    dw, d_temperature = torch.empty_like(w, memory_format=torch.contiguous_format), _empty(w, w.shape[2])
+    if not causal:
+        return dw, d_temperature, *(_empty(w, 0) for _ in range(4))
+    return dw, d_temperature, _empty(w, *w.shape[:3]), *_empty_sums(w, bounds)
 
 
-@bidirectional_backward.register_fake
-def _(given, given_membership, w, temperature, *rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(w, memory_format=torch.contiguous_format), _like(w, w.shape[2])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    w, temperature, offset, mask, *state, ctx.causal, ctx.impl, _ = inputs
+    ctx.given = temperature is not None, offset is not None, state[0] is not None
+    ctx.save_for_backward(w, temperature, mask, *state, *output[1:])
 
 
-@causal_backward.register_fake
-def _(given, given_membership, given_energy, given_assigned, given_mass, w, *rest):  # type: ignore[no-untyped-def]
-    sums = (
-        torch.empty_like(part, memory_format=torch.contiguous_format)
-        for part in (given_energy, given_assigned, given_mass)
-    )
-    per_token = _like(w, *w.shape[:3])
-    return torch.empty_like(w, memory_format=torch.contiguous_format), _like(w, w.shape[2]), per_token, *sums
-
-
-def _keep_bidirectional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    w, temperature, mask, bounds, ctx.impl, _ = inputs
-    ctx.save_for_backward(w, temperature, mask, bounds, *output[1:])
-
-
-def _bidirectional_backward(ctx: Any, given: Tensor, given_membership: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # under checkpointing they can be asked for once
-    dw, slope = bidirectional_backward(given, given_membership, *saved, impl=ctx.impl)
-    return dw, None if saved[1] is None else slope, *[None] * 4
-
-
-def _keep_causal(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    w, temperature, offset, mask, energy, assigned, mass, rate, bounds, ctx.impl, _ = inputs
-    ctx.offset, ctx.started = offset is not None, energy is not None
-    ctx.save_for_backward(w, temperature, mask, energy, assigned, mass, rate, bounds, *output[1:3])
-
-
-def _causal_backward(
-    ctx: Any, given: Tensor, given_membership: Tensor, _: Tensor, *given_end: Tensor
+def _backward(
+    ctx: Any, d_output: Tensor, d_membership: Tensor, _: Tensor, *d_sums: Tensor
 ) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    dw, slope, offset, *first = causal_backward(given, given_membership, *given_end, *saved, impl=ctx.impl)
-    slopes = (None if saved[1] is None else slope, offset if ctx.offset else None)
-    starts = first if ctx.started else [None] * 3
-    return dw, *slopes, None, *starts, *[None] * 4
+    saved = ctx.saved_tensors  # under checkpointing they can be read once
+    found = tssa_backward(d_output, d_membership, *d_sums, *saved, ctx.causal, ctx.impl)
+    dw, d_temperature, d_offset, *d_start = found
+    tempered, biased, started = ctx.given
+    slopes = d_temperature if tempered else None, d_offset if biased else None
+    return dw, *slopes, None, *(d_start if started else [None] * 3), *[None] * 5
 
 
-bidirectional.register_autograd(_bidirectional_backward, setup_context=_keep_bidirectional)
-causal.register_autograd(_causal_backward, setup_context=_keep_causal)
+tssa.register_autograd(_backward, setup_context=_save)

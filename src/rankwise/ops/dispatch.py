@@ -1,36 +1,43 @@
-"""Which implementation runs, and its kernels: one rule, and no silent change of an explicit choice."""
+"""Choose the implementation of a call and run it."""
 
 import os
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-from rankwise._internals.torch_private import constant_when_traced
-from rankwise.errors import InputError, did_you_mean
+from rankwise._internals.torch_private import (
+    constant_when_traced,
+    in_dispatch_mode,
+    in_forward_derivative,
+    in_function_transform,
+    is_profiled,
+    is_zero_tensor,
+)
+from rankwise.errors import InputError, one_of
+from rankwise.ops import custom_ops, reference
+from rankwise.ops.arguments import Call, Solution, Sums
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
-NEEDS = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
-"""Packages that an implementation cannot do without."""
+PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
+"""Packages that an implementation requires."""
 
 
 def choose(impl: str, device: torch.device) -> str:
-    """The implementation for a device.
+    """Return the implementation for a device; an explicit choice is returned or refused, never replaced.
 
-    ``"auto"`` is ``"cpu"`` for tensors on a CPU where numba can be imported, ``"triton"`` for tensors on a
-    CUDA or ROCm device where triton can be, and ``"reference"`` elsewhere. Neither the length nor the dtype
-    is looked at.
+    ``"auto"`` is ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if triton
+    can be imported, and ``"reference"`` otherwise. It does not depend on the length or the dtype.
 
     Args:
-        impl: what was asked for.
-        device: where w lies.
-
-    Returns:
-        One of `IMPLEMENTATIONS`.
+        impl: "auto" or the name of an implementation.
+        device: device of w.
 
     Raises:
-        InputError: if the name is unknown or the named implementation cannot run there; it never falls back.
+        InputError: if the name is unknown or the implementation cannot run on the device.
 
     Examples:
         >>> import torch
@@ -40,44 +47,31 @@ def choose(impl: str, device: torch.device) -> str:
     if impl == "auto":
         fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
         return "reference" if fast is None or missing(fast) else fast
-    if impl not in IMPLEMENTATIONS:
-        fix = did_you_mean(str(impl), ("auto", *IMPLEMENTATIONS))
-        raise InputError("impl", expected="auto, reference, cpu or triton", got=repr(impl), fix=fix)
+    one_of("impl", impl, ("auto", *IMPLEMENTATIONS))
+    fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # slow, on a CPU, for tests
     if impl == "cpu" and device.type != "cpu":
-        raise _cannot("cpu", "tensors on a CPU", f"tensors on {device}")
-    if lost := missing(impl):
-        package, parts = "rankwise[cpu]" if impl == "cpu" else "triton", " ".join(NEEDS[impl])
-        fix = f"Install it: pip install '{package}', or --force-reinstall {parts} if it is broken. "
-        raise _cannot(impl, f"an installed {NEEDS[impl][0]}", lost, fix)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, slowly, for tests
-    if impl == "triton" and device.type != "cuda" and not interpreted:
-        raise _cannot("triton", "tensors on a GPU, or TRITON_INTERPRET=1 set", f"tensors on {device}")
-    return impl
-
-
-@cache
-def kernels(impl: str, causal: bool) -> ModuleType:
-    """The module whose ``forward`` and ``backward`` run; its folder is imported when it first runs.
-
-    ``forward(problem, keep)`` gives the output in the dtype of w and, in that of the sums, memberships,
-    scores and the sums over all tokens, if causal the last sums. Unless scores are to be kept, memberships
-    lie in their place. ``backward(problem, membership, score, sums, given, given_membership)``, causal
-    ``backward(problem, membership, score, given, given_membership, given_end)``, takes the gradients of the
-    output, of Π and of the last sums, and gives those of w and of the temperature, causal also of the
-    scores' offset and of the first sums.
-    """
-    return import_module(f"rankwise.ops.{impl}_{'causal' if causal else 'bidirectional'}")
+        expected, got = "tensors on a CPU", f"tensors on {device}"
+    elif reason := missing(impl):
+        expected, got = f"an installed {PACKAGES[impl][0]}", reason
+        extra, packages = "rankwise[cpu]" if impl == "cpu" else "triton", " ".join(PACKAGES[impl])
+        fix = f"Install it: pip install '{extra}', or --force-reinstall {packages} if it is broken. "
+    elif impl == "triton" and device.type != "cuda" and not interpreted:
+        expected, got = "tensors on a GPU, or TRITON_INTERPRET=1 set", f"tensors on {device}"
+    else:
+        return impl
+    fix += 'Pass impl="auto", or impl="reference", which runs everywhere.'
+    raise InputError(f'impl="{impl}"', expected=expected, got=got, fix=fix)
 
 
 @constant_when_traced
 def missing(impl: str) -> str:
-    """The first package an implementation needs that cannot be imported, and why; nothing where all can."""
-    return next((said for name in NEEDS.get(impl, ()) if (said := _failure(name))), "")
+    """Return why a package of an implementation cannot be imported; empty if all can be imported."""
+    return next((reason for name in PACKAGES.get(impl, ()) if (reason := _failure(name))), "")
 
 
 @cache
 def _failure(package: str) -> str:
-    """An installed package may still fail, such as numba without the library that llvmlite loads."""
+    """Import a package; an installed one may fail, such as numba without the library that llvmlite loads."""
     try:
         import_module(package)
     except Exception as error:
@@ -85,6 +79,39 @@ def _failure(package: str) -> str:
     return ""
 
 
-def _cannot(impl: str, wanted: str, got: str, fix: str = "") -> InputError:
-    fix += 'Pass impl="auto", or impl="reference", which runs everywhere.'
-    return InputError(f'impl="{impl}"', expected=wanted, got=got, fix=fix)
+def solve(call: Call, impl: str) -> Solution:
+    """Run the reference, the bare kernel if nothing observes torch, or the registered operator.
+
+    Raises:
+        InputError: if forward-mode derivatives are computed: operators of torch.library drop them.
+    """
+    if impl == "reference":
+        return reference.solve(call)
+    inputs = [x for x in (call.w, call.temperature, call.offset, *(call.start or ())) if x is not None]
+    transformed = False  # transforms of torch.func hide `requires_grad`
+    if not torch.compiler.is_compiling():
+        transformed = in_function_transform()
+        if in_forward_derivative() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+            subject, got = f"forward-mode derivatives with impl={impl!r}", "a tensor with a tangent"
+            expected, fix = "derivatives by .backward() or torch.autograd.grad", 'Pass impl="reference".'
+            raise InputError(subject, expected=expected, got=got, fix=fix)
+    keep_scores = torch.is_grad_enabled() and (transformed or any(x.requires_grad for x in inputs))
+    if not (keep_scores or transformed) and _unobserved([*inputs, call.mask, call.rate, call.bounds]):
+        output, saved = custom_ops.kernels(impl, call.causal).forward(call, keep_scores)
+        return Solution(output, saved.membership, saved.sums if call.causal else None)
+    output, membership, _, *sums = custom_ops.tssa(*custom_ops.flat(call), impl, keep_scores)
+    return Solution(output, membership, Sums(*sums) if call.causal else None)
+
+
+def _unobserved(tensors: list[Tensor | None]) -> bool:
+    """Return True if no mode, tracer, profiler or tensor subclass has to see an operator.
+
+    A call of the bare kernel on one token takes half the time. Lazy negations and zero tensors are resolved
+    by the dispatcher of torch only, so they require the operator.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_dispatch_mode() or is_profiled():
+        return False
+    return all(
+        x is None or (type(x) in (Tensor, Parameter) and not (x.is_neg() or is_zero_tensor(x)))
+        for x in tensors
+    )

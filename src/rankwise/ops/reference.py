@@ -1,43 +1,93 @@
-"""TSSA in plain torch, as the formulas say it: the oracle of every other implementation."""
+"""The formulas of TSSA in plain torch: the reference for the tests of every other implementation."""
 
 from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, Solution, Sums, check_ends, exact
-from rankwise.ops.decay import running_sum
+from rankwise.ops.arguments import Call, Solution, Sums, check_boundaries, sum_dtype
 
 NORM_EPS = 1e-12
-"""Bidirectional: a channel's norm over the tokens is at least this."""
+"""Lower bound of the norm of a channel over all tokens, bidirectional."""
 ENERGY_EPS = 1e-12
-"""Causal: a channel's running energy is at least this."""
+"""Lower bound of the running energy of a channel, causal."""
 MASS_EPS = 1e-8
-"""Added to ΣΠ before dividing by it."""
+"""Added to ΣΠ before the division by it."""
+BLOCK = 64
+"""Tokens of a decaying sum that are added by one matrix product."""
+
+
+def solve(call: Call) -> Solution:
+    """Run the formulas, one packed sequence after another."""
+    device = call.w.device.type
+    known = torch.amp.autocast_mode.is_autocast_available(device)
+    with torch.autocast(device, enabled=False) if known else nullcontext():
+        if call.bounds is None:
+            return _solve(call)
+        ends = call.bounds.tolist()
+        check_boundaries(ends, call.w.shape[1])  # compiled graphs have not checked them
+        parts = [_solve(_sequence(call, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
+    output = torch.cat([part.output for part in parts], 1)
+    membership = torch.cat([part.membership for part in parts], 1)
+    sums = [part.end for part in parts if part.end is not None]
+    end = Sums(*map(torch.cat, zip(*sums, strict=True))) if call.causal else None
+    return Solution(output, membership, end)
+
+
+def _sequence(call: Call, n: int, low: int, high: int) -> Call:
+    """Return the call on one of the packed sequences."""
+    offset, mask = (None if x is None else x[:, low:high] for x in (call.offset, call.mask))
+    start = None if call.start is None else Sums(*(part[n : n + 1] for part in call.start))
+    return call._replace(w=call.w[:, low:high], offset=offset, mask=mask, start=start, bounds=None)
+
+
+def _solve(call: Call) -> Solution:
+    """Run the formulas on rows.
+
+    Numbers that are not finite are replaced by 0, and NaN is added as a constant to the results that depend
+    on them. Otherwise the backward pass would multiply NaN by gradients of 0, and NaN would reach the
+    gradients of earlier tokens.
+    """
+    w, mask = call.w.to(sum_dtype(call.w.dtype)), call.mask
+    start = call.initial_sums() if call.causal else None
+    if w.shape[1] == 0:
+        return Solution(call.w, w[..., 0], start)
+    if mask is not None:
+        w = w.masked_fill(~mask[..., None, None], 0.0)
+    wrong = ~w.detach().square().isfinite()
+    w = w.masked_fill(wrong, 0.0)
+    if start is None:
+        output, membership = bidirectional(w, call.temperature, mask)
+        seen, end = wrong.any(1, keepdim=True), None
+    else:
+        output, membership, end = causal(w, call.temperature, call.offset, mask, start, call.rate)
+        seen = wrong.cumsum(1) > 0
+    energy = _nan_where(seen, w)
+    spread = energy if call.temperature is None else _nan_where(seen.flatten(2).any(-1), w)[..., None, None]
+    if end is not None:
+        mass = end.mass if call.temperature is None else end.mass + spread[:, -1, :, 0]
+        end = Sums(end.energy + energy[:, -1], end.assigned + spread[:, -1], mass)
+    if mask is not None:
+        spread = spread.masked_fill(~mask[..., None, None], 0.0)
+    if call.temperature is not None:
+        membership = membership + spread[..., 0]
+    return Solution((output + spread).to(call.w.dtype), membership, end)
+
+
+def _nan_where(condition: Tensor, like: Tensor) -> Tensor:
+    """Return constants: NaN where a condition is true, and 0 elsewhere."""
+    return torch.zeros_like(condition, dtype=like.dtype).masked_fill(condition, torch.nan)
 
 
 def bidirectional(
-    w: Float[Tensor, "B T H K"],
-    temperature: Float[Tensor, " H"] | None,
-    mask: Bool[Tensor, "B T"] | None,
+    w: Float[Tensor, "B T H K"], temperature: Float[Tensor, " H"] | None, mask: Bool[Tensor, "B T"] | None
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"]]:
-    """Bidirectional TSSA. Memory and time O(B T H K): a handful of tensors of the size of w.
-
-    Args:
-        w: tokens in the heads' subspaces, in the dtype of the sums.
-        temperature: of each head, or None for uniform memberships.
-        mask: real tokens.
-
-    Returns:
-        Output and memberships.
-    """
-    w = _hide(w, mask)
+    """Compute output and memberships of bidirectional TSSA; w is 0 at padding. Cost O(B T H K)."""
     energy = w.square()
     total = energy.sum(1, keepdim=True).clamp(min=NORM_EPS**2)
-    score = (energy / total).sum(-1)
-    membership = _membership(score, temperature, mask)
+    membership = _membership((energy / total).sum(-1), temperature, mask)
     mass = membership.sum(1) + MASS_EPS
     moment = (membership[..., None] * energy).sum(1) / mass[..., None]
     return -w * membership[..., None] / (1 + moment[:, None]), membership
@@ -49,22 +99,9 @@ def causal(
     offset: Float[Tensor, "B T H"] | None,
     mask: Bool[Tensor, "B T"] | None,
     start: Sums,
-    rate: Float[Tensor, " H"] | None,
+    rate: Float64[Tensor, " H"] | None,
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"], Sums]:
-    """Causal TSSA from a state on. Memory and time O(B T H K).
-
-    Args:
-        w: tokens in the heads' subspaces, in the dtype of the sums.
-        temperature: of each head, or None for uniform memberships.
-        offset: K times the learned bias at each token's position.
-        mask: real tokens.
-        start: sums of the tokens before these.
-        rate: λ of each head, or None for λ = 1.
-
-    Returns:
-        Output, memberships and the sums after the last token.
-    """
-    w = _hide(w, mask)
+    """Compute output, memberships and last sums of causal TSSA; w is 0 at padding. Cost O(B T H K)."""
     energy = w.square()
     total = running_sum(energy, start.energy, rate, mask)
     score = (energy / total.clamp(min=ENERGY_EPS)).sum(-1)
@@ -77,54 +114,39 @@ def causal(
     return output, membership, Sums(total[:, -1], assigned[:, -1], mass[:, -1, :, 0])
 
 
-def solve(problem: Problem) -> Solution:
-    """Run the formulas, sequence by sequence where several are packed in one row."""
-    kind = problem.w.device.type
-    known = torch.amp.autocast_mode.is_autocast_available(kind)
-    with torch.autocast(kind, enabled=False) if known else nullcontext():
-        if problem.bounds is None:
-            return _solve(problem)
-        ends = problem.bounds.tolist()
-        check_ends(ends, problem.w.shape[1])  # a compiled call comes here unchecked
-        parts = [_solve(_sequence(problem, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
-    output = torch.cat([part.output for part in parts], 1)
-    membership = torch.cat([part.membership for part in parts], 1)
-    if not problem.causal:
-        return Solution(output, membership, None)
-    sums = [part.end for part in parts if part.end is not None]
-    energy, assigned, mass = (torch.cat([end[i] for end in sums]) for i in range(3))
-    return Solution(output, membership, Sums(energy, assigned, mass))
-
-
-def _sequence(problem: Problem, n: int, low: int, high: int) -> Problem:
-    def tokens(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, low:high]
-
-    start = None if problem.start is None else Sums(*(part[n : n + 1] for part in problem.start))
-    cut = problem._replace(offset=tokens(problem.offset), mask=tokens(problem.mask), start=start)
-    return cut._replace(w=problem.w[:, low:high], bounds=None)
-
-
-def _solve(problem: Problem) -> Solution:
-    w, temperature, offset, mask, _, rate = problem[:6]
-    wide, start = w.to(exact(w.dtype)), problem.first() if problem.causal else None
-    if w.shape[1] == 0:
-        return Solution(w, wide[..., 0], start)
-    if start is None:
-        output, membership = bidirectional(wide, temperature, mask)
-        return Solution(output.to(w.dtype), membership, None)
-    output, membership, end = causal(wide, temperature, offset, mask, start, rate)
-    return Solution(output.to(w.dtype), membership, end)
-
-
-def _hide(w: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros for padding, whatever lies there."""
-    return w if mask is None else w.masked_fill(~mask[..., None, None], 0.0)
-
-
 def _membership(score: Tensor, temperature: Tensor | None, mask: Tensor | None) -> Tensor:
     if temperature is None:
         membership = torch.full_like(score, 1 / score.shape[-1])
     else:
         membership = (temperature * score).softmax(-1)
     return membership if mask is None else membership.masked_fill(~mask[..., None], 0.0)
+
+
+def running_sum(
+    x: Float[Tensor, "B T H N"],
+    start: Float[Tensor, "B H N"],
+    rate: Float64[Tensor, " H"] | None,
+    mask: Bool[Tensor, "B T"] | None,
+) -> Float[Tensor, "B T H N"]:
+    """Compute S_t = λ_h S_{t-1} + x_t from S_0 = ``start``; S_t = S_{t-1} at padding, where x is 0.
+
+    Without decay this is a cumulative sum. With decay, blocks of `BLOCK` tokens are multiplied by the
+    triangle of the powers of λ, and the last sum of a block is carried to the next. Time O(T · BLOCK) per
+    channel. The rate may be on another device than x, which may have no float64.
+    """
+    if rate is None:
+        return x.cumsum(1) + start[:, None]
+    batch, tokens = x.shape[:2]
+    real = torch.ones(batch, tokens, device=rate.device) if mask is None else mask.to(rate.device)
+    age = real.double().cumsum(1)  # real tokens up to each token: the number of decays
+    sums, before, base = [], torch.zeros_like(age[:, :1]), start
+    for low in range(0, tokens, BLOCK):
+        here = age[:, low : low + BLOCK] - before
+        power = rate ** here[..., None]  # (B, n, H)
+        gap = (here[:, :, None] - here[:, None]).clamp(min=0)
+        triangle = (rate ** gap[..., None]).to(x) * x.new_ones(gap.shape[1:]).tril()[..., None]
+        block = torch.einsum("btuh,buhn->bthn", triangle, x[:, low : low + BLOCK])
+        block = block + power.to(x)[..., None] * base[:, None]
+        sums.append(block)
+        before, base = age[:, low : low + BLOCK][:, -1:], block[:, -1]
+    return torch.cat(sums, 1)

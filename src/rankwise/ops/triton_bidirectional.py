@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, Sums
+from rankwise.ops.arguments import Call, Cotangents, Gradients, Saved, Sums
 from rankwise.ops.reference import MASS_EPS, NORM_EPS
 from rankwise.ops.triton_chunks import Chunks, memberships, places, scores_back
 
@@ -85,38 +85,39 @@ def token_back_kernel(
     tl.store(out + cell, tl.where(known, found, 0.0).to(out.dtype.element_ty), mask=there)
 
 
-def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
     """Output, memberships, scores and the sums over all tokens; memory O(B T H) beside w and the output."""
-    chunks = Chunks(problem)
+    chunks = Chunks(call)
     energy, _ = _over_tokens(chunks, None)
     score = _project(chunks, _inverse(energy))
-    membership = memberships(score, problem.temperature, problem.mask, keep)
+    membership = memberships(score, call.temperature, call.mask, keep_scores)
     assigned, mass = _over_tokens(chunks, membership)
     output = torch.empty_like(chunks.w)
     chunks.launch(scale_kernel, membership, _factor(assigned, mass), output)
-    return output, membership, score, Sums(energy, assigned, mass)
+    return output, Saved(membership, score, Sums(energy, assigned, mass))
 
 
-def backward(
-    problem: Problem, membership: Tensor, score: Tensor, sums: Sums, given: Tensor, given_membership: Tensor
-) -> tuple[Tensor, Tensor]:
+def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Gradients of w and of the temperature."""
-    chunks, mass = Chunks(problem), sums.mass[..., None] + MASS_EPS
+    membership, score, sums = saved
+    given, given_membership = cotangents[:2]
+    chunks, mass = Chunks(call), sums.mass[..., None] + MASS_EPS
     factor, inverse = _factor(sums.assigned, sums.mass), _inverse(sums.energy)
     given, direct = given.contiguous(), chunks.tokens()
     total, _ = chunks.per_chunk()
     chunks.launch(scale_back_kernel, given, membership, factor, direct, total)
     moment = _gather(chunks, total) / mass
     less = (moment * sums.assigned / mass).sum(-1)
-    bounds = problem.bounds
+    bounds = call.bounds
     less = less[:, None] if bounds is None else less.repeat_interleave(bounds.diff(), 0)[None]
     asked = _project(chunks, moment) - direct + given_membership - less
-    slope, temperature = scores_back(asked, membership, score, problem.temperature)
+    slope, temperature = scores_back(asked, membership, score, call.temperature)
     energy = -(_over_tokens(chunks, slope)[0] * inverse) * inverse  # inverse² leaves float32
     energy = energy.masked_fill(sums.energy < NORM_EPS**2, 0.0)
     out = torch.empty_like(chunks.w)
     chunks.launch(token_back_kernel, given, membership, slope, factor, moment, inverse, energy, out)
-    return out, temperature
+    empty = [score.new_empty(0) for _ in range(4)]
+    return Gradients(out, temperature, empty[0], Sums(*empty[1:]))
 
 
 def _over_tokens(chunks: Chunks, weight: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, Sums
+from rankwise.ops.arguments import Call, Cotangents, Gradients, Saved, Sums
 from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
 from rankwise.ops.triton_chunks import Chunks, aged, coming, memberships, places, power, running, scores_back
 
@@ -159,31 +159,26 @@ def score_back_kernel(
         tl.store(out + cell, tl.where(known, found, 0.0).to(out.dtype.element_ty), mask=there)
 
 
-def forward(problem: Problem, keep: bool) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
     """Output, memberships, scores and the last sums; memory O(B T H) beside w and the output."""
-    chunks, start = Chunks(problem), problem.first()
+    chunks, start = Chunks(call), call.initial_sums()
     base, energy = _scan(chunks, None, start.energy)
     score = chunks.tokens()
     chunks.launch(score_kernel, base, score, ENERGY_EPS)
-    if problem.offset is not None:
-        score += problem.offset
-    membership = memberships(score, problem.temperature, problem.mask, keep)
+    if call.offset is not None:
+        score += call.offset
+    membership = memberships(score, call.temperature, call.mask, keep_scores)
     base, mass_base, assigned, mass = _assigned(chunks, membership, start)
     output = torch.empty_like(chunks.w)
     chunks.launch(output_kernel, membership, base, mass_base, output, MASS_EPS)
-    return output, membership, score, Sums(energy, assigned, mass)
+    return output, Saved(membership, score, Sums(energy, assigned, mass))
 
 
-def backward(
-    problem: Problem,
-    membership: Tensor,
-    score: Tensor,
-    given: Tensor,
-    given_membership: Tensor,
-    given_end: Sums,
-) -> tuple[Tensor, Tensor, Tensor, Sums]:
+def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     """Gradients of w, of the temperature, of the scores' offset and of the first sums."""
-    chunks, start = Chunks(problem), problem.first()
+    membership, score, _ = saved
+    given, given_membership, given_end = cotangents
+    chunks, start = Chunks(call), call.initial_sums()
     given, age = given.contiguous(), chunks.ages()
     base, mass_base, _, _ = _assigned(chunks, membership, start)
     total, total_mass = chunks.per_chunk()
@@ -198,7 +193,7 @@ def backward(
     later, assigned = chunks.carry(total, age, given_end.assigned, backward=True)
     later_mass, mass = chunks.carry(total_mass[..., None], age, given_end.mass[..., None], backward=True)
     through_output(later, later_mass, True)
-    slope, temperature = scores_back(asked + given_membership, membership, score, problem.temperature)
+    slope, temperature = scores_back(asked + given_membership, membership, score, call.temperature)
 
     base, _ = _scan(chunks, None, start.energy)
     out = torch.empty_like(chunks.w)
@@ -209,7 +204,7 @@ def backward(
     through_score(total, False)
     later, energy = chunks.carry(total, age, given_end.energy, backward=True)
     through_score(later, True)
-    return out, temperature, slope, Sums(energy, assigned, mass[..., 0])
+    return Gradients(out, temperature, slope, Sums(energy, assigned, mass[..., 0]))
 
 
 def _scan(chunks: Chunks, weight: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor]:

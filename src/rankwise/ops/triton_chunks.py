@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.ops.arguments import Problem, exact
+from rankwise.ops.arguments import Call, sum_dtype
 
 LEAST = -2000.0
 """Of log2 λ: 2 to it is 0 in float64 too, but no tokens' worth of it is still 1, which of -∞ is NaN."""
@@ -139,16 +139,16 @@ class Chunks:
         channels: K rounded up to a power of 2, at least 16, BK.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        w = problem.w
-        self.w, self.dtype = w.contiguous(), exact(w.dtype)
+    def __init__(self, call: Call) -> None:
+        w = call.w
+        self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
         self.heads, self.width = w.shape[2], w.shape[3]
         self.channels = max(16, 1 << (self.width - 1).bit_length())
-        most = 64 if problem.rate is None else 32  # a triangle of powers of λ costs BT² a chunk
+        most = 64 if call.rate is None else 32  # a triangle of powers of λ costs BT² a chunk
         self.size = max(16, min(most, 4096 // self.channels))
-        self.mask = None if problem.mask is None else problem.mask.contiguous()
-        if problem.bounds is not None:
-            bounds = problem.bounds
+        self.mask = None if call.mask is None else call.mask.contiguous()
+        if call.bounds is not None:
+            bounds = call.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
             self.count = int(self.begin[-1])  # must be read back; of rows of equal length it is known
@@ -160,10 +160,10 @@ class Chunks:
         self.owner = torch.searchsorted(self.begin, index, right=True) - 1
         self.first = bounds[self.owner] + (index - self.begin[self.owner]) * self.size
         self.last = torch.minimum(self.first + self.size, bounds[self.owner + 1])
-        self.rate = problem.rate
+        self.rate = call.rate
         self.decay = torch.zeros(1, device=w.device, dtype=torch.float64)
-        if problem.rate is not None:
-            rate = problem.rate.to(w.device, torch.float64)
+        if call.rate is not None:
+            rate = call.rate.to(w.device, torch.float64)
             self.decay = torch.log2(rate).clamp(min=LEAST).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
