@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.skips import SkipCertificate, add_lambda_skip, certify_skip
-from rankwise.skips.norms import NormCall, recognised
+from rankwise.skips.norms import recognised
 from rankwise.theory import distance_from_mean as mu
+from rankwise.tracing import RecordedCall
 
 pytestmark = pytest.mark.usefixtures("coarse_thresholds")
 
@@ -219,7 +220,7 @@ def test_a_norm_behind_two_branches_reads_more_than_the_sum(post: bool, norm: st
 
 def of(norm: nn.Module, x: Tensor):
     with torch.no_grad():
-        return recognised(NormCall(norm, (x,), {}, norm(x)), 0)
+        return recognised(RecordedCall("norm", norm, (x,), {}, norm(x)), 0)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 0.3])

@@ -8,7 +8,7 @@ from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from torch import nn
 
 from rankwise.skips import SkipError, add_lambda_skip, certify_skip
-from rankwise.skips.norms import NormCalls, normed
+from rankwise.skips.norms import normed, norms_behind, record_norms
 from rankwise.skips.probe import find_skip_locations
 from rankwise.skips.skip_sums import skip_sums
 from rankwise.skips.skips import name_sites
@@ -45,13 +45,12 @@ def test_with_no_other_sequence_nothing_is_said() -> None:
 def test_both_measures_are_means_of_ratios(build) -> None:
     model, batch = build(), text_inputs()
     sites = name_sites(find_skip_locations(model, batch)[0])
-    tap = NormCalls(model, sites)
-    with tap.following():
+    with record_norms(model, sites) as calls:
         seen = skip_sums(model, batch, sites, {site.name: 1.5 for site in sites})
     first, last = seen[0].residual.double(), seen[-1].total.double()
     share = (mu(last) / last.norm(dim=(-2, -1))) / (mu(first) / first.norm(dim=(-2, -1)))
     end = normed(last, True, 1e-12) if build is bert else last
-    (found,) = kept_by(seen, tap.norms(seen)).values()
+    (found,) = kept_by(seen, norms_behind(seen, calls)).values()
     assert found.share == pytest.approx(float(share.mean()))
     assert found.mu == pytest.approx(float((mu(end) / mu(first)).mean()))
 
@@ -60,9 +59,9 @@ def test_both_measures_are_means_of_ratios(build) -> None:
 def test_each_measure_has_its_own_threshold(target: float) -> None:
     model, batch = bert(), text_inputs()
     sites = name_sites(find_skip_locations(model, batch)[0])
-    tap = NormCalls(model, sites)
-    with tap.following():
-        norms = tap.norms(skip_sums(model, batch, sites, {site.name: 1.0 for site in sites}))
+    with record_norms(model, sites) as calls:
+        seen = skip_sums(model, batch, sites, {site.name: 1.0 for site in sites})
+    norms = norms_behind(seen, calls)
     (found,) = threshold(model, batch, sites, target, norms).values()
     for at in range(2):
         least = found[at]

@@ -1,7 +1,6 @@
 """The attention layers of a decoder, with the linear layers behind what their cache keeps."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from rankwise.compression.narrow import NarrowProjection, runs_of
 from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
 from rankwise.compression.rotation import PAIRINGS, fits, per_pair
 from rankwise.errors import CompressionError
+from rankwise.tracing import RecordedCall, record_calls
 
 LENGTHENED = ("dynamic", "longrope")
 """Rotations that turn by other angles when a text becomes long: keys would have to be rotated anew."""
@@ -75,9 +75,9 @@ def _run(model: nn.Module, batch: Any) -> tuple[_Seen, Any]:
         raise _no_cache(model, "an encoder-decoder, whose decoder caches two kinds of keys")
     if config is None or can is None or not can() or not isinstance(batch, Mapping):
         raise _no_cache(model, "one that does not generate: a latent is won in the cache alone")
-    seen = _Seen()
-    with _watching(model, seen), torch.no_grad():
+    with record_calls(model, lambda *_: True) as calls, torch.no_grad():
         out = run_model(model, {**batch, "use_cache": True})
+    seen = _seen(calls)
     cache = getattr(out, "past_key_values", None)
     if not getattr(cache, "layers", None) or not seen.numbers:
         raise _no_cache(model, "one whose outputs hold no such cache")
@@ -93,34 +93,23 @@ def _no_cache(model: nn.Module, got: str) -> CompressionError:
     )
 
 
-@contextmanager
-def _watching(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    handles = []
-    for name, module in model.named_modules():
-
-        def before(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
-            at = getattr(module, "layer_idx", None)
-            if isinstance(at, int) and any(hasattr(v, "get_seq_length") for v in (*kwargs.values(), *args)):
-                seen.calls[name], seen.numbers[name] = kwargs, at
-
-        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any, name: str = name) -> None:
-            if isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
-                seen.inputs[name], seen.outputs[name] = args[0].detach(), out.detach()
-            elif isinstance(out, tuple) and len(out) == 2 and all(isinstance(part, Tensor) for part in out):
-                options = {key: value for key, value in kwargs.items() if isinstance(value, str)}
-                named = [value for value in args if isinstance(value, str)]
-                options |= {"layer_type": named[0]} if named else {}
-                seen.rotations[f"{name}|{len(seen.rotations)}"] = (out, options)
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _seen(calls: Iterable[RecordedCall]) -> _Seen:
+    seen = _Seen()
+    for call in calls:
+        at, given = getattr(call.module, "layer_idx", None), (*call.kwargs.values(), *call.args)
+        if isinstance(at, int) and any(hasattr(value, "get_seq_length") for value in given):
+            seen.calls[call.name], seen.numbers[call.name] = call.kwargs, at
+        out = call.output
+        if isinstance(out, Tensor) and call.args and isinstance(call.args[0], Tensor):
+            seen.inputs[call.name], seen.outputs[call.name] = call.args[0], out
+        elif isinstance(out, tuple) and len(out) == 2 and all(isinstance(part, Tensor) for part in out):
+            options = {key: value for key, value in call.kwargs.items() if isinstance(value, str)}
+            named = [value for value in call.args if isinstance(value, str)]
+            options |= {"layer_type": named[0]} if named else {}
+            seen.rotations[f"{call.name}|{len(seen.rotations)}"] = (out, options)
     inner = [name for name in seen.numbers if not any(_inside(other, name) for other in seen.numbers)]
     seen.numbers = {name: seen.numbers[name] for name in inner}
+    return seen
 
 
 def _inside(name: str, outer: str) -> bool:

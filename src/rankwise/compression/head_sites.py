@@ -1,7 +1,5 @@
 """Where the heads of an attention layer come from and where they go to, told from their values."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +14,13 @@ from rankwise.compression.projections import (
     Projection,
     each_once,
     find_projection,
+    is_linear,
     linear_parts,
     names_below,
 )
 from rankwise.compression.removed_heads import CutLinear, RemovedHeads
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import MixerSite, capture
+from rankwise.tracing import MixerSite, capture, record_calls
 
 RUNGS = 4
 """Ways in which layers read their number of heads: not at all, by name, by width, from the configuration."""
@@ -122,12 +121,12 @@ def find_head_sites(model: nn.Module, batch: Any) -> tuple[list[HeadSite], dict[
     Returns:
         The layers; and the reason for each one that cannot be done.
     """
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
     sites: list[MixerSite] = []
     seeing = capture(model, on_mixer=sites.append, values=True)
-    with _linear_calls(model, inputs, outputs), torch.no_grad(), seeing:
+    with record_calls(model, is_linear) as linear, torch.no_grad(), seeing:
         run_model(model, batch)
+    inputs = {call.name: call.args[0] for call in linear if call.args}
+    outputs = {call.name: call.output for call in linear if call.args}
     found: dict[str, HeadSite] = {}
     reasons: dict[str, str] = {}
     for site in reversed(sites):  # of layers that run more than once, tensors of the last call were kept
@@ -231,23 +230,3 @@ def _reader(site: MixerSite, inputs: dict[str, Tensor]) -> str | None:
         if float((given.reshape(joined.shape) - joined).abs().max()) <= bound:
             return name
     return None
-
-
-@contextmanager
-def _linear_calls(model: nn.Module, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Keep what every linear layer was given and gave, in its last call."""
-    handles = []
-    for name, module in model.named_modules():
-        if linear_parts(module) is None:
-            continue
-
-        def keep(_m: nn.Module, args: tuple[Any, ...], out: Tensor, name: str = name) -> None:
-            if args:
-                inputs[name], outputs[name] = args[0].detach(), out.detach()
-
-        handles.append(module.register_forward_hook(keep))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

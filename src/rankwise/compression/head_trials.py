@@ -13,6 +13,7 @@ from rankwise.compression.head_sites import RUNGS, HeadSite, find_head_sites
 from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.removed_heads import Removal
 from rankwise.errors import first_line
+from rankwise.tracing import record_calls
 
 Plan = Mapping[str, set[int]]
 """Units that go, by the name of their layer."""
@@ -135,17 +136,7 @@ def _zeroing(channels: list[int]) -> Callable[[nn.Module, tuple[Any, ...]], tupl
 
 def _read(model: nn.Module, sites: list[HeadSite], batch: Any) -> dict[str, Tensor]:
     """What the output projections read, and under ``""`` what the model gives."""
-    read: dict[str, Tensor] = {}
-    handles = []
-    for site in sites:
-
-        def keep(_m: nn.Module, args: tuple[Any, ...], name: str = site.name) -> None:
-            read[name] = args[0].detach()
-
-        handles.append(model.get_submodule(site.into).register_forward_pre_hook(keep))
-    try:
-        read[""] = main_output(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return read
+    with record_calls(model, {site.into for site in sites}) as calls:
+        output = main_output(model, batch)
+    read = {call.name: call.args[0] for call in calls}
+    return {site.name: read[site.into] for site in sites if site.into in read} | {"": output}

@@ -17,7 +17,7 @@ Among all W' of rank r the least is reached by [G^½ W A^½]_r between G^−½ a
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from rankwise.compression.latent import LatentLayer, channels_of
 from rankwise.compression.output_price import real_tokens
 from rankwise.compression.projections import linear_parts
 from rankwise.errors import CompressionError
+from rankwise.tracing import record_calls
 
 RIDGE = 1e-9
 """Added to second moments of tokens, relative to their mean eigenvalue: what was never seen stays finite."""
@@ -101,14 +102,6 @@ def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Ten
     values, vectors = torch.linalg.eigh(moments + least * eye)
     roots = values.clamp(min=least).sqrt()
     return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
-
-
-@dataclass
-class _Kept:
-    """Outputs of linear layers in one forward pass, and what they read."""
-
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 def layer_moments(
@@ -185,9 +178,9 @@ def _add_batch(
     batch: Any,
     generator: torch.Generator,
 ) -> None:
-    kept = _Kept()
     names = {layer.below(name) for layer in layers for name in (layer.key, layer.value)}
-    with _with_gradients(model, names, kept), torch.enable_grad():
+    recording = record_calls(model, names, detach=False)
+    with _differentiable(model, names), recording as calls, torch.enable_grad():
         logits = getattr(run_model(model, batch), "logits", None)
         if logits is None or logits.dim() != 3:
             raise CompressionError(
@@ -205,11 +198,13 @@ def _add_batch(
             )  # fmt: skip
         drawn = torch.multinomial(chances, 1, generator=generator)[:, 0]
         loss = F.cross_entropy(logits[real].float(), drawn, reduction="sum")
-        outputs = list(kept.outputs.values())
-        gradients = dict(zip(kept.outputs, torch.autograd.grad(loss, outputs), strict=True))
+        outputs = {call.name: call.output for call in calls}
+        found = torch.autograd.grad(loss, list(outputs.values()))
+        gradients = dict(zip(outputs, found, strict=True))
+    inputs = {call.name: call.args[0].detach() for call in calls}
     for layer, moment in zip(layers, moments, strict=True):
         key, value = layer.below(layer.key), layer.below(layer.value)
-        rows = kept.inputs[key].reshape(real.numel(), -1)[real.flatten()].double()
+        rows = inputs[key].reshape(real.numel(), -1)[real.flatten()].double()
         sides = ((key, layer.key_channels), (value, layer.value_channels))
         pieces = [gradients[name].reshape(real.numel(), -1)[:, channels_of(runs)] for name, runs in sides]
         slopes = torch.cat(pieces, -1)[real.flatten()].double()
@@ -219,17 +214,13 @@ def _add_batch(
 
 
 @contextmanager
-def _with_gradients(model: nn.Module, names: set[str], kept: _Kept) -> Iterator[None]:
-    """Outputs of linear layers take part in differentiation though no parameter does."""
-    handles = []
-    for name in names:
+def _differentiable(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Make outputs of linear layers take part in differentiation though no parameter does."""
 
-        def after(module: nn.Module, args: tuple[Any, ...], out: Tensor, name: str = name) -> Tensor:
-            out = out if out.requires_grad else out.detach().requires_grad_()
-            kept.inputs[name], kept.outputs[name] = args[0].detach(), out
-            return out
+    def after(_module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out if out.requires_grad else out.detach().requires_grad_()
 
-        handles.append(model.get_submodule(name).register_forward_hook(after))
+    handles = [model.get_submodule(name).register_forward_hook(after) for name in names]
     try:
         yield
     finally:

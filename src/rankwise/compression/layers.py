@@ -1,7 +1,6 @@
 """The attention layers of a model, with what their heads saw on some batches."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +15,13 @@ from rankwise.compression.projections import (
     Projection,
     each_once,
     find_projection,
-    linear_parts,
+    is_linear,
     names_below,
     side_of,
 )
 from rankwise.compression.written import find_written
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing import MixerSite, capture
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
 WRITTEN = (
     "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "
@@ -103,11 +102,11 @@ def find_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, st
     Returns:
         The layers, in the order they run; and the reason for each one that cannot be done.
     """
-    outputs: dict[str, list[Tensor]] = {}
     sites: list[MixerSite] = []
     short = moved(first_sequences(batch, 2), device_of(model))
-    with linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
+    with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
+    outputs = outputs_by_name(linear)
     found: dict[str, Found] = {}
     reasons: dict[str, str] = {}
     calls: dict[str, int] = {}
@@ -142,7 +141,6 @@ def see(
     """
     seen: dict[str, AttentionLayer] = {}
     wanted = {layer.name: layer for layer in layers}
-    outputs: dict[str, list[Tensor]] = {}
     behind = [layer for layer in layers if layer.written or len(layer.pairs)]
     read = linear_names(behind)
     calls: dict[str, int] = {}
@@ -155,25 +153,25 @@ def see(
         if site.name not in seen:
             empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
             seen[site.name] = AttentionLayer(found, empty, empty.clone())
-        _add(seen[site.name], site, _sample(found, site, outputs, call))
+        _add(seen[site.name], site, _sample(found, site, linear, call))
 
     device = device_of(model)
     for count, batch in enumerate(batches, start=1):
         if on_step is not None:
             on_step(f"running batch {count}")
-        outputs.clear()
         calls.clear()
-        with linear_outputs(model, outputs, read), torch.no_grad(), capture(model, on_mixer=add):
+        with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, moved(batch, device))
     return [seen[layer.name] for layer in layers if layer.name in seen]
 
 
-def _sample(found: Found, site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -> Sample:
+def _sample(found: Found, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
     """Queries, keys and the scale of the logits, of one call."""
     operator = site.operator
     if found.written is None and not len(found.pairs):
         assert isinstance(operator, SoftmaxMixing)
         return Sample(operator, operator.query, _keys(found, operator), site.valid_tokens, operator.scale)
+    outputs = outputs_by_name(linear)
     query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
     if found.written is not None:
         return Sample(operator, query, key, site.valid_tokens, found.written)
@@ -232,33 +230,18 @@ def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -
     return Found(site.name, site.stack, site.layer, sides[0], sides[1])
 
 
+def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
+    """Outputs of modules by name, in the order of their calls.
+
+    Args:
+        calls: recorded calls.
+    """
+    outputs: dict[str, list[Tensor]] = {}
+    for call in calls:
+        outputs.setdefault(call.name, []).append(call.output)
+    return outputs
+
+
 def _same(first: Found, other: Found) -> bool:
     pairs = ((first.query, other.query), (first.key, other.key))
     return all(a.module == b.module and bool((a.channels == b.channels).all()) for a, b in pairs)
-
-
-@contextmanager
-def linear_outputs(
-    model: nn.Module, into: dict[str, list[Tensor]], names: Collection[str] | None = None
-) -> Iterator[None]:
-    """Keep what linear layers give, in the order of their calls.
-
-    Args:
-        model: the model.
-        into: outputs by name.
-        names: of which layers; all by default.
-    """
-    handles = []
-    for name, module in model.named_modules():
-        if linear_parts(module) is not None and (names is None or name in names):
-            kept = into.setdefault(name, [])
-            handles.append(
-                module.register_forward_hook(lambda _m, _a, out, kept=kept: kept.append(out.detach()))
-            )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for name in [name for name, kept in into.items() if not kept]:
-            del into[name]

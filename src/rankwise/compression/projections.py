@@ -36,6 +36,11 @@ def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor,
     return None
 
 
+def is_linear(_name: str, module: nn.Module) -> bool:
+    """Return True for a linear layer: selects modules for `record_calls`."""
+    return linear_parts(module) is not None
+
+
 def find_projection(
     heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Float[Tensor, "B T O"]]
 ) -> Projection | None:

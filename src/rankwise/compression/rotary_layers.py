@@ -11,11 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, moved, run_model
-from rankwise.compression.layers import Found, linear_outputs
+from rankwise.compression.layers import Found, outputs_by_name
 from rankwise.compression.pair_rotation import fitted
-from rankwise.compression.projections import Projection, each_once, head_layouts, names_below, side_of
+from rankwise.compression.projections import (
+    Projection,
+    each_once,
+    head_layouts,
+    is_linear,
+    names_below,
+    side_of,
+)
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import MixerSite, capture
+from rankwise.tracing import MixerSite, capture, record_calls
 
 FIT = 16
 """Roundings of the dtype, relative in the Frobenius norm, that the fitted rotation may be off."""
@@ -35,11 +42,11 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[
     Returns:
         The layers; and the reason for each one that cannot be done.
     """
-    outputs: dict[str, list[Tensor]] = {}
     sites: list[MixerSite] = []
     short = moved(first_sequences(batch, 2), device_of(model))
-    with linear_outputs(model, outputs), torch.no_grad(), capture(model, on_mixer=sites.append):
+    with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
+    outputs = outputs_by_name(linear)
     found: dict[str, Found] = {}
     reasons: dict[str, str] = {}
     for site in sites:

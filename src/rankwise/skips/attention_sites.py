@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from rankwise._internals.forward import Batch, eval_mode, run_model
 from rankwise.errors import ReplacementError, SkipError
 from rankwise.skips.probe import example_for
 from rankwise.skips.replaced_attention import none_of
-from rankwise.tracing import MixerSite, capture
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
 
 @dataclass
@@ -62,36 +61,20 @@ def see_attention(model: nn.Module, example: Batch | None) -> dict[str, SeenAtte
             causal = not bool(site.operator.dense().triu(1).any())
             seen[site.name] = SeenAttention(site.name, site.layer, int(site.operator.shape[1]), causal)
 
-    calls: dict[str, tuple[Any, Any, Any]] = {}
-
-    def recorder(name: str) -> Any:
-        def record(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[name] = (args, kwargs, output)
-
-        return record
-
     with torch.no_grad(), eval_mode(model):
         with capture(model, on_mixer=note, on_state=lambda _: None):
             run_model(model, example)
-        modules = dict(model.named_modules())
-        hooks = [
-            modules[name].register_forward_hook(recorder(name), with_kwargs=True)
-            for name in seen
-            if name in modules
-        ]
-        try:
+        with record_calls(model, seen) as calls:
             run_model(model, example)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    for name, (args, kwargs, output) in calls.items():
-        _form(modules[name], seen[name], args, kwargs, output)
+    for call in calls:
+        _form(seen[call.name], call)
     return seen
 
 
-def _form(module: nn.Module, seen: SeenAttention, args: Any, kwargs: Any, output: Any) -> None:
+def _form(seen: SeenAttention, call: RecordedCall) -> None:
     """Note what the layer took and gave, or why it cannot be replaced."""
-    names = list(inspect.signature(module.forward).parameters)
+    args, kwargs, output = call.args, call.kwargs, call.output
+    names = list(inspect.signature(call.module.forward).parameters)
     tokens = kwargs.get("hidden_states", args[0] if args and names[0] == "hidden_states" else None)
     whole = output[0] if isinstance(output, tuple) else output
     rest = output[1:] if isinstance(output, tuple) else ()

@@ -10,7 +10,7 @@ from rankwise._internals.forward import Batch
 from rankwise.errors import RankwiseError, SkipError
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.certify_layer import layer_certificate
-from rankwise.skips.norms import Norm, NormCalls
+from rankwise.skips.norms import Norm, norms_behind, record_norms
 from rankwise.skips.probe import check_traceable, find_skip_locations
 from rankwise.skips.skip_sums import SkipSum, check_tokens, skip_sums
 from rankwise.skips.skips import SkipSite, name_sites, skip_sites
@@ -69,8 +69,7 @@ def certify_skip(
     check_tokens(batch)
     sites = skip_sites(model) or _found(model, batch)
     scales = _scales(model, sites)
-    tap = NormCalls(model, sites)
-    with tap.following():
+    with record_norms(model, sites) as norm_calls:
         seen = skip_sums(model, batch, sites, scales)
     if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
         raise SkipError(
@@ -80,7 +79,7 @@ def certify_skip(
             fix="One token is always its own mean: μ = 0 with any λ. Give longer sequences.",
         )
     _check_finite(seen)
-    norms = tap.norms(seen)
+    norms = norms_behind(seen, norm_calls)
     known = mixings(model, batch, sites, scales)
     calls = [sum(added.site is other.site for other in seen[:at]) for at, added in enumerate(seen)]
     certified = [

@@ -1,8 +1,8 @@
 """The norm that reads the sum of a skip connection, told by what it computes and not by its name."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import changed
 from rankwise.skips.skip_sums import SkipSum
 from rankwise.skips.skips import SkipSite
+from rankwise.tracing import RecordedCall, record_calls
 
 Kind = Literal["none", "LayerNorm", "RMSNorm", "unknown"]
 RANGE = 6
@@ -61,98 +63,46 @@ def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
     return rows / torch.where(size > 0, size, 1.0)
 
 
-@dataclass
-class NormCall:
-    """One call of a module that may be a norm."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any = None
-
-
-class NormCalls:
-    """Keeps what the modules that alone read a sum were given and gave, while a model runs.
+def record_norms(model: nn.Module, sites: Sequence[SkipSite]) -> AbstractContextManager[list[RecordedCall]]:
+    """Record copies of the calls of the modules that alone read the sums of skip connections.
 
     Args:
         model: the model.
         sites: the skip connections.
     """
-
-    def __init__(self, model: nn.Module, sites: Sequence[SkipSite]) -> None:
-        self._model = model
-        self._names = {site.location.norm for site in sites} - {""}
-        self._calls: dict[str, list[NormCall]] = {name: [] for name in self._names}
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the model until the block ends."""
-        handles = []
-        try:
-            for name in self._names:
-                module, calls = self._model.get_submodule(name), self._calls[name]
-                handles.append(module.register_forward_pre_hook(_before(calls), with_kwargs=True))
-                handles.append(module.register_forward_hook(_after(calls)))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def norms(self, seen: Sequence[SkipSum]) -> dict[str, Norm]:
-        """The norm after each skip connection, by the name of its site.
-
-        Args:
-            seen: the sums of the same run.
-        """
-        found: dict[str, Norm] = {}
-        for added in seen:
-            before = found.get(added.site.name)
-            if before is None or before.kind != "unknown":  # of several calls, one that is not known decides
-                found[added.site.name] = self._norm_behind(added)
-        return found
-
-    def _norm_behind(self, added: SkipSum) -> Norm:
-        location = added.site.location
-        if location.read_by:
-            return Norm(
-                "unknown", reason=f"the function {location.read_by} reads the sum outside of any module"
-            )
-        if not location.norm:
-            return Norm("none")
-        total = added.total.transpose(0, 1) if location.axis == 0 and added.total.dim() == 3 else added.total
-        for call in self._calls[location.norm]:
-            at = _argument_of(call, total)
-            if at is not None:
-                return recognised(call, at)
-        return Norm("unknown", reason=f"{location.norm} was not given the sum as it is")
+    return record_calls(model, {site.location.norm for site in sites} - {""}, copy=True)
 
 
-def _before(calls: list[NormCall]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(NormCall(module, _copied(args), _copied(kwargs)))
+def norms_behind(seen: Sequence[SkipSum], calls: Sequence[RecordedCall]) -> dict[str, Norm]:
+    """The norm after each skip connection, by the name of its site.
 
-    return hook
-
-
-def _after(calls: list[NormCall]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls[-1].output = _copied(output)
-
-    return hook
-
-
-def _copied(value: Any, dtype: torch.dtype | None = None) -> Any:
-    if isinstance(value, Tensor):
-        copy = value.detach().clone()
-        return copy.to(dtype) if dtype is not None and copy.is_floating_point() else copy
-    if isinstance(value, dict):
-        return {key: _copied(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(_copied(item, dtype) for item in value)
-    return value
+    Args:
+        seen: the sums of one run.
+        calls: recorded by `record_norms` in the same run.
+    """
+    found: dict[str, Norm] = {}
+    for added in seen:
+        before = found.get(added.site.name)
+        if before is None or before.kind != "unknown":  # of several calls, one that is not known decides
+            found[added.site.name] = _norm_behind(added, calls)
+    return found
 
 
-def _argument_of(call: NormCall, total: Tensor) -> int | str | None:
+def _norm_behind(added: SkipSum, calls: Sequence[RecordedCall]) -> Norm:
+    location = added.site.location
+    if location.read_by:
+        return Norm("unknown", reason=f"the function {location.read_by} reads the sum outside of any module")
+    if not location.norm:
+        return Norm("none")
+    total = added.total.transpose(0, 1) if location.axis == 0 and added.total.dim() == 3 else added.total
+    for call in (call for call in calls if call.name == location.norm):
+        at = _argument_of(call, total)
+        if at is not None:
+            return recognised(call, at)
+    return Norm("unknown", reason=f"{location.norm} was not given the sum as it is")
+
+
+def _argument_of(call: RecordedCall, total: Tensor) -> int | str | None:
     """Which argument is the sum, number for number."""
     given: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for key, value in given:
@@ -171,7 +121,7 @@ def _finite(rows: Tensor) -> Tensor:
     return rows.double().nan_to_num(0.0, 0.0, 0.0)
 
 
-def recognised(call: NormCall, at: int | str) -> Norm:
+def recognised(call: RecordedCall, at: int | str) -> Norm:
     r"""LayerNorm or RMSNorm, if a module computes one: out = γ∘N(w; ε) + β for each row w by itself.
 
     γ and β are read off random rows of a size at which no ε matters, ε off smaller ones. Then the formula
@@ -200,12 +150,16 @@ def recognised(call: NormCall, at: int | str) -> Norm:
     return Norm("unknown", reason=f"{type(call.module).__name__} cannot be run again in float64 or float32")
 
 
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return changed(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
 class _Again:
     """A copy of a module that takes other rows in place of those it was given."""
 
-    def __init__(self, call: NormCall, at: int | str, dtype: torch.dtype) -> None:
+    def __init__(self, call: RecordedCall, at: int | str, dtype: torch.dtype) -> None:
         self._module = deepcopy(call.module).to(dtype)
-        self._args, self._kwargs, self._at = _copied(call.args, dtype), _copied(call.kwargs, dtype), at
+        self._args, self._kwargs, self._at = _cast(call.args, dtype), _cast(call.kwargs, dtype), at
         given = self._args[at] if isinstance(at, int) else self._kwargs[at]
         self._output, self._dtype = call.output, dtype
         self.finite = given.isfinite().all(-1)

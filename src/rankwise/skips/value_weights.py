@@ -2,9 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from rankwise.skips.probe import probing, replacing_sums
 from rankwise.skips.skips import SkipSite
 from rankwise.skips.sums import SumName
 from rankwise.skips.verify import scaled_sums, unhooked
-from rankwise.tracing import MixerSite, capture
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
 
 @dataclass
@@ -63,29 +62,19 @@ class MatrixCall:
         return None
 
 
-class MatrixCalls:
-    """Keeps what the modules of a model that have a matrix read and gave, while it runs."""
+def _has_matrix(_name: str, module: nn.Module) -> bool:
+    return getattr(getattr(module, "weight", None), "ndim", 0) == 2
 
-    def __init__(self, model: nn.Module) -> None:
-        self.calls: list[MatrixCall] = []
-        self._handles = [
-            module.register_forward_hook(self._note)
-            for module in model.modules()
-            if getattr(getattr(module, "weight", None), "ndim", 0) == 2
-        ]
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given = args[0] if args else None
-        if not isinstance(given, Tensor) or not isinstance(output, Tensor) or output.dim() < 2:
-            return
-        if given.is_floating_point() and given.shape[:-1] == output.shape[:-1]:
-            # Snapshots: a gate or a gain applied in place would otherwise pass for a part of the weights.
-            self.calls.append(MatrixCall(module, given.detach().clone(), output.detach().clone()))
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+def _matrix_calls(calls: Iterable[RecordedCall]) -> list[MatrixCall]:
+    found = []
+    for call in calls:
+        given, gave = call.args[0] if call.args else None, call.output
+        if not isinstance(given, Tensor) or not isinstance(gave, Tensor) or gave.dim() < 2:
+            continue
+        if given.is_floating_point() and given.shape[:-1] == gave.shape[:-1]:
+            found.append(MatrixCall(call.module, given, gave))
+    return found
 
 
 def mixings(
@@ -109,9 +98,11 @@ def mixings(
         sums[of_sum[name]].append((residual, branch))
 
     with unhooked(model):  # what a projection gave is seen without the (λ − 1)·x that a hook may add to it
-        tap = MatrixCalls(model)
+        # Copies: a gate or a gain applied in place would otherwise pass for a part of the weights.
+        recording = record_calls(model, _has_matrix, copy=True)
         try:
             with (
+                recording as calls,
                 probing(model),
                 torch.no_grad(),
                 capture(model, on_mixer=mixers.append, values=True),
@@ -120,15 +111,14 @@ def mixings(
                 run_model(model, batch)
         except CaptureError:
             return {}
-        finally:
-            tap.close()
+    matrices = _matrix_calls(calls)
     behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
     for mixer in mixers:
         site = max(sites, key=lambda site: _common(site.name, mixer.name))
         if _common(site.name, mixer.name):
             behind[site.name].append(mixer)
     return {
-        (site.name, number): _mixing(mixer, *operands, tap.calls)
+        (site.name, number): _mixing(mixer, *operands, matrices)
         for site in sites
         # mixers side by side in one branch are left out
         if len(behind[site.name]) == len(sums[site.name])

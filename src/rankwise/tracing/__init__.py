@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rankwise.tracing.context import SiteAdapter, capture
     from rankwise.tracing.head_id import CallId, HeadId
     from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
+    from rankwise.tracing.module_calls import RecordedCall, record_calls
     from rankwise.tracing.trace import MixerSite, StateSite, Trace, UncapturedModule
 
 __all__ = [
@@ -21,12 +22,14 @@ __all__ = [
     "HeadOutputs",
     "Intervention",
     "MixerSite",
+    "RecordedCall",
     "SiteAdapter",
     "StateSite",
     "Trace",
     "UncapturedModule",
     "capture",
     "compiled_modules",
+    "record_calls",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -36,6 +39,7 @@ __getattr__, __dir__ = lazy_names(
         "context": ("SiteAdapter", "capture"),
         "head_id": ("CallId", "HeadId"),
         "interventions": ("BlockOutput", "HeadOutputs", "Intervention"),
+        "module_calls": ("RecordedCall", "record_calls"),
         "trace": ("MixerSite", "StateSite", "Trace", "UncapturedModule"),
     },
 )

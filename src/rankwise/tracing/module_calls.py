@@ -3,16 +3,17 @@
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import changed
 from rankwise._internals.torch_private import forget_global_hook, in_backward
 from rankwise.tracing.head_id import CallId
 
@@ -268,3 +269,76 @@ def _nothing() -> Callable[..., None]:
 
 def _ignore(*given: Any) -> None:
     """Do nothing."""
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call of a module that has ended."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Arguments
+    output: Any
+
+
+@contextmanager
+def record_calls(
+    model: nn.Module,
+    where: Collection[str] | Callable[[str, nn.Module], bool],
+    *,
+    copy: bool = False,
+    detach: bool = True,
+) -> Iterator[list[RecordedCall]]:
+    """Record calls of some modules of a model, in the order in which the calls end.
+
+    Calls that raise are not recorded, nor are calls that autograd repeats in a backward pass.
+
+    Args:
+        model: the model.
+        where: names of the modules, or a function of name and module that selects them.
+        copy: protect arguments, as they are before the call, and outputs from later changes in place.
+        detach: record tensors without their gradient history.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> with record_calls(model, {"0"}) as calls:
+        ...     _ = model(torch.ones(1, 2))
+        >>> [(call.name, tuple(call.args[0].shape), tuple(call.output.shape)) for call in calls]
+        [('0', (1, 2), (1, 3))]
+    """
+    recorded: list[RecordedCall] = []
+    begun: list[tuple[nn.Module, tuple[Any, ...], Arguments]] = []
+
+    def kept(value: Any) -> Any:
+        def one(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach() if detach else tensor
+            return tensor.clone() if copy else tensor
+
+        return changed(value, one)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+        if not in_backward():
+            begun.append((module, kept(args), kept(kwargs)))
+
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+        if in_backward():
+            return
+        entered = None if copy else module
+        args, kwargs = (args, kwargs) if copy else (kept(args), kept(kwargs))
+        while begun and entered is not module:  # calls that raised are still there
+            entered, args, kwargs = begun.pop()
+        recorded.append(RecordedCall(name, module, args, kwargs, kept(output)))
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            if where(name, module) if callable(where) else name in where:
+                if copy:
+                    handles.append(module.register_forward_pre_hook(Hook(enter), with_kwargs=True))
+                handles.append(module.register_forward_hook(Hook(partial(leave, name)), with_kwargs=True))
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
