@@ -133,7 +133,7 @@ def _failed(failed: Mapping[str, str]) -> str:
 
 def _short(why: str) -> str:
     """An error without the names and numbers of one model."""
-    _, _, got = why.partition("wanted residual connections around mixers, got ")
+    _, _, got = why.partition("expected residual connections around mixers, got ")
     said = re.sub(r"^\d+", "some", got.split(".")[0].split(", in ")[0]) if got else why[:110]
     return _cell(said)
 

@@ -56,7 +56,7 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
         ({"device_map": "balance"}, "Did you mean balanced"),
         ({"device_map": "cuda:99"}, "--device-map cuda:99: expected a device that torch sees, got only cpu"),
         ({"device_map": "{"}, "expected JSON such as"),
-        ({"device_map": json.dumps(DISK)}, "wanted --offload-folder for what goes to the disk, got none"),
+        ({"device_map": json.dumps(DISK)}, "expected --offload-folder for what goes to the disk, got none"),
         (
             {"device_map": "cpu", "offload_folder": Path("/dev/null/x")},
             "a folder that can be written, got Not",

@@ -92,7 +92,7 @@ class Workers:
     def __call__(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
         for job in reversed(jobs):  # the order in which they end is no order to rely on
             self.ran.append(job.name)
-            said = {"wanted": "x", "got": "y", "fix": "z"}
+            said = {"expected": "x", "got": "y", "fix": "z"}
             if self.die.get(job.name, 0):
                 self.die[job.name] -= 1
                 yield job, WorkerDiedError(job.name, **said)

@@ -13,7 +13,7 @@ def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
 
     Args:
         row: of a table.
-        measure: such as ``states_relative_collapse`` or ``heads_effective_rank``.
+        measure: such as ``states_relative_spread`` or ``heads_effective_rank``.
         step: of the training.
     """
     layers: dict[str, list[float]] = {}

@@ -49,13 +49,13 @@ def test_the_page_has_each_measure_at_fresh_weights_with_its_spread_over_seeds()
     audit = rw.audit(layer(), batches(), DELTA, baseline=3)
     columns = {column["name"]: column for column in page_context(audit)["data"]["columns"]}
     fresh = [head.baseline for head in audit.heads]
-    assert columns["fresh_stable_rank"]["values"] == pytest.approx(
+    assert columns["init_stable_rank"]["values"] == pytest.approx(
         [of.mean["stable_rank"] for of in fresh], 1e-5
     )
-    assert columns["fresh_stable_rank"]["spread"] == pytest.approx(
+    assert columns["init_stable_rank"]["spread"] == pytest.approx(
         [of.std["stable_rank"] for of in fresh], 1e-5
     )
-    assert columns["fresh_stable_rank"]["over_seeds"]
+    assert columns["init_stable_rank"]["over_seeds"]
     shares = [of.std["numerical_rank"] / head.smaller for of, head in zip(fresh, audit.heads, strict=True)]
     assert columns["init_numerical_rank"]["spread"] == pytest.approx(shares, 1e-5)
     assert not columns["stable_rank"]["over_seeds"]

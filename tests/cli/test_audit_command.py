@@ -525,7 +525,7 @@ def test_a_tokenizer_of_another_folder(run: Run, folder: Path, tmp_path: Path) -
     assert isinstance(result.exception, RankwiseError)
     assert re.search(r"got the folder bare without one\. .*--tokenizer FOLDER", str(result.exception))
     result = run("audit", "bare", "--text", "text.txt", "--tokens", 16, "--tokenizer", "nowhere")
-    assert str(result.exception).startswith("tokenizer nowhere: wanted")
+    assert str(result.exception).startswith("tokenizer nowhere: expected")
     assert run("audit", "bare", "--text", "text.txt", "--tokens", 16, "--tokenizer", folder).exit_code == 0
     mine = audit_of(tmp_path)
     assert run("audit", folder, "--text", "text.txt", "--tokens", 16).exit_code == 0

@@ -65,7 +65,7 @@ def printed(audit):
 def test_the_console_has_a_column_and_a_line(audit):
     said = printed(audit)
     assert "cost of" in said
-    assert "Worth · next tokens, causal" in said
+    assert "Importance · next tokens, causal" in said
     assert "Estimated against exact, heads: Spearman" in said
     assert "estimate over exact" in said
     assert "costs" in said

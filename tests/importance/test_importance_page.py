@@ -45,7 +45,7 @@ def test_the_words_say_loss_cost_and_set(audit):
     assert "by a run without" in words["Heads that can go together"]
     assert len(page_context(audit)["importance"]["blocks"]) == 2
     assert all("%" not in estimate for _, _, estimate, _ in page_context(audit)["importance"]["blocks"])
-    assert 'id="worth"' in render_html(audit)
+    assert 'id="importance"' in render_html(audit)
 
 
 def test_the_open_head_has_both_costs_in_their_unit_and_as_shares(audit):
@@ -66,5 +66,5 @@ def test_findings_on_several_heads_say_so_where_a_single_head_is_open(audit):
 def test_without_importance_the_page_has_no_such_section():
     audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
     page = render_html(audit)
-    assert 'id="worth"' not in page
+    assert 'id="importance"' not in page
     assert "removal_cost" not in page.partition('id="report-data"')[2].partition("</script>")[0]

@@ -135,7 +135,7 @@ def test_scalars_name_each_layer_and_hold_means_over_heads():
     named = scalars(audit)
     ranks = [head.effective_rank for head in audit.heads if head.layer == 1]
     assert named["rank/heads_effective_rank/layers.01"] == pytest.approx(sum(ranks) / len(ranks))
-    assert named["rank/states_relative_collapse/layers.02"] == audit.layers[2].relative_spread
+    assert named["rank/states_relative_spread/layers.02"] == audit.layers[2].relative_spread
     assert named["rank/findings/error"] == 0
     assert all(isinstance(value, float) for value in named.values())
     cross = [head.model_copy(update={"cross": True, "effective_rank": 1.0}) for head in audit.heads]

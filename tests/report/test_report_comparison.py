@@ -321,7 +321,7 @@ def test_changes_beyond_the_table_are_counted() -> None:
     text = printed(
         compare(audit, with_heads(audit, {index: {"first_token_mass": 1.0} for index in range(30)}))
     )
-    assert text[text.index("Largest changes") :].count("sink mass") == 20
+    assert text[text.index("Largest changes") :].count("first token mass") == 20
     assert "… and 10 smaller ones" in text
 
 

@@ -129,8 +129,8 @@ def test_where_1_does_not_repair_the_remedy_asks_for_more_and_that_does() -> Non
         for skip in skips.values():
             skip.fill_(1)
     (left,) = collapse_of(rw.audit(model, [start]))
-    lowest = pytest.approx(left.evidence["relative_collapse_lowest"], rel=1e-5)
-    assert finding.evidence["relative_collapse_lowest_at_1"] == lowest
+    lowest = pytest.approx(left.evidence["relative_spread_lowest"], rel=1e-5)
+    assert finding.evidence["relative_spread_lowest_at_1"] == lowest
     with torch.no_grad():
         for skip in skips.values():
             skip.fill_(init)
@@ -356,11 +356,11 @@ def test_where_1_does_not_do_all_layers_of_the_stack_get_what_the_bound_asks_for
     scales = [0.5, -0.5, 7.0, 1.0, 0.5, 0.9]
     names = ["h.0", "h.1", "h.2", "h.3", "h2.0", "h2.1"]
     layers = [layer(*given, sound_scale_relative=bound) for given in zip(names, scales, strict=True)]
-    left = collapse(f"{stack}.1", stack).model_copy(update={"evidence": {"relative_collapse_lowest": 0.2}})
+    left = collapse(f"{stack}.1", stack).model_copy(update={"evidence": {"relative_spread_lowest": 0.2}})
     found = advise(collapse(f"{stack}.1", stack), layers, left=left)
     wanted = 3.4 if bound == 3.333 else 2  # twice the 1 that did not do
     assert remedy(found) == (wanted, ["h.0", "h.1", "h.3"] if stack == "h" else ["h2.0", "h2.1"])
-    assert found.evidence["relative_collapse_lowest_at_1"] == 0.2
+    assert found.evidence["relative_spread_lowest_at_1"] == 0.2
 
 
 def test_a_scale_that_no_bound_asks_for_is_twice_what_did_not_do(advise: Advise) -> None:

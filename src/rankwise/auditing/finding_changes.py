@@ -12,7 +12,7 @@ Outcome = Literal["new", "worse", "better", "changed", "unchanged", "gone"]
 OUTCOMES: tuple[Outcome, ...] = ("new", "worse", "better", "changed", "unchanged", "gone")
 
 RESTS_ON = {
-    "COLLAPSE": ("relative_collapse_lowest", -1),
+    "COLLAPSE": ("relative_spread_lowest", -1),
     "INACTIVE_BLOCK": ("turn", -1),
     "SINK": ("max_token_mass", 1),
     "CONSTANT": ("row_distance", -1),
@@ -27,7 +27,7 @@ RESTS_ON = {
 }
 """The number that a finding stands or falls by, and the way in which it says more; 0 where neither way does:
 heads and widths that can be spared are room for compression and no fault."""
-MEASURED = {"relative_collapse_lowest": "relative_spread"}
+MEASURED = {"relative_spread_lowest": "relative_spread"}
 """The measure that a piece of evidence is one of, where the names differ."""
 ERRORS = 2.0
 """Standard errors of the difference within which a number counts as the same."""

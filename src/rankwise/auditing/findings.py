@@ -125,8 +125,8 @@ def _collapse(layers: Sequence[LayerRecord]) -> Iterator[Finding]:
             where=Place(stack=start.stack, layer=start.layer, site=start.site),
             evidence={
                 "relative_spread": start.relative_spread,
-                "relative_collapse_layer_0": first,
-                "relative_collapse_lowest": worst.relative_spread,
+                "relative_spread_layer_0": first,
+                "relative_spread_lowest": worst.relative_spread,
                 "mean_cosine": start.mean_cosine,
             },
             meaning=f"Tokens become alike: after {start.layer} blocks μ/‖Y‖ is "

@@ -20,7 +20,7 @@ def importance_differences(before: AuditRecord, after: AuditRecord) -> list[str]
     return [f"{words} The changes leave costs of removal out." for words in _differences(before, after)]
 
 
-FRESH = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("fresh_"))
+FRESH = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
 """The measures of heads that an audit without a baseline does not have."""
 
 

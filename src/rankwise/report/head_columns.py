@@ -14,7 +14,7 @@ from rankwise.auditing.records import HeadRecord
 from rankwise.report.pages import short
 from rankwise.report.references import Reference, references_of
 
-FRESH = "fresh_"
+FRESH = "init_"
 """Before the name of a measure: of the same head at fresh weights."""
 
 

@@ -18,9 +18,9 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
 
 _TITLES = {
-    "relative_collapse_layer_0": "μ/‖Y‖ of the input",
-    "relative_collapse_lowest": "lowest μ/‖Y‖",
-    "relative_collapse_lowest_at_1": "lowest μ/‖Y‖ with λ = 1",
+    "relative_spread_layer_0": "μ/‖Y‖ of the input",
+    "relative_spread_lowest": "lowest μ/‖Y‖",
+    "relative_spread_lowest_at_1": "lowest μ/‖Y‖ with λ = 1",
     "nonfinite": "not finite",
     "delta_low": "δ from",
     "delta_high": "δ to",

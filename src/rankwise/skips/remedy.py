@@ -59,7 +59,7 @@ def with_remedy(finding: Finding, layers: Sequence[Any], carries: bool, tried: T
         if left is not None:
             # What is lost before the collapse shows is lost for the layers after it.
             fault, init = stack, _up(max(bound, 2.0))
-            known["relative_collapse_lowest_at_1"] = left.evidence["relative_collapse_lowest"]
+            known["relative_spread_lowest_at_1"] = left.evidence["relative_spread_lowest"]
     named = _below(fault, init)
     # Without --sites, every λ that was fitted would be set anew.
     some = carries and len(named) < len({layer.site for layer in layers})

@@ -36,7 +36,7 @@ function drawNumbers(head) {
   const rows = drawn.filter((column) => (column.name !== "removal_cost" || !report.costs) && column.values[head] !== null || column.words?.[head]).map((column) => {
     const name = element("dt", { textContent: column.head });
     const value = element("dd", {}, element("b", { textContent: said(column, head) }), element("span", { className: "spread", textContent: around(column, head) }));
-    const fresh = columnNamed[`fresh_${column.name}`];
+    const fresh = columnNamed[`init_${column.name}`];
     if (fresh && fresh.values[head] !== null) value.append(element("small", { textContent: `fresh ${said(fresh, head)}${around(fresh, head)}`, title: "The same head at fresh weights, mean ± standard deviation over seeds" }));
     if (silent[column.name].has(head)) value.replaceChildren(element("span", { textContent: "╱╱╱", title: "says nothing of a diagonal mixer" }));
     const chosen = column.name === measurePicker?.value;
