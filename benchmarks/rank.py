@@ -60,8 +60,9 @@ def heads(count: int, tokens: int, mask: str, device: str) -> Tensor:
 
 def record(sigma: Tensor, delta: float) -> Answer:
     """Counts, effective and stable ranks from singular values."""
-    summary = rm.summarize_spectrum(sigma.double(), delta)
-    return summary.numerical_rank, summary.effective_rank, summary.stable_rank
+    sigma = sigma.double()
+    entropy = torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1)
+    return (sigma >= delta).sum(-1), entropy.exp(), (sigma / sigma[..., :1]).square().sum(-1)
 
 
 def ours(m: Tensor, delta: float) -> Answer:

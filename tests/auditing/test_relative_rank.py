@@ -44,7 +44,7 @@ def test_a_value_at_the_threshold_is_left_to_the_svd():
     turn = torch.linalg.qr(normal(120, 120, seed=1))[0]
     m = (turn * values) @ torch.linalg.qr(normal(120, 120, seed=2))[0]
     summary = rank_summary(8 * m[None], 0.01, also_at=(0.5,), relative=True)
-    assert summary.fallback.item() == 1
+    assert summary.used_svd.item() == 1
 
 
 def test_zero_and_nan():

@@ -31,7 +31,7 @@ every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], i
 
 
 def test_every_function_is_a_measure_or_known_to_be_none():
-    others = {"as_matrices", "evaluate", "rank_summary", "summarize_spectrum"}
+    others = {"as_matrices", "evaluate", "rank_summary"}
     others |= {"relative_update", "variational_rate", "estimate_spectrum", "check_delta"}
     others |= {"logit_moments", "required_head_dim"}  # of queries and keys: test_logits.py
     lost = set(FUNCTIONS) - set(MEASURES) - others

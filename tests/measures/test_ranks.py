@@ -26,7 +26,6 @@ from rankwise.measures import (
     rank_summary,
     singular_values,
     stable_rank,
-    summarize_spectrum,
 )
 
 NONZERO = ("signed", "stochastic", "causal", "low rank")
@@ -174,13 +173,6 @@ def test_squares_neither_overflow_nor_vanish(rank, scale):
     close(rank(scale * m), rank(m), rtol=rank_tolerance(m))
 
 
-def test_nan_singular_values_stay_nan():
-    sigma = torch.tensor([[2.0, 1.0], [math.nan, math.nan]], dtype=torch.float64)
-    summary = summarize_spectrum(sigma)
-    for number in summary[1:]:
-        assert number.isnan().tolist() == [False, True]
-
-
 def test_small_singular_values_are_exact_to_rounding_of_the_largest():
     """A Gram matrix would lose everything below 1e-8."""
     sigma = torch.tensor([1.0, 1e-9, 1e-12], dtype=torch.float64)
@@ -192,10 +184,10 @@ def test_small_singular_values_are_exact_to_rounding_of_the_largest():
 
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, math.nan, math.inf])
-@pytest.mark.parametrize("call", [numerical_rank, rank_summary, summarize_spectrum], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("call", [numerical_rank, rank_summary], ids=lambda f: f.__name__)
 def test_a_delta_that_is_no_threshold_is_refused(call, delta):
     m = torch.eye(2, dtype=torch.float64)
-    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
+    with pytest.raises(RankwiseError, match="`delta`: expected a number in \\(0, ∞\\)"):
         call(m, delta=delta)
-    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
+    with pytest.raises(RankwiseError, match="`delta`: expected a number in \\(0, ∞\\)"):
         check_delta(delta)

@@ -56,7 +56,6 @@ SCALED = (
 ELSEWHERE = {
     "evaluate": "test_rows_and_tokens_of_many_sizes",
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
-    "summarize_spectrum": "takes singular values: rank_summary above",
     "required_head_dim": "the tolerance has a size: test_logits.py",
     "logit_moments": "no measure",
     "as_matrices": "no measure",

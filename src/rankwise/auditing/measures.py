@@ -242,7 +242,7 @@ class HeadMeasures(Record):
     numerical_rank: Annotated[Number, HeadMeasure(
         title="Numerical rank share", short="Rank share",
         formula="#{i : σ_i ≥ δ}, δ absolute; NaN where an estimate can only bound it", range="[0, min(T, S)]",
-        low="no direction", high="full rank", digits=2, cost="¼ of an SVD",
+        low="no direction", high="full rank", digits=2, cost="less than half an SVD",
         bounds=lambda head: (0.0, head.smaller), share=True, nulls=tuple(NULLS),
         of_mixing=True, if_signed="relative_rank",
         meaning="Singular values at or above δ, as a share of min(T, S): in how many directions the head "

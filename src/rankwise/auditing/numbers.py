@@ -194,7 +194,7 @@ def _exact(operator: MixingOperator, delta: float) -> tuple[MixingOperator, Colu
     ranks = _ranks(rows_of, delta, operator.shape[1] if whole else max(1, together))
     sigma = ranks.singular_values
     kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
-    columns = _rank_columns(ranks.estimates((delta, *thresholds(delta)))) | {"fallback": ranks.fallback}
+    columns = _rank_columns(ranks.estimates((delta, *thresholds(delta)))) | {"fallback": ranks.used_svd}
     return rows_of, columns, sigma[..., kept.to(sigma.device)].cpu()
 
 

@@ -1,4 +1,4 @@
-"""Singular values, and three notions of rank, each a function of them."""
+"""Singular values and three kinds of rank, each a function of the singular values."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rankwise._internals.linalg import ratio
 from rankwise._internals.statistics import DELTA
-from rankwise.errors import RankwiseError
-from rankwise.measures.dense_spectrum import count_at_least, gram_or_svd, measured_in_parts, scaled_svd
+from rankwise.errors import in_range
+from rankwise.measures.dense_spectrum import gram_or_svd, map_parts, scaled_svd
 from rankwise.measures.registry import Mixing, measure
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "rank_summary",
     "singular_values",
     "stable_rank",
-    "summarize_spectrum",
 ]
 
 
@@ -55,28 +54,28 @@ class RankEstimates(NamedTuple):
 
 
 class RankSummary(NamedTuple):
-    """Every rank of a batch of matrices, from one decomposition. NaN where a matrix is not finite."""
+    """All ranks of a batch of matrices from one decomposition; NaN for a matrix that is not finite."""
 
     singular_values: Float64[Tensor, "*batch N"]
     """σ_1 ≥ σ_2 ≥ …, N = min(T, S)."""
     numerical_rank: Float64[Tensor, "*batch"]
-    """Singular values ≥ δ."""
+    """Number of singular values ≥ δ."""
     effective_rank: Float64[Tensor, "*batch"]
     """Exponential of the entropy of σ/Σσ."""
     stable_rank: Float64[Tensor, "*batch"]
     """‖M‖_F²/σ_1²."""
     sigma_max: Float64[Tensor, "*batch"]
     """σ_1, the operator norm."""
-    fallback: Float64[Tensor, "*batch"]
-    """1 where the Gram matrix could not decide and the SVD had to, 0 elsewhere."""
+    used_svd: Float64[Tensor, "*batch"]
+    """1 if rounding could have changed a rank by the Gram matrix, so that the SVD was computed; else 0."""
     relative_rank: Float64[Tensor, "*batch"]
-    """Singular values ≥ δσ_1: the numerical rank of M/σ_1, whatever the scale of M; 0 for the zero matrix."""
+    """Number of singular values ≥ δσ_1, which is independent of the scale of M; 0 for the zero matrix."""
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
         """Return the ranks as estimates without error.
 
         Args:
-            deltas: δ of the summary, then any of the thresholds in ``also_at`` of `rank_summary`.
+            deltas: δ of the summary, then any thresholds that were passed to `rank_summary` as ``also_at``.
         """
         numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
         others = (self.relative_rank, self.effective_rank, self.stable_rank, self.sigma_max)
@@ -85,17 +84,17 @@ class RankSummary(NamedTuple):
 
 @measure("matrices", degree=1)
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
-    """Singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S) of them.
+    """Return the singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S).
 
-    Range: [0, ‖M‖_F]; NaN throughout where a matrix holds NaN or infinity. An error of about 1e-16·σ_1 is
-    the best float64 gives, so smaller values mean zero.
-    Cost: a dense decomposition, O(T S min(T, S)) time and O(T S) memory for each matrix.
+    Range: [0, ‖M‖_F]; NaN for a matrix with NaN or infinity. The absolute error in float64 is about
+    1e-16·σ_1, so smaller values mean zero.
+    Cost: a dense decomposition, O(T S min(T, S)) time and O(T S) memory per matrix.
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
-        ShapeError: if it is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -113,24 +112,24 @@ def rank_summary(
     also_at: Sequence[float] = (),
     relative: bool = False,
 ) -> RankSummary:
-    """Singular values and every rank, for the price of one decomposition.
+    """Compute the singular values and all ranks from one decomposition.
 
-    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory for each matrix, about 0.4 of the time
-    of `singular_values`; that of `singular_values` where ``exact``, where the smaller side is below 96, where
-    a gradient is wanted, and for each matrix that falls back.
-    Numerics: σ = √λ, λ the eigenvalues of the Gram matrix of the shorter side in float64. They are off by at
-    most e = 4·max(T, S)·1e-16·‖M‖_F², a singular value by at most min(√e, e/σ). A matrix falls back to the
-    SVD where a λ is within e of a δ², so that numerical ranks are always the counts of the SVD; and where e
-    may move the effective rank by 1 %; it moved no softmax or hardmax head up to T = 1,024 by more than 1e-4.
-    The stable rank and σ_1 are right to 1e-10.
+    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 0.4 of the time of
+    `singular_values`. The full time of `singular_values` if ``exact``, if the smaller side is below 96, if a
+    gradient is required, and for each matrix with ``used_svd``.
+    Numerics: σ = √λ, λ the eigenvalues of the Gram matrix of the shorter side in float64. Their error is at
+    most e = 4·max(T, S)·1e-16·‖M‖_F², that of a singular value at most min(√e, e/σ). The SVD is computed for
+    a matrix if a λ is within e of a δ², so that numerical ranks are always the counts of the SVD, and if e
+    could change the effective rank by 1 %. For softmax and hardmax heads up to T = 1,024 no effective rank
+    changed by more than 1e-4. The relative error of the stable rank and σ_1 is below 1e-10.
 
     Args:
-        op: an operator, or a tensor (..., T, S).
-        delta: absolute threshold of the numerical rank.
-        exact: decompose every matrix: singular values right to 1e-16·σ_1, and the effective rank with them.
-        also_at: further thresholds, for `RankSummary.estimates`.
-        relative: let no singular value cross δσ_1 by rounding either; else the relative rank is counted from
-            what the other ranks need. A δ below about 1e-7 then leaves every matrix to the SVD.
+        op: operator, or tensor (..., T, S).
+        delta: absolute threshold δ of the numerical rank.
+        exact: compute the SVD of all matrices, which has an error of 1e-16·σ_1 in each singular value.
+        also_at: further thresholds for `RankSummary.estimates`.
+        relative: compute the SVD also if rounding could move a singular value across δσ_1. A δ below about
+            1e-7 then leads to the SVD for all matrices.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -147,48 +146,27 @@ def rank_summary(
         check_delta(threshold)
     if exact:
         return _summarize(*scaled_spectrum(op, "`rank_summary`"), delta)
-    sigma, scale, fallback = measured_in_parts(
+    sigma, scale, used_svd = map_parts(
         op, "`rank_summary`", lambda part: gram_or_svd(part, thresholds, relative=delta if relative else None)
     )
-    return _summarize(sigma, scale, delta)._replace(fallback=fallback)
-
-
-def summarize_spectrum(sigma: Float64[Tensor, "*batch N"], delta: float = DELTA) -> RankSummary:
-    """Every rank, from singular values that are already there.
-
-    Args:
-        sigma: singular values in descending order, as `singular_values` gives them.
-        delta: absolute threshold of the numerical rank.
-
-    Raises:
-        RankwiseError: if ``delta`` is not finite and positive.
-
-    Examples:
-        >>> import torch
-        >>> sigma = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
-        >>> round(summarize_spectrum(sigma).effective_rank.item(), 6)
-        2.0
-    """
-    check_delta(delta)
-    return _summarize(sigma, torch.ones_like(sigma[..., 0]), delta)
+    return _summarize(sigma, scale, delta)._replace(used_svd=used_svd)
 
 
 @measure("matrices", degree=None)
 def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
-    """How many singular values are at least δ.
+    """Count the singular values that are at least δ.
 
-    Formula: #{i : σ_i ≥ δ}, δ absolute: it is in the units of the matrix and does not follow its scale.
-    Range: whole numbers in [0, min(T, S)], float64 so that a matrix with NaN or infinity can answer NaN;
-    falls as δ grows. Never above ‖M‖_F²/δ².
-    Cost: T S min(T, S) + min(T, S)³/3 operations and O(T S) memory for each matrix, about a quarter of the
-    time of `singular_values`, which is the price of the few that have a singular value too close to δ.
-    Numerics: the signs in L D Lᵀ = M Mᵀ − δ²I (Sylvester's law of inertia), or the eigenvalues of M Mᵀ, each
-    trusted only where its rounding errors cannot have changed the count; else the SVD.
+    Formula: #{i : σ_i ≥ δ}. δ is absolute: it does not follow the scale of the matrix.
+    Range: whole numbers in [0, min(T, S)], at most ‖M‖_F²/δ², decreasing in δ; NaN, hence float64, for a
+    matrix with NaN or infinity.
+    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 0.4 of the time of
+    `singular_values`; its full time for the few matrices with a singular value too close to δ.
+    Numerics: eigenvalues of M Mᵀ, as in `rank_summary`: always the count of the SVD.
     Source: rank(M, δ) of "On the Limitation and Redundancy of Transformers: A Rank Perspective".
 
     Args:
-        op: an operator, or a tensor (..., T, S).
-        delta: the threshold. A δ below about 1e-16·σ_1 counts rounding errors.
+        op: operator, or tensor (..., T, S).
+        delta: threshold δ. A δ below about 1e-16·σ_1 counts rounding errors.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -201,22 +179,24 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
         (2.0, 1.0)
     """
     check_delta(delta)
-    (count,) = measured_in_parts(op, "`numerical_rank`", lambda part: (count_at_least(part, delta),))
-    return count
+    sigma, scale, _ = map_parts(
+        op, "`numerical_rank`", lambda part: gram_or_svd(part.detach(), (delta,), rtol=None)
+    )
+    return _count(sigma * scale[..., None], delta)
 
 
 @measure("matrices", degree=0)
 def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
-    """How many singular values matter, counted smoothly.
+    """Return the effective number of singular values, a smooth count.
 
     Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
     Range: [1, min(T, S)], at least the stable rank; 1 = rank one, min(T, S) = all singular values equal.
-    The scale of the matrix does not matter. NaN where a matrix holds NaN or infinity.
+    Independent of the scale of the matrix. NaN for a matrix with NaN or infinity.
     Cost: that of `singular_values`.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -231,18 +211,18 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", degree=0)
 def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
-    """Energy of the matrix over that of its strongest direction.
+    """Return the energy of the matrix over the energy of its strongest direction.
 
     Formula: ‖M‖_F²/σ_1² = Σσ_i²/σ_1²; 0 for the zero matrix.
-    Range: [1, min(T, S)], at most the effective rank; 1 = rank one (for a row-stochastic M: all rows alike).
-    The scale of the matrix does not matter, and small singular values hardly do. NaN where a matrix holds
-    NaN or infinity.
-    Cost: that of `rank_summary`, whose Gram matrix decides it to 1e-10.
+    Range: [1, min(T, S)], at most the effective rank; 1 = rank one (all rows equal if M is row-stochastic).
+    Independent of the scale of the matrix and nearly so of small singular values. NaN for a matrix with NaN
+    or infinity.
+    Cost: that of `rank_summary`, whose Gram matrix determines it to 1e-10.
     Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, where it is called
     numerical rank.
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -252,20 +232,15 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))).item(), 6)
         1.5
     """
-    sigma, _, _ = measured_in_parts(op, "`stable_rank`", lambda part: gram_or_svd(part, rtol=None))
+    sigma, _, _ = map_parts(op, "`stable_rank`", lambda part: gram_or_svd(part, rtol=None))
     return _energy_rank(sigma)
 
 
 def scaled_spectrum(
     op: Mixing, subject: str
 ) -> tuple[Float64[Tensor, "*batch N"], Float64[Tensor, "*batch"]]:
-    """Singular values in units of a power of two, and that power: their ratios keep all digits.
-
-    Args:
-        op: an operator, or a tensor (..., T, S).
-        subject: what an error calls it.
-    """
-    sigma, scale = measured_in_parts(op, subject, scaled_svd)
+    """Return singular values over a power of two, so that their ratios keep all digits, and that power."""
+    sigma, scale = map_parts(op, subject, scaled_svd)
     return sigma, scale
 
 
@@ -278,7 +253,7 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
         stable_rank=_energy_rank(scaled),
         sigma_max=sigma[..., 0],
         relative_rank=_relative_count(scaled, delta),
-        fallback=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
+        used_svd=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
     )
 
 
@@ -307,28 +282,11 @@ def _energy_rank(sigma: Tensor) -> Tensor:
 
 
 def _relative(sigma: Tensor) -> Tensor:
-    """σ/σ_1, all zero where σ_1 is: no square can overflow, and NaN stays NaN."""
+    """Return σ/σ_1, zero for a zero matrix: no square can overflow, and NaN stays NaN."""
     top = sigma[..., :1].expand_as(sigma)
     return torch.where(top.isnan(), top, ratio(sigma, top))
 
 
 def check_delta(delta: float) -> None:
-    """Refuse a threshold that is not finite and positive.
-
-    Args:
-        delta: the threshold.
-
-    Raises:
-        RankwiseError: if it is not.
-    """
-    try:
-        sound = math.isfinite(delta) and delta > 0
-    except TypeError:
-        sound = False
-    if not sound:
-        raise RankwiseError(
-            "`delta`",
-            expected="a finite number above 0",
-            got=str(delta),
-            fix="It is the smallest singular value that still counts, such as 0.01.",
-        )
+    """Raise if a threshold is not finite and positive."""
+    in_range("`delta`", delta, "(0, inf)", fix="δ is the smallest singular value that counts, such as 0.01.")

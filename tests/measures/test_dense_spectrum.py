@@ -1,4 +1,4 @@
-"""The fast ways to the ranks against the SVD: thousands of matrices, and those made to break them."""
+"""Ranks by the Gram matrix against the SVD, on thousands of matrices and on those made to break them."""
 
 import math
 
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.measures.measure_cases import U, close, generator, make, matrices, normal, rotation
 
+import rankwise.measures.dense_spectrum as dense_spectrum
 from rankwise.errors import RankwiseError
 from rankwise.measures import (
     effective_rank,
@@ -15,24 +16,30 @@ from rankwise.measures import (
     rank_summary,
     singular_values,
     stable_rank,
-    summarize_spectrum,
 )
 from rankwise.measures.dense_spectrum import (
-    DIRECT,
     EFFECTIVE_RTOL,
+    SVD_SIZE,
     GramSpectrum,
-    count_at_least,
     gram_or_svd,
     gram_spectrum,
-    inertia_count,
+    in_range,
+    lower_gram,
+    map_parts,
 )
+from rankwise.operators import DenseMixing, SoftmaxMixing
 
 SHAPES = [(1, 1), (1, 7), (2, 2), (3, 3), (7, 4), (16, 16), (17, 40), (33, 33), (64, 20)]
-SIZE = DIRECT + 5
-"""Large enough for the fast ways."""
+SIZE = SVD_SIZE + 5
+"""Large enough for the Gram matrix."""
 DELTAS = (0.3, 1e-2, 1e-4)
 INFINITIES = torch.tensor([math.inf, -math.inf], dtype=torch.float64)
 svd = torch.linalg.svdvals
+
+
+def entropy_rank(sigma):
+    share = sigma / sigma.sum(-1, keepdim=True)
+    return torch.where(sigma[..., 0] == 0, 0.0, torch.special.entr(share).sum(-1).exp())
 
 
 def by_gram(spectrum: GramSpectrum) -> torch.Tensor:
@@ -79,7 +86,7 @@ def family(kind, count, shape, seed):
     if kind == "clusters":
         steps = (0.3 * torch.tensor([1, 1, 1, 2, 0.5], dtype=torch.float64)).repeat(max(shape))
         return (rotation(rows, seed) @ torch.diag(steps[: max(shape)])[:rows, :columns]).expand(count, -1, -1)
-    if kind == "equal norms":  # M Mᵀ − δ²I has a diagonal of zeros at δ = 0.3: pivots must be 2×2
+    if kind == "equal norms":  # all rows of length δ = 0.3
         return 0.3 * torch.nn.functional.normalize(normal(count, rows, columns, seed=seed), dim=-1)
     assert kind == "large entries"
     return normal(count, rows, columns, seed=seed) * 1e6
@@ -116,14 +123,11 @@ def undecidable(sigma, delta):
 
 @every_shape
 @every_kind
-def test_a_count_that_is_certain_is_that_of_the_svd(kind, shape):
+def test_a_count_that_is_decided_is_that_of_the_svd(kind, shape):
     m = family(kind, 100, shape, seed=sum(shape))
     sigma = svd(m)
     for delta in DELTAS:
         wanted = (sigma >= delta).sum(-1)
-        count, certain = inertia_count(m, delta)
-        assert count[certain].equal(wanted[certain].double())
-        assert not (certain & undecidable(sigma, delta)).any()
         spectrum = gram_spectrum(m)
         decided = spectrum.decides_count(delta)
         assert (by_gram(spectrum) >= delta).sum(-1)[decided].equal(wanted[decided])
@@ -147,8 +151,8 @@ def test_eigenvalues_are_within_their_slack(kind, shape):
 def test_effective_ranks_are_within_their_bound(kind, shape):
     m = family(kind, 100, shape, seed=sum(shape))
     spectrum = gram_spectrum(m)
-    got = summarize_spectrum(by_gram(spectrum)).effective_rank
-    wanted = summarize_spectrum(svd(m)).effective_rank
+    got = entropy_rank(by_gram(spectrum))
+    wanted = entropy_rank(svd(m))
     own = 40 * min(shape) * 16 * max(shape) * U  # rounding of the SVD and of the entropy, as rank_tolerance
     assert ((got - wanted).abs() <= (spectrum.effective_rank_error() + own) * wanted).all()
     assert (spectrum.effective_rank_error() < 1e-4).all()
@@ -160,7 +164,7 @@ def test_the_public_ranks_are_those_of_the_svd(kind, shape):
     m = family(kind, 6, shape, seed=1)
     for delta in DELTAS:
         sigma = svd(m)
-        wanted = summarize_spectrum(sigma, delta)
+        wanted = rank_summary(m, delta, exact=True)
         same = ~undecidable(sigma, delta)
         assert numerical_rank(m, delta)[same].equal(wanted.numerical_rank[same])
         summary = rank_summary(m, delta)
@@ -184,10 +188,9 @@ def test_a_singular_value_at_delta_goes_to_the_svd(nudge, copies):
     sigma[:4, :copies] = delta * (1 + nudge)
     m = with_spectrum(sigma)
     near = torch.arange(8) < 4
-    assert inertia_count(m, delta)[1].equal(~near)
     assert gram_spectrum(m).decides_count(delta).equal(~near)
     summary = rank_summary(m, delta)
-    assert summary.fallback.equal(near.double())
+    assert summary.used_svd.equal(near.double())
     assert summary.numerical_rank[~near].eq(SIZE).all()
     assert ((summary.numerical_rank[near] >= SIZE - copies) & (summary.numerical_rank[near] <= SIZE)).all()
     assert summary.singular_values[near].equal(svd(m[near]))
@@ -200,12 +203,10 @@ def test_a_singular_value_beside_delta_does_not(gap):
     sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
     sigma[:, :3] = delta * (1 + gap)
     m = with_spectrum(sigma)
-    count, certain = inertia_count(m, delta)
-    assert certain.all()
-    assert (count == (SIZE if gap > 0 else SIZE - 3)).all()
     summary = rank_summary(m, delta)
-    assert not summary.fallback.any()
-    assert summary.numerical_rank.equal(count)
+    assert not summary.used_svd.any()
+    assert (summary.numerical_rank == (SIZE if gap > 0 else SIZE - 3)).all()
+    assert numerical_rank(m, delta).equal(summary.numerical_rank)
 
 
 @given(
@@ -221,7 +222,6 @@ def test_nothing_within_the_slack_is_trusted(share, delta, seed, size):
     slack = 2 * size * U * sigma.square().sum()
     sigma[0, 0] = (delta**2 + share * slack).sqrt()
     m = torch.diag_embed(sigma)  # so that the singular values are exactly these
-    assert not inertia_count(m, delta)[1].any()
     assert not gram_spectrum(m).decides_count(delta).any()
 
 
@@ -230,8 +230,8 @@ def test_a_delta_below_what_a_gram_matrix_shows_goes_to_the_svd():
     sigma[:, 5:] = torch.tensor([[1e-9], [1e-11]])
     m = with_spectrum(sigma)
     assert numerical_rank(m, 1e-10).tolist() == [SIZE, 5]
-    assert rank_summary(m, 1e-10).fallback.tolist() == [1, 1]
-    assert rank_summary(m, 1e-3).fallback.tolist() == [0, 0]
+    assert rank_summary(m, 1e-10).used_svd.tolist() == [1, 1]
+    assert rank_summary(m, 1e-3).used_svd.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("scale", [2.0**-1000, 1e-300, 1e-150, 1e-30, 1e30, 1e150, 1e300])
@@ -243,7 +243,7 @@ def test_scale_is_safe(scale):
     assert numerical_rank(scale * m, scale * 0.1).equal(wanted.numerical_rank)
     close(got.sigma_max, scale * wanted.sigma_max, rtol=1e-10)
     close(torch.stack(got[2:4]), torch.stack(wanted[2:4]), rtol=1e-6)
-    assert not got.fallback.any()
+    assert not got.used_svd.any()
     assert not rank_summary(scale * m, delta=1e-308 if scale > 1 else 1e300).numerical_rank.isnan().any()
 
 
@@ -282,7 +282,7 @@ def test_no_perturbation_of_that_size_moves_the_effective_rank_further(tail, hea
     noise = noise / noise.norm() * slack
     seen = (values + noise).clamp(min=0).sort(descending=True).values
     bound = GramSpectrum(seen[None], torch.tensor([slack], dtype=torch.float64), torch.ones(1).double())
-    true, moved = (summarize_spectrum(v.sqrt()).effective_rank.item() for v in (values, seen))
+    true, moved = (entropy_rank(v.sqrt()).item() for v in (values, seen))
     assert abs(moved - true) <= bound.effective_rank_error().item() * true * (1 + 1e-9)
 
 
@@ -304,7 +304,7 @@ def test_a_summary_looks_at_that_doubt(times, monkeypatch):
     monkeypatch.setattr(
         GramSpectrum, "effective_rank_error", lambda spectrum: torch.full_like(spectrum.slack, 0.01 * times)
     )
-    assert rank_summary(m).fallback.tolist() == [float(times > 1)] * 2
+    assert rank_summary(m).used_svd.tolist() == [float(times > 1)] * 2
     assert rank_summary(m).singular_values.equal(svd(m)) == (times > 1)
 
 
@@ -322,23 +322,20 @@ def test_an_exact_summary_is_the_svd():
     m = make("stochastic", (3, SIZE, SIZE), seed=7)
     exact, fast = rank_summary(m, exact=True), rank_summary(m)
     assert exact.singular_values.equal(singular_values(m))
-    for one, other in zip(exact, summarize_spectrum(singular_values(m)), strict=True):
-        assert one.equal(other)
-    assert not exact.fallback.any()
+    assert exact.effective_rank.equal(effective_rank(m))
+    assert not exact.used_svd.any()
     assert not fast.singular_values.equal(exact.singular_values)
     close(fast.singular_values, exact.singular_values, rtol=0, atol=1e-7)
 
 
 def test_small_matrices_are_decomposed():
-    m = make("stochastic", (3, DIRECT - 1, SIZE), seed=7)
+    m = make("stochastic", (3, SVD_SIZE - 1, SIZE), seed=7)
     assert rank_summary(m).singular_values.equal(singular_values(m))
 
 
-@given(m=matrices(batch=(3,)), delta=st.sampled_from(DELTAS))
-def test_small_matrices_could_go_any_way(m, delta):
+@given(m=matrices(batch=(3,)))
+def test_small_matrices_could_go_either_way(m):
     sigma = svd(m)
-    count, certain = inertia_count(m, delta)
-    assert count[certain].equal((sigma >= delta).sum(-1)[certain].double())
     close(by_gram(gram_spectrum(m)), sigma, rtol=0, atol=1e-6 * (1 + sigma.max().item()))
 
 
@@ -346,7 +343,7 @@ def test_a_hardmax_matrix_has_the_rank_of_its_winners():
     m = family("hardmax", 5, (200, 200), seed=8)
     winners = m.any(-2).sum(-1).double()
     assert numerical_rank(m, 0.5).equal(winners)
-    assert not rank_summary(m, 0.5).fallback.any()
+    assert not rank_summary(m, 0.5).used_svd.any()
 
 
 @pytest.mark.parametrize("measure", [rank_summary, stable_rank], ids=lambda f: f.__name__)
@@ -355,20 +352,10 @@ def test_gradients_are_those_of_the_svd(measure):
     given_, wanted = m.clone().requires_grad_(), m.clone().requires_grad_()
     got = measure(given_)
     (got.stable_rank if measure is rank_summary else got).sum().backward()
-    summarize_spectrum(svd(wanted)).stable_rank.sum().backward()
+    sigma = svd(wanted)
+    (sigma / sigma[:, :1]).square().sum().backward()
     close(given_.grad, wanted.grad, rtol=1e-12)
     assert not numerical_rank(given_).requires_grad
-
-
-def test_counts_take_the_gram_matrix_where_the_inertia_is_not_sure(monkeypatch):
-    m = make("stochastic", (3, SIZE, SIZE), seed=10)
-    wanted = count_at_least(m, 0.1)
-
-    def unsure(matrices, delta):
-        return matrices.new_full((len(matrices),), -1), torch.tensor([True, False, False])
-
-    monkeypatch.setattr("rankwise.measures.dense_spectrum.inertia_count", unsure)
-    assert count_at_least(m, 0.1).tolist() == [-1, *wanted[1:].tolist()]
 
 
 @pytest.mark.parametrize("call", [numerical_rank, stable_rank, rank_summary], ids=lambda f: f.__name__)
@@ -390,7 +377,7 @@ def test_ranks_at_several_thresholds_from_one_decomposition():
     sigma = svd(m)
     on = sigma[0, 7].item()
     summary = rank_summary(m, 0.02, also_at=(on, 0.3))
-    assert summary.fallback.tolist() == [1, 0, 0]
+    assert summary.used_svd.tolist() == [1, 0, 0]
     for delta in (0.02, on, 0.3):
         [counted] = summary.estimates((delta,)).numerical
         assert counted.value.tolist() == (sigma >= delta).sum(-1).tolist()
@@ -400,3 +387,129 @@ def test_ranks_at_several_thresholds_from_one_decomposition():
     assert summary.estimates((0.02,)).numerical[0].value.equal(summary.numerical_rank)
     with pytest.raises(RankwiseError, match="`delta`"):
         rank_summary(m, 0.02, also_at=(0.0,))
+
+
+# --- Gram matrices ---------------------------------------------------------------------------------------
+
+
+def banded(rows, columns, reach):
+    """Entries up to ``reach`` columns right of the diagonal, as masks leave them."""
+    return normal(3, rows, columns, seed=1).tril(reach)
+
+
+@pytest.mark.parametrize("reach", [-50, -3, 0, 4, 50])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (30, 30), (30, 41), (8, 9)], ids=str)
+def test_the_lower_half_is_that_of_the_product(shape, reach):
+    m = banded(*shape, reach)
+    close(lower_gram(m).tril(), (m @ m.mT).tril(), rtol=0, atol=1e-13)
+
+
+def test_a_matrix_that_reaches_further_than_the_others_of_its_batch():
+    m = banded(20, 20, 0)
+    m[2, 0, 19] = 5
+    close(lower_gram(m).tril(), (m @ m.mT).tril(), rtol=0, atol=1e-13)
+
+
+def test_a_negative_entry_reaches_as_far_as_a_positive():
+    m = torch.zeros(1, 20, 20, dtype=torch.float64)
+    m[0, 0, 19] = -1
+    assert lower_gram(m)[0, 0, 0] == 1
+
+
+def test_what_is_above_the_diagonal_is_not_read(monkeypatch):
+    m = normal(2, 20, 20)
+    gram = lower_gram(m)
+    poison = torch.full_like(gram, math.nan).triu(1) + gram.tril()
+    poison = poison.mT.contiguous().mT
+    spectrum = gram_spectrum(m)
+    monkeypatch.setattr("rankwise.measures.dense_spectrum.lower_gram", lambda wide: poison)
+    for part, clean in zip(gram_spectrum(m), spectrum, strict=True):
+        close(part, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)], ids=str)
+def test_the_shorter_side_comes_first(shape):
+    assert lower_gram(normal(2, *shape)).shape == (2, min(shape), min(shape))
+    assert gram_spectrum(normal(2, *shape)).eigenvalues.shape == (2, min(shape))
+
+
+def test_a_large_entry_below_zero_is_scaled_too():
+    wide, scale = in_range(-(2.0**600) * torch.rand(1, 4, 4, dtype=torch.float64))
+    assert scale > 2.0**590
+    assert wide.abs().max() < 2
+
+
+@pytest.mark.parametrize("power", [-1022, -300, -90, 0, 90, 300, 1000])
+def test_a_power_of_two_is_taken_out_where_squares_would_leave_the_range(power):
+    m = normal(1, 4, 4) * 2.0**power
+    wide, scale = in_range(m)
+    assert (wide * scale[:, None, None]).equal(m)
+    assert (scale == 1).item() == (abs(power) < 100)
+    assert 2.0**-100 < wide.abs().max() < 2.0**101
+    assert math.frexp(scale.item())[0] == 0.5
+
+
+# --- batches in parts ------------------------------------------------------------------------------------
+
+
+def seen_by(mixing):
+    """How many matrices a function receives at a time."""
+    sizes = []
+
+    def function(matrices):
+        sizes.append(len(matrices))
+        return matrices.sum((-2, -1)), matrices[:, 0]
+
+    total, row = map_parts(mixing, "`seen`", function)
+    return sizes, total, row
+
+
+@pytest.mark.parametrize("batch", [(), (7,), (2, 3), (3, 1, 2), (0,), (0, 4), (4, 0)], ids=str)
+def test_parts_are_joined_in_order(batch, monkeypatch):
+    m = normal(*batch, 3, 5)
+    wanted = m.sum((-2, -1)), m[..., 0, :]
+    for matrices_at_once in (1, 2, 100):
+        monkeypatch.setitem(dense_spectrum.PART_BYTES, "cpu", matrices_at_once * 8 * 15)
+        sizes, total, row = seen_by(m)
+        assert max(sizes) <= matrices_at_once
+        close(total, wanted[0], rtol=0, atol=1e-14)
+        assert row.equal(wanted[1])
+        assert row.shape == (*batch, 5)
+
+
+def test_an_operator_is_formed_a_few_sequences_at_a_time(monkeypatch):
+    formed = []
+
+    class Watched(DenseMixing):
+        def rows(self, start, stop):
+            formed.append(self.shape[0])
+            return super().rows(start, stop)
+
+        def __getitem__(self, index):
+            return Watched(super().__getitem__(index).rows(0, self.shape[-2]))
+
+    m = make("stochastic", (5, 2, 4, 4), seed=1)
+    monkeypatch.setitem(dense_spectrum.PART_BYTES, "cpu", 2 * 2 * 8 * 16)
+    sizes, total, _ = seen_by(Watched(m))
+    assert max(formed) == 2
+    assert sizes == [4, 4, 2]
+    close(total, m.sum((-2, -1)), rtol=1e-14)
+
+
+def test_parts_do_not_change_an_answer(monkeypatch):
+    q, k = normal(3, 4, 110, 8, seed=5), normal(3, 2, 110, 8, seed=6)
+    op = SoftmaxMixing(3 * q, k, is_causal=True)
+    whole = [singular_values(op), numerical_rank(op), *rank_summary(op)]
+    monkeypatch.setitem(dense_spectrum.PART_BYTES, "cpu", 1)
+    for one, other in zip([singular_values(op), numerical_rank(op), *rank_summary(op)], whole, strict=True):
+        close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_an_input_that_is_not_finite_is_left_as_it_was():
+    m = normal(3, 4, 4)
+    m[1, 2, 3] = math.nan
+    before = m.clone()
+    _, total, row = seen_by(m)
+    torch.testing.assert_close(m, before, rtol=0, atol=0, equal_nan=True)
+    assert total.isnan().tolist() == [False, True, False]
+    assert row.isnan().all(-1).tolist() == [False, True, False]
