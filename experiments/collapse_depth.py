@@ -38,7 +38,7 @@ from rankwise._internals.files import write_file
 from rankwise.measures import state_effective_rank, token_spread
 from rankwise.models import ToSTConfig
 from rankwise.models.block import Block
-from rankwise.models.mixers.convolution import ShortConvolution
+from rankwise.models.mixers.recurrent import ShortConvolution
 
 RESULTS = Path(__file__).with_name("results") / "collapse_depth.json"
 PAGE = Path(__file__).parents[1] / "docs" / "collapse-depth.md"

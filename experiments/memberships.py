@@ -42,7 +42,7 @@ def memberships(model: PreTrainedModel, pixels: Float[Tensor, "N C H W"]) -> lis
     found: list[Tensor] = []
 
     def keep(mixer: TokenStatisticsAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(mixer.membership_of(*args, **{k: v for k, v in kwargs.items() if k == "hidden_states"}))
+        found.append(mixer.memberships(*args, **{k: v for k, v in kwargs.items() if k == "hidden_states"}))
 
     hooks = [
         module.register_forward_pre_hook(keep, with_kwargs=True)

@@ -66,7 +66,7 @@ def rate(block: Any, x: Tensor, membership: Tensor | None = None) -> Tensor:
     """R_c^var of token states under a block's own norm, projection and memberships, one number a window."""
     read = block.mixer_norm(x)
     if membership is None:
-        membership = block.mixer.membership_of(read)
+        membership = block.mixer.memberships(read)
     w = block.mixer.projected(read)
     return grouped_rate(w, membership)
 
@@ -88,7 +88,7 @@ def layer(block: Any, x: Tensor, leaves: Tensor) -> Layer:
     (slope,) = torch.autograd.grad(before.sum(), x)
     with torch.no_grad():
         read = block.mixer_norm(x)
-        membership = block.mixer.membership_of(read)
+        membership = block.mixer.memberships(read)
         mixed = (block.mixer.mixing_operator(read) @ block.mixer.values(read)).transpose(1, 2)
         added = block.mixer_scale(block.mixer(read).output)
         back = block.mixer.in_proj.weight.T

@@ -85,7 +85,7 @@ def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseEr
 
 
 def in_range(
-    subject: str, value: float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
+    subject: str, value: int | float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
 ) -> float:
     """Return a number that is in an interval such as "(0, 1]" or "[0, inf)"; NaN is in none.
 

@@ -13,7 +13,8 @@ from rankwise.models.class_attention import ClassAttentionBlock
 from rankwise.models.patches import FourierPositions, PatchEmbedding
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # float64, two layers
-TEXT = [{"causal": True}, {"causal": False}, {"causal": True, "pooling": "mean"}, {"layer_types": "softmax"}]
+TEXT = [{"causal": True}, {"causal": False}, {"causal": True, "pooling": "mean"}, {"layer_types": "softmax"},
+        {"layer_types": "linear", "causal": False}]  # fmt: skip
 
 
 def of_text(**changes) -> ToSTForSequenceClassification:

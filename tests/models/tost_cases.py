@@ -5,7 +5,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rankwise.models import MIXERS, SoftmaxAttention, TokenStatisticsAttention, ToSTConfig
+from rankwise.models import (
+    S4D,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    SoftmaxAttention,
+    TokenStatisticsAttention,
+    ToSTConfig,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WIDTH, HEADS, LIMIT = 12, 3, 24
@@ -23,6 +31,10 @@ VARIANTS = {
         "mixer_options": {"tssa": {"conv_tokens": 3, "features": 4}},
     },
     "gated": {"gate": True, "norm": "rms", "skip": "learned", "skip_init": -1.0, "use_bias": False},
+    "linear": {"layer_types": "linear"},
+    "s4d": {"layer_types": "s4d"},
+    "mamba": {"layer_types": "mamba"},
+    "mamba2": {"layer_types": "mamba2"},
 }
 """Configurations that go through every option at least once."""
 
@@ -50,27 +62,49 @@ def texts(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 29, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def mixers(causal: bool) -> dict[str, nn.Module]:
-    """One mixer of each kind and option, in float64."""
-    made = {
-        "tssa": TokenStatisticsAttention(WIDTH, HEADS, causal=causal),
-        "tssa-narrow": TokenStatisticsAttention(WIDTH, HEADS, head_dim=1, causal=causal, bias=False),
-        "tssa-uniform": TokenStatisticsAttention(WIDTH, HEADS, causal=causal, membership="uniform"),
-        "softmax": SoftmaxAttention(WIDTH, HEADS, causal=causal),
-        "softmax-rotary": SoftmaxAttention(WIDTH, HEADS, query_dim=4, rotary_base=50.0, causal=causal),
-        "softmax-narrow": SoftmaxAttention(WIDTH, HEADS, query_dim=1, head_dim=5, causal=causal),
-    }
-    if causal:
-        lives = [1.5, 6.0, float("inf")]
-        made["tssa-bias"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, max_positions=LIMIT)
-        made["tssa-decayed"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, half_life=lives)
-        made["tssa-conv"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, conv_tokens=3)
-        made["tssa-scan"] = TokenStatisticsAttention(WIDTH, HEADS, causal=True, features=2)
-        made["tssa-both"] = TokenStatisticsAttention(
-            WIDTH, HEADS, causal=True, half_life=lives, conv_tokens=2, features=5
-        )
-    return {name: stirred(mixer.double()) for name, mixer in made.items()}
+def _tssa(**options) -> nn.Module:
+    return TokenStatisticsAttention(WIDTH, HEADS, **{"causal": True, **options})
 
 
-CAUSAL, BOTH_WAYS = sorted(mixers(True)), sorted(mixers(False))
-assert {"tssa", "softmax"} <= set(MIXERS)
+def _softmax(**options) -> nn.Module:
+    return SoftmaxAttention(WIDTH, HEADS, **options)
+
+
+LIVES = [1.5, 6.0, float("inf")]
+CAUSAL = {
+    "tssa": _tssa,
+    "tssa-narrow": lambda: _tssa(head_dim=1, bias=False),
+    "tssa-uniform": lambda: _tssa(membership="uniform"),
+    "tssa-bias": lambda: _tssa(max_positions=LIMIT),
+    "tssa-decayed": lambda: _tssa(half_life=LIVES),
+    "tssa-conv": lambda: _tssa(conv_tokens=3),
+    "tssa-scan": lambda: _tssa(features=2),
+    "tssa-both": lambda: _tssa(half_life=LIVES, conv_tokens=2, features=5),
+    "softmax": _softmax,
+    "softmax-rotary": lambda: _softmax(query_dim=4, rotary_base=50.0),
+    "softmax-narrow": lambda: _softmax(query_dim=1, head_dim=5),
+    "linear": lambda: LinearAttention(WIDTH, HEADS),
+    "linear-narrow": lambda: LinearAttention(WIDTH, HEADS, feature_dim=2, head_dim=5, bias=False),
+    "linear-sums": lambda: LinearAttention(WIDTH, HEADS, normalized=False),
+    "s4d": lambda: S4D(WIDTH, state_dim=3),
+    "mamba": lambda: Mamba(WIDTH, state_dim=4),
+    "mamba-plain": lambda: Mamba(WIDTH, state_dim=3, expand=1, conv_tokens=1, step_rank=2, bias=False),
+    "mamba2": lambda: Mamba2(WIDTH, HEADS, state_dim=4),
+    "mamba2-groups": lambda: Mamba2(WIDTH, 4, head_dim=2, state_dim=3, groups=2, conv_tokens=2),
+}
+BOTH_WAYS = {
+    "tssa, both ways": lambda: _tssa(causal=False),
+    "tssa-narrow, both ways": lambda: _tssa(causal=False, head_dim=1, bias=False),
+    "tssa-uniform, both ways": lambda: _tssa(causal=False, membership="uniform"),
+    "softmax, both ways": lambda: _softmax(causal=False),
+    "softmax-rotary, both ways": lambda: _softmax(causal=False, query_dim=4, rotary_base=50.0),
+    "softmax-narrow, both ways": lambda: _softmax(causal=False, query_dim=1, head_dim=5),
+    "linear, both ways": lambda: LinearAttention(WIDTH, HEADS, causal=False),
+}
+
+
+def mixer(name: str) -> nn.Module:
+    """One mixer of `CAUSAL` or `BOTH_WAYS`, in float64."""
+    torch.manual_seed(0)
+    scale = 0.5 if name.startswith(("tssa", "softmax")) else 0.3
+    return stirred({**CAUSAL, **BOTH_WAYS}[name]().double(), scale=scale)

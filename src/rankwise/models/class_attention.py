@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rankwise.models.block import FeedForward, make_norm, make_scale
 from rankwise.models.configuration import ToSTConfig
-from rankwise.models.mixers.base import head_width
+from rankwise.models.mixers.mixer import head_dim_of
 
 
 class ClassAttention(nn.Module):
@@ -24,7 +24,7 @@ class ClassAttention(nn.Module):
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
         size, self.num_heads = config.hidden_size, config.num_attention_heads
-        head_width("class attention", size, self.num_heads, None)
+        head_dim_of("class attention", size, self.num_heads, None)
         self.qkv_proj = nn.Linear(size, 3 * size, bias=config.use_bias)
         self.out_proj = nn.Linear(size, size)
         self.dropout = nn.Dropout(config.dropout)

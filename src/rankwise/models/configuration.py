@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models.mixers import MIXERS
-from rankwise.models.mixers.base import head_width
+from rankwise.models.mixers.mixer import head_dim_of
 
 CHOICES = {
     "norm": ("layer", "rms", "none"),
@@ -150,7 +150,7 @@ class ToSTConfig(PreTrainedConfig):
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.head_dim = head_width("ToSTConfig", hidden_size, max(num_attention_heads, 1), head_dim)
+        self.head_dim = head_dim_of("ToSTConfig", hidden_size, max(num_attention_heads, 1), head_dim)
         self.intermediate_size = intermediate_size if intermediate_size is not None else 4 * hidden_size
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings

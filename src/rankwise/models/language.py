@@ -13,7 +13,7 @@ from rankwise.models.base import ToSTPreTrainedModel
 from rankwise.models.block import Block, make_norm
 from rankwise.models.cache import MixerCache, positions
 from rankwise.models.configuration import ToSTConfig
-from rankwise.models.mixers.base import real_tokens
+from rankwise.models.mixers.mixer import as_bool_mask
 
 
 class ToSTModel(ToSTPreTrainedModel):
@@ -263,7 +263,7 @@ def _of_this_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
             got=f"{tuple(attention_mask.shape)}",
             fix="Give 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
         )
-    mask = real_tokens(attention_mask[:, attention_mask.shape[1] - tokens :])
+    mask = as_bool_mask(attention_mask[:, attention_mask.shape[1] - tokens :])
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 

@@ -1,17 +1,16 @@
 """Mixers, one file each; `MIXERS` is the only list of them.
 
-A mixer is a `Mixer` (see `rankwise.models.mixers.base`): ``forward``, ``mixing_operator`` and ``values`` take
-the same arguments; ``state_size(tokens)``; ``from_config(config)``. To add one: a file here, a line below.
+To add a mixer: a file with a subclass of `Mixer`, and a line in `MIXERS`.
 """
 
 import inspect
 from typing import TYPE_CHECKING
 
-from rankwise.errors import InputError, did_you_mean
-from rankwise.models.mixers.base import Mixer, MixerOutput, MixerState
+from rankwise.errors import one_of
 from rankwise.models.mixers.linear import LinearAttention
 from rankwise.models.mixers.mamba import Mamba
 from rankwise.models.mixers.mamba2 import Mamba2
+from rankwise.models.mixers.mixer import Mixer, MixerOutput, MixerState
 from rankwise.models.mixers.s4d import S4D
 from rankwise.models.mixers.softmax import SoftmaxAttention
 from rankwise.models.mixers.tssa import TokenStatisticsAttention
@@ -30,29 +29,24 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
-    """The mixer of one layer.
-
-    Raises:
-        InputError: for a name that is not in `MIXERS`, or an option that the mixer does not take.
-    """
-    name = config.layer_types[layer]
-    if name not in MIXERS:
-        raise InputError(
-            f"ToSTConfig `layer_types[{layer}]`",
-            expected="the name of a mixer",
-            got=repr(name),
-            fix=did_you_mean(name, MIXERS),
-        )
-    known = list(inspect.signature(MIXERS[name]).parameters)[1:]
-    for option in config.mixer_options.get(name, {}):
-        if option not in known:
-            raise InputError(
-                f"ToSTConfig `mixer_options[{name!r}]`",
-                expected=f"arguments of {MIXERS[name].__name__}",
-                got=repr(option),
-                fix=did_you_mean(str(option), known),
-            )
-    return MIXERS[name].from_config(config)
+    """Build a layer's mixer from the fields that its constructor names, then from `mixer_options`."""
+    name = one_of(f"ToSTConfig `layer_types[{layer}]`", config.layer_types[layer], MIXERS)
+    known = inspect.signature(MIXERS[name]).parameters
+    options = config.mixer_options.get(name, {})
+    for option in options:
+        one_of(f"ToSTConfig `mixer_options[{name!r}]`", option, list(known)[1:])
+    fields = {
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "causal": config.causal,
+        "bias": config.use_bias,
+        "dropout": config.dropout,
+        "membership": config.membership,
+        "half_life": config.half_life,
+        "max_positions": config.max_position_embeddings if config.position_bias else 0,
+    }
+    return MIXERS[name](**{key: value for key, value in fields.items() if key in known} | options)
 
 
 __all__ = [

@@ -1,7 +1,6 @@
 """S4D: a diagonal state space that is the same for every token."""
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Complex, Float, Int
@@ -9,36 +8,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from rankwise.models.mixers.base import MixerState, make_dropout, options_of
-from rankwise.models.mixers.scanned import Mixing, OperatorMixer, in_front, only_causal
+from rankwise.models.mixers.mixer import MixerState, MixingStep
+from rankwise.models.mixers.recurrent import STEPS, RecurrentMixer, prepend_sources
 from rankwise.operators import DenseMixing, ToeplitzMixing
 from rankwise.operators.base import compute_dtype
 
-STEPS = (0.001, 0.1)
-"""Between which steps start, as released."""
 
+class S4D(RecurrentMixer):
+    """A long convolution per channel, from N complex states and their conjugates.
 
-class S4D(OperatorMixer):
-    """A long convolution for each channel, from N complex states and their conjugates.
-
-    Formula: ``M_d[t, s] = 2 Re Σ_n c_n (exp(Δ a_n) − 1)/a_n · exp((t − s) Δ a_n)`` for s ≤ t: it does not
-    depend on the input. The D-term of the published layer is not here: the block has a λ-skip of its own.
+    Formula: ``M_d[t, s] = 2 Re Σ_n c_n (exp(Δ a_n) − 1)/a_n · exp((t − s) Δ a_n)`` for s ≤ t, independent of
+    the input. The D-term of the published layer is left out: the block has a λ-skip.
     A masked token is no source, and no time passes at it.
-    Cost: O(T (N + log T)) time and O(T) memory a channel. A call that goes on from a state, or whose padding
-    lies between real tokens, forms its matrices: O(T²) a sequence and channel. The state has 2 N numbers a
-    channel, whatever T.
+    Cost: O(T (N + log T)) time and O(T) memory per channel. A call that continues from a state, or has
+    padding between real tokens, forms its matrices: O(T²) per sequence and channel. The state has 2 N numbers
+    per channel for any T.
     Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal State
-    Space Models", NeurIPS 2022; the start is its S4D-Lin.
+    Space Models", NeurIPS 2022; initialized as its S4D-Lin.
 
     Args:
         hidden_size: D, also the number of channels, which take the place of heads.
-        state_dim: N, complex states of a channel, conjugates not counted.
+        state_dim: N, complex states per channel, conjugates not counted.
         causal: must be true.
         bias: biases in the projections.
-        dropout: rate on the output.
-
-    Raises:
-        InputError: if it is not causal.
+        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch
@@ -57,25 +50,18 @@ class S4D(OperatorMixer):
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        only_causal("s4d", causal)
-        self.causal, self.state_dim, self.channels = True, state_dim, hidden_size
+        super().__init__(causal)
+        self.state_dim, self.channels = state_dim, hidden_size
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.log_step = nn.Parameter(torch.empty(hidden_size))
         self.log_rate = nn.Parameter(torch.empty(hidden_size, state_dim))
         self.frequency = nn.Parameter(torch.empty(hidden_size, state_dim))
         self.read = nn.Parameter(torch.empty(hidden_size, state_dim, 2))
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.dropout = make_dropout("S4D", dropout)
+        self._add_output(hidden_size, hidden_size, bias, dropout)
         self.reset_parameters()
 
-    @classmethod
-    def from_config(cls, config: Any) -> "S4D":
-        """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["s4d"]`` has the last word."""
-        return cls(config.hidden_size, **options_of(config, "s4d"))
-
     def reset_parameters(self) -> None:
-        """a_n = −1/2 + iπn, steps in [0.001, 0.1], c Gaussian; the projections have their own."""
+        """Set a_n = −1/2 + iπn; draw steps in [0.001, 0.1] and c Gaussian; projections reset themselves."""
         init.uniform_(self.log_step, *(math.log(step) for step in STEPS))
         init.constant_(self.log_rate, math.log(0.5))
         turns = torch.arange(self.state_dim, dtype=self.frequency.dtype, device=self.frequency.device)
@@ -83,7 +69,7 @@ class S4D(OperatorMixer):
         init.normal_(self.read, std=0.5**0.5)
 
     def state_size(self, tokens: int) -> int:
-        """Real and imaginary parts of the states: the same for any ``tokens``."""
+        """Return the number of real and imaginary parts of the states, the same for any `tokens`."""
         return 2 * self.channels * self.state_dim
 
     def _mixing(
@@ -92,7 +78,7 @@ class S4D(OperatorMixer):
         mask: Bool[Tensor, "B T"] | None,
         state: MixerState | None,
         return_state: bool,
-    ) -> Mixing:
+    ) -> MixingStep:
         value = self.v_proj(hidden_states).mT[..., None]
         real = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=value.device)
         if mask is not None:
@@ -100,56 +86,56 @@ class S4D(OperatorMixer):
         turn, c = self._system(compute_dtype(value.dtype))
         unit, step = torch.ones_like(c), torch.ones_like(c[:, 0].real)
         kernel = ToeplitzMixing.from_ssm(turn, unit, c, step, value.shape[-2], conjugates=True).kernel
-        left = (_state(turn, value, real, state),) if return_state else None
-        if state is None and (mask is None or _in_one_piece(mask)):
-            return Mixing(ToeplitzMixing(kernel.expand(len(value), -1, -1)), value, left)
+        final = (_final_state(turn, value, real, state),) if return_state else None
+        if state is None and (mask is None or _is_contiguous(mask)):
+            return MixingStep(ToeplitzMixing(kernel.expand(len(value), -1, -1)), value, final)
         count = real.long().cumsum(1)
-        matrix, seen = _by_count(kernel, count, real)
+        matrix, visible = _matrices(kernel, count, real)
         if state is not None:
-            read = 2 * (c * torch.expm1(turn) / turn)[:, None] * _turned(turn, count)
-            matrix = torch.cat([read.real, -read.imag, matrix], -1)
-            seen = F.pad(seen, (2 * self.state_dim, 0), value=True)
-            value = in_front(state[0].flatten(2)[..., None], value.to(kernel.dtype))
-        return Mixing(DenseMixing(matrix, seen), value, left)
+            readout = 2 * (c * torch.expm1(turn) / turn)[:, None] * _decay(turn, count)
+            matrix = torch.cat([readout.real, -readout.imag, matrix], -1)
+            visible = F.pad(visible, (2 * self.state_dim, 0), value=True)
+            value = prepend_sources(state[0].flatten(2)[..., None], value.to(kernel.dtype))
+        return MixingStep(DenseMixing(matrix, visible), value, final)
 
     def _system(self, wide: torch.dtype) -> tuple[Complex[Tensor, "D N"], Complex[Tensor, "D N"]]:
-        """Δ a, by which the states decay and turn in one token; and Δ c, what reads them."""
+        """Return Δ a, the logarithm of what a token multiplies states by, and Δ c, which reads them."""
         a = torch.complex(-self.log_rate.to(wide).exp(), self.frequency.to(wide))
         step = self.log_step.to(wide).exp()[:, None]
         return a * step, torch.view_as_complex(self.read.to(wide).contiguous()) * step
 
 
-def _state(
+def _final_state(
     turn: Complex[Tensor, "D N"],
     value: Float[Tensor, "B D T 1"],
     real: Bool[Tensor, "B T"],
     state: MixerState | None,
 ) -> Float[Tensor, "B D two N"]:
-    """Σ_s exp(time since s · Δ a) v_s, and the earlier state as far as it has decayed."""
+    """Return Σ_s exp(time since s · Δ a) v_s plus the decayed earlier state."""
     count = real.long().cumsum(1)
-    left = (_turned(turn, count[:, -1:] - count) * value).sum(-2)
+    final = (_decay(turn, count[:, -1:] - count) * value).sum(-2)
     if state is not None:
-        before = torch.complex(*state[0].to(left.real.dtype).unbind(2))
-        left = left + _turned(turn, count[:, -1:])[..., 0, :] * before
-    return torch.stack([left.real, left.imag], 2)
+        before = torch.complex(*state[0].to(final.real.dtype).unbind(2))
+        final = final + _decay(turn, count[:, -1:])[..., 0, :] * before
+    return torch.stack([final.real, final.imag], 2)
 
 
-def _turned(turn: Complex[Tensor, "D N"], time: Int[Tensor, "B T"]) -> Complex[Tensor, "B D T N"]:
-    """What is left of a state after so many tokens."""
+def _decay(turn: Complex[Tensor, "D N"], time: Int[Tensor, "B T"]) -> Complex[Tensor, "B D T N"]:
+    """Return the factor of a state after `time` tokens."""
     return (turn[:, None] * time[:, None, :, None]).exp()
 
 
-def _in_one_piece(mask: Bool[Tensor, "B T"]) -> bool:
-    """Whether no padding lies between the real tokens of a row: then no time passes where none should."""
+def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
+    """Return whether no row has padding between real tokens, at which time would pass."""
     starts = mask[:, 1:] & ~mask[:, :-1]
     return bool((starts.sum(1) + mask[:, 0] <= 1).all())
 
 
-def _by_count(
+def _matrices(
     kernel: Float[Tensor, "D T"], count: Int[Tensor, "B T"], real: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B D T T"], Bool[Tensor, "B 1 T T"]]:
-    """The kernel at as many real tokens' distance; and which entries are sources that a row may see."""
+    """Return the kernel at distances in real tokens, and the entries that a row may read."""
     lag = count[:, :, None] - count[:, None, :]
-    seen = (torch.ones_like(lag, dtype=torch.bool).tril() & real[:, None, :])[:, None]
+    visible = (torch.ones_like(lag, dtype=torch.bool).tril() & real[:, None, :])[:, None]
     matrix = kernel[:, lag.clamp(min=0)].movedim(0, 1)
-    return matrix.masked_fill(~seen, 0.0), seen
+    return matrix.masked_fill(~visible, 0.0), visible

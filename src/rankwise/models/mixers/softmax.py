@@ -1,7 +1,4 @@
-"""Softmax attention, its queries and keys as wide as asked."""
-
-import math
-from typing import Any
+"""Softmax attention whose queries and keys have a width of their own."""
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -9,14 +6,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
-from rankwise.errors import InputError
-from rankwise.models.mixers.base import (
+from rankwise.errors import InputError, in_range
+from rankwise.models.mixers.mixer import (
     Mixer,
     MixerOutput,
     MixerState,
-    head_width,
-    make_dropout,
-    options_of,
+    MixingStep,
+    head_dim_of,
+    split_heads,
     token_mask,
 )
 from rankwise.operators import SoftmaxMixing
@@ -25,19 +22,19 @@ from rankwise.operators import SoftmaxMixing
 class SoftmaxAttention(Mixer):
     """Multi-head softmax attention whose query/key width is free of its value width.
 
-    Formula: M = softmax(Q Kᵀ / √K_qk), a masked entry 0; a masked token sees itself, so that no row is empty.
+    Formula: M = softmax(Q Kᵀ / √K_qk), 0 for masked entries. A masked token reads itself, so that no row is
+    empty.
     Cost: O(T S) time; fused, so O(T) memory. The state grows with the tokens.
 
     Args:
         hidden_size: D.
         num_heads: H.
-        head_dim: width of a head's values; D / H where None.
-        query_dim: width of a head's queries and keys; ``head_dim`` where None.
-        rotary_base: base of rotary positions of queries and keys, 10,000 as a rule; None: none. Scores then
-            see how far apart tokens are from the first step of training on.
-        causal: whether a token sees only itself and earlier ones.
+        head_dim: width of a head's values; D / H by default.
+        query_dim: width of a head's queries and keys; ``head_dim`` by default.
+        rotary_base: base of rotary positions of queries and keys, usually 10,000; None for no positions.
+        causal: each token reads only itself and earlier tokens.
         bias: biases in the projections.
-        dropout: rate on the output.
+        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch
@@ -61,39 +58,31 @@ class SoftmaxAttention(Mixer):
     ) -> None:
         super().__init__()
         self.num_heads, self.causal = num_heads, causal
-        self.head_dim = head_width("SoftmaxAttention", hidden_size, num_heads, head_dim)
+        self.head_dim = head_dim_of("SoftmaxAttention", hidden_size, num_heads, head_dim)
         self.query_dim = query_dim if query_dim is not None else self.head_dim
         self.rotary_base = rotary_base
         if rotary_base is not None:
-            self._check_rotary(rotary_base)
+            in_range(
+                "SoftmaxAttention `rotary_base`",
+                rotary_base,
+                "(0, inf)",
+                fix=f"Use {ROPE_BASE:g}, or None for no rotary positions.",
+            )
+            if self.query_dim % 2:
+                raise InputError(
+                    "SoftmaxAttention `rotary_base`",
+                    expected="queries and keys of an even width",
+                    got=f"{self.query_dim}",
+                    fix="Set `query_dim`, or width over heads, to an even number, or rotary_base=None.",
+                )
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, num_heads * self.query_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.dropout = make_dropout("SoftmaxAttention", dropout)
+        self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
-    def _check_rotary(self, base: object) -> None:
-        number = isinstance(base, int | float) and not isinstance(base, bool)
-        if not (number and 0 < float(base) < math.inf):  # type: ignore[arg-type]
-            raise InputError(
-                "SoftmaxAttention `rotary_base`",
-                expected="a positive number",
-                got=repr(base),
-                fix=f"Take {ROPE_BASE:g}, or None for no rotary positions.",
-            )
-        if self.query_dim % 2:
-            raise InputError(
-                "SoftmaxAttention `rotary_base`",
-                expected="queries and keys of an even width",
-                got=f"{self.query_dim}",
-                fix="Set `query_dim`, or width over heads, to an even number; rotary_base=None has none.",
-            )
-
-    @classmethod
-    def from_config(cls, config: Any) -> "SoftmaxAttention":
-        """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["softmax"]`` has the last word."""
-        options = options_of(config, "softmax", head_dim=config.head_dim)
-        return cls(config.hidden_size, config.num_attention_heads, **options)
+    def state_size(self, tokens: int) -> int:
+        """Return the size of keys, values and one flag per token."""
+        return tokens * (self.num_heads * (self.query_dim + self.head_dim) + 1)
 
     def forward(
         self,
@@ -103,51 +92,38 @@ class SoftmaxAttention(Mixer):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Attend; see `Mixer.forward`."""
-        query, key, value, valid, allowed = self._parts(hidden_states, attention_mask, state)
+        """Attend by fused attention; see `Mixer.forward`."""
+        # `SoftmaxMixing @ values` would split values into parts of width K, and refuses empty axes.
+        query, key, value, valid, allowed = self._attention(
+            hidden_states, token_mask(attention_mask, hidden_states), state
+        )
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None and self.causal
         )
-        output = self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))
-        return MixerOutput(output, (key, value, valid) if return_state else None)
+        return MixerOutput(self._project(mixed), (key, value, valid) if return_state else None)
 
-    def mixing_operator(
+    def _mixing(
         self,
         hidden_states: Float[Tensor, "B T D"],
-        attention_mask: Shaped[Tensor, "B T"] | None = None,
-        state: MixerState | None = None,
-        *,
-        return_state: bool = False,
-    ) -> SoftmaxMixing:
-        """The attention matrix, not formed."""
-        query, key, _, _, allowed = self._parts(hidden_states, attention_mask, state)
-        return SoftmaxMixing(query, key, mask=allowed, is_causal=allowed is None and self.causal)
+        mask: Bool[Tensor, "B T"] | None,
+        state: MixerState | None,
+        return_state: bool,
+    ) -> MixingStep:
+        query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
+        operator = SoftmaxMixing(query, key, mask=allowed, is_causal=allowed is None and self.causal)
+        return MixingStep(operator, value, (key, value, valid) if return_state else None)
 
-    def values(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        attention_mask: Shaped[Tensor, "B T"] | None = None,
-        state: MixerState | None = None,
-        *,
-        return_state: bool = False,
-    ) -> Float[Tensor, "B H S V"]:
-        """The values of all tokens so far."""
-        return self._parts(hidden_states, attention_mask, state)[2]
-
-    def state_size(self, tokens: int) -> int:
-        """Keys, values and one flag for each token."""
-        return tokens * (self.num_heads * (self.query_dim + self.head_dim) + 1)
-
-    def _parts(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, state: MixerState | None
+    def _attention(
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, all keys and values, which are real, which a query may see (None: by causality alone)."""
-        mask = token_mask(attention_mask, hidden_states)
-        valid = (
-            mask if mask is not None else hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        )
+        """Return queries, all keys and values, which tokens are real, and the attention mask.
+
+        The attention mask is None if causality alone decides.
+        """
+        real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+        valid = real if mask is None else mask
         query, key, value = (
-            projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            split_heads(projection(hidden_states), self.num_heads)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rotary_base is not None:
@@ -160,12 +136,12 @@ class SoftmaxAttention(Mixer):
             past_key, past_value, past_valid = state
             key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
             valid = torch.cat([past_valid, valid], 1)
-        plain = mask is None and state is None
-        return query, key, value, valid, None if plain else self._allowed(valid, query.shape[2])
+        by_causality = mask is None and state is None
+        return query, key, value, valid, None if by_causality else self._allowed(valid, query.shape[2])
 
     def _allowed(self, valid: Bool[Tensor, "B S"], queries: int) -> Bool[Tensor, "B 1 T S"]:
-        """Real tokens, of the past if causal; and itself, so that no row is empty."""
+        """Return which real tokens a row reads; every row reads itself, so that no row is empty."""
         source = torch.arange(valid.shape[1], device=valid.device)
         target = source[-queries:, None]
-        seen = valid[:, None, None, :]
-        return (seen & (source <= target) if self.causal else seen) | (source == target)
+        visible = valid[:, None, None, :]
+        return (visible & (source <= target) if self.causal else visible) | (source == target)

@@ -1,78 +1,68 @@
-"""Token Statistics Self-Attention as a module."""
+"""Token Statistics Self-Attention as a module, and the scan that can be added to it."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
 
-from rankwise.errors import InputError, did_you_mean
-from rankwise.models.mixers.base import (
+from rankwise.errors import InputError, one_of
+from rankwise.models.mixers.mixer import (
     Mixer,
     MixerOutput,
     MixerState,
-    head_width,
-    make_dropout,
-    options_of,
+    MixingStep,
+    head_dim_of,
+    split_heads,
     token_mask,
 )
-from rankwise.models.mixers.convolution import ShortConvolution
-from rankwise.models.mixers.membership_scan import MembershipScan
-from rankwise.models.mixers.scanned import in_front
-from rankwise.operators import DiagonalMixing, MixingOperator
-from rankwise.ops import TSSAOutput, TSSAState, tssa
+from rankwise.models.mixers.recurrent import (
+    ShortConvolution,
+    drop_state_rows,
+    final_state,
+    prepend_sources,
+    with_state,
+)
+from rankwise.operators import DiagonalMixing, MixingOperator, SemiseparableMixing, SumMixing
+from rankwise.operators.base import compute_dtype
+from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
 from rankwise.ops.arguments import MEMBERSHIPS
 from rankwise.ops.dispatch import IMPLEMENTATIONS
 
 
-class Call(NamedTuple):
-    """What a call comes to.
-
-    Args:
-        statistics: what TSSA gave.
-        features: c and b of the scan, (B, T, H, F) each; None without a scan.
-        past: its state before this call.
-        inputs: the last inputs of the convolution; None without one.
-    """
-
-    statistics: TSSAOutput
-    features: tuple[Tensor, Tensor] | None = None
-    past: Tensor | None = None
-    inputs: Tensor | None = None
-
-
 class TokenStatisticsAttention(Mixer):
-    """Self-attention without pairs of tokens: a token is scaled by its membership in each head.
+    """Self-attention without token pairs: each token is scaled by its membership in each head.
 
     Formula: ``w = in_proj(x)`` in H heads of K channels; Π and m from `rankwise.ops.tssa`;
-    ``output = out_proj(-Π w / (1 + m))``. As a mixing operator, M = diag(Π_h) and V = -w / (1 + m): tokens
-    meet in the sums Π and m alone, so there is no map of token pairs to show. Two options that the release
-    does not have move content: a short convolution of w, and a scan beside diag(Π_h), see `MembershipScan`.
-    Cost: O(T D) beyond the two projections; the decoding state has 2 K + 1 numbers a head, whatever T, and
-    F K more with a scan, and ``conv_tokens - 1`` for each of H (K + 2 F) channels with a convolution.
+    ``output = out_proj(-Π w / (1 + m))``. As a mixing operator, M = diag(Π_h) and V = -w / (1 + m). Tokens
+    influence each other only through the sums Π and m, so there is no map of token pairs. Two options that
+    the released models do not have move content: a short convolution of w, and a scan added to diag(Π_h),
+    see `MembershipScan`.
+    Cost: O(T D) in addition to the two projections. The decoding state has 2 K + 1 numbers per head for any
+    T, F K more with a scan, and ``conv_tokens - 1`` per channel of H (K + 2 F) with a convolution.
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction";
     the causal variant is the released language model's.
 
     Args:
         hidden_size: D.
         num_heads: H.
-        head_dim: K; D / H where None.
-        causal: whether a token sees only itself and earlier ones: another function, not a masked one.
+        head_dim: K; D / H by default.
+        causal: each token reads only itself and earlier tokens. This is another function, not a mask.
         bias: biases in the projections.
-        max_positions: causal: tokens a learned bias by position is kept for, as released; 0: none.
+        max_positions: causal: number of tokens with a learned bias by position, as released; 0 for none.
         membership: ``softmax`` over the heads, or ``uniform``: 1 / H, and no temperature.
-        half_life: causal: tokens after which a token counts half, for each head; None: no decay, None or
-            `math.inf` in the place of one head: that head forgets nothing.
-        conv_tokens: causal: reach of a convolution of w, of c and of b, each channel by itself, and SiLU; 0:
+        half_life: causal: tokens after which a token counts half, per head; None or `math.inf` for a head
+            without decay; None instead of the list for no decay.
+        conv_tokens: causal: tokens that a convolution of w, c and b reads, per channel, with SiLU; 0 for
             none, as released.
-        features: causal: F of a scan with memberships as steps, see `MembershipScan`; 0: none, as released.
-        dropout: rate on the output.
+        features: causal: F of a scan with memberships as steps, see `MembershipScan`; 0 for none, as
+            released.
+        dropout: dropout rate of the output.
         impl: implementation of the operation, as for `rankwise.ops.tssa`.
-
-    Raises:
-        InputError: if a size, a rate or a name cannot be, or options contradict each other.
 
     Examples:
         >>> import torch
@@ -102,21 +92,30 @@ class TokenStatisticsAttention(Mixer):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        _check_name("membership", membership, MEMBERSHIPS)
-        _check_name("impl", impl, ("auto", *IMPLEMENTATIONS))
+        one_of("TokenStatisticsAttention `membership`", membership, MEMBERSHIPS)
+        one_of("TokenStatisticsAttention `impl`", impl, ("auto", *IMPLEMENTATIONS))
         self.num_heads, self.causal, self.membership, self.impl = num_heads, causal, membership, impl
-        self.head_dim = head_width("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
-        self.half_life = None if half_life is None else _half_lives(half_life, num_heads, causal)
-        _check_positions(max_positions, causal, membership)
-        _check_causal("conv_tokens", conv_tokens, causal)
-        _check_causal("features", features, causal)
+        self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
+        # A tuple, not a buffer, which `model.half()` would round.
+        self.half_life = None if half_life is None else _check_half_life(half_life, num_heads, causal)
+        for option, value in (
+            ("max_positions", max_positions),
+            ("conv_tokens", conv_tokens),
+            ("features", features),
+        ):
+            positions = option == "max_positions"
+            if value < 0 or (value and not (causal and (membership == "softmax" or not positions))):
+                raise InputError(
+                    f"TokenStatisticsAttention `{option}`",
+                    expected="0, or more with causal=True" + " and softmax memberships" * positions,
+                    got=f"{value}, causal={causal}" + f", membership={membership!r}" * positions,
+                    fix=f"Leave {option} out.",
+                )
         self.in_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.dropout = make_dropout("TokenStatisticsAttention", dropout)
-        shared = membership == "uniform"  # then no temperature changes anything
-        self.temperature = None if shared else nn.Parameter(torch.empty(num_heads))
-        positions = torch.empty(num_heads, max_positions) if max_positions else None
-        self.position_bias = None if positions is None else nn.Parameter(positions)
+        self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
+        # Uniform memberships do not depend on a temperature.
+        self.temperature = nn.Parameter(torch.empty(num_heads)) if membership == "softmax" else None
+        self.position_bias = nn.Parameter(torch.empty(num_heads, max_positions)) if max_positions else None
         self.features_proj = (
             nn.Linear(hidden_size, 2 * num_heads * features, bias=False) if features else None
         )
@@ -125,25 +124,19 @@ class TokenStatisticsAttention(Mixer):
         self.convolution = ShortConvolution(self.channels, conv_tokens) if conv_tokens else None
         self.reset_parameters()
 
-    @classmethod
-    def from_config(cls, config: Any) -> "TokenStatisticsAttention":
-        """Build from a `rankwise.models.ToSTConfig`; ``mixer_options["tssa"]`` has the last word."""
-        options = options_of(
-            config,
-            "tssa",
-            head_dim=config.head_dim,
-            max_positions=config.max_position_embeddings if config.position_bias else 0,
-            membership=config.membership,
-            half_life=config.half_life,
-        )
-        return cls(config.hidden_size, config.num_attention_heads, **options)
-
     def reset_parameters(self) -> None:
-        """Temperatures of 1 and biases of 0, as released; the projections have their own."""
+        """Set temperatures to 1 and biases to 0, as released; projections reset themselves."""
         if self.temperature is not None:
             nn.init.ones_(self.temperature)
         if self.position_bias is not None:
             nn.init.zeros_(self.position_bias)
+
+    def state_size(self, tokens: int) -> int:
+        """Return the size of TSSA's sums, its count of tokens and the options' states, for any `tokens`."""
+        statistics = self.num_heads * (2 * self.head_dim + 1) + 1
+        reach = 0 if self.convolution is None else self.convolution.reach
+        features = 0 if self.scan is None else self.scan.features
+        return statistics + self.channels * reach + self.num_heads * features * self.head_dim
 
     def forward(
         self,
@@ -153,107 +146,163 @@ class TokenStatisticsAttention(Mixer):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Attend; see `Mixer.forward`."""
-        call = self._call(hidden_states, attention_mask, state)
-        mixed, left = call.statistics.output, list(call.statistics.state or ())
-        if call.inputs is not None:
-            left.append(call.inputs)
-        if self.scan is not None and call.features is not None:
-            mixed, scanned = self.scan(mixed, *call.features, call.statistics.membership, call.past)
-            left.append(scanned)
-        output = self.dropout(self.out_proj(mixed.flatten(2)))
-        return MixerOutput(output, tuple(left) if return_state and left else None)
+        """Attend by the kernels of `rankwise.ops.tssa`; see `Mixer.forward`."""
+        call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
+        mixed, final = call.statistics.output.transpose(1, 2), [*(call.statistics.state or ()), *call.inputs]
+        if self.scan is not None:
+            mixed, scanned = self.scan(mixed, call.features, call.statistics.membership, call.past)
+            final.append(scanned)
+        return MixerOutput(self._project(mixed), tuple(final) if return_state and final else None)
 
     def projected(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
-        """The tokens w in the subspaces of the heads, before a convolution."""
+        """Return the tokens w in the subspaces of the heads, before a convolution."""
         return self.in_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
 
-    def membership_of(
+    def memberships(
         self,
         hidden_states: Float[Tensor, "B T D"],
         attention_mask: Shaped[Tensor, "B T"] | None = None,
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Π: how far each token belongs to each head; a token's memberships sum to 1, a masked one's to 0."""
-        return self._call(hidden_states, attention_mask, state).statistics.membership
+        """Return Π, each token's membership in each head; a token's sum to 1, those of padding to 0."""
+        call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
+        return call.statistics.membership
 
-    def mixing_operator(
+    def _mixing(
         self,
         hidden_states: Float[Tensor, "B T D"],
-        attention_mask: Shaped[Tensor, "B T"] | None = None,
-        state: MixerState | None = None,
-        *,
-        return_state: bool = False,
-    ) -> MixingOperator:
-        """diag(Π_h), one for each head; with a scan the sum of the two."""
-        call = self._call(hidden_states, attention_mask, state)
-        membership = call.statistics.membership
-        if self.scan is None or call.features is None:
-            return DiagonalMixing(membership.transpose(1, 2))
-        return self.scan.operator(*call.features, membership, call.past)
-
-    def values(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        attention_mask: Shaped[Tensor, "B T"] | None = None,
-        state: MixerState | None = None,
-        *,
-        return_state: bool = False,
-    ) -> Float[Tensor, "B H S V"]:
-        """-w / (1 + m); 0 where Π is; the scan's state, if there is one, goes in front."""
-        call = self._call(hidden_states, attention_mask, state)
+        mask: Bool[Tensor, "B T"] | None,
+        state: MixerState | None,
+        return_state: bool,
+    ) -> MixingStep:
+        call = self._run(hidden_states, mask, state)
         share = call.statistics.membership[..., None]
         values = torch.where(share > 0, call.statistics.output / share, 0.0).transpose(1, 2)
-        return values if call.past is None else in_front(call.past, values)
+        if self.scan is None:
+            return MixingStep(DiagonalMixing(call.statistics.membership.transpose(1, 2)), values, None)
+        operator = self.scan.operator(call.features, call.statistics.membership, call.past)
+        return MixingStep(operator, values if call.past is None else prepend_sources(call.past, values), None)
 
-    def state_size(self, tokens: int) -> int:
-        """Sums of TSSA, the count of tokens, then of the options: the same for any ``tokens``."""
-        statistics = self.num_heads * (2 * self.head_dim + 1) + 1
-        reach = 0 if self.convolution is None else self.convolution.reach
-        features = 0 if self.scan is None else self.scan.features
-        return statistics + self.channels * reach + self.num_heads * features * self.head_dim
-
-    def _call(self, hidden_states: Tensor, attention_mask: Tensor | None, state: MixerState | None) -> Call:
-        mask = token_mask(attention_mask, hidden_states)
+    def _run(self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None) -> "_Call":
         sums, rest = (None, []) if state is None else (TSSAState(*state[:4]), list(state[4:]))
-        read, inputs = self.in_proj(hidden_states), None
+        projected, inputs = self.in_proj(hidden_states), []
         if self.features_proj is not None:
-            read = torch.cat([read, self.features_proj(hidden_states)], -1)
+            projected = torch.cat([projected, self.features_proj(hidden_states)], -1)
         if self.convolution is not None:
-            read, inputs = self.convolution(read, mask, rest.pop(0) if rest else None)
+            projected, last = self.convolution(projected, mask, rest.pop(0) if rest else None)
+            inputs.append(last)
         width = self.num_heads * self.head_dim
-        w, features = read[..., :width].unflatten(-1, (self.num_heads, -1)), None
-        if self.scan is not None:
-            hidden = read[..., width:]
-            hidden = hidden if mask is None else hidden.masked_fill(~mask[..., None], 0.0)  # NaN · 0 is NaN
-            c, b = hidden.chunk(2, -1)
-            features = (c.unflatten(-1, (self.num_heads, -1)), b.unflatten(-1, (self.num_heads, -1)))
-        statistics = self._statistics(w, mask, sums)
-        return Call(statistics, features, rest[0] if rest else None, inputs)
-
-    def _statistics(self, w: Tensor, mask: Tensor | None, past: TSSAState | None) -> TSSAOutput:
-        temperature = w.new_ones(self.num_heads) if self.temperature is None else self.temperature
+        w, features = projected[..., :width].unflatten(-1, (self.num_heads, -1)), projected[..., width:]
+        if mask is not None:
+            features = features.masked_fill(~mask[..., None], 0.0)  # NaN · 0 is NaN
         decay = None
         if self.half_life is not None:
             decay = torch.tensor(self.half_life, dtype=torch.float64, device=w.device)
-        return tssa(
-            w, temperature, causal=self.causal, bias=self.position_bias, mask=mask, state=past,
+        temperature = w.new_ones(self.num_heads) if self.temperature is None else self.temperature
+        statistics = tssa(
+            w, temperature, causal=self.causal, bias=self.position_bias, mask=mask, state=sums,
             impl=self.impl, membership=self.membership, half_life=decay,
         )  # fmt: skip
+        return _Call(statistics, features, rest[0] if rest else None, inputs)
 
 
-def _check_name(argument: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(
-            f"TokenStatisticsAttention `{argument}`",
-            expected=f"one of {', '.join(known)}",
-            got=repr(value),
-            fix=did_you_mean(str(value), known),
-        )
+class _Call(NamedTuple):
+    """One call of TSSA.
+
+    Args:
+        statistics: result of `rankwise.ops.tssa`.
+        features: c and b of the scan, (B, T, 2 H F); empty without a scan.
+        past: state of the scan before this call.
+        inputs: last inputs of the convolution, if there is one.
+    """
+
+    statistics: TSSAOutput
+    features: Tensor
+    past: Tensor | None
+    inputs: list[Tensor]
 
 
-def _half_lives(half_life: Sequence[int | float | None], heads: int, causal: bool) -> tuple[float, ...]:
-    """One for each head, None as infinity."""
+class MembershipScan(nn.Module):
+    """A semiseparable operator added to TSSA's diagonal operator.
+
+    Formula: ``M_h[t, u] = δ_tu Π_u + c_t·b_u exp(-a_h Σ_{u < r ≤ t} Π_r) Π_u`` for u ≤ t, on the values
+    ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so a product is a cosine. This is
+    Mamba-2's operator with the membership Π_r as its step: a head forgets only when its own tokens arrive. A
+    masked token, whose Π is 0, is no source and lets nothing decay. a_h > 0 is learned.
+    Cost: O(T F K) per head; the state has F K numbers per head for any T.
+    Source: none, this is an option of this package; the scan follows T. Dao and A. Gu, "Transformers are
+    SSMs", ICML 2024, section 6.
+
+    Args:
+        heads: H.
+        features: F.
+        half_life: initial half-life of each head in tokens, at memberships of 1 / H; None for 1,024. By
+            default a ladder from 4 to 256 tokens.
+    """
+
+    def __init__(
+        self, heads: int, features: int, half_life: Sequence[int | float | None] | None = None
+    ) -> None:
+        super().__init__()
+        self.heads, self.features = heads, features
+        lives = half_lives(heads, 4, 256).tolist() if half_life is None else half_life
+        self.start = [1024.0 if life is None else min(float(life), 1024.0) for life in lives]
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the rates to those of the initial half-lives."""
+        rate = torch.tensor(2.0).log() * self.heads / torch.tensor(self.start)
+        init.copy_(self.log_rate, rate.log().to(self.log_rate.dtype))
+
+    def forward(
+        self,
+        mixed: Float[Tensor, "B H T K"],
+        features: Float[Tensor, "B T E"],
+        membership: Float[Tensor, "B T H"],
+        past: Float[Tensor, "B H F K"] | None,
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H F K"]]:
+        """Return TSSA's output plus the scan's, and the state after the last token.
+
+        Args:
+            mixed: TSSA's output, -Π w / (1 + m).
+            features: c and b side by side, E = 2 H F.
+            membership: Π.
+            past: state before these tokens.
+        """
+        c, b, log_decay = self._scan(features, membership)
+        values = mixed.to(b.dtype)
+        sources, step = values, torch.ones_like(log_decay)  # `mixed` holds the step Π.
+        if past is not None:
+            c, b, log_decay, step = with_state(c, b, log_decay, step)
+            sources = prepend_sources(past, values)
+        scanned = (SemiseparableMixing(c, b, log_decay) @ sources)[..., -values.shape[-2] :, :]
+        return (values + scanned).to(mixed.dtype), final_state(b, log_decay, step, sources)
+
+    def operator(
+        self,
+        features: Float[Tensor, "B T E"],
+        membership: Float[Tensor, "B T H"],
+        past: Float[Tensor, "B H F K"] | None,
+    ) -> MixingOperator:
+        """Return M for values without Π; F sources of a state come first."""
+        (c, b, log_decay), step = self._scan(features, membership), membership.mT
+        if past is None:
+            return SumMixing(DiagonalMixing(step), SemiseparableMixing(c, b, log_decay, step))
+        diagonal = F.pad(step, (self.features, 0))
+        c, b, log_decay, step = with_state(c, b, log_decay, step)
+        operator = SumMixing(DiagonalMixing(diagonal), SemiseparableMixing(c, b, log_decay, step))
+        return drop_state_rows(operator, self.features)
+
+    def _scan(self, features: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return c, b and the logarithms of decays."""
+        wide = compute_dtype(membership.dtype)
+        c, b = (F.normalize(split_heads(x, self.heads).to(wide), dim=-1) for x in features.chunk(2, -1))
+        return c, b, -self.log_rate.to(wide).exp()[:, None] * membership.mT.to(wide)
+
+
+def _check_half_life(half_life: Sequence[int | float | None], heads: int, causal: bool) -> tuple[float, ...]:
+    """Return one half-life per head, infinity for None."""
     lives = tuple(math.inf if life is None else float(life) for life in half_life)
     if not causal or len(lives) != heads or not all(life > 0 for life in lives):
         raise InputError(
@@ -263,23 +312,3 @@ def _half_lives(half_life: Sequence[int | float | None], heads: int, causal: boo
             fix="Make them with rankwise.ops.half_lives(heads), or leave half_life out.",
         )
     return lives
-
-
-def _check_positions(max_positions: int, causal: bool, membership: str) -> None:
-    if max_positions < 0 or (max_positions and not (causal and membership == "softmax")):
-        raise InputError(
-            "TokenStatisticsAttention `max_positions`",
-            expected="0, or more with causal=True and softmax memberships",
-            got=f"{max_positions}, causal={causal}, membership={membership!r}",
-            fix="Leave max_positions out: there is no bias by position here.",
-        )
-
-
-def _check_causal(option: str, value: int, causal: bool) -> None:
-    if value < 0 or (value and not causal):
-        raise InputError(
-            f"TokenStatisticsAttention `{option}`",
-            expected="0, or more with causal=True",
-            got=f"{value}, causal={causal}",
-            fix=f"Leave {option} out: it reads tokens in their order.",
-        )

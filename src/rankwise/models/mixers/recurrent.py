@@ -1,0 +1,140 @@
+"""Base of recurrent mixers. A state enters a call as extra source tokens."""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.errors import InputError
+from rankwise.models.mixers.mixer import Mixer
+from rankwise.operators import IndexedMixing, MixingOperator
+
+STEPS = (0.001, 0.1)
+"""Range of the initial steps in the released state-space models."""
+
+
+class RecurrentMixer(Mixer):
+    """A causal mixer whose state does not grow; refuses ``causal=False``."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        if not causal:
+            raise InputError(
+                f"the mixer {type(self).__name__.lower()!r}",
+                expected="causal=True",
+                got="causal=False",
+                fix="A recurrence runs forward only: set causal=True, or use linear, softmax or tssa.",
+            )
+        self.causal = True
+
+
+def initial_step_bias(like: Float[Tensor, "*H"]) -> Float[Tensor, "*H"]:
+    """Return random biases whose softplus is log-uniform over `STEPS`."""
+    low, high = (math.log(step) for step in STEPS)
+    step = torch.empty_like(like).uniform_(low, high).exp()
+    return step + torch.log(-torch.expm1(-step))
+
+
+class ShortConvolution(nn.Conv1d):
+    """A causal convolution over a few tokens, per channel, then SiLU; skips padding between real tokens.
+
+    Args:
+        channels: number of channels.
+        tokens: number of tokens that each output reads; with 1 it is a scale and a bias per channel.
+
+    Examples:
+        >>> import torch
+        >>> convolution, x = ShortConvolution(2, 4), torch.randn(1, 5, 2)
+        >>> output, state = convolution(x)
+        >>> tuple(output.shape), tuple(state.shape), torch.equal(state, x[:, 2:])
+        ((1, 5, 2), (1, 3, 2), True)
+    """
+
+    def __init__(self, channels: int, tokens: int) -> None:
+        super().__init__(channels, channels, tokens, groups=channels)
+        self.reach = tokens - 1
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Float[Tensor, "B T C"],
+        mask: Bool[Tensor, "B T"] | None = None,
+        state: Float[Tensor, "B R C"] | None = None,
+    ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B R C"]]:
+        """Return the outputs and the last ``tokens - 1`` real inputs, zeros if there were fewer.
+
+        Args:
+            x: tokens of this call.
+            mask: which tokens are real; all if None.
+            state: last inputs of an earlier call.
+        """
+        past = x.new_zeros(len(x), self.reach, x.shape[-1]) if state is None else state.to(x.dtype)
+        if mask is None:
+            line = torch.cat([past, x], 1)
+            return self._convolve(line), line[:, x.shape[1] :]
+        real_first = (~mask).long().argsort(dim=1, stable=True)
+        line = torch.cat([past, _take(x, real_first)], 1)
+        count = mask.long().cumsum(1)
+        last = count[:, -1:] + torch.arange(self.reach, device=x.device)
+        return _take(self._convolve(line), (count - 1).clamp(min=0)), _take(line, last)
+
+    def _convolve(self, line: Tensor) -> Tensor:
+        """Return the outputs whose inputs are all there."""
+        return F.silu(super().forward(line.mT)).mT
+
+
+def _take(tokens: Tensor, places: Tensor) -> Tensor:
+    """Return the tokens at these places of each row."""
+    return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))
+
+
+def with_state(
+    c: Float[Tensor, "B G T N"],
+    b: Float[Tensor, "B G T N"],
+    log_decay: Float[Tensor, "B H T"],
+    step: Float[Tensor, "B H T"],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prepend feature n of a state as a source with b = e_n and step 1 that has not decayed yet."""
+    features = b.shape[-1]
+    b = prepend_sources(torch.eye(features, dtype=b.dtype, device=b.device), b)
+    c = prepend_sources(torch.zeros_like(b[..., :features, :]), c)
+    return c, b, F.pad(log_decay, (features, 0)), F.pad(step, (features, 0), value=1.0)
+
+
+def final_state(
+    b: Float[Tensor, "B H T N"],
+    log_decay: Float[Tensor, "B H T"],
+    step: Float[Tensor, "B H T"],
+    values: Float[Tensor, "B H T V"],
+) -> Float[Tensor, "B H N V"]:
+    """Return the state that a later token can read."""
+    return (b * (decay_to_end(log_decay).exp() * step)[..., None]).mT @ values.to(b.dtype)
+
+
+def prepend_sources(
+    states: Float[Tensor, "*A N F"], tokens: Float[Tensor, "*B T F"]
+) -> Float[Tensor, "*C S F"]:
+    """Return the tokens after one source per feature of a state, in the dtype of the tokens."""
+    lead = torch.broadcast_shapes(states.shape[:-2], tokens.shape[:-2])
+    return torch.cat([states.to(tokens.dtype).expand(*lead, -1, -1), tokens], -2)
+
+
+def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
+    """Return the operator without the rows of the state sources in front; every column stays."""
+    rows, columns = (
+        torch.ones(size, dtype=torch.bool, device=operator.device) for size in operator.shape[-2:]
+    )
+    rows[:states] = False
+    return IndexedMixing(operator, rows, columns)
+
+
+def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+    """Return Σ_{r > s} log a_r for every s, summed from the end: exact even if decays are strong.
+
+    Examples:
+        >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()
+        [-3.0, -1.0, 0.0]
+    """
+    later = F.pad(log_decay[..., 1:], (0, 1))
+    return later.flip(-1).cumsum(-1).flip(-1)
