@@ -23,7 +23,7 @@ import rankwise as rw
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import HeadRecord
-from rankwise.auditing.null_findings import beyond_null
+from rankwise.auditing.findings import rank_code
 from rankwise.data import load_text
 
 ROOT = Path(__file__).parents[1]
@@ -69,8 +69,8 @@ def run(text: Path) -> dict[str, Any]:
 
 
 def _row(layer: int, heads: Sequence[HeadRecord]) -> dict[str, Any]:
-    codes = [beyond_null(head) for head in heads]
-    nulls = [beyond_null(head.model_copy(update={"baseline": None})) for head in heads]
+    codes = [rank_code(head) for head in heads]
+    nulls = [rank_code(head.model_copy(update={"baseline": None})) for head in heads]
     return {
         "layer": layer,
         **{name: round(mean(map(take, heads)), 2) for name, take in COLUMNS.items()},

@@ -16,8 +16,8 @@ import rankwise as rw
 from rankwise._internals.statistics import t_quantile
 from rankwise.auditing import AuditError, BaselineSettings, FreshWeightsError, fresh_copies, reinitialized
 from rankwise.auditing.baseline_numbers import _at
-from rankwise.auditing.null_findings import beyond_null
-from rankwise.auditing.tables import flat_rows
+from rankwise.auditing.findings import rank_code
+from rankwise.auditing.frames import table
 from rankwise.errors import InputError, RankwiseError
 from rankwise.report.page import page_context
 
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_audits_by_hand() -> None:
         assert head.baseline.spread["effective_rank"] == pytest.approx(spread, rel=1e-12)
         assert head.init_effective_rank == head.baseline.mean["effective_rank"]
         assert head.init_numerical_rank == head.baseline.mean["numerical_rank"]
-        assert not [name for name in flat_rows([head])[0] if name.startswith("fresh_")]  # the same again
+        assert not [name for name in table("heads", [head])[0] if name.startswith("init_")]  # the same again
         spectra = np.mean([one.heads[at].spectrum for one in fresh], axis=0)
         np.testing.assert_allclose(head.baseline.spectrum, spectra, rtol=1e-12)
         assert [point.delta for point in head.baseline.band] == [point.delta for point in head.band]
@@ -105,7 +105,7 @@ def test_a_model_at_its_own_fresh_weights_is_neither_above_nor_below() -> None:
     for seed in (11, 12, 13):
         audit = rw.audit(reinitialized(model, seed=seed), batches((24,)), baseline=4)
         assert all(head.baseline.judged for head in audit.heads)
-        assert [beyond_null(head) for head in audit.heads] == [None, None]
+        assert [rank_code(head) for head in audit.heads] == [None, None]
 
 
 def test_a_trained_model_is_above_and_the_evidence_is_the_baseline() -> None:

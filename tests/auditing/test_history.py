@@ -15,10 +15,9 @@ from tests.unchecked import unchecked
 import rankwise as rw
 from rankwise.auditing import Comparison, History, in_order
 from rankwise.auditing.baseline_records import BaselineRecord
-from rankwise.auditing.history import folder_name
+from rankwise.auditing.comparison import layer_means, paired_stacks
+from rankwise.auditing.history import folder_name, steps_of
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.layer_changes import layer_numbers, paired_stacks
-from rankwise.auditing.steps import steps_of
 from rankwise.errors import InputError, RecordError
 from rankwise.report.history_page import charts, history_context
 
@@ -110,7 +109,7 @@ def test_a_curve_holds_the_mean_of_each_layer_at_each_step() -> None:
     for points in mine.values():
         assert [value for value, _ in points] == pytest.approx([0.0, 0.05, 0.2])
     for key, points in curves.items():
-        assert points[1] == layer_numbers(history[500]).get(key, points[1])
+        assert points[1] == layer_means(history[500]).get(key, points[1])
 
 
 def test_a_layer_that_an_audit_lacks_is_a_gap() -> None:
@@ -161,7 +160,7 @@ def test_a_baseline_of_one_audit_alone_is_said_and_is_no_change() -> None:
     )
     for before, after, alone in ((bare, with_baseline, "after"), (with_baseline, bare, "before")):
         found = rw.compare(before, after)
-        assert not any(change.measure.startswith("fresh_") for change in [*found.changes, *found.by_layer])
+        assert not any(change.measure.startswith("init_") for change in [*found.changes, *found.by_layer])
         assert any(said.startswith(f"Only the audit {alone} has a baseline") for said in found.warnings)
     moved_on = moved(0, init_numerical_rank=30.0, init_effective_rank=8.0)
     moved_on = moved_on.model_copy(update={"baseline": with_baseline.baseline})
@@ -173,7 +172,7 @@ def test_a_baseline_of_one_audit_alone_is_said_and_is_no_change() -> None:
 
 def test_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
     audit = rw.audit(nano_gpt(), [{"input_ids": torch.randint(0, 60, (3, 10))}])
-    numbers = layer_numbers(audit)
+    numbers = layer_means(audit)
     for key, (value, spread) in numbers.items():
         if key.of == "heads" and key.measure == "stable_rank":
             heads = [head for head in audit.heads if head.layer == key.layer]
@@ -187,9 +186,9 @@ def test_changes_by_layer_are_those_of_the_means_with_their_sign() -> None:
     mine = [change for change in there.by_layer if change.measure == "first_token_mass"]
     assert [change.change for change in mine] == pytest.approx([0.2] * 6)
     assert [change.change for change in back.by_layer] == [-change.change for change in there.by_layer]
-    assert [repr(c.spread) for c in back.by_layer] == [repr(c.spread) for c in there.by_layer]
+    assert [repr(c.std) for c in back.by_layer] == [repr(c.std) for c in there.by_layer]
     for change in mine:
-        assert change.ratio == pytest.approx(0.2 / change.spread)
+        assert change.ratio == pytest.approx(0.2 / change.std)
 
 
 def test_a_frame_and_a_csv_have_a_row_for_each_head_of_each_step(tmp_path: Path) -> None:
@@ -260,7 +259,7 @@ def test_one_layer_of_another_kind_is_named_alone() -> None:
         head.model_copy(update={"kind": "linear"}) if head.layer in (2, 3) else head for head in softmax.heads
     ]
     comparison = rw.compare(softmax, softmax.model_copy(update={"heads": heads}))
-    assert "softmax before, linear after (layers 2 to 3)." in comparison.structure[0]
+    assert "softmax before, linear after (2 layers)." in comparison.structure[0]
     layers = {change.layer for change in comparison.by_layer if change.of == "heads"}
     assert layers == {0, 1, 4, 5}
 

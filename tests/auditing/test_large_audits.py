@@ -7,7 +7,7 @@ import pytest
 from tests.report import samples
 
 from rankwise.auditing import compare
-from rankwise.auditing.findings import find
+from rankwise.auditing.findings import diagnose
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord, Removable, RemovableHead
 from rankwise.auditing.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place
 from rankwise.report.page import page_context
@@ -31,7 +31,7 @@ def large(layers: int, heads: int) -> AuditRecord:
     importance = ImportanceRecord(
         loss="causal", unit="nats", value=3.2, sequences=4, counted=9, removal="zero", probes=0, seed=0
     ).model_copy(update={"removable": removable})
-    found = find(made, [], [], importance)
+    found = diagnose(made, [], [], importance)
     twins = [
         samples.finding(
             "DUPLICATE_HEADS",
@@ -66,7 +66,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> int:
 
 
 WORK: dict[str, Callable[[AuditRecord], object]] = {
-    "findings": lambda audit: find(audit.heads, audit.layers, [], audit.importance),
+    "findings": lambda audit: diagnose(audit.heads, audit.layers, [], audit.importance),
     "page": page_context,
     "comparison": lambda audit: compare(audit, audit.model_copy()),
 }

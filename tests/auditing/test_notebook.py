@@ -16,8 +16,8 @@ from tests.report import samples
 from tests.unchecked import unchecked
 
 import rankwise as rw
+from rankwise.auditing.frames import COPIES, csv_text, table
 from rankwise.auditing.measures import HEAD_MEASURES
-from rankwise.auditing.tables import COPIES, csv_text, flat_rows
 from rankwise.errors import InputError
 
 SMALL = [name for name in samples.ALL if name != "large"]
@@ -45,7 +45,7 @@ def cells(path: Path) -> tuple[list[str], list[list[str]]]:
 def test_a_csv_reads_back_equal(name: str, kind: Any, tmp_path: Path) -> None:
     audit = of(name)
     head, rows = cells(audit.to_csv(tmp_path / "deep" / "a.csv", kind))
-    flat = flat_rows(getattr(audit, kind))
+    _, flat = table(kind, getattr(audit, kind))
     assert len(rows) == len(flat)
     for row, known in zip(rows, flat, strict=True):
         for column, cell in zip(head, row, strict=True):
@@ -96,7 +96,7 @@ def test_a_frame_holds_one_value_a_cell_in_the_columns_of_the_csv(
 
 
 def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Audit) -> None:
-    columns = list(flat_rows(audit.heads)[0])
+    columns, _ = table("heads", audit.heads)
     measures = [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES]
     assert not set(columns) & set(COPIES)  # they stand there once, as worth_… and baseline_…
     assert [name for name in columns if name in measures] == measures
@@ -106,9 +106,9 @@ def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Aud
 
 
 def test_columns_do_not_depend_on_the_order_or_the_number_of_records(audit: rw.Audit) -> None:
-    whole = list(flat_rows(audit.heads)[0])
-    assert list(flat_rows(audit.heads[::-1])[0]) == whole
-    assert list(flat_rows(audit.heads[:1])[0]) == whole
+    whole, _ = table("heads", audit.heads)
+    assert table("heads", audit.heads[::-1])[0] == whole
+    assert table("heads", audit.heads[:1])[0] == whole
 
 
 def test_numbers_of_a_frame_are_those_of_the_records(audit: rw.Audit) -> None:

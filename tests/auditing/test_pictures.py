@@ -13,7 +13,7 @@ from tests.report import samples
 
 import rankwise as rw
 from rankwise.auditing import MatrixPicture, chosen_heads
-from rankwise.auditing.findings import find
+from rankwise.auditing.findings import diagnose
 from rankwise.auditing.pictures import block_averages
 from rankwise.auditing.records import AuditRecord
 from rankwise.auditing.token_names import TokenNames, commonest, name_counts, peak_name
@@ -211,9 +211,9 @@ def test_a_sink_names_its_token_and_how_often() -> None:
     sink = head.model_copy(
         update={"max_token_mass": 0.93, "max_token": "the first token", "max_token_sequences": 64}
     )
-    (found,) = find([sink], [], [])
+    (found,) = diagnose([sink], [], [])
     assert found.meaning.startswith("The first token takes 93% of a row on average")
     sink = sink.model_copy(update={"max_token": "[SEP]", "max_token_sequences": 60})
-    assert find([sink], [], [])[0].meaning.startswith("[SEP] (in 60 of 64 sequences) takes 93%")
+    assert diagnose([sink], [], [])[0].meaning.startswith("[SEP] (in 60 of 64 sequences) takes 93%")
     sink = sink.model_copy(update={"max_token": "", "max_token_sequences": 0})
-    assert find([sink], [], [])[0].meaning.startswith("One token takes 93%")
+    assert diagnose([sink], [], [])[0].meaning.startswith("One token takes 93%")

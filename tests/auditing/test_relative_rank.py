@@ -100,14 +100,14 @@ def test_the_console_says_that_delta_is_relative():
 
 def test_no_head_with_signs_is_above_or_below_its_fresh_weights_by_an_absolute_rank():
     from rankwise.auditing.baseline_records import Baseline, BaselineAt
-    from rankwise.auditing.null_findings import beyond_null
+    from rankwise.auditing.findings import rank_code
 
     at = BaselineAt(delta=0.01, rank_low=1, rank_high=1, std=0.1, difference_low=9, difference_high=9,
                     margin=1, pairs=9)  # fmt: skip
     fresh = Baseline(seeds=3, mean={}, std={}, spread={}, band=[at])
     for kind, code in (("selective", None), ("softmax", "HIGH_RANK")):
         head = record(kind, DenseMixing(normal(1, 1, 20, 20))).model_copy(update={"baseline": fresh})
-        assert beyond_null(head) == code
+        assert rank_code(head) == code
 
 
 def test_it_is_at_most_the_numerical_rank_where_the_largest_is_at_least_one():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing import CODES, Finding
+from rankwise.auditing import RULES, Finding
 from rankwise.cli import app
 from rankwise.report.text import pieces
 
@@ -131,7 +131,7 @@ def folded(finding: Finding) -> None:
 @torch.no_grad()
 def merged(finding: Finding) -> None:
     model, before = designed(), designed()(tokens())
-    assert (finding.where.head, finding.evidence["nearest_head"]) == (TWIN, OTHER)
+    assert finding.heads == [TWIN, OTHER]
     attention = model.blocks[0].attention
     for weights in (attention.query.weight, attention.key.weight):
         by_head = weights.view(HEADS, WIDTH, WIDTH)
@@ -370,7 +370,7 @@ def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
 
 
 def test_there_is_a_case_for_every_code() -> None:
-    assert {case.split()[0] for case in CASES} == set(CODES)
+    assert {case.split()[0] for case in CASES} == set(RULES)
 
 
 def test_what_was_not_captured_is_captured_by_the_remedy() -> None:

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 import rankwise as rw
 from rankwise.auditing.agreement import AN_ORDER, OF_BLOCKS, agreement, estimate_words
-from rankwise.auditing.consequence import with_consequences
-from rankwise.auditing.findings import find
+from rankwise.auditing.findings import diagnose, with_removal_costs
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
 from rankwise.auditing.records import Finding, Place
 from rankwise.cli import app
@@ -87,7 +86,7 @@ def found(code, costs, exact):
     heads[0] = heads[0].model_copy(update=sink)
     twins = {"nearest_distance": 0.01, "nearest_head": heads[2].head, "max_token_mass": 0.1, "tokens": 64.0}
     heads[1] = heads[1].model_copy(update={**twins, "sources": 64.0})
-    known, unknown = find(heads, [], [], importance_record()), find(heads, [], [])
+    known, unknown = diagnose(heads, [], [], importance_record()), diagnose(heads, [], [])
     return [next(one for one in some if one.code == code) for some in (known, unknown)]
 
 
@@ -124,25 +123,26 @@ def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
         one.model_copy(update={"importance": HeadImportance(**{how: cost})})
         for one, cost in ((first, 0.002), (second, 0.3))
     ]
-    (known,) = with_consequences([finding], heads, importance_record())
+    (known,) = with_removal_costs([finding], heads, importance_record())
     estimated = "The estimated cost of removal is" if how == "estimate" else ""
     assert f"{estimated or 'Without one of them the loss changes by'} +0.1% to +15.0%" in known.meaning
     assert "removal_cost" not in known.evidence  # of the head that the finding is placed at
     assert known.evidence["most_removal_cost"] == 0.3
     assert ("exact" in known.remedy) == (how == "estimate")
-    (alone,) = with_consequences([finding.model_copy(update={"heads": []})], heads, importance_record())
+    (alone,) = with_removal_costs([finding.model_copy(update={"heads": []})], heads, importance_record())
     assert f"{estimated or 'Without it the loss changes by'} +0.10%" in alone.meaning
-    half = with_consequences([finding], heads[:1], importance_record())
+    half = with_removal_costs([finding], heads[:1], importance_record())
     assert half == [finding]  # of one of them nothing is known
 
 
-def test_twins_can_lose_either_where_both_are_cheap():
+def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():
     known, unknown = found("DUPLICATE_HEADS", [0.002], exact=True)
-    assert "the pair can lose either" in known.meaning
-    assert "lose" not in unknown.meaning
+    assert known.meaning.endswith("(exact): any one of them can be removed.")
+    assert known.remedy == unknown.remedy
+    assert "removed" not in unknown.meaning
     known, _ = found("DUPLICATE_HEADS", [0.002, 0.3, 0.3, 0.3], exact=True)
-    assert "lose either" not in known.meaning
-    assert known.evidence["other_cost"] == 0.3
+    assert "can be removed" not in known.meaning
+    assert known.evidence["most_removal_cost"] == 0.3
 
 
 @pytest.mark.parametrize(

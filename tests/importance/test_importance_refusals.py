@@ -11,7 +11,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.auditing import AuditError
-from rankwise.auditing.consequence import removable
+from rankwise.auditing.importance_findings import describe_removable
 from rankwise.auditing.importance_records import ImportanceRecord, Removable, RemovableHead
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings, NotDifferentiableError, measure_importance
@@ -129,7 +129,7 @@ def test_a_set_that_lowers_the_loss_is_said_to(count):
             heads=heads, tolerance=0.01, loss=2 + cost, cost=cost, relative=cost / 2, order="exact", runs=1
         )
         importance = ImportanceRecord(**facts, counted=9, removal="zero", probes=0, seed=0, removable=gone)
-        return next(removable(importance)).meaning
+        return describe_removable(importance, gone)
 
     what, them = ("this head", "it") if count == 1 else ("these 2 heads together", "them")
     assert said(-0.0056).startswith(f"Removing {what} lowers the loss by 0.28% (nats per token 2 → 1.994)")

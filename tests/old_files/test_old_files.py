@@ -48,6 +48,7 @@ NAMES = {
 }
 """Of fields and measures, wherever they stand."""
 RENAMED = [(rf"(?<![^.]){old}(?![^.])", new) for old, new in NAMES.items()]
+RENAMED += [(r"^(by_layer\.\d+)\.spread$", r"\1.std")]
 """(pattern, replacement) for `re.sub`, in turn, on paths such as ``heads.0.worth.exact``; no result of one
 should match a later one."""
 DROPPED = [r"^schema_version$", r"^heads\.\d+\.z_score$"]
@@ -60,6 +61,7 @@ VALUES = {
     "SWITCHED_OFF": "INACTIVE_BLOCK",
     "TWINS": "DUPLICATE_HEADS",
     "UNSEEN": "NOT_CAPTURED",
+    "gone": "resolved",
 }
 """Texts that are another text today: codes of findings, and measures in comparisons."""
 

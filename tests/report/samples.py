@@ -176,6 +176,7 @@ def encoder() -> AuditRecord:
             "DUPLICATE_HEADS",
             where=_place(3, 4),
             evidence={"nearest_distance": 0.02},
+            heads=[4, 5],
             meaning="Heads 4 and 5 mix alike.",
             remedy="rankwise compress sample/encoder-6x12",
         ),

@@ -12,8 +12,8 @@ from tests.report import samples
 
 import rankwise as rw
 from rankwise.auditing import History
+from rankwise.auditing.history import steps_of
 from rankwise.auditing.records import AuditRecord
-from rankwise.auditing.steps import steps_of
 from rankwise.report import comparison_page, render_history
 from rankwise.report.comparison_page import comparison_context, difference_maps
 from rankwise.report.history_page import finding_rows, history_context
@@ -114,7 +114,7 @@ def test_every_outcome_stands_on_the_page_with_its_count() -> None:
     after = before.model_copy(update={"findings": [before.findings[0], worse, new]})
     outcomes = comparison_context(rw.compare(before, after))["outcomes"]
     assert [(outcome, len(rows)) for outcome, _, rows in outcomes] == [
-        ("new", 1), ("worse", 1), ("unchanged", 1), ("gone", 7),
+        ("new", 1), ("worse", 1), ("unchanged", 1), ("resolved", 7),
     ]  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def test_findings_come_and_go_by_code_and_place() -> None:
         ("unchanged", "COLLAPSE"),
     ]
     assert comparison.new == []
-    assert len(comparison.gone) == len(audit.findings) - 2
+    assert len(comparison.resolved) == len(audit.findings) - 2
     reworded = [finding.model_copy(update={"meaning": "other words"}) for finding in audit.findings]
     assert compare(audit, audit.model_copy(update={"findings": reworded})).is_empty
 
@@ -309,7 +309,7 @@ def test_a_comparison_shows_warnings_findings_and_the_largest_changes() -> None:
     text = printed(compare(audit, after))
     order = [
         text.index(words)
-        for words in ("δ differs", "Gone: 1 note", "NOT_CAPTURED", "layer 0 head 0", "layer 0 head 1")
+        for words in ("δ differs", "Resolved: 1 note", "NOT_CAPTURED", "layer 0 head 0", "layer 0 head 1")
     ]
     assert order == sorted(order)
     assert "New:" not in text

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.auditing import Finding, Place, Provenance
-from rankwise.auditing.findings import TURN
+from rankwise.auditing.findings import INACTIVE_TURN
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.skips import advice
 from rankwise.skips import remedy as remedies
@@ -196,10 +196,10 @@ def test_a_block_that_gives_back_what_it_reads_is_found() -> None:
     audit = advised(Stack(blocks).eval(), tokens())
     found = [one for one in audit.findings if one.code == "INACTIVE_BLOCK"]
     assert [one.where.layer for one in found] == [2]
-    assert found[0].evidence["turn"] < TURN
+    assert found[0].evidence["turn"] < INACTIVE_TURN
     turns = [layer.turn for layer in audit.layers]
     assert turns[0] != turns[0]  # nothing lies before the first state
-    assert min(turns[1], turns[3]) > TURN
+    assert min(turns[1], turns[3]) > INACTIVE_TURN
 
 
 def switched_off(audit: rw.Audit) -> list[str]:
@@ -215,7 +215,7 @@ def test_a_drowned_mixer_is_found_beside_a_feed_forward_part_at_work() -> None:
         skips[site].fill_(1e5)
     audit = advised(model, batches[0])
     assert switched_off(audit) == [site]
-    assert min(layer.turn for layer in audit.layers[1:]) > TURN
+    assert min(layer.turn for layer in audit.layers[1:]) > INACTIVE_TURN
     (finding,) = [one for one in audit.findings if one.code == "INACTIVE_BLOCK"]
     certified = next(one for one in rw.certify_skip(model, batches[0]).layers if one.site == site)
     assert finding.evidence["mixer_share"] == pytest.approx(certified.price, rel=0.2)
@@ -240,7 +240,7 @@ def test_a_mixer_that_layer_scale_closes_is_found(scale: float) -> None:
     audit = advised(model, batches[0])
     assert [site.startswith("encoder.layer.1.") for site in switched_off(audit)] == [True]
     assert (weight == scale).all()
-    assert min(layer.turn for layer in audit.layers[1:]) > TURN
+    assert min(layer.turn for layer in audit.layers[1:]) > INACTIVE_TURN
 
 
 def test_a_block_that_is_switched_off_is_one_finding() -> None:
@@ -624,8 +624,8 @@ def test_a_mixer_is_drowned_from_a_hundredth_on() -> None:
     ((site, share),) = shares(model, tokens()).items()
     for part, found in ((0.9, [site]), (1.1, [])):
         with torch.no_grad():
-            skips[site].fill_(1e4 * share / (part * TURN))
-        assert shares(model, tokens())[site] == pytest.approx(part * TURN, rel=0.01)
+            skips[site].fill_(1e4 * share / (part * INACTIVE_TURN))
+        assert shares(model, tokens())[site] == pytest.approx(part * INACTIVE_TURN, rel=0.01)
         assert switched_off(advised(model, tokens())) == found
 
 
@@ -674,7 +674,7 @@ def test_half_precision_does_not_lose_long_states() -> None:
     model, start = Stack([Average(1.0, strength=0.1)]).eval().half(), tokens().sign().half() * 3e4
     rw.add_lambda_skip(model, example=start)
     (share,) = shares(model, start).values()
-    assert share > TURN
+    assert share > INACTIVE_TURN
 
 
 def test_a_compiled_model_is_refused_only_if_there_is_something_to_see() -> None:

@@ -2,9 +2,9 @@
 
 from rankwise.auditing.comparison import Comparison
 from rankwise.auditing.failures import AuditError
-from rankwise.auditing.findings import CODES, check_codes
+from rankwise.auditing.findings import RULES, check_codes
 from rankwise.auditing.fresh_copies import BaselineSettings
-from rankwise.auditing.history import History, compare
+from rankwise.auditing.history import History, compare, in_order
 from rankwise.auditing.importance_records import BlockImportance, HeadImportance, ImportanceRecord, Removable
 from rankwise.auditing.initialization import FreshWeightsError, reinitialized
 from rankwise.auditing.matrix_picture import MatrixPicture
@@ -13,10 +13,9 @@ from rankwise.auditing.pictures import chosen_heads
 from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.auditing.result import Audit
 from rankwise.auditing.run import audit
-from rankwise.auditing.steps import in_order
 
 __all__ = [
-    "CODES",
+    "RULES",
     "Audit",
     "AuditError",
     "BaselineSettings",

@@ -1,78 +1,115 @@
-"""Two audits side by side: what changed, by how much, and whether the two can be compared at all."""
+"""Compare two audits: changes of heads, layers, totals and findings, and why numbers may not compare."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from rankwise._internals.records import Number, Record
-from rankwise.auditing.finding_changes import OUTCOMES, FindingChange, finding_changes
-from rankwise.auditing.importance_differences import (
-    COST,
-    FRESH,
-    baseline_differences,
-    cost_scale,
-    importance_differences,
-)
-from rankwise.auditing.layer_changes import LayerChange, Total, layer_changes, paired_stacks, totals
+from rankwise._internals.records import Count, Number, Record
+from rankwise.auditing.findings import place_of
+from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
-from rankwise.auditing.structure import structure_differences
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised whenever a field of a comparison changes its meaning."""
+COST = "removal_cost"
+"""Measure of heads in the unit of a loss, without a range of its own."""
+INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
+"""Measures of heads that an audit without a baseline does not have."""
 
-RecordT = TypeVar("RecordT", HeadRecord, LayerRecord)
+R = TypeVar("R", HeadRecord, LayerRecord)
+AnyMeasure = HeadMeasure | LayerMeasure
 
 
 class Change(Record):
-    """One measure of one head or of the states of one layer, before and after."""
+    """One measure of one head, or of the token states of one layer, in two audits."""
 
     where: Place
     measure: str
     before: Number
     after: Number
     change: Number
-    """``after − before``; NaN where one of the two is not finite."""
+    """``after − before``; NaN if one of the two is not finite."""
     size: float
-    """|change| as a share of the range of the measure there, in [0, 1]; of a cost of removal, of the model's
-    loss; 1 where a number came or went."""
+    """|change| as a share of the range of the measure, in [0, 1]; for a cost of removal, of the model's loss;
+    1 if only one of the two is finite."""
+
+
+class LayerChange(Record):
+    """One measure of one layer in two audits: the mean over its heads, or of its token states."""
+
+    stack: str
+    layer: Count
+    cross: bool = False
+    of: Literal["heads", "states"]
+    measure: str
+    before: Number
+    after: Number
+    change: Number
+    """``after − before``."""
+    std: Number
+    """Standard deviation over sequences, √((s²_before + s²_after)/2), for heads their mean; NaN if an
+    audit has a single sequence."""
+
+    @property
+    def ratio(self) -> float:
+        """The change in standard deviations; two sequences usually differ by about 1."""
+        return self.change / self.std if self.std > 0 else math.nan
+
+
+class LayerKey(NamedTuple):
+    """One measure of one layer."""
+
+    of: Literal["heads", "states"]
+    stack: str
+    layer: int
+    cross: bool
+    measure: str
+
+
+class Total(Record):
+    """One number of a whole audit, before and after."""
+
+    name: str
+    before: Number
+    after: Number
 
 
 class Comparison(Record):
-    """What is different between two audits."""
+    """Differences between two audits."""
 
     format: Literal["rankwise-comparison"] = "rankwise-comparison"
     schema_version: int = SCHEMA_VERSION
     before: Provenance
     after: Provenance
     heads: int
-    """Heads that both audits hold."""
+    """Heads in both audits."""
     layers: int
-    """Layers whose token states both audits hold."""
+    """Layers whose token states are in both audits."""
     warnings: list[str] = Field(default_factory=list)
-    """Why the numbers may not compare."""
+    """Reasons why numbers may not compare."""
     structure: list[str] = Field(default_factory=list)
-    """In what the architectures differ."""
+    """Differences between the architectures."""
     totals: list[Total] = Field(default_factory=list)
-    """What compares whatever the architectures."""
+    """Numbers that compare whatever the architectures."""
     by_layer: list[LayerChange] = Field(default_factory=list)
-    """Each measure of each layer, beside its spread over the sequences."""
+    """Each measure of each layer, with its standard deviation over sequences."""
     changes: list[Change] = Field(default_factory=list)
-    """The largest first."""
+    """Changes of heads and token states, the largest first."""
     findings: list[FindingChange] = Field(default_factory=list)
-    """What became of each: new, worse, better, changed, unchanged, gone, in this order."""
+    """Findings of both audits, sorted: new, worse, better, changed, unchanged, resolved."""
     matched: list[Place] = Field(default_factory=list)
-    """Where the heads are that both audits hold, in the second."""
+    """Heads in both audits, as the second audit names them."""
     only_before: list[Place] = Field(default_factory=list)
     only_after: list[Place] = Field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the audits say the same."""
+        """True if no number and no finding differs."""
         same = all(change.outcome == "unchanged" for change in self.findings)
         return same and not (self.changes or self.only_before or self.only_after)
 
@@ -82,21 +119,21 @@ class Comparison(Record):
         return [change.finding for change in self.findings if change.outcome == "new"]
 
     @property
-    def gone(self) -> list[Finding]:
+    def resolved(self) -> list[Finding]:
         """Findings of the first audit that the second does not have."""
-        return [change.finding for change in self.findings if change.outcome == "gone"]
+        return [change.finding for change in self.findings if change.outcome == "resolved"]
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page: what differs, findings, a map of the differences, the layers beside their spread.
+        """Write a page with the differences, the findings, a map of the heads and a table of the layers.
 
         Args:
-            path: the file; for an existing folder, ``comparison.html`` in it.
+            path: file; for an existing folder, ``comparison.html`` in it.
 
         Returns:
             The file written.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if the file cannot be written.
         """
         from rankwise.report import write_comparison
 
@@ -104,124 +141,125 @@ class Comparison(Record):
 
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)
-        said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+        found = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
         names = f"{self.before.model!r} → {self.after.model!r}"
-        return f"Comparison({names}: {len(self.changes)} changes; findings: {said or 'none'})"
+        return f"Comparison({names}: {len(self.changes)} changes; findings: {found or 'none'})"
 
     __str__ = __repr__
 
 
 def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
-    """List what changed from one audit to another; see `compare`.
-
-    Args:
-        before: the audit to start from.
-        after: the audit to hold against it.
-    """
-    heads = _matched_heads(before, after)
-    layers = _Matched(before.layers, after.layers, _layer_key(paired_stacks(before, after)), _layer_key({}))
-    unlike, only_one = importance_differences(before, after), baseline_differences(before, after)
-    left_out = {*([COST] if unlike else []), *(FRESH if only_one else [])}
+    """Compare two audits; see `compare`."""
+    stacks = paired_stacks(before, after)
+    heads, only_heads = _matched_heads(before, after, stacks)
+    layers, only_layers = _matched(before.layers, after.layers, _layer_key, stacks)
+    costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
+    left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
+    losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
+    cost_range = max((loss for loss in losses if math.isfinite(loss) and loss > 0), default=1.0)
     measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
-    scales = {COST: cost_scale(before, after)}
     changes = [
-        *(change for a, b in heads.both for change in _changes(a, b, measures, scales)),
-        *(change for a, b in layers.both for change in _changes(a, b, LAYER_MEASURES)),
+        *(change for pair in heads for change in _changes(*pair, measures, cost_range)),
+        *(change for pair in layers for change in _changes(*pair, LAYER_MEASURES)),
     ]
     return Comparison(
         before=before.provenance,
         after=after.provenance,
-        heads=len(heads.both),
-        layers=len(layers.both),
-        warnings=[*_warnings(before, after, heads.both, layers.both), *unlike, *only_one],
-        structure=structure_differences(before, after),
-        totals=totals(before, after),
-        by_layer=[change for change in layer_changes(before, after) if change.measure not in left_out],
+        heads=len(heads),
+        layers=len(layers),
+        warnings=[*_warnings(before, after, heads, layers), *costs, *baselines],
+        structure=_structure(before, after, stacks),
+        totals=_totals(before, after),
+        by_layer=[
+            change for change in _layer_changes(before, after, stacks) if change.measure not in left_out
+        ],
         changes=sorted(changes, key=_by_size),
         findings=finding_changes(before, after),
-        matched=[_place(head) for _, head in heads.both],
-        only_before=[*map(_place, heads.first_only), *map(_place, layers.first_only)],
-        only_after=[*map(_place, heads.second_only), *map(_place, layers.second_only)],
+        matched=[place_of(head) for _, head in heads],
+        only_before=[*map(place_of, only_heads[0]), *map(place_of, only_layers[0])],
+        only_after=[*map(place_of, only_heads[1]), *map(place_of, only_layers[1])],
     )
 
 
-def _matched_heads(before: AuditRecord, after: AuditRecord) -> "_Matched[HeadRecord]":
-    """By their names; where none is the same, as of one model inside another, by their numbers."""
-    named = _Matched(before.heads, after.heads, _head_key, _head_key)
-    if named.both:
+def paired_stacks(before: AuditRecord, after: AuditRecord) -> dict[str, str]:
+    """Return the stacks of the second audit by those of the first.
+
+    Stacks of equal names are paired. The others are paired in the order of the model if their numbers are
+    equal, because other authors name stacks differently.
+    """
+    ours, theirs = _stacks(before), _stacks(after)
+    pairs = {name: name for name in ours if name in theirs}
+    left, right = ([name for name in names if name not in pairs] for names in (ours, theirs))
+    return pairs | (dict(zip(left, right, strict=True)) if len(left) == len(right) else {})
+
+
+def _stacks(audit: AuditRecord) -> list[str]:
+    return list(dict.fromkeys([head.stack for head in audit.heads] + [state.stack for state in audit.layers]))
+
+
+Matched = tuple[list[tuple[R, R]], tuple[list[R], list[R]]]
+"""Records of two audits in pairs, and the records that only one of them has."""
+
+
+def _matched_heads(before: AuditRecord, after: AuditRecord, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
+    """Match heads by name, or by number if no name agrees, as for a model that is part of another."""
+    named = _matched(before.heads, after.heads, _head_key, {})
+    if named[0]:
         return named
-    stacks = paired_stacks(before, after)
-    numbers = _Matched(before.heads, after.heads, _number_key(stacks), _number_key({}))
-    return numbers if numbers.both else named
+    numbered = _matched(before.heads, after.heads, _number_key, stacks)
+    return numbered if numbered[0] else named
 
 
-class _Matched(Generic[RecordT]):
-    """Records of two audits in pairs, and those without a partner."""
-
-    def __init__(
-        self,
-        first: Sequence[RecordT],
-        second: Sequence[RecordT],
-        key: Callable[[RecordT], Hashable],
-        other_key: Callable[[RecordT], Hashable],
-    ) -> None:
-        ours, theirs = _numbered(first, key), _numbered(second, other_key)
-        self.both: list[tuple[RecordT, RecordT]] = [
-            (ours[name], theirs[name]) for name in ours if name in theirs
-        ]
-        self.first_only: list[RecordT] = [record for name, record in ours.items() if name not in theirs]
-        self.second_only: list[RecordT] = [record for name, record in theirs.items() if name not in ours]
+def _head_key(head: HeadRecord) -> tuple[Any, ...]:
+    return head.stack, head.layer, head.head, head.cross, head.site
 
 
-def _numbered(records: Sequence[RecordT], key: Callable[[RecordT], Hashable]) -> dict[Hashable, RecordT]:
-    """Records by key; those of a module that ran several times are told apart by their order."""
+def _number_key(head: HeadRecord) -> tuple[Any, ...]:
+    return head.stack, head.layer, head.head, head.cross, head.kind
+
+
+def _layer_key(state: LayerRecord) -> tuple[Any, ...]:
+    return state.stack, state.layer
+
+
+def _matched(
+    first: Sequence[R], second: Sequence[R], key: Callable[[R], tuple[Any, ...]], stacks: Mapping[str, str]
+) -> Matched[R]:
+    """Match records by a key that begins with the stack; records with equal keys by their order."""
+    ours, theirs = _by_key(first, key, stacks), _by_key(second, key, {})
+    both = [(ours[name], theirs[name]) for name in ours if name in theirs]
+    only_ours = [record for name, record in ours.items() if name not in theirs]
+    return both, (only_ours, [record for name, record in theirs.items() if name not in ours])
+
+
+def _by_key(
+    records: Sequence[R], key: Callable[[R], tuple[Any, ...]], stacks: Mapping[str, str]
+) -> dict[Hashable, R]:
     seen: Counter[Hashable] = Counter()
-    named: dict[Hashable, RecordT] = {}
+    found: dict[Hashable, R] = {}
     for record in records:
-        name = key(record)
-        named[name, seen[name]] = record
+        stack, *others = key(record)
+        name = (stacks.get(stack, stack), *others)
+        found[name, seen[name]] = record
         seen[name] += 1
-    return named
-
-
-def _head_key(head: HeadRecord) -> Hashable:
-    return head.stack, head.site, head.layer, head.head, head.cross
-
-
-def _number_key(stacks: Mapping[str, str]) -> Callable[[HeadRecord], Hashable]:
-    return lambda head: (stacks.get(head.stack, head.stack), head.layer, head.head, head.cross, head.kind)
-
-
-def _layer_key(stacks: Mapping[str, str]) -> Callable[[LayerRecord], Hashable]:
-    return lambda layer: (stacks.get(layer.stack, layer.stack), layer.layer)
-
-
-def _place(record: HeadRecord | LayerRecord) -> Place:
-    head = record.head if isinstance(record, HeadRecord) else None
-    return Place(stack=record.stack, layer=record.layer, site=record.site, head=head)
+    return found
 
 
 def _changes(
-    before: RecordT,
-    after: RecordT,
-    table: Sequence[HeadMeasure] | Sequence[LayerMeasure],
-    scales: Mapping[str, float] | None = None,
+    before: R, after: R, measures: Iterable[AnyMeasure], cost_range: float = 1.0
 ) -> Iterator[Change]:
-    for measure in table:
+    for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
         known = [math.isfinite(value) for value in (old, new)]
         if old == new or not any(known):
             continue
+        ranges = [width for record in (before, after) if math.isfinite(width := measure.span(record))]
+        largest = max((width for width in ranges if width > 0), default=max(abs(old), abs(new)))
+        scale = cost_range if measure.name == COST else largest
         change = new - old if all(known) else math.nan
-        limits = [
-            limit
-            for limit in (measure.span(before), measure.span(after))
-            if math.isfinite(limit) and limit > 0
-        ]
-        scale = (scales or {}).get(measure.name) or max(limits, default=max(abs(old), abs(new)))
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
         yield Change(
-            where=_place(after), measure=measure.name, before=old, after=new, change=change, size=size
+            where=place_of(after), measure=measure.name, before=old, after=new, change=change, size=size
         )
 
 
@@ -231,6 +269,143 @@ def _by_size(change: Change) -> tuple[float, str, int, str, int, str]:
     return -change.size, where.stack, layer, where.site, head, change.measure
 
 
+def layer_means(
+    audit: AuditRecord, stacks: Mapping[str, str] | None = None
+) -> dict[LayerKey, tuple[float, float]]:
+    """Return the known measures of each layer with their standard deviations over sequences.
+
+    For heads both are means over the heads of the layer. Heads come before token states, in model order.
+
+    Args:
+        audit: audit to read.
+        stacks: other names for its stacks.
+    """
+    named = stacks or {}
+    found: dict[LayerKey, tuple[float, float]] = {}
+    for (stack, layer, cross), heads in _heads_by_layer(audit, named).items():
+        for measure in HEAD_MEASURES:
+            value = _mean(measure.value(head) for head in heads)
+            std = _mean(_std(measure, head) for head in heads)
+            found[LayerKey("heads", stack, layer, cross, measure.name)] = value, std
+    for state in audit.layers:
+        stack = named.get(state.stack, state.stack)
+        for state_measure in LAYER_MEASURES:
+            key = LayerKey("states", stack, state.layer, False, state_measure.name)
+            found[key] = state_measure.value(state), _std(state_measure, state)
+    return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
+
+
+def _heads_by_layer(
+    audit: AuditRecord, stacks: Mapping[str, str]
+) -> dict[tuple[str, int, bool], list[HeadRecord]]:
+    layers: dict[tuple[str, int, bool], list[HeadRecord]] = {}
+    for head in audit.heads:
+        layers.setdefault((stacks.get(head.stack, head.stack), head.layer, head.cross), []).append(head)
+    return layers
+
+
+def _layer_changes(
+    before: AuditRecord, after: AuditRecord, stacks: Mapping[str, str]
+) -> Iterator[LayerChange]:
+    """Yield the changes of layers in both audits; of heads only if their mixers are of the same kinds.
+
+    Ranks of a softmax matrix and of a diagonal matrix do not compare. Token states always do.
+    """
+    ours, theirs = layer_means(before, stacks), layer_means(after)
+    kinds, other_kinds = (
+        {layer: {head.kind for head in heads} for layer, heads in _heads_by_layer(audit, named).items()}
+        for audit, named in ((before, stacks), (after, {}))
+    )
+    for key, (old, old_std) in ours.items():
+        layer = key.stack, key.layer, key.cross
+        if key in theirs and (key.of == "states" or kinds.get(layer) == other_kinds.get(layer)):
+            new, new_std = theirs[key]
+            std = math.sqrt((old_std**2 + new_std**2) / 2)
+            yield LayerChange(**key._asdict(), before=old, after=new, change=new - old, std=std)
+
+
+def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
+    """Return the standard deviation over sequences, in the unit of `Measure.value`."""
+    std = record.spread.get(measure.name, math.nan)
+    return std / record.smaller if measure.share else std
+
+
+def _totals(before: AuditRecord, after: AuditRecord) -> list[Total]:
+    old, new = _sizes_and_means(before), _sizes_and_means(after)
+    return [Total(name=name, before=value, after=new[name]) for name, value in old.items()]
+
+
+def _sizes_and_means(audit: AuditRecord) -> dict[str, float]:
+    last = {layer.stack: layer for layer in sorted(audit.layers, key=lambda layer: layer.layer)}.values()
+    numbers = {
+        "parameters": audit.provenance.parameters or math.nan,
+        "layers that mix": len({(head.stack, head.layer) for head in audit.heads}),
+        "heads": len(audit.heads),
+        "tokens of a sequence": _mean(head.tokens for head in audit.heads),
+        "width of the token states": _mean(layer.width for layer in last),
+        "μ/‖Y‖ at the end": _mean(layer.relative_spread for layer in last),
+        "effective rank of the last states": _mean(layer.effective_rank for layer in last),
+        "findings": len(audit.findings),
+    }
+    return {name: float(number) for name, number in numbers.items()}
+
+
+def _structure(before: AuditRecord, after: AuditRecord, stacks: Mapping[str, str]) -> list[str]:
+    """Return sentences on the stacks, layers, heads, mixers, masks and widths that differ."""
+    found: list[str] = []
+    for ours, theirs in stacks.items():
+        if ours != theirs:
+            found.append(f"The stack {ours or 'model'!r} is held against {theirs or 'model'!r}.")
+        found += _stack_differences(ours, theirs, before, after)
+    for name, audit, known in (("before", before, set(stacks)), ("after", after, set(stacks.values()))):
+        alone = [stack for stack in _stacks(audit) if stack not in known]
+        found += [f"The stack {stack or 'model'!r} is only in the audit {name}." for stack in alone]
+    return found
+
+
+_FACTS: dict[str, Callable[[Sequence[HeadRecord]], str]] = {
+    "Heads of a layer": lambda heads: str(len(heads)),
+    "Mixing": lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)),
+    "Masks": lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)),
+}
+_OTHER_MIXING = (
+    " Ranks of different kinds of operators are no two values of one quantity: of these layers the token "
+    "states are compared, and totals."
+)
+
+
+def _stack_differences(ours: str, theirs: str, before: AuditRecord, after: AuditRecord) -> Iterator[str]:
+    old, new = _heads_of_stack(before, ours), _heads_of_stack(after, theirs)
+    name = f" in {theirs!r}" if theirs else ""
+    if old and new and len(old) != len(new):
+        yield f"Layers that mix{name}: {len(old)} before, {len(new)} after."
+    both = [layer for layer in old if layer in new]
+    for words, fact in _FACTS.items():
+        pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
+        unlike = [
+            f"{one} before, {other} after ({'all' if number == len(both) else number} layers)"
+            for (one, other), number in pairs.items()
+            if one != other
+        ]
+        if unlike:
+            yield f"{words}{name}: {'; '.join(unlike)}.{_OTHER_MIXING if words == 'Mixing' else ''}"
+    widths = [
+        sorted({layer.width for layer in audit.layers if layer.stack == stack})
+        for audit, stack in ((before, ours), (after, theirs))
+    ]
+    if all(widths) and widths[0] != widths[1]:
+        listed = [", ".join(map(str, width)) for width in widths]
+        yield f"Width of the token states{name}: {listed[0]} before, {listed[1]} after."
+
+
+def _heads_of_stack(audit: AuditRecord, stack: str) -> dict[int, list[HeadRecord]]:
+    layers: dict[int, list[HeadRecord]] = {}
+    for head in audit.heads:
+        if head.stack == stack:
+            layers.setdefault(head.layer, []).append(head)
+    return layers
+
+
 def _warnings(
     before: AuditRecord,
     after: AuditRecord,
@@ -238,21 +413,19 @@ def _warnings(
     layers: Sequence[tuple[LayerRecord, LayerRecord]],
 ) -> Iterator[str]:
     yield from _provenance_warnings(before.provenance, after.provenance)
-    tokens = [
-        _mean([*(pair[side].tokens for pair in heads), *(pair[side].tokens for pair in layers)])
-        for side in (0, 1)
-    ]
-    if tokens[0] != tokens[1] and all(map(math.isfinite, tokens)):
+    pairs: list[tuple[HeadRecord | LayerRecord, HeadRecord | LayerRecord]] = [*heads, *layers]
+    old, new = (_mean(pair[side].tokens for pair in pairs) for side in (0, 1))
+    if old != new and math.isfinite(old) and math.isfinite(new):
         yield (
-            f"The sequences are not equally long: {tokens[0]:.4g} tokens on average before, {tokens[1]:.4g} "
-            "after. Ranks and entropies grow with the number of tokens."
+            f"The sequences are not equally long: {old:.4g} tokens on average before, {new:.4g} after. Ranks "
+            "and entropies grow with the number of tokens."
         )
     other = sum((a.kind, a.mask) != (b.kind, b.mask) for a, b in heads)
     if other:
         yield f"{other} of {len(heads)} heads have another kind or mask: their null is another."
-    if before.provenance.advised != after.provenance.advised and any(
-        "mixer_share" in finding.evidence for finding in (*before.findings, *after.findings)
-    ):
+    findings = (*before.findings, *after.findings)
+    examined = any("mixer_share" in finding.evidence for finding in findings)
+    if examined and before.provenance.advised != after.provenance.advised:
         yield (
             "Only one of the audits was advised (`rw.skips.recommend`): the other was not asked for drowned "
             "mixers."
@@ -264,23 +437,58 @@ def _warnings(
         yield "No head of one audit is in the other. Are they of the same architecture?"
 
 
+_PROVENANCE = {
+    "delta": ("δ differs", "Numerical ranks count by different thresholds."),
+    "method": ("The method differs", "A part of the changes may be the error of an estimate."),
+    "measure_dtype": ("The dtype of the measures differs", "A part of the changes may be rounding."),
+    "data": ("The data differ", "A part of the changes may be that of the data."),
+    "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
+}
+
+
 def _provenance_warnings(before: Provenance, after: Provenance) -> Iterator[str]:
-    consequences = {
-        "delta": "Numerical ranks count by different thresholds.",
-        "method": "A part of the changes may be the error of an estimate.",
-        "measure_dtype": "A part of the changes may be rounding.",
-        "data": "A part of the changes may be that of the data.",
-        "sequences": "The means are over different numbers of sequences.",
-    }
-    names = {"delta": "δ", "measure_dtype": "The dtype of the measures"}
-    for field, consequence in consequences.items():
+    for field, (subject, consequence) in _PROVENANCE.items():
         old, new = getattr(before, field), getattr(after, field)
         if old != new:
-            subject = names.get(field, f"The {field}")
-            verb = "differ" if field in {"data", "sequences"} else "differs"
-            yield f"{subject} {verb}: {old or 'unknown'} before, {new or 'unknown'} after. {consequence}"
+            yield f"{subject}: {old or 'unknown'} before, {new or 'unknown'} after. {consequence}"
 
 
-def _mean(values: Sequence[float]) -> float:
+def _baseline_difference(before: AuditRecord, after: AuditRecord) -> list[str]:
+    """Return a warning if only one audit has a baseline."""
+    if (before.baseline is None) == (after.baseline is None):
+        return []
+    alone, other = ("after", "before") if before.baseline is None else ("before", "after")
+    return [
+        f"Only the audit {alone} has a baseline: the changes leave what heads measure at fresh weights out. "
+        f"Its HIGH_RANK and LOW_RANK are against fresh weights, those of the audit {other} against the nulls."
+    ]
+
+
+def _cost_differences(before: AuditRecord, after: AuditRecord) -> list[str]:
+    """Return warnings about costs of removal that do not compare."""
+    found = []
+    old, new = before.importance, after.importance
+    if old is None or new is None:
+        if old is not new:
+            name = "after" if old is None else "before"
+            found = [f"Only the audit {name} measured worth: the other was not asked for removable heads."]
+    else:
+        origins = [cost_origin(audit) or "unknown" for audit in (before, after)]
+        facts: dict[str, list[str]] = {
+            "The loss of worth differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
+            "What takes a removed head's place differs:": [old.removal, new.removal],
+            "Costs of removal are": origins,
+        }
+        found = [f"{words} {one} before, {two} after." for words, (one, two) in facts.items() if one != two]
+    return [f"{words} The changes leave costs of removal out." for words in found]
+
+
+def cost_origin(audit: AuditRecord) -> str:
+    """Return how costs of removal are known: exact, estimated or both; an empty string without costs."""
+    known = [head.importance for head in audit.heads if head.importance is not None]
+    return " and ".join(sorted({cost.how for cost in known if math.isfinite(cost.cost)}))
+
+
+def _mean(values: Iterable[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan

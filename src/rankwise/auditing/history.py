@@ -1,36 +1,31 @@
-"""Several audits in order, such as of the checkpoints of a training run; and `compare`, of two or more."""
+"""Several audits in the order of training, and `compare`, which compares two audits or more."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from rankwise._internals.files import write_file
-from rankwise.auditing.comparison import Comparison, compare_two
-from rankwise.auditing.importance_differences import COST, cost_quantity, history_differences
-from rankwise.auditing.layer_changes import LayerKey, layer_numbers
+from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
+from rankwise.auditing.frames import Row, csv_text, data_frame, table
 from rankwise.auditing.records import AuditRecord
 from rankwise.auditing.result import Audit
-from rankwise.auditing.steps import steps_of
-from rankwise.auditing.tables import Row, csv_text, flat_columns, flat_rows
 from rankwise.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Pair = tuple[float, float]
-"""A value, and its standard deviation over the sequences."""
-
 
 class History:
-    """Audits by the step of training they were taken at, always in the order of the steps.
+    """Audits by training step, sorted by step.
 
-    A training loop adds to it as it goes, ``history.add(step, rw.audit(model, batches))``; `save` writes a
-    folder for each step that `rankwise compare` and `load` read.
+    A training loop adds audits with ``history.add(step, rw.audit(model, batches))``. `save` writes a folder
+    per step, which `rankwise compare` and `load` read.
 
     Args:
         entries: pairs of a step and its audit.
-        names: what to call each of them; its step where none is given.
-        counted: whether the steps only number the audits, and say nothing of training.
+        names: names of the audits; an audit without a name is called by its step.
+        counted: True if the steps only number the audits and are not training steps.
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
@@ -54,11 +49,11 @@ class History:
 
     @classmethod
     def of(cls, audits: Sequence[AuditRecord], names: Sequence[str] = ()) -> "History":
-        """Audits by the steps that their names tell, else numbered from 0 as they come.
+        """Return audits by the steps in their names, or numbered from 0 in the given order.
 
         Args:
-            audits: the audits.
-            names: of the audits; those of their models where none are given.
+            audits: audits.
+            names: names of the audits; by default the names of their models.
         """
         called = list(names) or [audit.provenance.model for audit in audits]
         steps = steps_of(called) if called else None
@@ -66,15 +61,15 @@ class History:
         return cls(zip(numbers, audits, strict=True), called, counted=steps is None)
 
     def add(self, step: int, audit: AuditRecord, name: str = "") -> None:
-        """Put in an audit, at its place among the steps.
+        """Add an audit at its place among the steps.
 
         Args:
-            step: of training.
-            audit: taken then.
-            name: what to call it; by its step where none is given.
+            step: training step.
+            audit: audit of the model at that step.
+            name: name of the audit; by default ``step-N``.
 
         Raises:
-            InputError: if there is one of this step.
+            InputError: if the history has an audit of this step.
         """
         if step in self._entries:
             raise InputError(
@@ -88,22 +83,22 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """Of all audits, rising."""
+        """Steps of all audits, in ascending order."""
         return list(self._entries)
 
     @property
     def names(self) -> list[str]:
-        """Of all audits, in the order of the steps."""
+        """Names of all audits, in the order of the steps."""
         return [name for name, _ in self._entries.values()]
 
     @property
     def audits(self) -> list[AuditRecord]:
-        """In the order of the steps."""
+        """All audits, in the order of the steps."""
         return [audit for _, audit in self._entries.values()]
 
     @property
     def folders(self) -> list[str]:
-        """Names as folders can have them, no two the same."""
+        """Unique names of folders for the audits."""
         plain = [folder_name(name) for name in self.names]
         alone = len(set(plain)) == len(plain)
         return plain if alone else [f"{name}-{step}" for name, step in zip(plain, self.steps, strict=True)]
@@ -127,10 +122,10 @@ class History:
 
     @property
     def comparison(self) -> Comparison:
-        """The last audit held against the first.
+        """Comparison of the last audit with the first.
 
         Raises:
-            InputError: if there are fewer than two.
+            InputError: if the history has fewer than two audits.
         """
         if len(self) < 2:
             raise InputError(
@@ -139,52 +134,72 @@ class History:
         return compare_two(self.audits[0], self.audits[-1])
 
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
-        """Each measure of each layer over the steps, with its standard deviation over the sequences.
+        """Return each measure of each layer over the steps, with its standard deviation over sequences.
 
         Returns:
-            For each (heads or states, stack, layer, cross, measure) one pair a step; NaN where an audit has
-            no such layer. Where costs of removal are of several quantities, such as two losses, each has
-            curves of its own, called by it: ``"removal_cost of …"``.
+            A pair per step for each (heads or states, stack, layer, cross, measure); NaN if an audit has no
+            such layer. If the costs of removal have several losses or origins, each kind of cost has curves
+            of its own, named ``"removal_cost of …"``.
         """
-        numbers = [layer_numbers(audit) for audit in self.audits]
-        quantities = [cost_quantity(audit) for audit in self.audits]
+        means = [layer_means(audit) for audit in self.audits]
+        quantities = self._cost_quantities()
         if len(set(filter(None, quantities))) > 1:
-            numbers = [_called(mine, quantity) for mine, quantity in zip(numbers, quantities, strict=True)]
-        keys = dict.fromkeys(key for audit in numbers for key in audit)
+            means = [
+                {
+                    key._replace(measure=f"{COST} of {quantity}") if key.measure == COST else key: pair
+                    for key, pair in found.items()
+                }
+                for found, quantity in zip(means, quantities, strict=True)
+            ]
+        keys = dict.fromkeys(key for found in means for key in found)
         missing = (float("nan"), float("nan"))
-        return {key: [audit.get(key, missing) for audit in numbers] for key in keys}
+        return {key: [found.get(key, missing) for found in means] for key in keys}
 
     @property
     def warnings(self) -> list[str]:
-        """In what the audits do not compare, a sentence each."""
-        return history_differences(self.audits, self.names)
+        """Sentences on what does not compare among the audits."""
+        found: list[str] = []
+        quantities = list(dict.fromkeys(filter(None, self._cost_quantities())))
+        if len(quantities) > 1:
+            found.append(
+                f"Costs of removal are of {len(quantities)} quantities, and no curve leads from one to "
+                f"another: {'; '.join(quantities)}."
+            )
+        for what, has in (
+            ("importance", [audit.importance is not None for audit in self.audits]),
+            ("a baseline", [audit.baseline is not None for audit in self.audits]),
+        ):
+            some = [name for name, known in zip(self.names, has, strict=True) if known]
+            if 0 < len(some) < len(self):
+                more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+                found.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
+        return found
+
+    def _cost_quantities(self) -> list[str]:
+        """Return, per audit, in which unit and how its costs of removal are known; empty without costs."""
+        return [
+            f"{known.loss} ({known.unit}), {origin}, {known.removal} in a head's place"
+            if (known := audit.importance) is not None and (origin := cost_origin(audit))
+            else ""
+            for audit in self.audits
+        ]
 
     def to_frame(self) -> "pd.DataFrame":
-        """Heads of all audits as a pandas frame, with the step and the name before the columns of an audit.
+        """Return the heads of all audits as a pandas frame; step and name precede the columns of an audit.
 
         Raises:
             InputError: if pandas is not installed.
         """
-        columns, rows = self._table()
-        try:
-            import pandas as pd
-        except ImportError:
-            raise InputError(
-                "`to_frame`",
-                expected="pandas",
-                got="an environment without it",
-                fix="pip install 'rankwise[frames]', or write a file with `to_csv`.",
-            ) from None
-        return pd.DataFrame(rows, columns=columns)
+        return data_frame(*self._table())
 
     def to_csv(self, path: str | Path) -> Path:
         """Write the table of `to_frame` as CSV, as `Audit.to_csv` does.
 
         Args:
-            path: the file; for an existing folder, ``history.csv`` in it.
+            path: file; for an existing folder, ``history.csv`` in it.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if the file cannot be written.
         """
         path = Path(path)
         path = path / "history.csv" if path.is_dir() else path
@@ -192,22 +207,21 @@ class History:
 
     def _table(self) -> tuple[list[str], list[Row]]:
         heads = [(step, name, head) for step, (name, audit) in self._entries.items() for head in audit.heads]
-        flat = flat_rows([head for _, _, head in heads])
-        rows = [{"step": step, "name": name} | row for (step, name, _), row in zip(heads, flat, strict=True)]
-        empty = flat_columns(type(self.audits[0].heads[0])) if heads else []
-        return (list(rows[0]) if rows else ["step", "name", *empty]), rows
+        columns, rows = table("heads", [head for *_, head in heads])
+        rows = [{"step": step, "name": name} | row for (step, name, _), row in zip(heads, rows, strict=True)]
+        return ["step", "name", *columns], rows
 
     def save(self, folder: str | Path) -> Path:
         """Write each audit as ``NAME/audit.json`` and the page as ``index.html``.
 
         Args:
-            folder: where to; made if it is missing.
+            folder: folder to write; created if it does not exist.
 
         Returns:
             The folder.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if a file cannot be written.
         """
         folder = Path(folder)
         for name, audit in zip(self.folders, self.audits, strict=True):
@@ -218,14 +232,14 @@ class History:
 
     @classmethod
     def load(cls, folder: str | Path) -> "History":
-        """Read what `save`, or `rankwise audit` of several models, wrote.
+        """Read the audits that `save`, or `rankwise audit` of several models, wrote.
 
         Args:
-            folder: it holds one folder for each audit, with its ``audit.json``.
+            folder: folder with a folder per audit, which holds its ``audit.json``.
 
         Raises:
-            InputError: if there is none in it.
-            RecordError: if one is damaged.
+            InputError: if the folder has no audits.
+            RecordError: if an audit is damaged.
         """
         folder = Path(folder)
         found = sorted(path.parent for path in folder.glob("*/audit.json"))
@@ -239,16 +253,16 @@ class History:
         return cls.of([Audit.load(path) for path in found], [path.name for path in found])
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one page: curves over the steps, what became of the findings, the last against the first.
+        """Write a page: curves over the steps, changes of findings, the last audit against the first.
 
         Args:
-            path: the file; for an existing folder, ``index.html`` in it.
+            path: file; for an existing folder, ``index.html`` in it.
 
         Returns:
             The file written.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if the file cannot be written.
         """
         from rankwise.report import write_history
 
@@ -260,19 +274,8 @@ class History:
         return f"History({len(self)} audits, {self.names[0]!r} to {self.names[-1]!r})"
 
 
-def _called(numbers: dict[LayerKey, Pair], quantity: str) -> dict[LayerKey, Pair]:
-    """Costs of removal by what they are of, all others as they are called."""
-    return {
-        key._replace(measure=f"{COST} of {quantity}") if key.measure == COST else key: pair
-        for key, pair in numbers.items()
-    }
-
-
 def folder_name(name: str) -> str:
-    """A name as a folder can have it.
-
-    Args:
-        name: of a model or checkpoint.
+    """Return the name of a model or checkpoint as the name of a folder.
 
     Examples:
         >>> folder_name("org/model"), folder_name("../x"), folder_name("net.py:build"), folder_name("")
@@ -282,6 +285,43 @@ def folder_name(name: str) -> str:
     return kept.strip(".-")[:100] or "model"
 
 
+def steps_of(names: Sequence[str]) -> list[int] | None:
+    """Return the one number in which names differ, such as that of ``run/checkpoint-500``.
+
+    Args:
+        names: names of models, checkpoints or folders.
+
+    Returns:
+        A number per name; None if the names differ in words, in several numbers, or not at all.
+
+    Examples:
+        >>> steps_of(["run1/checkpoint-500", "run1/checkpoint-1000"])
+        [500, 1000]
+        >>> steps_of(["gpt2", "bert"]), steps_of(["a-1-b-2", "a-2-b-1"])
+        (None, None)
+    """
+    if len({re.sub(r"\d+", "0", name) for name in names}) != 1:
+        return None
+    numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in names]
+    varied = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
+    if len(names) == 1:
+        return [numbers[0][-1]] if numbers[0] else None
+    if len(varied) != 1 or len(set(varied[0])) < len(names):
+        return None
+    return list(varied[0])
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Return names sorted by their steps, or as they are if they have none.
+
+    Examples:
+        >>> in_order(["checkpoint-1000", "checkpoint-200"])
+        ['checkpoint-200', 'checkpoint-1000']
+    """
+    steps = steps_of(names)
+    return list(names) if steps is None else [name for _, name in sorted(zip(steps, names, strict=True))]
+
+
 @overload
 def compare(before: AuditRecord, after: AuditRecord) -> Comparison: ...
 @overload
@@ -289,35 +329,34 @@ def compare(
     before: AuditRecord, after: AuditRecord, third: AuditRecord, /, *more: AuditRecord
 ) -> History: ...
 def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comparison | History:
-    """List what changed from one audit to another, the largest change first; of more than two, a history.
+    """Compare two audits, the largest change first; return more audits as a history.
 
-    Heads are matched by stack, site, layer, head and whether they read another sequence (where no name is the
-    same, by their numbers); token states by stack and layer; findings by code and place, those of a layer by
-    the layer, of a stack by the stack and those of twins by their group. A change is measured against the
-    range that its measure can have there: 1 for shares and distances, 2 for a cosine, min(T, S) for a
-    rank (min(T, D) for that of states), log S for the entropy, and the larger of the two values for what
-    has no upper bound (σ_max, ‖Y‖, μ), and the loss of the whole model for a cost of removal. Costs of
-    another loss, or exact ones and estimates, are not compared: a warning says so. The range is always
-    known, where the spread over sequences is not, and a head that hardly varies from text to text would
-    turn its rounding errors into the largest change of all. The table of the layers
-    (`Comparison.by_layer`) holds each change against that spread.
+    Heads match by stack, site, layer, head and cross-attention, or by their numbers if no name agrees. Token
+    states match by stack and layer. Findings match by code and by the subject of their rule: a head, a mixer,
+    a group of heads, a stack or the model.
 
-    Models of different structure are compared by their layers, token states and totals, and
-    `Comparison.structure` says in what they differ.
+    The size of a change is relative to the range of its measure: 1 for shares and distances, 2 for a cosine,
+    min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ it is
+    relative to the larger value, and for a cost of removal to the loss of the model. The range is always
+    known. The standard deviation over sequences is not, and a head that hardly varies would turn rounding
+    errors into the largest change. `Comparison.by_layer` has that standard deviation next to each change.
+    Costs of different losses, and exact and estimated costs, are not compared: a warning says so.
 
-    Cost: linear in the number of records, plus the sorting.
+    Models of different structure are compared by layers, token states and totals; `Comparison.structure`
+    lists the differences.
+
+    Cost: linear in the number of records, plus sorting.
 
     Args:
-        before: the audit to start from.
-        after: the audit to hold against it.
-        more: any number of others, from earlier to later. Where the names of the models tell steps
-            (``checkpoint-500``), these order them.
+        before: first audit.
+        after: audit to compare with it.
+        more: later audits. If the names of the models contain steps (``checkpoint-500``), these sort them.
 
     Returns:
-        Of two audits the differences, `Comparison.is_empty` where there are none; of more a `History`.
+        The differences between two audits, or a `History` of more.
 
     Raises:
-        InputError: if one of them is no audit, such as the path of one.
+        InputError: if an argument is not an audit, such as a path.
 
     Examples:
         >>> from rankwise.auditing.records import Provenance

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from rankwise.auditing.findings import find
+from rankwise.auditing.findings import diagnose
 from rankwise.auditing.importance_records import ImportanceRecord
 from rankwise.auditing.merge_heads import SAME_MODEL, merged_heads, merged_layers
 from rankwise.auditing.merge_importance import LEFT_OUT, merged_record, with_correlation
@@ -74,7 +74,7 @@ def merge(audits: Sequence[A], names: Sequence[str] = (), moments: Sequence[Head
             "provenance": _provenance(audits, heads),
             "heads": heads,
             "layers": layers,
-            "findings": find(heads, layers, uncaptured, importance),
+            "findings": diagnose(heads, layers, uncaptured, importance),
             "uncaptured": uncaptured,
             "texts": {} if pictured is None else pictured.texts,
             "importance": importance,

@@ -261,6 +261,25 @@ class Finding(Record):
     __str__ = __repr__
 
 
+class Action(Record):
+    """Next step for the reader of an audit."""
+
+    text: str
+    """The step in words, with its commands in backticks."""
+    shell: str = ""
+    """Shell command; empty if the step has none."""
+    python: str = ""
+    """Line of Python; empty if the step has none."""
+
+
+class Verdict(Record):
+    """What follows from the findings of an audit."""
+
+    sentence: str
+    actions: tuple[Action, ...] = ()
+    """At most three actions, the most urgent first."""
+
+
 class Unseen(Record):
     """A module that looks like a mixer and was not captured."""
 

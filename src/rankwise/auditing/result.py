@@ -2,22 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from rankwise._internals.files import write_file
 from rankwise._internals.records import load_record
-from rankwise.auditing.find_head import find_head
-from rankwise.auditing.records import AuditRecord, HeadRecord
-from rankwise.auditing.tables import Row, csv_text, flat_columns, flat_rows
+from rankwise.auditing.frames import Records, csv_text, data_frame, table
+from rankwise.auditing.records import AuditRecord, HeadRecord, Verdict
 from rankwise.auditing.upgrade import upgraded
-from rankwise.errors import InputError, did_you_mean
+from rankwise.auditing.verdict import verdict_of
+from rankwise.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-Records = Literal["heads", "layers", "findings", "uncaptured"]
-"""The records of an audit, by the name of its field."""
+_MOST_NAMES = 6
+"""Names that an error lists, at most."""
 
 
 class Audit(AuditRecord):
@@ -124,17 +124,7 @@ class Audit(AuditRecord):
         Raises:
             InputError: if pandas is not installed, or there are no such records.
         """
-        columns, rows = self._table(records)
-        try:
-            import pandas as pd
-        except ImportError:
-            raise InputError(
-                "`to_frame`",
-                expected="pandas",
-                got="an environment without it",
-                fix="pip install 'rankwise[frames]', or write a file with `to_csv`.",
-            ) from None
-        return pd.DataFrame(rows, columns=columns)
+        return data_frame(*table(records, getattr(self, records, [])))
 
     def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
         """Write records as CSV, with the columns of `to_frame`; needs no pandas.
@@ -154,19 +144,7 @@ class Audit(AuditRecord):
         """
         path = Path(path)
         path = path / f"{records}.csv" if path.is_dir() else path
-        return write_file(path, csv_text(*self._table(records)), "table")
-
-    def _table(self, records: str) -> tuple[list[str], list[Row]]:
-        if records not in get_args(Records):
-            raise InputError(
-                f"records {records!r}",
-                expected="a kind of records",
-                got=repr(records),
-                fix=did_you_mean(str(records), get_args(Records)),
-            )
-        rows = flat_rows(getattr(self, records))
-        (of,) = get_args(type(self).model_fields[records].annotation)
-        return (list(rows[0]) if rows else flat_columns(of)), rows
+        return write_file(path, csv_text(*table(records, getattr(self, records, []))), "table")
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """The record of one head.
@@ -186,7 +164,29 @@ class Audit(AuditRecord):
             >>> rw.audit(layer, [torch.randn(1, 5, 8)]).head(0, 1).head
             1
         """
-        return find_head(self.heads, layer, head, stack=stack, site=site)
+        asked = {"layer": layer, "head": head, "stack": stack, "site": site}
+        subject = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+        left = self.heads
+        for name in ("stack", "layer", "site", "head"):
+            known = dict.fromkeys(getattr(record, name) for record in left)
+            if asked[name] is not None:
+                left = [record for record in left if getattr(record, name) == asked[name]]
+            if not left:
+                got = f"no {name} {asked[name]!r}"
+                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(known)))
+        if len(left) > 1:
+            by = "stack" if len({record.stack for record in left}) > 1 else "site"
+            names = list(dict.fromkeys(getattr(record, by) for record in left))
+            fix = f"Say which: {', '.join(f'{by}={name!r}' for name in names[:_MOST_NAMES])}."
+            if len(names) == 1:
+                fix = "Its module runs several times: filter `audit.heads`."
+            raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
+        return left[0]
+
+    @property
+    def verdict(self) -> Verdict:
+        """One sentence on the findings, and at most three actions."""
+        return verdict_of(self)
 
     def summary(self, width: int = 100) -> str:
         """What the command prints of it: findings, a table of the layers, where the numbers come from.
@@ -244,3 +244,11 @@ class Audit(AuditRecord):
             f"Audit({self.provenance.model or 'model'}: {len(self.heads)} heads, {len(self.layers)} layers, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
+
+
+def _known(known: list[int] | list[str]) -> str:
+    if not known:
+        return "It has no heads: no mixing operator was captured."
+    if isinstance(known[0], int) and len(known) > _MOST_NAMES:
+        return f"It has {len(known)} of them, {min(known)} to {max(known)}."
+    return f"Known: {', '.join(map(repr, known[:_MOST_NAMES]))}{' …' if len(known) > _MOST_NAMES else ''}."

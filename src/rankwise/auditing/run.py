@@ -14,7 +14,7 @@ from rankwise.auditing.baseline_records import BaselineRecord
 from rankwise.auditing.batches import check_batches, check_rows, from_texts, readable
 from rankwise.auditing.digests import DataDigest, weights_digest
 from rankwise.auditing.failures import batch_failed, measuring, step_failed
-from rankwise.auditing.findings import find
+from rankwise.auditing.findings import diagnose
 from rankwise.auditing.fresh_copies import BaselineWanted, FreshCopies, check_baseline
 from rankwise.auditing.heads import HeadTable
 from rankwise.auditing.importance_numbers import (
@@ -307,7 +307,7 @@ class Run:
             Unseen(name=module.name, type=module.type, reason=module.reason)
             for module in self.trace.uncaptured
         ]
-        findings = find(heads, layers, uncaptured, importance)
+        findings = diagnose(heads, layers, uncaptured, importance)
         pictures = self.heads.pictures
         if pictures is not None:
             self.notes += [note for note in pictures.missing(heads) if note not in self.notes]

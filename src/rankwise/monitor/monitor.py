@@ -13,8 +13,8 @@ from torch import nn
 from rankwise._internals.forward import Batch, device_of, eval_mode
 from rankwise.auditing import Audit, audit
 from rankwise.auditing.batches import check_rows
-from rankwise.auditing.finding_changes import finding_changes
 from rankwise.auditing.history import History
+from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
 from rankwise.auditing.settings import check_callable, check_settings
 from rankwise.errors import InputError

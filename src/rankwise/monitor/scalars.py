@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from rankwise.auditing.layer_changes import layer_numbers
+from rankwise.auditing.comparison import layer_means
 from rankwise.auditing.records import AuditRecord
 
 LOGGED: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ def scalars(audit: AuditRecord, prefix: str = "rank") -> dict[str, float]:
         {'rank/findings/error': 0.0, 'rank/findings/warning': 0.0}
     """
     named: dict[str, float] = {}
-    for key, (value, _) in layer_numbers(audit).items():
+    for key, (value, _) in layer_means(audit).items():
         if key.measure in LOGGED[key.of] and math.isfinite(value):
             where = f"{key.stack}.{key.layer:02d}" + (".cross" if key.cross else "")
             named[f"{prefix}/{key.of}_{key.measure}/{where.lstrip('.')}"] = value

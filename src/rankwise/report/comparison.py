@@ -7,12 +7,11 @@ from rich.console import Console
 from rich.text import Text
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.comparison import Change, Comparison
-from rankwise.auditing.finding_changes import OUTCOMES, FindingChange
-from rankwise.auditing.layer_changes import LayerChange
+from rankwise.auditing.comparison import Change, Comparison, LayerChange
+from rankwise.auditing.findings import about
+from rankwise.auditing.match_findings import OUTCOMES, FindingChange
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Place
-from rankwise.auditing.same_finding import OF_THE_MODEL
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import count, model_name, plain, title
 
@@ -86,12 +85,12 @@ def _print_structure(comparison: Comparison, console: Console) -> None:
 
 
 def _print_outcome(outcome: str, changes: Sequence[FindingChange], console: Console) -> None:
-    """New and gone ones in full, of the others the number that moved."""
+    """Print new and resolved findings in full, and of the others the number that changed."""
     if not changes:
         return
     findings = [change.finding for change in changes]
     console.print(Text(f"{outcome.capitalize()}: ", "bold") + tally(findings))
-    if outcome in ("new", "gone"):
+    if outcome in ("new", "resolved"):
         console.print()
         print_findings(findings, console, brief=True)
         return
@@ -109,11 +108,11 @@ def finding_words(change: FindingChange) -> str:
         change: of one finding.
     """
     finding = change.finding
-    facts = [finding.code if finding.code in OF_THE_MODEL else f"{finding.code} {finding.where}"]
+    facts = [finding.code if about(finding.code) == "model" else f"{finding.code} {finding.where}"]
     if change.before and change.after and change.before.severity != change.after.severity:
         facts.append(f"{change.before.severity} → {change.after.severity}")
     moved = change.before and change.after and change.before.where.layer != change.after.where.layer
-    if moved and change.before and change.after and finding.code not in OF_THE_MODEL:
+    if moved and change.before and change.after and about(finding.code) != "model":
         facts.append(f"from layer {change.before.where.layer} → {change.after.where.layer}")
     if change.numbers is not None:
         name, old, new = change.numbers

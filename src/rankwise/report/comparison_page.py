@@ -7,9 +7,8 @@ from typing import Any
 
 from rankwise._internals.files import write_file
 from rankwise._internals.records import format_number
-from rankwise.auditing.comparison import Change, Comparison
-from rankwise.auditing.finding_changes import OUTCOMES
-from rankwise.auditing.layer_changes import LayerChange
+from rankwise.auditing.comparison import Change, Comparison, LayerChange
+from rankwise.auditing.match_findings import OUTCOMES
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import Place
 from rankwise.report.comparison import change_words, finding_words
@@ -25,7 +24,7 @@ _OUTCOMES = {
     "better": "Says less than before.",
     "changed": "Its number is another; neither way is worse.",
     "unchanged": "The same, within two standard errors over the sequences.",
-    "gone": "Only in the first audit.",
+    "resolved": "Only in the first audit.",
 }
 
 
@@ -168,9 +167,7 @@ def _layer_cell(change: LayerChange | None) -> dict[str, str]:
     if change is None:
         return {"words": "", "title": "", "kind": "same"}
     far = math.isfinite(change.ratio) and abs(change.ratio) >= 1
-    spread = (
-        f", standard deviation over sequences {format_number(change.spread)}" if change.spread > 0 else ""
-    )
+    spread = f", standard deviation over sequences {format_number(change.std)}" if change.std > 0 else ""
     said = f"{format_number(change.before)} → {format_number(change.after)}{spread}"
     return {"words": change_words(change), "title": said, "kind": "far" if far else "near"}
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.agreement import estimate_words
-from rankwise.auditing.consequence import whole_words
+from rankwise.auditing.importance_findings import whole_words
 from rankwise.auditing.importance_records import ImportanceRecord
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share
 from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rankwise._internals.records import format_number
+from rankwise.auditing.history import steps_of
 from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, Measure
 from rankwise.auditing.records import AuditRecord
-from rankwise.auditing.steps import steps_of
 from rankwise.report.terminal import line, new_table, spelled_out
 from rankwise.report.text import SEVERITIES, count, mean, model_name, plain
 

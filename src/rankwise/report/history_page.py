@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise._internals.files import write_file
-from rankwise.auditing.layer_changes import LayerKey
+from rankwise.auditing.comparison import LayerKey
+from rankwise.auditing.findings import about
 from rankwise.auditing.measures import DRAWN, PICTURED, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import SEVERITY_ORDER, Finding
-from rankwise.auditing.same_finding import OF_THE_MODEL
 from rankwise.report.comparison_page import finding_groups
 from rankwise.report.history import HEADS, STATES, audit_words
 from rankwise.report.pages import chart_script, render_page, template_text
@@ -111,7 +111,7 @@ def _short(value: float) -> float | None:
 
 
 def finding_rows(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
-    """Findings by code and layer, `OF_THE_MODEL` by code: for each audit the severity of the gravest there.
+    """Findings by code and layer, of the model by code: for each audit the severity of the gravest there.
 
     Args:
         findings: of each audit.
@@ -124,7 +124,7 @@ def finding_rows(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[
         for listed in sorted(found, key=lambda finding: -SEVERITY_ORDER[finding.severity]):
             layer = -1 if listed.where.layer is None else listed.where.layer
             key = (listed.code, listed.where.stack or listed.where.site, layer)
-            key = (listed.code, "", -1) if listed.code in OF_THE_MODEL else key
+            key = (listed.code, "", -1) if about(listed.code) == "model" else key
             rows.setdefault(key, {})[at] = SEVERITIES[listed.severity][0]
     ordered = sorted(rows, key=lambda key: (len(rows[key]) == len(findings), key))
     return [

@@ -7,7 +7,7 @@ from typing import Any
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import spearman
 from rankwise.auditing.agreement import estimate_words
-from rankwise.auditing.consequence import share_words, whole_words
+from rankwise.auditing.importance_findings import share_words, whole_words
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
 from rankwise.auditing.records import AuditRecord
 from rankwise.report.pages import short

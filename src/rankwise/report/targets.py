@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rankwise._internals.records import format_number
+from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.measures import DRAWN, NULLS, PICTURED
 from rankwise.auditing.records import AuditRecord, Finding, Place, Severity
 from rankwise.report.panels import HeadsByLayer, Panel
@@ -19,16 +20,6 @@ _OPEN = 4
 _HEAD_NAMES = {measure.name for measure in PICTURED}
 _STATE_NAMES = {measure.name for measure in DRAWN}
 _ALIASES = dict.fromkeys(NULLS, "numerical_rank")
-_BY_CODE = {
-    "SINK": "max_token_mass",
-    "CONSTANT": "row_distance",
-    "IDENTITY": "identity_distance",
-    "DUPLICATE_HEADS": "nearest_distance",
-    "HIGH_RANK": "numerical_rank",
-    "LOW_RANK": "numerical_rank",
-    "OVERSIZED_HEADS": "required_head_dim",
-    "REMOVABLE": "removal_cost",
-}
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,8 @@ def find_targets(findings: Sequence[Finding], audit: AuditRecord) -> list[Target
         audit: the audit.
 
     Returns:
-        Token states for a finding on them; else its head (with its nearest one for twins), or all heads of
-        its layer, site or stack; else the section that tells more.
+        Token states if the finding is about them; else its heads, or all heads of its layer, site or stack;
+        else the section with the details.
     """
     layers = HeadsByLayer(audit.heads)
     return [_target(finding, audit, layers) for finding in findings]
@@ -74,31 +65,27 @@ def find_targets(findings: Sequence[Finding], audit: AuditRecord) -> list[Target
 
 def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Target:
     where = finding.where
-    if finding.code == "NOT_CAPTURED":
+    if about(finding.code) == "modules":
         return Target("uncaptured")
     named = bool(where.stack or where.site) or where.layer is not None or where.head is not None
     heads = layers.at(where) if named else []
     for number in finding.heads:
         spoken_of = layers.at(where.model_copy(update={"head": number}))
         heads += [index for index in spoken_of if index not in heads]
-    if finding.code == "REMOVABLE":
+    if about(finding.code) == "model":
         heads = [index for place in _removable(audit) for index in layers.at(place)]
     if where.head is None and _is_about_states(finding, audit, heads):
         return Target("states", stack=where.stack, layer=where.layer)
     if not heads:
         return Target("provenance")
-    first = audit.heads[heads[0]]
-    if finding.code == "DUPLICATE_HEADS" and where.head is not None and first.nearest_head is not None:
-        same = layers.at(where.model_copy(update={"head": first.nearest_head}))
-        heads += [index for index in same if audit.heads[index].cross == first.cross and index not in heads]
     return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, _about(finding, heads))
 
 
 def _about(finding: Finding, heads: Sequence[int]) -> str:
     """A finding on many heads can name one of them that is not the one whose page shows it."""
-    if finding.code == "DUPLICATE_HEADS" or len(heads) < 2:
+    if about(finding.code) == "group" or len(heads) < 2:
         return ""
-    if finding.code == "REMOVABLE":
+    if about(finding.code) == "model":
         return f"the set of {len(heads)} heads"
     return str(finding.where.model_copy(update={"head": None}))
 
@@ -114,12 +101,12 @@ def _is_about_states(finding: Finding, audit: AuditRecord, heads: Sequence[int])
     """By its evidence, or by a site that is a block which wrote a state and no mixer."""
     where = finding.where
     known = [state.site for state in audit.layers if (state.stack, state.layer) == (where.stack, where.layer)]
-    evident = finding.code == "COLLAPSE" or bool(finding.evidence.keys() & _STATE_NAMES - _HEAD_NAMES)
+    evident = about(finding.code) == "stack" or bool(finding.evidence.keys() & _STATE_NAMES - _HEAD_NAMES)
     return bool(known) and (evident or (where.site in known and not heads))
 
 
 def _measure(finding: Finding) -> str:
-    own = _BY_CODE.get(finding.code, "")
+    own = RULES[finding.code].shown_by if finding.code in RULES else ""
     named = [_ALIASES.get(name, name) for name in finding.evidence]
     shown = [name for name in named if name in _HEAD_NAMES]
     return own if own in shown or not shown else shown[0]

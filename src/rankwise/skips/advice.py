@@ -20,7 +20,7 @@ from rankwise._internals.forward import (
 )
 from rankwise.auditing.batches import readable
 from rankwise.auditing.cures import cure
-from rankwise.auditing.findings import SWITCHED_OFF_REMEDY, TURN
+from rankwise.auditing.findings import INACTIVE_TURN, RULES
 from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, Place
 from rankwise.errors import InputError, RankwiseError
 from rankwise.skips.certify import NoResidualError, certify_skip
@@ -215,7 +215,7 @@ def _drowned(
     return [
         _drowned_mixer(site, share)
         for site, share in _shares(model, batch).items()
-        if share < TURN and not _inside_switched_off(site, findings)
+        if share < INACTIVE_TURN and not _inside_switched_off(site, findings)
     ]
 
 
@@ -228,7 +228,7 @@ def _drowned_mixer(site: str, share: float) -> Finding:
         evidence={"mixer_share": share},
         meaning=f"The mixer at {site or 'the model itself'} adds hardly anything to its tokens: "
         f"{share:.1g} of what its skip connection gives.",
-        remedy=f"{SWITCHED_OFF_REMEDY}set the weights of its output projection to 0 and compare the loss",
+        remedy=RULES["INACTIVE_BLOCK"].remedy.format(change="set the weights of its output projection to 0"),
     )
 
 

@@ -1,0 +1,149 @@
+"""Records of an audit as tables with one value per cell, for pandas and CSV."""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from rankwise.auditing.importance_records import HeadImportance
+from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.records import Finding
+from rankwise.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = dict[str, Any]
+Records = Literal["heads", "layers", "findings", "uncaptured"]
+"""Records of an audit, by the name of the field."""
+
+COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
+"""Measures that ``importance_*`` and ``baseline_*`` columns hold, too."""
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of a text that spreadsheets run as a formula."""
+
+_MEASURES = {
+    "heads": [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES],
+    "layers": [measure.name for measure in LAYER_MEASURES],
+}
+_BEFORE = {
+    "heads": "stack site layer head kind mask cross sequences nonfinite estimated fallbacks tokens sources "
+    "full_rank width",
+    "layers": "stack site layer sequences nonfinite tokens width",
+    "findings": "code severity stack layer site head",
+    "uncaptured": "name type reason",
+}
+_AFTER = {
+    "heads": "rank_low rank_high hardmax_rank random_rank uniform_rank nearest_head max_token "
+    "max_token_sequences",
+    "findings": "meaning remedy",
+}
+"""Columns of every table, before and after the measures or the evidence."""
+
+
+def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
+    """Return the columns of a table, and a row per record.
+
+    A measure is followed by its standard deviation over sequences, ``NAME_std``, and by the standard error of
+    its estimate, ``NAME_stderr``. Costs of removal are ``importance_*``. Measures at initialization are
+    ``baseline_*``, with their standard deviation over seeds, ``baseline_*_seed_std``. Columns of these kinds
+    that no record has are left out, and so are lists, such as spectra and attention maps.
+
+    Args:
+        kind: one of `Records`.
+        records: records of that kind.
+
+    Raises:
+        InputError: if there are no records of that kind.
+
+    Examples:
+        >>> from rankwise.auditing.records import Unseen
+        >>> table("uncaptured", [Unseen(name="mixer", type="Mixer", reason="never called")])
+        (['name', 'type', 'reason'], [{'name': 'mixer', 'type': 'Mixer', 'reason': 'never called'}])
+    """
+    if kind not in get_args(Records):
+        fix = did_you_mean(str(kind), get_args(Records))
+        raise InputError(f"records {kind!r}", expected="a kind of records", got=repr(kind), fix=fix)
+    before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()
+    measures = _MEASURES.get(kind, [])
+    rows = [_row(record, [*before, *measures, *after]) for record in records]
+    known = dict.fromkeys(name for row in rows for name in row)
+    listed = [
+        *before,
+        *(name for name in known if name.startswith("evidence_")),
+        *(f"{name}{end}" for name in [*measures, *after] for end in ("", "_std", "_stderr")),
+        *(f"importance_{name}" for name in HeadImportance.model_fields),
+        "baseline_seeds",
+        *(f"baseline_{name}{end}" for name in [*measures, *after] for end in ("", "_std", "_seed_std")),
+    ]
+    always = {*before, *measures, *after}
+    columns = [name for name in listed if name in always or name in known]
+    return columns, [{name: row.get(name) for name in columns} for row in rows]
+
+
+def _row(record: Any, always: Iterable[str]) -> Row:
+    place = record.where if isinstance(record, Finding) else record
+    row = {name: getattr(place if hasattr(place, name) else record, name) for name in always}
+    row |= _named("{}_std", getattr(record, "spread", {})) | _named(
+        "{}_stderr", getattr(record, "stderr", {})
+    )
+    row |= _named("evidence_{}", getattr(record, "evidence", {}))
+    importance, baseline = (getattr(record, name, None) for name in ("importance", "baseline"))
+    if importance is not None:
+        row |= _named("importance_{}", dict(importance))
+    if baseline is not None:
+        row |= {"baseline_seeds": baseline.seeds} | _named("baseline_{}", baseline.mean)
+        row |= _named("baseline_{}_std", baseline.spread) | _named("baseline_{}_seed_std", baseline.std)
+    return row
+
+
+def _named(pattern: str, values: Mapping[str, Any]) -> Row:
+    return {pattern.format(name): value for name, value in values.items()}
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    r"""Return rows as CSV, with numbers in full and an empty cell for an unknown value.
+
+    A text that begins as a formula (= + - @, tab, return) is preceded by an apostrophe.
+
+    Args:
+        columns: names of the columns.
+        rows: values by column.
+
+    Examples:
+        >>> row = {"site": "=1+1", "rank": 0.1, "share": float("nan")}
+        >>> csv_text(list(row), [row]).splitlines()
+        ['site,rank,share', "'=1+1,0.1,"]
+    """
+    out = io.StringIO()
+    writer = csv.writer(out)  # CRLF line ends, as in RFC 4180: a \r inside a cell is quoted
+    writer.writerow([_cell(name) for name in columns])
+    writer.writerows([_cell(row[name]) for name in columns] for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(FORMULA) else value
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return repr(value)
+
+
+def data_frame(columns: Sequence[str], rows: Sequence[Row]) -> "pd.DataFrame":
+    """Return rows as a pandas frame.
+
+    Raises:
+        InputError: if pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError:
+        raise InputError(
+            "`to_frame`",
+            expected="pandas",
+            got="an environment without it",
+            fix="pip install 'rankwise[frames]', or write a file with `to_csv`.",
+        ) from None
+    return pd.DataFrame(rows, columns=list(columns))

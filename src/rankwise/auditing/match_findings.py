@@ -1,0 +1,150 @@
+"""Match the findings of two audits: new, worse, better, changed, unchanged, resolved."""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Literal, get_args
+
+from rankwise._internals.records import Record
+from rankwise.auditing.findings import RULES, about
+from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, HeadRecord, LayerRecord
+
+Outcome = Literal["new", "worse", "better", "changed", "unchanged", "resolved"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+ERRORS = 2.0
+"""Standard errors of the difference within which two numbers count as equal."""
+
+
+class FindingChange(Record):
+    """One finding in two audits."""
+
+    outcome: Outcome
+    """``worse``: more severe, earlier in the stack, or its number is worse by more than two standard errors
+    over the sequences; ``better``: the opposite; ``changed``: its number differs and neither direction is
+    worse. An outcome describes the finding, not the quality of the model."""
+    before: Finding | None = None
+    after: Finding | None = None
+
+    @property
+    def finding(self) -> Finding:
+        """The finding in the second audit, or in the first if it is resolved."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
+    def numbers(self) -> tuple[str, float, float] | None:
+        """Name and both values of the number that decides; None if neither audit has it."""
+        if self.finding.code not in RULES:
+            return None
+        name = RULES[self.finding.code].decided_by
+        old, new = (
+            math.nan if finding is None else finding.evidence.get(name, math.nan)
+            for finding in (self.before, self.after)
+        )
+        return None if math.isnan(old) and math.isnan(new) else (name, old, new)
+
+
+def finding_changes(before: AuditRecord, after: AuditRecord) -> list[FindingChange]:
+    """Return what became of each finding, in the order of `OUTCOMES`.
+
+    Two findings match if their code and the subject of its rule are equal, whatever their numbers and
+    severity. Several findings about one subject are matched in order.
+
+    Args:
+        before: first audit.
+        after: second audit.
+
+    Examples:
+        >>> from rankwise.auditing.records import Place, Provenance
+        >>> words = {"evidence": {}, "meaning": "", "remedy": ""}
+        >>> sink = Finding(code="SINK", severity="warning", where=Place(layer=2, head=7), **words)
+        >>> about = Provenance(model="m", delta=0.01)
+        >>> empty = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> [change] = finding_changes(empty, empty.model_copy(update={"findings": [sink]}))
+        >>> change.outcome, change.finding
+        ('new', Finding(SINK, warning, 'layer 2 head 7': ''))
+    """
+    ours, theirs = _Records(before), _Records(after)
+    unmatched: dict[Hashable, list[Finding]] = defaultdict(list)
+    for finding in before.findings:
+        unmatched[ours.subject(finding)].append(finding)
+    changes = []
+    for new in after.findings:
+        same = unmatched[theirs.subject(new)]
+        old = next((finding for finding in same if _share_heads(finding, new)), None)
+        if old is not None:
+            same.remove(old)
+        changes.append(FindingChange(outcome=_outcome(old, new, ours, theirs), before=old, after=new))
+    resolved = {id(finding) for same in unmatched.values() for finding in same}
+    changes += [
+        FindingChange(outcome="resolved", before=old) for old in before.findings if id(old) in resolved
+    ]
+    return sorted(changes, key=lambda change: OUTCOMES.index(change.outcome))
+
+
+def _share_heads(old: Finding, new: Finding) -> bool:
+    """Return whether two groups of heads have two heads in common, or are equal; True for other findings."""
+    return about(new.code) != "group" or old.heads == new.heads or len({*old.heads} & {*new.heads}) > 1
+
+
+def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Records") -> Outcome:
+    if old is None:
+        return "new"
+    change = float(SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity])
+    rule = RULES.get(new.code)
+    if not change and about(new.code) != "model":
+        change = (old.where.layer or 0) - (new.where.layer or 0)  # differs only for findings about a stack
+    if not change and rule is not None:
+        numbers = [finding.evidence.get(rule.decided_by, math.nan) for finding in (old, new)]
+        if rule.worse == "neither":
+            return "unchanged" if numbers[0] == numbers[1] else "changed"
+        step = (numbers[1] - numbers[0]) * (1 if rule.worse == "higher" else -1)
+        error = math.hypot(ours.standard_error(old), theirs.standard_error(new))
+        change = step if abs(step) > ERRORS * error else 0.0  # False for NaN
+    return "worse" if change > 0 else "better" if change < 0 else "unchanged"
+
+
+class _Records:
+    """Records of an audit that its findings refer to."""
+
+    def __init__(self, audit: AuditRecord) -> None:
+        self._heads: dict[tuple[str, int | None, str, int | None], HeadRecord] = {}
+        for head in audit.heads:
+            self._heads.setdefault((head.stack, head.layer, head.site, head.head), head)
+        self._layers: dict[tuple[str, int | None], LayerRecord] = {}
+        self._lowest: dict[str, LayerRecord] = {}
+        for layer in audit.layers:
+            self._layers.setdefault((layer.stack, layer.layer), layer)
+            if layer.relative_spread < getattr(self._lowest.get(layer.stack), "relative_spread", math.inf):
+                self._lowest[layer.stack] = layer
+        self._modules = {module.name: (module.type, module.reason) for module in audit.uncaptured}
+
+    def subject(self, finding: Finding) -> Hashable:
+        """Return the code and the part of the place that its rule is about."""
+        where, kind = finding.where, about(finding.code)
+        subject: Hashable = where
+        if kind in ("mixer", "group"):
+            subject = where.model_copy(update={"head": None})
+        elif kind == "model":
+            subject = None
+        elif kind == "stack":
+            subject = where.stack
+        elif kind == "modules":
+            subject = self._modules.get(where.site, where)
+        return finding.code, subject
+
+    def standard_error(self, finding: Finding) -> float:
+        """Return the standard error over sequences of the number that decides; 0 for counts."""
+        where, rule = finding.where, RULES[finding.code]
+        record: HeadRecord | LayerRecord | None = self._layers.get((where.stack, where.layer))
+        name = rule.decided_by
+        if where.head is not None:
+            record = self._heads.get((where.stack, where.layer, where.site, where.head))
+        elif rule.about == "stack":
+            record, name = self._lowest.get(where.stack), rule.shown_by
+        if record is None or record.sequences < 2:
+            return 0.0
+        std = record.spread.get(name, math.nan)
+        return std / math.sqrt(record.sequences) if math.isfinite(std) else 0.0

@@ -1,0 +1,59 @@
+"""The verdict of an audit: one sentence and at most three actions, computed from its findings."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rankwise.auditing.findings import RULES
+from rankwise.auditing.records import SEVERITY_ORDER, Action, Verdict
+
+if TYPE_CHECKING:
+    from rankwise.auditing.records import AuditRecord
+
+MOST_ACTIONS = 3
+_NOUNS = {"error": "error", "warning": "warning", "info": "note"}
+
+
+def verdict_of(audit: "AuditRecord") -> Verdict:
+    """Return how many findings of each severity an audit has, and what to do about the most severe.
+
+    A code causes one action, from its first finding, unless its rule says that no action follows.
+
+    Examples:
+        >>> from rankwise.auditing.records import AuditRecord, Provenance
+        >>> about = Provenance(model="m", delta=0.01)
+        >>> verdict_of(AuditRecord(provenance=about, heads=[], layers=[], findings=[])).sentence
+        'No findings.'
+    """
+    counts = Counter(finding.severity for finding in audit.findings)
+    tally = [
+        f"{counts[severity]} {_NOUNS[severity]}{'s' if counts[severity] > 1 else ''}"
+        for severity in SEVERITY_ORDER
+        if counts[severity]
+    ]
+    sentence = f"{', '.join(tally) or 'No findings'}."
+    if not audit.complete:
+        sentence += " The audit stopped before it had read all of its data."
+    first = {finding.code: finding for finding in reversed(audit.findings)}
+    codes = dict.fromkeys(
+        finding.code
+        for finding in audit.findings
+        if finding.code not in RULES or RULES[finding.code].causes_action
+    )
+    return Verdict(
+        sentence=sentence,
+        actions=tuple(action_of(first[code].remedy) for code in list(codes)[:MOST_ACTIONS]),
+    )
+
+
+def action_of(remedy: str) -> Action:
+    """Return a remedy with its first shell command and its first line of Python.
+
+    Examples:
+        >>> action_of("see more: `rankwise audit MODEL`").shell
+        'rankwise audit MODEL'
+    """
+    is_code = remedy.startswith(("rankwise ", "rw."))
+    codes = [remedy] if is_code else remedy.split("`")[1::2]
+    shell = [code for code in codes if code.startswith("rankwise ")]
+    python = [code for code in codes if not code.startswith("rankwise ")]
+    return Action(text=remedy, shell="".join(shell[:1]), python="".join(python[:1]))
