@@ -67,7 +67,7 @@ def rate(block: Any, x: Tensor, membership: Tensor | None = None) -> Tensor:
     read = block.mixer_norm(x)
     if membership is None:
         membership = block.mixer.memberships(read)
-    w = block.mixer.projected(read)
+    w = block.mixer.mixing_projection(read)
     return grouped_rate(w, membership)
 
 
@@ -89,12 +89,12 @@ def layer(block: Any, x: Tensor, leaves: Tensor) -> Layer:
     with torch.no_grad():
         read = block.mixer_norm(x)
         membership = block.mixer.memberships(read)
-        mixed = (block.mixer.mixing_operator(read) @ block.mixer.values(read)).transpose(1, 2)
+        mixed = (block.mixer.mixing_operator(read) @ block.mixer.mixing_values(read)).transpose(1, 2)
         added = block.mixer_scale(block.mixer(read).output)
         back = block.mixer.in_proj.weight.T
         derived = mixed.flatten(2) @ back.T
     read = read.detach().requires_grad_()
-    fixed = grouped_rate(block.mixer.projected(read), membership)
+    fixed = grouped_rate(block.mixer.mixing_projection(read), membership)
     (plain,) = torch.autograd.grad(fixed.sum(), read)
     with torch.no_grad():
         return Layer(

@@ -45,7 +45,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 7])
 def test_the_operator_times_the_values_is_what_is_projected(name: str, count: int) -> None:
     one, x = mixer(name), tokens(2, count)
-    operator, values = one.mixing_operator(x), one.values(x)
+    operator, values = one.mixing_operator(x), one.mixing_values(x)
     for mixed in (operator @ values, operator.dense() @ values):
         output = one.out_proj(mixed.transpose(1, 2).flatten(2))
         torch.testing.assert_close(output, one(x).output, **CLOSE)
@@ -56,8 +56,8 @@ def test_the_operator_times_the_values_is_what_is_projected(name: str, count: in
 def test_the_operator_in_the_middle_of_a_text_is_that_of_its_rows(name: str) -> None:
     one, x = mixer(name), tokens(2, 7)
     state = one(x[:, :4], return_state=True).state
-    operator, values = one.mixing_operator(x[:, 4:], None, state), one.values(x[:, 4:], None, state)
-    whole = one.mixing_operator(x) @ one.values(x)
+    operator, values = one.mixing_operator(x[:, 4:], None, state), one.mixing_values(x[:, 4:], None, state)
+    whole = one.mixing_operator(x) @ one.mixing_values(x)
     torch.testing.assert_close(operator @ values, whole[:, :, 4:], **CLOSE)
     torch.testing.assert_close(operator.dense() @ values, whole[:, :, 4:], **CLOSE)
 
@@ -174,8 +174,8 @@ def gains(name: str, seed: int) -> torch.Tensor:
     """What the last token of a text, always the same, is multiplied by in each channel before out_proj."""
     one, x = mixer(name), tokens(1, 7, seed)
     x[:, -1] = tokens(1, 1, seed=9)[:, 0]
-    mixed = (one.mixing_operator(x) @ one.values(x)).transpose(1, 2)[0, -1]
-    return mixed / one.projected(x)[0, -1]
+    mixed = (one.mixing_operator(x) @ one.mixing_values(x)).transpose(1, 2)[0, -1]
+    return mixed / one.mixing_projection(x)[0, -1]
 
 
 @pytest.mark.parametrize("name", ["tssa", "tssa-bias", "tssa-decayed", "tssa-uniform"])
@@ -196,7 +196,7 @@ def test_a_scan_moves_content(name: str) -> None:
 def test_without_decay_the_token_before_is_one_of_all(side: int) -> None:
     """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, so it is 1 / t where memberships are uniform."""
     one, x = mixer("tssa-uniform"), tokens(1, side)
-    w = one.projected(x).detach().requires_grad_()
+    w = one.mixing_projection(x).detach().requires_grad_()
     m = -(w.detach() / HEADS) / tssa(w, None, causal=True, membership="uniform").output - 1
     slope = torch.autograd.grad(m[0, -1, 0, 0], w)[0][0, -2, 0, 0]
     torch.testing.assert_close(slope, 2 * w[0, -2, 0, 0].detach() / side, rtol=1e-6, atol=1e-9)
@@ -207,8 +207,8 @@ def test_membership_and_subspaces() -> None:
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     share = one.memberships(x, mask)
     torch.testing.assert_close(share.sum(-1), mask.double(), **CLOSE)
-    torch.testing.assert_close(one.projected(x).flatten(2), one.in_proj(x), **CLOSE)
-    assert one.projected(x).shape == (2, 5, HEADS, WIDTH // HEADS)
+    torch.testing.assert_close(one.mixing_projection(x).flatten(2), one.in_proj(x), **CLOSE)
+    assert one.mixing_projection(x).shape == (2, 5, HEADS, WIDTH // HEADS)
 
 
 def test_mamba_is_its_recurrence() -> None:
@@ -419,7 +419,7 @@ def test_capture_sees_a_language_model_whole(variant: str) -> None:
     assert [site.layer for site in trace.mixers] == [0, 1]
     assert [state.layer for state in trace.states] == [0, 1, 2]
     for site, layer, args in zip(trace.mixers, lm.model.layers, read, strict=False):
-        mixed = site.operator @ layer.mixer.values(*args)
+        mixed = site.operator @ layer.mixer.mixing_values(*args)
         output = layer.mixer.out_proj(mixed.transpose(1, 2).flatten(2))
         real = batch["attention_mask"].bool()
         torch.testing.assert_close(output[real], layer.mixer(*args).output[real], **CLOSE)

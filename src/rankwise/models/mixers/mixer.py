@@ -101,7 +101,7 @@ class Mixer(nn.Module, ABC):
         """Return M, (B, H, T, S), as `forward` applies it."""
         return self._mixing(hidden_states, token_mask(attention_mask, hidden_states), state, False).operator
 
-    def values(
+    def mixing_values(
         self,
         hidden_states: Float[Tensor, "B T D"],
         attention_mask: Shaped[Tensor, "B T"] | None = None,

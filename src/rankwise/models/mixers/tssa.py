@@ -154,7 +154,7 @@ class TokenStatisticsAttention(Mixer):
             final.append(scanned)
         return MixerOutput(self._project(mixed), tuple(final) if return_state and final else None)
 
-    def projected(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
+    def mixing_projection(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
         """Return the tokens w in the subspaces of the heads, before a convolution."""
         return self.in_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
 

@@ -135,12 +135,13 @@ def check_on_device(*weights: Tensor | None) -> None:
 
 
 class ProtocolAdapter(Adapter):
-    """A module with a method ``mixing_operator`` of the same arguments as its ``forward``.
+    """Calls the methods with which a module describes its own mixing.
 
-    The method gives the operator, (B, H, T, S), that the same call of ``forward`` applies; a method
-    ``values`` of the same arguments, where there is one, gives what it is applied to, (B, H, S, V). Both are
-    called when the module has run, with the arguments it had. An optional attribute ``output_projection``
-    names the module inside that reads the heads side by side, (B, T, H V), and ``num_heads`` how many.
+    ``mixing_operator`` returns the operator, (B, H, T, S), that ``forward`` applies to the same arguments.
+    The rest is optional: ``mixing_values`` returns what the operator is applied to, (B, H, S, V);
+    ``mixing_projection`` returns the tokens in the subspaces of the heads, (B, T, H, K);
+    ``output_projection`` names the module inside that reads the concatenated heads, (B, T, H V), and
+    ``num_heads`` counts them. Methods are called after the module has run.
     """
 
     def reads(self, module: nn.Module) -> bool:
@@ -170,18 +171,18 @@ class ProtocolAdapter(Adapter):
                 f"its `mixing_operator` gave {given}, expected a MixingOperator of shape (B, H, T, S)"
             )
         applied: Tensor | None = None
-        if values and callable(getattr(module, "values", None)):
+        if values and callable(getattr(module, "mixing_values", None)):
             with _own_random_numbers(call):
-                applied = module.values(*call.args, **call.kwargs)
+                applied = module.mixing_values(*call.args, **call.kwargs)
         return MixingCall(operator, applied, projection=_projected(module, call))
 
 
 def _projected(module: Any, call: ModuleCall) -> Tensor | None:
     """Tokens in the subspaces of the heads, (B, H, T, K): what a TSSA takes its statistics of."""
-    if not callable(getattr(module, "projected", None)):
+    if not callable(getattr(module, "mixing_projection", None)):
         return None
     with _own_random_numbers(call):
-        projected: Tensor = module.projected(call.tensors[0])
+        projected: Tensor = module.mixing_projection(call.tensors[0])
     return projected.transpose(1, 2)
 
 
