@@ -60,10 +60,11 @@ def selective(shared: bool) -> Callable[..., MixingOperator]:
     return make
 
 
-def gated_delta(by_feature: bool) -> Callable[..., MixingOperator]:
+def gated_delta(decay: str) -> Callable[..., MixingOperator]:
     def make(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
         key = torch.nn.functional.normalize(normal(B, H, T, K), dim=-1)  # as every such layer does
-        log_decay = -normal(B, H, T, *([K] if by_feature else [])).abs()
+        axes = {"none": None, "by token": (B, H, T), "by feature": (B, H, T, K)}[decay]
+        log_decay = None if axes is None else -normal(*axes).abs()
         return GatedDeltaMixing(normal(B, H, T, K), key, 2 * normal(B, H, T).sigmoid(), log_decay)
 
     return make
@@ -88,8 +89,9 @@ LINEAR_TIME: dict[str, Callable[..., MixingOperator]] = {
     "toeplitz": toeplitz(False),
     "semiseparable": semiseparable(1, False),
     "semiseparable, grouped, stepped": semiseparable(3, True),
-    "gated delta": gated_delta(False),
-    "gated delta, by feature": gated_delta(True),
+    "gated delta": gated_delta("by token"),
+    "gated delta, by feature": gated_delta("by feature"),
+    "delta": gated_delta("none"),
     "product": product,
     "sum": total,
     "selective": selective(True),

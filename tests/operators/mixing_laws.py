@@ -80,58 +80,6 @@ def check_products(op: MixingOperator, exact: Tensor, slacks: tuple[Slack, Slack
         near(op.apply_transposed(alone), exact.mT @ alone.double(), slacks[1](alone.expand_as(u)))
 
 
-INDICES: list[Any] = [
-    0,
-    slice(1, None),
-    (0, 1),
-    (slice(None), 1),
-    (slice(None), slice(0, 3, 2)),
-    (..., 2),
-    (1, ...),
-    None,
-    torch.tensor([1, 0, 1]),
-    (slice(None), torch.tensor([3, 1])),
-]
-
-
-def check_indexing(op: MixingOperator) -> None:
-    """An operator with two leading axes, of at least 2 and 4, is picked from as its dense matrix is."""
-    dense, v = op.dense(), normal(*op.shape[:-2], op.shape[-1], 2, seed=5)
-    applied = op @ v
-    for index in INDICES:
-        picked, wanted = op[index], _leading(dense, index)
-        assert type(picked) is type(op)
-        assert picked.shape == wanted.shape
-        # a matrix product may sum in another order in a batch of another size
-        torch.testing.assert_close(picked.dense(), wanted, rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(
-            picked @ _leading(v, index), _leading(applied, index), rtol=1e-12, atol=1e-12
-        )
-        assert torch.equal(picked.support(), _leading(op.support(), index))
-    torch.testing.assert_close(op[0][1].dense(), op[0, 1].dense(), rtol=0, atol=0)
-
-
-def _leading(tensor: Tensor, index: Any) -> Tensor:
-    """The index applied to the two leading axes, spelled out."""
-    picks = index if isinstance(index, tuple) else (index,)
-    if Ellipsis in [pick for pick in picks if not isinstance(pick, Tensor)]:
-        at = picks.index(Ellipsis)
-        fill = (slice(None),) * (2 - (len(picks) - 1))
-        picks = (*picks[:at], *fill, *picks[at + 1 :])
-    return tensor[picks]
-
-
-def check_gradients(make: Callable[..., MixingOperator], *inputs: Tensor) -> None:
-    """Gradients of both products and of the rows, against differences, for every float64 input."""
-    inputs = tuple(tensor.clone().requires_grad_() for tensor in inputs)
-    op = make(*inputs)
-    v, u = normal(*op.shape[:-2], op.shape[-1], 2, seed=1), normal(*op.shape[:-1], 2, seed=2)
-    v, u = v.requires_grad_(), u.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v, *x: make(*x) @ v, (v, *inputs))
-    assert torch.autograd.gradcheck(lambda u, *x: make(*x).apply_transposed(u), (u, *inputs))
-    assert torch.autograd.gradcheck(lambda *x: make(*x).dense(), inputs)
-
-
 class LargestTensor(TorchDispatchMode):
     """Keeps the size, in elements, of the largest tensor that an operation makes."""
 

@@ -1,16 +1,15 @@
-"""Products and sums of operators are the products and sums of their matrices."""
+"""Products, sums and parts of operators are products, sums and parts of their matrices."""
 
-import pytest
 import torch
-from mixing_laws import check_gradients, check_indexing, check_matrix, check_products, normal, products
-from tests.unchecked import unchecked
+from mixing_laws import check_matrix, check_products, normal, products
 
-from rankwise.errors import ShapeError
 from rankwise.operators import (
     DiagonalMixing,
+    IndexedMixing,
     LinearAttentionMixing,
     ProductMixing,
     SelectiveMixing,
+    SoftmaxMixing,
     SumMixing,
     ToeplitzMixing,
 )
@@ -60,15 +59,6 @@ def test_support_follows_chains():
     assert bool(ProductMixing(lower, lower.mT).support().all())
 
 
-def test_indexing_and_gradients():
-    check_indexing(ProductMixing(*chain(5, 5)))
-    check_indexing(SumMixing(*alike(5)))
-    for kind in (ProductMixing, SumMixing):
-        check_gradients(
-            lambda d, k, kind=kind: kind(DiagonalMixing(d), ToeplitzMixing(k)), normal(3), normal(3)
-        )
-
-
 def test_half_precision_is_carried_in_float32_between_the_parts():
     """1 + 2⁻⁸ is no bfloat16; both parts together give it back whole."""
     up = DiagonalMixing(torch.full((1, 2), 257.0))
@@ -81,21 +71,13 @@ def test_half_precision_is_carried_in_float32_between_the_parts():
     assert SumMixing(up, down).kind == "sum"
 
 
-@pytest.mark.parametrize(
-    ("kind", "shapes"),
-    [
-        (ProductMixing, ()),
-        (ProductMixing, ((2, 3), (2, 4))),
-        (ProductMixing, ((2, 3), (1, 3))),
-        (SumMixing, ((2, 3), (2, 4))),
-        (SumMixing, ()),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_is_refused(kind, shapes):
-    parts = [DiagonalMixing(torch.ones(shape)) for shape in shapes]
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=f"`{kind.__name__}`: expected operators of the same leading"),
-    ):
-        kind(*parts)
+def test_indexing_takes_rows_and_columns_of_the_matrix():
+    torch.manual_seed(0)
+    op = SoftmaxMixing(normal(2, 3, 7, 4), normal(2, 3, 7, 4), is_causal=True)
+    rows = torch.tensor([0, 1, 1, 0, 0, 1, 1]).bool()
+    columns = torch.tensor([1, 1, 0, 0, 1, 1, 0]).bool()
+    wanted = op.dense()[:, :, rows][..., columns]
+    part = IndexedMixing(op, rows, columns)
+    assert part.kind == "softmax"
+    assert torch.equal(part.dense(), wanted)
+    assert torch.equal(part.support(), op.support()[:, :, rows][..., columns])

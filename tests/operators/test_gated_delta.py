@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import (
-    check_gradients,
-    check_indexing,
     check_matrix,
     check_products,
     largest_tensor,
@@ -18,9 +16,7 @@ from mixing_laws import (
     products,
     uniform,
 )
-from tests.unchecked import unchecked
 
-from rankwise.errors import ShapeError
 from rankwise.operators import GatedDeltaMixing, LinearAttentionMixing, SemiseparableMixing
 from rankwise.operators.gated_delta import delta_scan, delta_scan_transposed
 
@@ -138,11 +134,6 @@ def test_a_decay_of_one_feature_is_that_feature_decayed():
     near(by_feature.dense(), by_token.dense(), 4 * terms * torch.finfo(torch.float64).eps * size)
 
 
-def test_gradients():
-    check_gradients(GatedDeltaMixing, *inputs(3, (), width=2))
-    check_gradients(GatedDeltaMixing, *inputs(2, (), width=2, feature=True))
-
-
 @pytest.mark.parametrize("feature", [False, True])
 def test_gradients_through_several_chunks(feature):
     """Too many inputs for differences: against autograd through the rule run token by token."""
@@ -155,15 +146,6 @@ def test_gradients_through_several_chunks(feature):
         for one, other in zip(ours, theirs, strict=True):
             # sums of some 70² terms of size 1 in another order: 1e4 roundings of 1e-16
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("feature", [False, True])
-def test_indexing(feature):
-    check_indexing(GatedDeltaMixing(*inputs(5, feature=feature)))
-
-
-def test_indexing_without_decay():
-    check_indexing(GatedDeltaMixing(*inputs(5)[:3]))
 
 
 @pytest.mark.parametrize(("feature", "block"), [(False, 64 * 64), (True, 16 * 16 * 4)])
@@ -183,55 +165,3 @@ def test_blocks_below_the_diagonal_have_rank_at_most_k(feature):
     assert sigma[1] > 1e-6
     assert sigma[2] < 1e-14 * max(1.0, sigma[0].item())
     assert torch.linalg.svdvals(op.dense())[10] > 1e-3
-
-
-def test_half_precision_is_summed_in_float32():
-    """In bfloat16 a sum of ones stops at 256."""
-    one, beta = torch.ones(1000, 1, dtype=torch.bfloat16), torch.full((1000,), 2.0**-14, dtype=torch.bfloat16)
-    op = GatedDeltaMixing(one, one, beta)
-    assert op.dtype == (op @ one).dtype == torch.bfloat16
-    wanted = 1 - (1 - 2.0**-14) ** 1000
-    assert (op @ one)[-1].item() == pytest.approx(wanted, rel=2**-8)
-    assert op.apply_transposed(one)[0].item() == pytest.approx(wanted, rel=2**-8)
-
-
-def test_kind_type_and_place():
-    query, key, beta, decay = inputs(3)
-    op = GatedDeltaMixing(query.half(), key.half(), beta.half(), decay.float())
-    assert (op.kind, op.dtype, op.device.type) == ("gated delta", torch.float32, "cpu")
-    assert op.to(torch.float64).beta.dtype == torch.float64
-    assert op.dense(torch.float64).dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "beta", "decay"),
-    [
-        ((2, 4, 3), (2, 4, 2), (2, 4), None),
-        ((2, 4, 3), (1, 4, 3), (2, 4), None),
-        ((2, 4, 3), (2, 4, 3), (2, 5), None),
-        ((2, 4, 3), (2, 4, 3), (2, 4, 1), None),
-        ((2, 4, 3), (2, 4, 3), (2, 4), (2, 5)),
-        ((2, 4, 3), (2, 4, 3), (2, 4), (2, 4, 1)),
-        ((0, 3), (0, 3), (0,), None),
-        ((4, 0), (4, 0), (4,), None),
-        ((3,), (3,), (), None),
-    ],
-)
-def test_what_does_not_fit_is_refused(query, key, beta, decay):
-    made = [torch.zeros(shape) for shape in (query, key, beta)]
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`GatedDeltaMixing`: expected query and key \(\.\.\., H, T, K\)"),
-    ):
-        GatedDeltaMixing(*made, None if decay is None else torch.zeros(decay))
-
-
-def test_values_of_other_tokens_are_refused():
-    op = GatedDeltaMixing(*inputs(3))
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
-    ):
-        op @ normal(2, 4, 5, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
-        op.apply_transposed(normal(2, 4, 5, 2))

@@ -5,20 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import (
-    check_gradients,
-    check_indexing,
     check_matrix,
     check_products,
-    largest_tensor,
     near,
     normal,
     odd_sizes,
     products,
     uniform,
 )
-from tests.unchecked import unchecked
 
-from rankwise.errors import ShapeError
 from rankwise.operators.linear_attention import LinearAttentionMixing
 
 modes = pytest.mark.parametrize(
@@ -90,39 +85,6 @@ def test_more_rows_than_columns_and_fewer(tokens, sources, is_causal, normalized
     check(*features(tokens, sources, normalized), is_causal, normalized)
 
 
-@modes
-def test_indexing(is_causal, normalized):
-    check_indexing(LinearAttentionMixing(*features(5, 6, normalized, 2, 4), is_causal, normalized))
-
-
-@modes
-@pytest.mark.parametrize(("tokens", "sources"), [(1, 1), (4, 3), (3, 4)])
-def test_gradients(tokens, sources, is_causal, normalized):
-    query, key = (x + 0.1 for x in features(tokens, sources, normalized, 2, width=2))
-    check_gradients(lambda q, k: LinearAttentionMixing(q, k, is_causal, normalized), query, key)
-
-
-def test_gradients_through_two_chunks():
-    """Too many inputs for differences: against autograd through the matrix."""
-    query, key = (x.requires_grad_() for x in features(100, 100, True))
-    v, weight = normal(100, 2, seed=3), normal(100, 2, seed=4)
-    op = LinearAttentionMixing(query, key, is_causal=True, normalized=True)
-    fast = torch.autograd.grad((op @ v * weight).sum(), (query, key))
-    slow = torch.autograd.grad((op.dense() @ v * weight).sum(), (query, key))
-    for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)  # 100 roundings of 1e-16 on each side
-
-
-@modes
-def test_no_matrix_is_formed(is_causal, normalized):
-    tokens, width = 2000, 4
-    op = LinearAttentionMixing(*features(tokens, tokens, normalized, 2, width=width), is_causal, normalized)
-    v = normal(2, tokens, 3)
-    for work in (lambda: op @ v, lambda: op.mT @ v):
-        assert largest_tensor(work) <= 2 * tokens * width
-    assert largest_tensor(op.dense) >= 2 * tokens * tokens
-
-
 def test_the_rank_is_at_most_the_number_of_features():
     op = LinearAttentionMixing(normal(20, 3), normal(20, 3, seed=1))
     sigma = torch.linalg.svdvals(op.dense())
@@ -166,52 +128,3 @@ def test_the_future_has_no_part():
     after = LinearAttentionMixing(query, key, is_causal=True, normalized=True) @ v
     assert torch.equal(before[:70], after[:70])
     assert not torch.equal(before[70:], after[70:])
-
-
-def test_half_precision_is_summed_in_float32():
-    """In bfloat16 a sum of ones stops at 256."""
-    one = torch.ones(1000, 1, dtype=torch.bfloat16)
-    for is_causal in (True, False):
-        op = LinearAttentionMixing(one, one, is_causal)
-        assert op.dtype == (op @ one).dtype == torch.bfloat16
-        assert (op @ one)[-1].item() == 1000
-        op = LinearAttentionMixing(one, one, is_causal, normalized=True)
-        assert torch.equal(op @ one, one)
-
-
-def test_kind_type_and_place():
-    op = LinearAttentionMixing(*features(3, 3, True, dtype=torch.float16))
-    assert (op.kind, op.dtype, op.device.type) == ("linear", torch.float16, "cpu")
-    assert op.to(torch.float64).key_features.dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("query", "key"),
-    [
-        ((4, 3), (4, 2)),
-        ((2, 4, 3), (4, 3)),
-        ((2, 4, 3), (1, 4, 3)),
-        ((3,), (3,)),
-        ((0, 3), (4, 3)),
-        ((4, 0), (4, 0)),
-    ],
-)
-def test_features_that_do_not_fit_are_refused(query, key):
-    with (
-        unchecked(),
-        pytest.raises(
-            ShapeError, match=r"`LinearAttentionMixing`: expected query features \(\.\.\., H, T, F\)"
-        ),
-    ):
-        LinearAttentionMixing(torch.zeros(query), torch.zeros(key))
-
-
-def test_values_of_other_tokens_are_refused():
-    op = LinearAttentionMixing(*features(3, 5, True))
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 5, V\)"),
-    ):
-        op @ normal(3, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
-        op.apply_transposed(normal(5, 2))

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_time_cases import LINEAR_TIME
+from mixing_laws import largest_tensor, near
 from operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
@@ -62,34 +64,38 @@ def test_rows_are_rows_of_the_dense_matrix(kind, size, data):
 INDICES = [
     0,
     -1,
-    (0, 0),
+    (0, 1),
     (0, -1),
-    slice(0, 1),
-    (slice(None), 0),
-    (slice(None), slice(0, 1)),
-    (..., 0),
-    (0, ...),
+    slice(1, None),
+    (slice(None), 1),
+    (slice(None), slice(0, 3, 2)),
+    (..., 2),
+    (1, ...),
     None,
     (0, None),
-    torch.tensor([0, 0]),
-    (torch.tensor([0]), torch.tensor([0])),
-    (slice(None), torch.tensor([0, 0, 0])),
+    torch.tensor([1, 0, 1]),
+    (torch.tensor([0]), torch.tensor([2])),
+    (slice(None), torch.tensor([3, 1])),
 ]
 
 
 @every_kind
 def test_indexing_commutes_with_forming(kind):
-    op = KINDS[kind](2, 2, 4, 5, 3)
+    op = KINDS[kind](2, 4, 4, 5, 3)
+    dense, support, values = op.dense(), op.support(), normal(*op.shape[:-2], op.shape[-1], 2)
+    applied = op @ values
     for index in INDICES:
         picks = index if isinstance(index, tuple) else (index,)
         filled = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
         place = (*filled, slice(None), slice(None))
-        wanted, got = op.dense()[place], op[index]
-        assert got.shape == wanted.shape, index
-        assert (got.dense() - wanted).abs().max() < TIGHT, index
-        assert torch.equal(got.support(), op.support()[place]), index
-        values = normal(*wanted.shape[:-2], wanted.shape[-1], 2)
-        assert (got @ values - wanted @ values).abs().max() < TIGHT, index
+        got = op[index]
+        assert type(got) is type(op)
+        assert got.shape == dense[place].shape, index
+        # a matrix product may sum in another order in a batch of another size
+        torch.testing.assert_close(got.dense(), dense[place], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(got @ values[place], applied[place], rtol=1e-12, atol=1e-12)
+        assert torch.equal(got.support(), support[place]), index
+    torch.testing.assert_close(op[0][1].dense(), op[0, 1].dense(), rtol=0, atol=0)
 
 
 @every_kind
@@ -180,17 +186,12 @@ def test_longer_than_one_block_of_rows(kind, monkeypatch):
 
 
 @every_kind
-def test_values_without_leading_axes_are_shared(kind):
+def test_values_may_be_shared_by_sequences_and_heads(kind):
     op = KINDS[kind](2, 2, 4, 5, 3)
-    values = normal(op.shape[-1], 2)
-    assert (op @ values - op.dense() @ values).abs().max() < TIGHT
-
-
-@every_kind
-def test_values_of_one_sequence_are_shared(kind):
-    op = KINDS[kind](2, 2, 4, 5, 3)
-    values = normal(1, op.shape[1], op.shape[-1], 2)
-    assert (op @ values - op.dense() @ values).abs().max() < TIGHT
+    for leading in ((), (1, op.shape[1]), (2, 1)):
+        values, rows = normal(*leading, op.shape[-1], 2), normal(*leading, op.shape[-2], 2)
+        assert (op @ values - op.dense() @ values).abs().max() < TIGHT
+        assert (op.apply_transposed(rows) - op.dense().mT @ rows).abs().max() < TIGHT
 
 
 @every_kind
@@ -211,6 +212,98 @@ def test_public_names():
     assert issubclass(rw.operators.DenseMixing, rw.MixingOperator)
 
 
+def tensors_of(op):
+    """Floating tensors of an operator, and a function that builds it again from others."""
+    found = []
+    op.map_tensors(lambda tensor: found.append(tensor) or tensor)
+    assert all(tensor.is_floating_point() for tensor in found)
+
+    def build(*tensors):
+        rest = iter(tensors)
+        return op.map_tensors(lambda _: next(rest))
+
+    return found, build
+
+
+linear_time = pytest.mark.parametrize("kind", LINEAR_TIME, ids=case_id)
+
+
+@linear_time
+@pytest.mark.parametrize("size", [(1, 1, 1, 1, 1), (1, 1, 3, 4, 2), (1, 2, 4, 3, 2)], ids=str)
+def test_gradients(kind, size):
+    """Gradients of both products and of the rows, against differences, for every tensor held."""
+    op = KINDS[kind](*size)
+    tensors, build = tensors_of(op)
+    v, u = normal(*op.shape[:-2], op.shape[-1], 2), normal(*op.shape[:-1], 2)
+    v, u, *tensors = (tensor.requires_grad_() for tensor in (v, u, *tensors))
+    assert torch.autograd.gradcheck(lambda v, *held: build(*held) @ v, (v, *tensors))
+    assert torch.autograd.gradcheck(lambda u, *held: build(*held).apply_transposed(u), (u, *tensors))
+    assert torch.autograd.gradcheck(lambda *held: build(*held).dense(), tensors)
+
+
+@linear_time
+def test_gradients_through_several_chunks(kind):
+    """Too many inputs for differences: against autograd through the matrix."""
+    op = KINDS[kind](1, 2, 70, 70, 3)
+    tensors, build = tensors_of(op)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    op, v, weight = build(*tensors), normal(70, 2), normal(70, 2)
+    for fast, slow in ((op @ v, op.dense() @ v), (op.apply_transposed(v), op.dense().mT @ v)):
+        ours = torch.autograd.grad((fast * weight).sum(), tensors, retain_graph=True)
+        theirs = torch.autograd.grad((slow * weight).sum(), tensors, retain_graph=True)
+        for one, other in zip(ours, theirs, strict=True):
+            # sums of some 70² terms of size 1 in another order: 1e4 roundings of 1e-16
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@linear_time
+def test_its_dtype_is_the_widest_of_its_tensors(kind):
+    tensors, build = tensors_of(KINDS[kind](1, 2, 3, 3, 2))
+    half = [tensor.half() for tensor in tensors]
+    assert build(*half).dtype == torch.float16
+    for at, tensor in enumerate(tensors):
+        assert build(*half[:at], tensor.float(), *half[at + 1 :]).dtype == torch.float32
+
+
+@linear_time
+def test_half_precision_is_summed_in_float32(kind):
+    """A sum in bfloat16 would be off by some hundred roundings, not by the last alone."""
+    op = KINDS[kind](1, 2, 300, 300, 4).to(torch.bfloat16)
+    exact = op.to(torch.float64)
+    for product, wanted in ((lambda o, v: o @ v, exact.dense()), (lambda o, v: o.mT @ v, exact.dense().mT)):
+        values = normal(*op.shape[:-2], 300, 3).to(torch.bfloat16)
+        got, wanted = product(op, values), wanted @ values.double()
+        assert got.dtype == torch.bfloat16
+        # one rounding to bfloat16, of half its eps, on top of an error of float32
+        size = exact.dense().norm(dim=(-2, -1))[..., None, None] * values.double().norm(dim=-2, keepdim=True)
+        near(got, wanted, wanted.abs() * 2**-8 + tolerance(torch.float32, 1, 1) * size)
+
+
+@linear_time
+def test_no_matrix_is_formed(kind):
+    tokens = 2000
+    op = KINDS[kind](1, 1, tokens, tokens, 4)
+    heads, v = op.shape[:-2].numel(), normal(*op.shape[:-2], tokens, 3)
+    for work in (lambda: op @ v, lambda: op.mT @ v):
+        # 4 features, 3 values or a state of 12 numbers per token, 2,049 complex frequencies, or one chunk
+        assert largest_tensor(work) <= heads * 12 * 2049
+    assert largest_tensor(op.dense) >= heads * tokens * tokens
+
+
+@every_kind
+def test_values_of_other_tokens_are_refused(kind):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    for product, name, tokens in (
+        (op.__matmul__, "M @ values", op.shape[-1]),
+        (op.apply_transposed, "M.mT @ values", op.shape[-2]),
+    ):
+        name = name if "transposed" not in kind else r"M(\.mT)? @ values"  # it names the operator's product
+        expected = rf"`{name}`: expected values of shape \(\.\.\., {tokens}, V\)"
+        for shape in ((tokens + 1, 2), (*op.shape[:-2], tokens + 1, 2), (tokens,), (5, 1, tokens, 2)):
+            with unchecked(), pytest.raises(ShapeError, match=expected):
+                product(torch.zeros(shape, dtype=torch.float64))
+
+
 @every_kind
 def test_whole_numbers_are_refused_as_values(kind):
     """A row of fractions times whole numbers would be cut off to whole numbers."""
@@ -226,5 +319,18 @@ def test_no_rows_are_an_empty_matrix(kind):
     assert op.rows(1, 1).shape == (*op.shape[:-2], 0, op.shape[-1])
 
 
-def test_the_table_of_kinds_names_operators():
-    assert set(MIXER_KINDS) <= {make(1, 1, 3, 3, 2).kind for make in KINDS.values()}
+def test_kinds_are_named_as_records_name_them():
+    kinds = {make(1, 1, 3, 3, 2).kind for make in KINDS.values()}
+    assert kinds == {
+        "dense",
+        "softmax",
+        "linear",
+        "diagonal",
+        "toeplitz",
+        "semiseparable",
+        "selective",
+        "gated delta",
+        "product",
+        "sum",
+    }
+    assert set(MIXER_KINDS) <= kinds

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import largest_tensor
 from operator_cases import MASKS, normal, sizes, softmax_of, tolerance
-from tests.unchecked import unchecked
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.errors import ShapeError
 from rankwise.operators.base import ROW_BLOCK
 from rankwise.operators.softmax import MASKED_BELOW
 
@@ -162,73 +160,6 @@ def test_nothing_is_expanded_in_memory():
     assert op.mask.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
     assert op.to(torch.float64).mask.numel() == mask.numel()
     assert op.dense(torch.float64).shape == (2, 8, 5, 6)
-
-
-# --- errors -------------------------------------------------------------------------------------------------
-
-BAD_PAIRS = [
-    ((2, 3, 4, 5), (2, 3, 4, 6)),
-    ((2, 3, 4, 5), (2, 2, 4, 5)),
-    ((2, 3, 4, 5), (3, 3, 4, 5)),
-    ((2, 3, 4, 5), (3, 4, 5)),
-    ((5,), (5,)),
-    ((2, 3, 0, 5), (2, 3, 4, 5)),
-    ((2, 3, 4, 0), (2, 3, 4, 0)),
-    ((0, 3, 4, 5), (0, 3, 4, 5)),
-]
-
-
-@pytest.mark.parametrize(("query", "key"), BAD_PAIRS)
-def test_queries_and_keys_that_do_not_fit(query, key):
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"query \(\.\.\., H, T, K\).*got query \(.*\) and key \("),
-    ):
-        rw.operators.SoftmaxMixing(torch.zeros(query), torch.zeros(key))
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (2, 4), (3, 1, 4, 5), (1, 2, 3, 4, 5)])
-def test_a_mask_that_does_not_fit(shape):
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"mask: expected a shape that broadcasts to \(2, 3, 4, 5\)"),
-    ):
-        rw.operators.SoftmaxMixing(torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 5, 6), torch.zeros(shape))
-
-
-@pytest.mark.parametrize("shape", [(5,), (0, 3), (2, 3, 0)])
-def test_a_matrix_that_is_none(shape):
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`DenseMixing`: expected a matrix of shape \(\.\.\., T, S\)"),
-    ):
-        rw.operators.DenseMixing(torch.zeros(shape))
-
-
-def test_allowed_entries_that_do_not_fit():
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"allowed entries: expected a shape that broadcasts to \(2, 3\)"),
-    ):
-        rw.operators.DenseMixing(torch.zeros(2, 3), torch.ones(3, 2, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("make", [softmax_of(), softmax_of("bool", causal=True)])
-@pytest.mark.parametrize("shape", [(4,), (4, 2), (2, 2, 4, 3)])
-def test_values_that_do_not_fit(make, shape):
-    op = make(2, 2, 4, 5, 3)
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 5, V\)"),
-    ):
-        op @ torch.zeros(shape)
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M\.mT @ values`: expected values of shape \(\.\.\., 4, V\)"),
-    ):
-        op.mT @ torch.zeros(2, 2, 5, 3)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M @ values`"):
-        rw.operators.DenseMixing(op.dense()) @ torch.zeros(shape)
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 9])

@@ -5,20 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import (
-    check_gradients,
-    check_indexing,
     check_matrix,
     check_products,
     largest_tensor,
-    near,
     normal,
     odd_sizes,
     products,
     uniform,
 )
-from tests.unchecked import unchecked
 
-from rankwise.errors import ShapeError
 from rankwise.operators.selective import SelectiveMixing, selective_scan
 from rankwise.operators.semiseparable import SemiseparableMixing
 
@@ -135,12 +130,6 @@ def test_how_many_states_are_held_at_once_changes_nothing():
         )
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_gradients(shared):
-    check_gradients(SelectiveMixing, *inputs(4, (2,), shared, width=2))
-    check_gradients(SelectiveMixing, *inputs(1, (2,), shared, width=2))
-
-
 def test_gradients_at_a_rate_and_a_step_of_zero():
     c, b, rate, step = inputs(4, (2,), width=2)
     rate[0, 0] = step[1, 2] = 0
@@ -152,11 +141,6 @@ def test_gradients_at_a_rate_and_a_step_of_zero():
     for one, other in zip(ours, theirs, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_indexing(shared):
-    check_indexing(SelectiveMixing(*inputs(5, shared=shared)))
 
 
 def test_c_and_b_stay_shared_by_channels_of_one_sequence():
@@ -190,69 +174,6 @@ def test_neither_matrix_nor_state_by_token_is_formed():
     for work in (lambda: op @ v, lambda: op.mT @ v):
         assert largest_tensor(work) <= 1 << 20  # D·N·T is 768,000: below what is held at once
     assert largest_tensor(lambda: op[:2].dense()) >= 2 * tokens * tokens
-
-
-def test_half_precision_is_summed_in_float32():
-    """In bfloat16 a sum of ones stops at 256."""
-    one = torch.ones(1, 1000, 1, dtype=torch.bfloat16)
-    op = SelectiveMixing(one, one, torch.zeros(2, 1).bfloat16(), torch.ones(2, 1000).bfloat16())
-    v = one.expand(2, -1, -1)
-    assert op.dtype == (op @ v).dtype == torch.bfloat16
-    assert (op @ v)[0, -1].item() == 1000
-    assert op.apply_transposed(v)[1, 0].item() == 1000
-
-
-def test_kind_type_and_place():
-    c, b, rate, step = inputs(3)
-    op = SelectiveMixing(c.half(), b.half(), rate.half(), step.float())
-    assert (op.kind, op.dtype, op.device.type) == ("selective", torch.float32, "cpu")
-    assert op.to(torch.float64).rate.dtype == torch.float64
-    assert op.dense(torch.float64).dtype == torch.float64
-    assert op.shape == (2, 4, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("c", "b", "rate", "step"),
-    [
-        ((1, 4, 3), (1, 4, 2), (2, 3), (2, 4)),
-        ((1, 4, 3), (1, 5, 3), (2, 3), (2, 4)),
-        ((1, 4, 3), (1, 4, 3), (2, 2), (2, 4)),
-        ((1, 4, 3), (1, 4, 3), (3, 3), (2, 4)),
-        ((1, 4, 3), (1, 4, 3), (2, 3), (2, 5)),
-        ((3, 4, 3), (3, 4, 3), (2, 3), (2, 4)),
-        ((4, 3), (4, 3), (2, 3), (2, 4)),
-        ((2, 1, 4, 3), (2, 1, 4, 3), (2, 3), (3, 2, 4)),
-        ((2, 1, 4, 3), (2, 1, 4, 3), (3, 2, 3), (2, 2, 4)),
-        ((1, 0, 3), (1, 0, 3), (2, 3), (2, 0)),
-        ((1, 4, 0), (1, 4, 0), (2, 0), (2, 4)),
-        ((3,), (3,), (3,), ()),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_is_refused(c, b, rate, step):
-    made = [torch.zeros(shape) for shape in (c, b, rate, step)]
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`SelectiveMixing`: expected c and b \(\.\.\., 1 or D, T, N\)"),
-    ):
-        SelectiveMixing(*made)
-
-
-def test_values_of_other_tokens_are_refused():
-    op = SelectiveMixing(*inputs(3))
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
-    ):
-        op @ normal(2, 4, 5, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
-        op.apply_transposed(normal(2, 4, 5, 2))
-
-
-def test_one_value_for_all_channels_of_a_sequence():
-    op, v = SelectiveMixing(*inputs(70)), normal(2, 1, 70, 2)
-    near(op @ v, op.dense() @ v, torch.tensor(1e-11))
-    near(op.apply_transposed(v), op.dense().mT @ v, torch.tensor(1e-11))
 
 
 def test_an_infinite_sum_never_shows():

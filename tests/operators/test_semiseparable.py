@@ -7,20 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import (
-    check_gradients,
-    check_indexing,
     check_matrix,
     check_products,
-    largest_tensor,
-    near,
     normal,
     odd_sizes,
     products,
     uniform,
 )
-from tests.unchecked import unchecked
 
-from rankwise.errors import ShapeError
 from rankwise.operators.semiseparable import SemiseparableMixing
 
 EXTREME = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30, -math.inf]
@@ -117,20 +111,12 @@ def test_a_of_one_is_linear_attention_and_a_of_zero_is_diagonal():
     assert torch.equal(none != 0, torch.eye(90, dtype=torch.bool).expand(2, -1, -1))
 
 
-def test_gradients():
-    check_gradients(SemiseparableMixing, *inputs(4, (2,), (1,), width=2))
-    check_gradients(SemiseparableMixing, *inputs(1, (2,), (1,), width=2)[:3])
-
-
-@pytest.mark.parametrize("extreme", [False, True])
-def test_gradients_through_several_chunks(extreme):
-    """Too many inputs for differences: against autograd through the matrix."""
+def test_gradients_through_extreme_decays():
     given = [x.requires_grad_() for x in inputs(150)]
-    if extreme:
-        with torch.no_grad():
-            given[2][..., ::40] = -math.inf
-            given[2][..., 1::40] = -1e30
-            given[2][..., 2::40] = 0
+    with torch.no_grad():
+        given[2][..., ::40] = -math.inf
+        given[2][..., 1::40] = -1e30
+        given[2][..., 2::40] = 0
     op, v, weight = SemiseparableMixing(*given), normal(2, 4, 150, 2), normal(2, 4, 150, 2, seed=1)
     for fast, slow in (
         (op @ v, op.dense() @ v),
@@ -144,11 +130,6 @@ def test_gradients_through_several_chunks(extreme):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [((2, 4), (2, 2)), ((2, 4), (2, 4)), ((2, 4), (2, 1))])
-def test_indexing(heads, groups):
-    check_indexing(SemiseparableMixing(*inputs(5, heads, groups)))
-
-
 def test_groups_stay_grouped_while_all_heads_are_kept():
     op = SemiseparableMixing(*inputs(5))
     for index in (0, slice(0, 1), (slice(None),)):
@@ -158,75 +139,8 @@ def test_groups_stay_grouped_while_all_heads_are_kept():
     assert op[:, 0:4].heads_per_group == 1
 
 
-def test_no_matrix_is_formed():
-    tokens, width = 2000, 4
-    op, v = SemiseparableMixing(*inputs(tokens, width=width)), normal(2, 4, tokens, 3)
-    for work in (lambda: op @ v, lambda: op.mT @ v):
-        # eight heads: their tokens, or their chunks of 64×64
-        assert largest_tensor(work) <= 8 * max(tokens * width, 64 * 64)
-    assert largest_tensor(lambda: op[:, :1].dense()) >= 2 * tokens * tokens
-
-
 def test_blocks_below_the_diagonal_have_rank_at_most_n():
     op = SemiseparableMixing(*inputs(40, (), (), width=2)[:3])
     sigma = torch.linalg.svdvals(op.dense()[20:, :20])
     assert sigma[2] < 1e-14 * max(1.0, sigma[0].item())
     assert torch.linalg.svdvals(op.dense())[10] > 1e-3
-
-
-def test_half_precision_is_summed_in_float32():
-    """In bfloat16 a sum of ones stops at 256."""
-    one = torch.ones(1000, 1, dtype=torch.bfloat16)
-    op = SemiseparableMixing(one, one, torch.zeros(1000, dtype=torch.bfloat16))
-    assert op.dtype == (op @ one).dtype == torch.bfloat16
-    assert (op @ one)[-1].item() == 1000
-    assert op.apply_transposed(one)[0].item() == 1000
-
-
-def test_kind_type_and_place():
-    c, b, decay, step = inputs(3)
-    op = SemiseparableMixing(c.half(), b.half(), decay.float(), step.float())
-    assert (op.kind, op.dtype, op.device.type) == ("semiseparable", torch.float32, "cpu")
-    assert op.to(torch.float64).step.dtype == torch.float64
-    assert op.dense(torch.float64).dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("c", "b", "decay", "step"),
-    [
-        ((2, 4, 3), (2, 4, 2), (2, 4), None),
-        ((2, 4, 3), (2, 5, 3), (2, 4), None),
-        ((2, 4, 3), (2, 4, 3), (2, 5), None),
-        ((2, 4, 3), (2, 4, 3), (3, 4), None),
-        ((2, 4, 3), (2, 4, 3), (4,), None),
-        ((2, 4, 3), (2, 4, 3), (4, 4), (2, 4)),
-        ((1, 2, 4, 3), (1, 2, 4, 3), (2, 2, 4), None),
-        ((0, 3), (0, 3), (0,), None),
-        ((0, 4, 3), (0, 4, 3), (2, 4), None),
-        ((3,), (3,), (), None),
-    ],
-)
-def test_what_does_not_fit_is_refused(c, b, decay, step):
-    made = [torch.zeros(shape) for shape in (c, b, decay)] + [step if step is None else torch.zeros(step)]
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`SemiseparableMixing`: expected c and b \(\.\.\., G, T, N\)"),
-    ):
-        SemiseparableMixing(*made)
-
-
-def test_values_of_other_tokens_are_refused():
-    op = SemiseparableMixing(*inputs(3))
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
-    ):
-        op @ normal(2, 4, 5, 2)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
-        op.apply_transposed(normal(2, 4, 5, 2))
-
-
-def test_one_value_for_all_heads_of_a_sequence():
-    op, v = SemiseparableMixing(*inputs(70)), normal(2, 1, 70, 2)
-    near(op @ v, op.dense() @ v, torch.tensor(1e-11))
-    near(op.apply_transposed(v), op.dense().mT @ v, torch.tensor(1e-11))

@@ -7,18 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing_laws import (
-    check_gradients,
-    check_indexing,
     check_matrix,
     check_products,
-    largest_tensor,
     near,
     normal,
     odd_sizes,
+    uniform,
 )
-from tests.unchecked import unchecked
 
-from rankwise.errors import ShapeError
 from rankwise.operators.toeplitz import ToeplitzMixing
 
 
@@ -78,27 +74,6 @@ def test_any_small_size(tokens, is_causal, lead):
     check_products(op, exact, slack_of(kernel, torch.float64))
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_indexing(is_causal):
-    check_indexing(ToeplitzMixing(kernel_of(5, is_causal, 2, 4), is_causal))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_gradients(tokens, is_causal):
-    check_gradients(lambda kernel: ToeplitzMixing(kernel, is_causal), kernel_of(tokens, is_causal, 2))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_no_matrix_is_formed(is_causal):
-    tokens, width = 2000, 3
-    op, v = ToeplitzMixing(kernel_of(tokens, is_causal, 2), is_causal), normal(2, tokens, width)
-    # 4,096 padded tokens, or 2,049 complex frequencies
-    assert largest_tensor(lambda: op @ v) <= 2 * 2 * 2049 * width
-    assert largest_tensor(lambda: op.mT @ v) <= 2 * 2 * 2049 * width
-    assert largest_tensor(op.dense) >= 2 * tokens * tokens
-
-
 def test_lags_do_not_wrap_round():
     """The last token reaches the first through the last lag alone; at T = 2^n any shorter transform wraps."""
     for tokens in (2, 3, 4, 8, 9):
@@ -123,45 +98,60 @@ def test_kernels_that_decay_or_grow():
     check_products(ToeplitzMixing(kernel), by_hand(kernel, True), slack_of(kernel, torch.float64))
 
 
-def test_half_precision_is_convolved_in_float32():
-    kernel, v = kernel_of(50, True, dtype=torch.bfloat16), normal(50, 3, dtype=torch.bfloat16)
-    got = ToeplitzMixing(kernel) @ v
-    assert got.dtype == torch.bfloat16
-    exact = by_hand(kernel, True) @ v.double()
-    # one rounding to bfloat16, of half its eps, on top of the float32 error
-    near(got, exact, slack_of(kernel, torch.float32)[0](v) * 2 + exact.abs() * 2**-8)
+# --- from a state space ---
 
 
-def test_kind_type_and_place():
-    op = ToeplitzMixing(normal(3, dtype=torch.float16))
-    assert (op.kind, op.dtype, op.device.type) == ("toeplitz", torch.float16, "cpu")
-    assert op.to(torch.float64).dtype == torch.float64
+def system(heads=3, states=4, seed=0):
+    a = torch.complex(-uniform(heads, states, seed=seed) - 0.1, normal(heads, states, seed=seed + 1))
+    b, c = (
+        torch.complex(normal(heads, states, seed=seed + i), normal(heads, states, seed=seed + i + 1))
+        for i in (2, 4)
+    )
+    return a, b, c, uniform(heads, seed=seed + 6) + 0.01
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_causal"), [((), True), ((2, 0), True), ((2, 0), False), ((2, 4), False)]
-)
-def test_a_kernel_of_the_wrong_length_is_refused(shape, is_causal):
-    with pytest.raises(ShapeError, match=r"`ToeplitzMixing` kernel: expected \(\.\.\., 2?T"):
-        ToeplitzMixing(torch.zeros(shape), is_causal)
+def recurrence(a, b, c, step, inputs):
+    """x' = a x + b u with u held between tokens, solved exactly from token to token."""
+    decay = (a * step[:, None]).exp()
+    state, outputs = torch.zeros_like(a), []
+    for u in inputs.unbind(-1):
+        state = decay * state + (decay - 1) / a * b * u[:, None]
+        outputs.append((c * state).sum(-1).real)
+    return torch.stack(outputs, dim=-1)
 
 
-def test_a_complex_kernel_is_refused():
-    with (
-        unchecked(),
-        pytest.raises(
-            ShapeError, match=r"`ToeplitzMixing` kernel: expected real numbers, got torch\.complex64"
-        ),
-    ):
-        ToeplitzMixing(torch.zeros(3, dtype=torch.complex64))
+@pytest.mark.parametrize("conjugates", [False, True])
+def test_a_state_space_is_its_recurrence(conjugates):
+    a, b, c, step = system()
+    inputs = normal(3, 30, seed=9)
+    wanted = recurrence(a, b, c, step, inputs) * (2 if conjugates else 1)
+    operator = ToeplitzMixing.from_ssm(a, b, c, step, 30, conjugates)
+    # 30 · 4 terms of size ≤ 10, each a few roundings; exp(l·a) is off by l roundings of its exponent
+    torch.testing.assert_close((operator @ inputs[..., None])[..., 0], wanted, rtol=0, atol=1e-11)
 
 
-def test_values_of_other_tokens_are_refused():
-    op = ToeplitzMixing(normal(2, 3))
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=r"`M @ values`: expected values of shape \(\.\.\., 3, V\)"),
-    ):
-        op @ normal(2, 4, 5)
-    with unchecked(), pytest.raises(ShapeError, match=r"`M.mT @ values`: expected .*\(\.\.\., 3, V\)"):
-        op.apply_transposed(normal(2, 4, 5))
+def test_conjugate_states_count_twice():
+    a, b, c, step = system()
+    both = ToeplitzMixing.from_ssm(*(torch.cat([x, x.conj()], -1) for x in (a, b, c)), step, 12)
+    half = ToeplitzMixing.from_ssm(a, b, c, step, 12, conjugates=True)
+    torch.testing.assert_close(half.kernel, both.kernel, rtol=1e-12, atol=1e-13)
+
+
+def test_a_state_that_does_not_decay_is_a_running_sum():
+    one = torch.ones(2, 1, dtype=torch.float64)
+    step = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    operator = ToeplitzMixing.from_ssm(torch.zeros_like(one), one, one, step, 4)
+    assert torch.equal(operator.dense(), step[:, None, None] * torch.ones(4, 4, dtype=torch.float64).tril())
+
+
+def test_tiny_rates_are_exact():
+    """(exp(x) − 1)/x loses every digit at x = 1e-17 unless it is taken as a whole."""
+    a = torch.full((1, 1), -1e-17, dtype=torch.float64)
+    one = torch.ones_like(a)
+    kernel = ToeplitzMixing.from_ssm(a, one, one, one[0], 3).kernel
+    torch.testing.assert_close(kernel, torch.ones_like(kernel), rtol=1e-15, atol=0)
+
+
+def test_gradients_reach_every_parameter_of_a_state_space():
+    given = [x.requires_grad_() for x in system(2, 2)]
+    assert torch.autograd.gradcheck(lambda *x: ToeplitzMixing.from_ssm(*x, 4).kernel, given)

@@ -1,0 +1,161 @@
+"""Operators refuse tensors that do not fit together, and say what would."""
+
+import pytest
+import torch
+from tests.unchecked import unchecked
+
+from rankwise.errors import ShapeError
+from rankwise.operators import (
+    DenseMixing,
+    DiagonalMixing,
+    GatedDeltaMixing,
+    IndexedMixing,
+    LinearAttentionMixing,
+    ProductMixing,
+    SelectiveMixing,
+    SemiseparableMixing,
+    SoftmaxMixing,
+    SumMixing,
+    ToeplitzMixing,
+)
+
+SHAPES = {
+    SoftmaxMixing: [
+        ((2, 3, 4, 5), (2, 3, 4, 6)),
+        ((2, 3, 4, 5), (2, 2, 4, 5)),
+        ((2, 3, 4, 5), (3, 3, 4, 5)),
+        ((2, 3, 4, 5), (3, 4, 5)),
+        ((5,), (5,)),
+        ((2, 3, 0, 5), (2, 3, 4, 5)),
+        ((2, 3, 4, 0), (2, 3, 4, 0)),
+        ((0, 3, 4, 5), (0, 3, 4, 5)),
+    ],
+    DenseMixing: [((5,),), ((0, 3),), ((2, 3, 0),)],
+    DiagonalMixing: [((),), ((0,),), ((2, 0),)],
+    LinearAttentionMixing: [
+        ((4, 3), (4, 2)),
+        ((2, 4, 3), (4, 3)),
+        ((2, 4, 3), (1, 4, 3)),
+        ((3,), (3,)),
+        ((0, 3), (4, 3)),
+        ((4, 0), (4, 0)),
+    ],
+    SemiseparableMixing: [
+        ((2, 4, 3), (2, 4, 2), (2, 4), None),
+        ((2, 4, 3), (2, 5, 3), (2, 4), None),
+        ((2, 4, 3), (2, 4, 3), (2, 5), None),
+        ((2, 4, 3), (2, 4, 3), (3, 4), None),
+        ((2, 4, 3), (2, 4, 3), (4,), None),
+        ((2, 4, 3), (2, 4, 3), (4, 4), (2, 4)),
+        ((1, 2, 4, 3), (1, 2, 4, 3), (2, 2, 4), None),
+        ((0, 3), (0, 3), (0,), None),
+        ((0, 4, 3), (0, 4, 3), (2, 4), None),
+        ((3,), (3,), (), None),
+    ],
+    SelectiveMixing: [
+        ((1, 4, 3), (1, 4, 2), (2, 3), (2, 4)),
+        ((1, 4, 3), (1, 5, 3), (2, 3), (2, 4)),
+        ((1, 4, 3), (1, 4, 3), (2, 2), (2, 4)),
+        ((1, 4, 3), (1, 4, 3), (3, 3), (2, 4)),
+        ((1, 4, 3), (1, 4, 3), (2, 3), (2, 5)),
+        ((3, 4, 3), (3, 4, 3), (2, 3), (2, 4)),
+        ((4, 3), (4, 3), (2, 3), (2, 4)),
+        ((2, 1, 4, 3), (2, 1, 4, 3), (2, 3), (3, 2, 4)),
+        ((2, 1, 4, 3), (2, 1, 4, 3), (3, 2, 3), (2, 2, 4)),
+        ((1, 0, 3), (1, 0, 3), (2, 3), (2, 0)),
+        ((1, 4, 0), (1, 4, 0), (2, 0), (2, 4)),
+        ((3,), (3,), (3,), ()),
+    ],
+    GatedDeltaMixing: [
+        ((2, 4, 3), (2, 4, 2), (2, 4), None),
+        ((2, 4, 3), (1, 4, 3), (2, 4), None),
+        ((2, 4, 3), (2, 4, 3), (2, 5), None),
+        ((2, 4, 3), (2, 4, 3), (2, 4, 1), None),
+        ((2, 4, 3), (2, 4, 3), (2, 4), (2, 5)),
+        ((2, 4, 3), (2, 4, 3), (2, 4), (2, 4, 1)),
+        ((0, 3), (0, 3), (0,), None),
+        ((4, 0), (4, 0), (4,), None),
+        ((3,), (3,), (), None),
+    ],
+    ToeplitzMixing: [((),), ((2, 0),)],
+}
+EXPECTED = {
+    SoftmaxMixing: r"query (..., H, T, K) and key (..., Hkv, S, K)",
+    DenseMixing: "a matrix of shape (..., T, S)",
+    DiagonalMixing: "one number for each token",
+    LinearAttentionMixing: "query features (..., H, T, F)",
+    SemiseparableMixing: "c and b (..., G, T, N)",
+    SelectiveMixing: "c and b (..., 1 or D, T, N)",
+    GatedDeltaMixing: "query and key (..., H, T, K)",
+    ToeplitzMixing: "(..., T) lags",
+}
+
+
+def refused(subject, expected, make):
+    with unchecked(), pytest.raises(ShapeError) as raised:
+        make()
+    assert raised.value.subject.strip("`").startswith(subject)
+    assert expected in raised.value.expected
+
+
+@pytest.mark.parametrize(("kind", "shapes"), [(kind, one) for kind, all in SHAPES.items() for one in all])
+def test_tensors_that_do_not_fit(kind, shapes):
+    tensors = [shape if shape is None else torch.zeros(shape) for shape in shapes]
+    refused(kind.__name__, EXPECTED[kind], lambda: kind(*tensors))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (2, 4)])
+def test_a_kernel_without_a_middle(shape):
+    refused("ToeplitzMixing", "(..., 2T − 1) lags", lambda: ToeplitzMixing(torch.zeros(shape), False))
+
+
+def test_a_complex_kernel():
+    refused("ToeplitzMixing", "real numbers", lambda: ToeplitzMixing(torch.zeros(3, dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tokens"),
+    [
+        (((2, 3), (2, 3), (2, 3), (3,)), 4),
+        (((2, 3), (2, 4), (2, 3), (2,)), 4),
+        (((2, 3), (2, 3), (3,), (2,)), 4),
+        (((2, 3), (2, 3), (2, 3), (2,)), 0),
+        (((), (), (), ()), 4),
+    ],
+    ids=str,
+)
+def test_a_state_space_that_does_not_fit(shapes, tokens):
+    tensors = [torch.ones(shape) for shape in shapes]
+    refused("ToeplitzMixing.from_ssm", "a, b and c", lambda: ToeplitzMixing.from_ssm(*tensors, tokens))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 4), (3, 1, 4, 5), (1, 2, 3, 4, 5)])
+def test_a_mask_that_does_not_fit(shape):
+    query, key = torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 5, 6)
+    broadcasts = "a shape that broadcasts to (2, 3, 4, 5)"
+    refused("SoftmaxMixing` mask", broadcasts, lambda: SoftmaxMixing(query, key, torch.zeros(shape)))
+    allowed = torch.zeros(shape, dtype=torch.bool)
+    refused("allowed entries", broadcasts, lambda: DenseMixing(torch.zeros(2, 3, 4, 5), allowed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        (ProductMixing, ()),
+        (ProductMixing, ((2, 3), (2, 4))),
+        (ProductMixing, ((2, 3), (1, 3))),
+        (SumMixing, ((2, 3), (2, 4))),
+        (SumMixing, ()),
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_fit(kind, shapes):
+    parts = [DiagonalMixing(torch.ones(shape)) for shape in shapes]
+    refused(kind.__name__, "operators of the same leading axes", lambda: kind(*parts))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (3, 0), (4, 3), (3, 2)])
+def test_an_index_that_does_not_fit_or_keeps_nothing(rows, columns):
+    keep = [torch.arange(max(count, 3)) < count for count in (rows, columns)]
+    keep[1] = keep[1][:columns] if columns == 2 else keep[1]
+    refused("IndexedMixing", "some rows and some", lambda: IndexedMixing(DenseMixing(torch.eye(3)), *keep))
