@@ -259,7 +259,7 @@ def test_the_search_finds_what_a_class_uses_of_its_base(
 def test_the_search_finds_nothing_in_names_of_our_own(tmp_path: Path) -> None:
     ours = [
         "class A(nn.Module):\n    def __init__(self): self._fine = self.__class__",
-        "operator._apply(f)",
+        "operator._multiply(f)",
         "pair._replace(x=1)",
         "from rankwise.theory import barrier",
         "'_fine', '__dict__', 'a text of _modules', '_'",

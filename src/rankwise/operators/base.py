@@ -164,18 +164,18 @@ class FastMixing(MixingOperator):
     """Operator that applies M and Mᵀ without forming rows, in float32 or float64."""
 
     @abstractmethod
-    def _apply(self, values: Float[Tensor, "... N V"], transposed: bool) -> Float[Tensor, "... R V"]:
+    def _multiply(self, values: Float[Tensor, "... N V"], transposed: bool) -> Float[Tensor, "... R V"]:
         """Compute M V or Mᵀ U in the dtype of the values, which is float32 or float64."""
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """Compute M V."""
         self._check(values)
-        return self._apply(values.to(compute_dtype(self.dtype, values.dtype)), False).to(values.dtype)
+        return self._multiply(values.to(compute_dtype(self.dtype, values.dtype)), False).to(values.dtype)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
         """Compute Mᵀ U."""
         self._check(values, transposed=True)
-        return self._apply(values.to(compute_dtype(self.dtype, values.dtype)), True).to(values.dtype)
+        return self._multiply(values.to(compute_dtype(self.dtype, values.dtype)), True).to(values.dtype)
 
 
 class ComposedMixing(MixingOperator):

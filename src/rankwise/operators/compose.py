@@ -87,7 +87,7 @@ class ProductMixing(_SeveralMixing):
                 seen = (seen.float() @ part.support().float()) > 0
         return seen.expand(*self.shape[:-2], *seen.shape[-2:])
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         if transposed:
             return reduce(lambda u, part: part.apply_transposed(u), self.parts, values)
         return reduce(lambda v, part: part @ v, reversed(self.parts), values)
@@ -134,7 +134,7 @@ class SumMixing(_SeveralMixing):
         """Return True at the entries of any part."""
         return reduce(torch.logical_or, (part.support_rows(start, stop) for part in self.parts))
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         products = (part.apply_transposed(values) if transposed else part @ values for part in self.parts)
         return reduce(torch.add, products)
 

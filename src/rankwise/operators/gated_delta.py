@@ -92,7 +92,7 @@ class GatedDeltaMixing(CausalScanMixing):
         columns = delta_scan_transposed(*self._inputs(work, stop), unit)
         return F.pad(columns.mT, (0, self.shape[-1] - stop))
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         return (delta_scan_transposed if transposed else delta_scan)(*self._inputs(values.dtype), values)
 
     def _inputs(self, work: torch.dtype, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

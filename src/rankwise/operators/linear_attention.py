@@ -89,7 +89,7 @@ class LinearAttentionMixing(FastMixing):
         seen = causal_rows(start, stop, sources, self.device) if self.is_causal else everywhere
         return seen.expand(*self.shape[:-2], stop - start, sources)
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         query, key = self.query_features.to(values.dtype), self.key_features.to(values.dtype)
         tokens, sources = self.shape[-2:]
         inverse = self._inverse(self._row_sums(query, key)) if self.normalized else None

@@ -100,7 +100,7 @@ class SelectiveMixing(CausalScanMixing):
             rows = rows + products * (rate[..., n, None, None] * time).exp()
         return F.pad((rows * step[..., None, :]).tril(start), (0, self.shape[-1] - stop))
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         c, b, rate, step = self._tensors(values.dtype)
         if not transposed:
             return selective_scan(c, b, rate, step, values * step[..., None])

@@ -91,7 +91,7 @@ class SemiseparableMixing(CausalScanMixing):
             rows = rows * self.step[..., None, :stop].to(work)
         return F.pad(rows, (0, self.shape[-1] - stop))
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         c, b, decay = (tensor.to(values.dtype) for tensor in (self.c, self.b, self.log_decay))
         step = None if self.step is None else self.step[..., None].to(values.dtype)
         if step is not None and not transposed:

@@ -134,7 +134,7 @@ class ToeplitzMixing(FastMixing):
         tokens = torch.arange(self.shape[-1], device=self.device)
         return tokens[start:stop, None] - tokens
 
-    def _apply(self, values: Tensor, transposed: bool) -> Tensor:
+    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         """Convolve with the kernel, or with the reversed kernel."""
         if 0 in values.shape:  # no FFT takes an empty axis
             return values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], values.shape[-1])))
