@@ -45,20 +45,20 @@ def test_without_torch_function() -> None:
         assert mode.count == before, "torch._C.DisableTorchFunction no longer hides functions from modes"
 
 
-def test_take_off_mode_and_put_on_mode() -> None:
+def test_pop_mode_and_push_mode() -> None:
     """In the middle of three, and back to its place."""
     with Seen() as below, Seen() as mode, Seen() as above:
-        depth = torch_private.take_off_mode(mode)
+        depth = torch_private.pop_mode(mode)
         torch.ones(2).exp()
         assert depth == 1, "the stack of function modes is counted or popped otherwise"
         assert (mode.count, below.count > 0, above.count > 0) == (0, True, True), (
             "the wrong mode was taken off"
         )
-        assert torch_private.take_off_mode(mode) is None, "a mode that is not on the stack was found there"
-        torch_private.put_on_mode(mode, depth)
+        assert torch_private.pop_mode(mode) is None, "a mode that is not on the stack was found there"
+        torch_private.push_mode(mode, depth)
         torch.ones(2).exp()
         assert mode.count > 0, "torch.overrides._push_mode no longer puts a mode on the stack"
-    assert torch_private.take_off_mode(mode) is None
+    assert torch_private.pop_mode(mode) is None
 
 
 def test_in_backward() -> None:
@@ -168,9 +168,9 @@ def test_constant_when_traced() -> None:
 
 def test_drops() -> None:
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    shares = [torch_private.drops(layer(0.25)) for layer in layers]
+    shares = [torch_private.dropout_rate(layer(0.25)) for layer in layers]
     assert shares == [0.25] * 6, "dropout layers have no common base _DropoutNd any more"
-    assert torch_private.drops(nn.Linear(2, 2)) == 0.0
+    assert torch_private.dropout_rate(nn.Linear(2, 2)) == 0.0
 
 
 def test_forget_global_hook() -> None:
@@ -251,12 +251,12 @@ def test_without_forward_hooks() -> None:
     )
 
 
-def test_registered_buffers_kept() -> None:
+def test_preserve_registered_buffers() -> None:
     module = nn.Module()
     module.register_buffer("none", None)
     module.register_buffer("kept", torch.ones(1), persistent=False)
     kept = module.kept
-    with torch_private.registered_buffers_kept(module):
+    with torch_private.preserve_registered_buffers(module):
         module.none, module.kept = torch.ones(1), torch.zeros(1)
         module.register_buffer("added", torch.ones(1))
     assert module.none is None, "buffers are kept elsewhere"

@@ -1,6 +1,6 @@
 """The command `rankwise`, also `python -m rankwise`: Ctrl-C ends it in one line, with status 130.
 
-Nothing is imported here before Ctrl-C is looked after: loading PyTorch takes seconds.
+The handler of Ctrl-C comes before all other imports: loading PyTorch takes seconds.
 """
 
 import os
@@ -8,83 +8,57 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import NoReturn
 
 INTERRUPTED = 130
-"""128 + SIGINT, what a shell gives a command that Ctrl-C ended."""
-ANSWERED = 2
-"""Times Ctrl-C may interrupt a command: once to write what it has, once more to leave that as well."""
+"""128 + SIGINT, the status of a command that Ctrl-C ended."""
+_running = False
+"""True while a command runs that can save its results after Ctrl-C."""
+_presses = 0
 
 
-class Interrupts:
-    """What Ctrl-C does: it interrupts a command that runs, and ends a process that has none to interrupt."""
+def _pressed(_: int, frame: FrameType | None) -> None:
+    """Interrupt the command twice: to write its results, and to stop writing. Otherwise end the process."""
+    global _presses
+    _presses += 1
+    if _running and _presses <= 2 and not _is_importing(frame):
+        raise KeyboardInterrupt
+    _leave()
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.running = False
-        """Whether a command is there that can put its files in order."""
-        self._leaving = False
 
-    def watch(self) -> None:
-        """Take over Ctrl-C; not from a caller that has it ignored, such as nohup."""
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._pressed)
-            sys.unraisablehook = self._lost
-
-    def _pressed(self, _: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.running and self.count <= ANSWERED and not _is_importing(frame):
-            raise KeyboardInterrupt
-        self.leave()
-
-    def _lost(self, what: "sys.UnraisableHookArgs") -> None:
-        """An interrupt that came while Python tidied up cannot be raised: it ends the process."""
-        if what.exc_type is KeyboardInterrupt:
-            self.leave()
-        sys.__unraisablehook__(what)
-
-    def leave(self) -> None:
-        """End the process, whatever it is in the middle of: Python's own way out can be interrupted again."""
-        if not self._leaving:
-            self._leaving = True
-            with suppress(OSError):  # standard error may be closed
-                os.write(2, b"rankwise: interrupted\n")
-            os._exit(INTERRUPTED)
+def _leave() -> NoReturn:
+    """End the process at once: Python's own exit could be interrupted again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):  # standard error may be closed
+        os.write(2, b"rankwise: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: an exception there can end in C++, as an abort of PyTorch."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
+    """Return True during an import: an exception in PyTorch's import can abort in C++."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def main() -> None:
     """Run a command."""
-    interrupts = Interrupts()
-    interrupts.watch()
+    global _running
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT stays ignored
+        signal.signal(signal.SIGINT, _pressed)
     from rankwise.cli import main as run
 
-    status: Any = None
-    interrupts.running = True
     try:
+        _running = True
         run()
-    except SystemExit as leaving:
-        interrupts.running = False
-        status = leaving.code
-    except BaseException:
-        interrupts.running = False
-        if not interrupts.count:
-            raise
-        status = INTERRUPTED  # whatever an interrupt was turned into on its way
-    interrupts.running = False
-    if status == INTERRUPTED:
-        with suppress(OSError):  # its reader may be gone
-            sys.stdout.flush()
-        interrupts.leave()
-    sys.exit(status)
+    except BaseException as error:
+        _running = False
+        status = error.code if isinstance(error, SystemExit) else INTERRUPTED
+        if status == INTERRUPTED and (_presses or isinstance(error, SystemExit)):
+            with suppress(OSError):  # the reader of standard output may be closed
+                sys.stdout.flush()
+            _leave()  # whatever the interrupt became on its way up
+        raise
 
 
 if __name__ == "__main__":

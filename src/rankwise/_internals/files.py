@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and JSON is read only where Python can hold it."""
+"""Write files atomically."""
 
 import json
 import os
@@ -10,56 +10,24 @@ from typing import Any
 
 from rankwise.errors import InputError
 
-DEEPEST = 100
-"""Levels of lists and objects that JSON may have: ours has six, and deeper ones exhaust Python's stack."""
-
 
 def parse_json(text: str) -> Any:
-    """Read JSON, whatever its author meant it to do.
-
-    Args:
-        text: the JSON.
-
-    Raises:
-        ValueError: if it is no JSON, is nested deeper than 100 levels, or holds what Python cannot:
-            numbers of thousands of digits, half a surrogate pair.
+    """Return the content of JSON; raise ValueError for JSON that Python cannot hold.
 
     Examples:
         >>> parse_json('{"layers": [1, null]}')
         {'layers': [1, None]}
-        >>> parse_json("[" * 1000 + "]" * 1000)
-        Traceback (most recent call last):
-        ...
-        ValueError: lists or objects nested deeper than 100 levels
     """
     try:
         content = json.loads(text)
+        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except RecursionError:
-        raise ValueError(f"lists or objects nested deeper than {DEEPEST} levels") from None
-    level = [content]
-    for _ in range(DEEPEST + 1):
-        lists = [item.values() if isinstance(item, dict) else item for item in level if _is_nested(item)]
-        level = [item for items in lists for item in items]
-    if lists:
-        raise ValueError(f"lists or objects nested deeper than {DEEPEST} levels")
-    json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        raise ValueError("lists or objects are nested too deeply") from None
     return content
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict | list)
-
-
 def writable_folder(folder: Path, option: str = "--out") -> None:
-    """Make a folder and see that it can be written to, before anything is computed.
-
-    Args:
-        folder: the folder.
-        option: that names it.
-
-    Raises:
-        InputError: if it cannot be made or written to.
-    """
+    """Create a folder and check that it can be written, before anything is computed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -74,18 +42,14 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
 
 
 def write_file(path: Path, content: str | Callable[[Path], object], subject: str) -> Path:
-    """Write a file under another name beside its place, then rename it.
+    """Write a file under a temporary name in its folder, then rename it.
 
-    A program that opens the path finds the old file or the new one, never half of either; a full disk, or
-    Ctrl-C, leaves the old one as it was.
+    A reader finds the old file or the new one, never a part. A full disk or Ctrl-C leaves the old file.
 
     Args:
-        path: the file to write; missing folders are made.
-        content: its text, or what writes it into the path that it is given.
-        subject: what an error calls it.
-
-    Raises:
-        InputError: if the file cannot be written.
+        path: file to write; missing folders are created.
+        content: text, or a function that writes the file to the path that it gets.
+        subject: noun for the file in errors.
 
     Examples:
         >>> import tempfile
@@ -96,11 +60,11 @@ def write_file(path: Path, content: str | Callable[[Path], object], subject: str
     if path.exists() and not path.is_file():
         raise InputError(
             f"{subject} {path}",
-            expected="a file, or a name that is free",
+            expected="a file, or an unused name",
             got="a folder or a device",
             fix="Choose another name.",
         )
-    path = path.resolve()  # a link is followed, not replaced
+    path = path.resolve()  # follow a link, do not replace it
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,28 +80,21 @@ def write_file(path: Path, content: str | Callable[[Path], object], subject: str
             got=error.strerror or str(error),
             fix=f"Choose a folder you may write to and that has room, or make {path.parent} writable.",
         ) from error
-    finally:  # also where Ctrl-C came in between
+    finally:  # also after Ctrl-C
         with suppress(OSError):
             partial.unlink()
     return path
 
 
 def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> list[Path]:
-    """Write files of one folder that belong together: all are replaced, or none.
+    """Write several files of one folder, all or none; return their paths. Other files in the folder stay.
 
-    They are written into a hidden folder inside it, then renamed; an error or Ctrl-C in between puts back
-    what was there. Other files of the folder stay.
+    The files are written into a hidden folder, then renamed. An error or Ctrl-C restores the old files.
 
     Args:
-        folder: where to; made if it is not there.
-        write: writes them into the folder that it is given.
-        subject: what an error calls it.
-
-    Returns:
-        The files written.
-
-    Raises:
-        InputError: if the folder cannot be written to.
+        folder: target folder; created if it is missing.
+        write: function that writes the files into the folder that it gets.
+        subject: noun for the files in errors.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +106,7 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
             names = sorted(file.name for file in new.iterdir())
             try:
                 for name in names:
-                    (new / name).chmod(0o644)  # some libraries write for the owner alone
+                    (new / name).chmod(0o644)  # some libraries write files that only the owner can read
                     if (folder / name).exists():
                         (folder / name).replace(old / name)
                     (new / name).replace(folder / name)
@@ -170,5 +127,5 @@ def _put_back(folder: Path, names: list[str], new: Path, old: Path) -> None:
     for name in names:
         if (old / name).exists():
             (old / name).replace(folder / name)
-        elif not (new / name).exists():  # it was renamed, and there was none before
+        elif not (new / name).exists():  # the new file was in place, and there was no old one
             (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Arithmetic that neither overflows nor loses what is small beside what is large."""
+"""Norms and differences that neither overflow nor cancel."""
 
 import torch
 from jaxtyping import Bool, Float64
@@ -10,14 +10,13 @@ MATRIX = (-2, -1)
 """The two axes of a matrix."""
 
 SQUARES = 2.0**450
-"""A norm between this and its inverse lost nothing to squares: those below 2⁻¹⁰²² are 2⁻¹²² of it at most."""
+"""A norm between this and its inverse is exact: squares that underflow are at most 2⁻¹²² of it."""
 
 
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """The power of two at or below the largest magnitude along ``axes`` (kept), 1 where all is zero.
+    """Return the power of two at or below the largest magnitude along ``axes``, which stay; 1 for zeros.
 
-    Dividing by it keeps squares in range, and being a power of two it rounds nothing: a difference of two
-    nearly equal numbers keeps its digits.
+    Division by a power of two rounds nothing and keeps squares in range.
     """
     largest = values.detach().abs().amax(axes, keepdim=True)
     power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
@@ -25,7 +24,7 @@ def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64
 
 
 def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """‖·‖ along ``axes``, also of numbers whose squares leave float64."""
+    """Return the Euclidean norm along ``axes``, also of numbers whose squares leave float64."""
     plain = torch.linalg.vector_norm(values, dim=axes)
     if bool(((plain > 1 / SQUARES) & (plain < SQUARES)).all()):
         return plain
@@ -34,21 +33,20 @@ def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tenso
 
 
 def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Divide, with 0/0 = 0."""
+    """Divide, with x/0 = 0."""
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
 
 
 def mean_distance(
     rows: Float64[Tensor, "*batch T D"], real: Bool[Tensor, "*batch T"] | None = None
 ) -> Float64[Tensor, "*batch"]:
-    """μ: the norm of what tells rows from their mean, ‖Y − 1ȳᵀ‖_F.
+    """Return μ = ‖Y − 1ȳᵀ‖_F, the distance of the rows from their mean.
 
-    Rows are compared with the first real one before they are centred, so nearly equal rows lose no digits and
-    equal rows give exactly 0.
+    The first real row is subtracted before the mean: nearly equal rows lose no digits, equal rows give 0.
 
     Args:
-        rows: finite where real.
-        real: which rows count; all, by default.
+        rows: rows that are finite if they are real.
+        real: True for rows that count; all rows by default.
     """
     unit = unit_scale(rows, MATRIX)
     rows = rows / unit

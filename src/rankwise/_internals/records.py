@@ -115,13 +115,16 @@ def load_record(
         )
     try:
         return kind.model_validate(content if upgrade is None else upgrade(content))
-    except ValidationError as error:
-        first = error.errors()[0]
-        problem = _shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    except (ValidationError, RecursionError) as error:
+        got = "lists or objects that are nested too deeply"
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            problem = _shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            got = f"{problem} ({error.error_count()} in all)"
         raise RecordError(
             subject,
             expected=f"the fields of schema version {version}",
-            got=f"{problem} ({error.error_count()} in all)",
+            got=got,
             fix=f"The file is damaged or was edited; {again}",
         ) from None
 

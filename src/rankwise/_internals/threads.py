@@ -1,9 +1,8 @@
-"""Work on many matrices: each on one thread, several of them beside each other.
+"""Map a function over matrices, one thread each.
 
-Threads that share one small decomposition wait for each other at every step. On an idle machine that gains
-little; where other programs run too, a thread that has to wait for a core holds up all others, and the same
-decomposition takes up to a hundred times as long. Threads with a matrix each never wait, and the arithmetic
-of a matrix does not depend on how many there are. `benchmarks/audit.py --busy 4` shows both.
+Threads that share one small decomposition wait for each other at every step. If other programs use the cores,
+the same decomposition takes up to a hundred times as long. Threads with a matrix each never wait, and the
+arithmetic of a matrix does not depend on their number. `benchmarks/audit.py --busy 4` shows both.
 """
 
 import ctypes
@@ -22,12 +21,12 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 OPENBLAS = "{}openblas_{}_num_threads{}"
-"""How builds of OpenBLAS name the functions that tell and set their threads."""
+"""Names of the functions that get and set the number of threads, in builds of OpenBLAS."""
 NAMES = [("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")]
 
 
 class _Inside(threading.local):
-    """Of the running thread: how many threads torch had before `one_thread` was entered; 0 outside."""
+    """Threads of torch before this Python thread entered `one_thread`; 0 outside."""
 
     threads = 0
 
@@ -35,14 +34,14 @@ class _Inside(threading.local):
 _inside = _Inside()
 _lock = threading.Lock()
 _limits: list[int] = []
-"""Threads of numpy's OpenBLAS before each `one_thread` that is entered now: it has one number for all."""
+"""Threads of numpy's OpenBLAS, one entry per active `one_thread`: OpenBLAS has one number per process."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch and numpy compute on the calling thread alone; afterwards as before, also after an error.
+    """Limit torch and numpy to the calling thread inside the block.
 
-    torch counts threads for each thread of Python; a thread that is started meanwhile begins with one.
+    torch counts threads per Python thread; a thread that is started inside begins with one.
     """
     if _inside.threads:
         yield
@@ -59,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """Inside `one_thread`: the threads that torch had before."""
+    """Give torch the threads that it had before `one_thread`."""
     here = torch.get_num_threads()
     try:
         torch.set_num_threads(_inside.threads or here)
@@ -71,16 +70,16 @@ def _all_threads() -> Iterator[None]:
 def map_threads(
     work: Callable[[Item], Answer], items: Sequence[Item], at_once: int | None = None
 ) -> list[Answer]:
-    """The answers to all items in order, each computed on one thread, as many at once as torch has threads.
+    """Return the results for all items in order; each call computes on one thread, with the caller's modes.
 
-    Called from such work it goes through the items one by one. Gradient and inference mode are the caller's.
-    The first error is raised when the items under way are done; those that wait are left.
+    As many calls run at once as torch has threads; nested calls run one by one. The first error is raised
+    after the running calls have ended; the other items are skipped.
 
     Args:
-        work: a function of one item, free of what other threads may change.
-        items: what it is to be called with.
-        at_once: items that memory allows beside each other. One that is too large for a second beside it
-            gets all threads: only its numbers may differ in their last digits with the number of threads.
+        work: function of one item that shares no mutable state.
+        items: arguments of the calls.
+        at_once: number of items that fit in memory together. If it is 1, each item gets all threads, and
+            its last digits may depend on their number.
     """
     if at_once is not None and at_once < 2:
         with _all_threads():
@@ -100,13 +99,13 @@ def map_threads(
 
 
 def numpy_is_on_one_thread() -> bool:
-    """Whether numpy's LAPACK, the faster one on one thread, would keep to it now."""
+    """Return True if numpy's LAPACK, the faster one on one thread, is limited to one thread."""
     return torch.get_num_threads() == 1 and bool(_limits)
 
 
 @contextmanager
 def _numpy_on_one_thread() -> Iterator[None]:
-    """Limit the OpenBLAS of numpy, where numpy has it; the last to leave restores what the first found."""
+    """Limit numpy's OpenBLAS, if numpy has it; the last block to end restores the first block's number."""
     functions = _openblas()
     if functions is None:
         yield
@@ -126,7 +125,7 @@ def _numpy_on_one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
-    """Tell and set the threads of the OpenBLAS that numpy has loaded; None where it has another library."""
+    """Return the getter and setter of threads of numpy's OpenBLAS; None for another library."""
     file = numpy_linalg_file()
     if file is None:
         return None

@@ -1,7 +1,6 @@
-"""All that Rankwise uses of torch and numpy without a promise that it stays: names that begin with _.
+"""Private names of torch and numpy, one function each: only this file changes with a new version.
 
-One function for each, so that what a version changes is mended here. ``test_torch_internals.py`` says what it
-was, ``test_private_names.py`` that no other file uses such names.
+``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +21,13 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Run torch functions past all function modes and subclasses of tensors, as long as the block runs."""
+    """Disable all function modes and tensor subclasses inside the block."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
 
 
-def take_off_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a mode from the stack; how many modes lie below it, or None if it was not there."""
+def pop_mode(mode: TorchFunctionMode) -> int | None:
+    """Remove a mode from the stack; return the number of modes below it, or None if it was not there."""
     above: list[Any] = []
     found = None
     while torch._C._len_torch_function_stack():
@@ -42,8 +41,8 @@ def take_off_mode(mode: TorchFunctionMode) -> int | None:
     return found
 
 
-def put_on_mode(mode: TorchFunctionMode, depth: int) -> None:
-    """Put a mode on the stack with so many modes below it."""
+def push_mode(mode: TorchFunctionMode, depth: int) -> None:
+    """Insert a mode into the stack, above `depth` other modes."""
     above = []
     while torch._C._len_torch_function_stack() > depth:
         above.append(_pop_mode())
@@ -57,48 +56,48 @@ def put_on_mode(mode: TorchFunctionMode, depth: int) -> None:
 
 @no_type_check  # functions compiled inside a model trace through it, and cannot through checks
 def in_backward():
-    """Whether a backward pass is under way: modules that are called in it are called a second time."""
+    """Return True during a backward pass, which may call modules a second time."""
     return torch._C._current_graph_task_id() != -1
 
 
 @no_type_check
 def changes_in_place(tensor):
-    """How often a tensor has been changed in place."""
+    """Return how often a tensor has been changed in place."""
     return tensor._version
 
 
 @no_type_check
 def base_of(tensor):
-    """The tensor of which another tensor is a view; itself where it is no view."""
+    """Return the tensor that a view shows; a tensor that is not a view itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def in_function_transform() -> bool:
-    """Whether a transform of torch.func, such as `vmap` or `grad`, is under way."""
+    """Return True inside a transform of torch.func, such as `vmap` or `grad`."""
     active: bool = torch._C._are_functorch_transforms_active()
     return active
 
 
 def in_forward_derivative() -> bool:
-    """Whether forward-mode derivatives are taken."""
+    """Return True inside forward-mode differentiation."""
     level: int = forward_ad._current_level
     return level >= 0
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of autograd is on."""
+    """Return True if an autograd profiler is running."""
     on: bool = torch.autograd._profiler_enabled()
     return on
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active."""
+    """Return True if a dispatch mode is active."""
     active: bool = is_in_torch_dispatch_mode()
     return active
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor stands for zeros that are yet to be written."""
+    """Return True for a tensor of zeros without memory."""
     zero: bool = tensor._is_zerotensor()
     return zero
 
@@ -107,32 +106,32 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` or `Module.compile` has compiled a module."""
+    """Return True if `torch.compile` or `Module.compile` has compiled a module."""
     return (
         isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
     )
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given; any other as it is."""
+    """Return the module that was passed to `torch.compile`; any other module itself."""
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
 
 
 COMPILED_PREFIX = "_orig_mod."
-"""What `torch.compile` puts before the names of all weights."""
+"""Prefix of weight names in a module that `torch.compile` returned."""
 
 
 def runs_compiled_eagerly() -> bool:
-    """Whether compiled modules run uncompiled, by ``torch.compiler.set_stance("force_eager")``."""
+    """Return True if ``torch.compiler.set_stance("force_eager")`` is in force."""
     eager: bool = torch._dynamo.eval_frame._stance.stance == "force_eager"
     return eager
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
-    """A function that a compiler calls while it traces, and whose answer it takes for constant.
+    """Mark a function whose result a compiler may treat as constant.
 
-    As `torch.compiler.assume_constant_result`, which imports the compiler to say so.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -142,31 +141,31 @@ def constant_when_traced(function: FunctionT) -> FunctionT:
 
 
 RESET = "_reset_parameters"
-"""The method by which attention and transformers of torch draw their weights."""
+"""Method by which torch's attention and transformer modules initialize their weights."""
 
 
-def drops(module: nn.Module) -> float:
-    """The share that a dropout layer drops; 0 for any other module."""
+def dropout_rate(module: nn.Module) -> float:
+    """Return the rate of a dropout layer; 0 for any other module."""
     return float(module.p) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
 
 
 def forget_global_hook(handle: RemovableHandle) -> None:
-    """Take back the note on keyword arguments that PyTorch keeps of a global hook after its removal."""
+    """Delete the entry about keyword arguments that PyTorch keeps after a global hook is removed."""
     nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[object]:
-    """The hooks that run before one module's forward, in their order."""
+    """Return the hooks that run before a module's forward, in order."""
     return list(module._forward_pre_hooks.values())
 
 
 def forward_hooks(module: nn.Module) -> list[object]:
-    """The hooks that run after one module's forward, in their order."""
+    """Return the hooks that run after a module's forward, in order."""
     return list(module._forward_hooks.values())
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
-    """Take some of the hooks off one module, before and after its forward; how many there were."""
+    """Remove selected forward hooks of a module; return their number."""
     removed = 0
     stores: list[tuple[Any, tuple[Any, ...]]] = [
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
@@ -182,8 +181,8 @@ def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) ->
 
 
 @contextmanager
-def registered_buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module has the buffers it had, the same tensors or None; later ones are gone."""
+def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the registered buffers of every module after the block; buffers added inside are removed."""
     kept = [
         (module, dict(module._buffers), set(module._non_persistent_buffers_set))
         for module in model.modules()
@@ -201,7 +200,7 @@ def registered_buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
-    """A model without some of its hooks as long as the block runs, then with all it had, in their order."""
+    """Disable selected forward hooks inside the block, then restore all hooks in their order."""
     kept = [
         (hooks, dict(hooks))
         for module in model.modules()
@@ -223,7 +222,7 @@ def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) ->
 
 
 def numpy_linalg_file() -> str | None:
-    """The library that `numpy.linalg` is in, linked to its LAPACK; None where numpy keeps it elsewhere."""
+    """Return the file of the library of `numpy.linalg`, linked to LAPACK; None if numpy has none."""
     module = getattr(np.linalg, "_umath_linalg", None)
     file: str | None = getattr(module, "__file__", None)
     return file

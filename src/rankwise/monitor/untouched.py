@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import acts_on_mode
-from rankwise._internals.torch_private import changes_in_place, registered_buffers_kept
+from rankwise._internals.torch_private import changes_in_place, preserve_registered_buffers
 
 
 def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
@@ -35,7 +35,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     """
     before = [(buffer, _changes(buffer), buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        with registered_buffers_kept(model):
+        with preserve_registered_buffers(model):
             yield
     finally:
         for buffer, changes, copy in before:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.torch_private import drops, is_compiled, runs_compiled_eagerly
+from rankwise._internals.torch_private import dropout_rate, is_compiled, runs_compiled_eagerly
 from rankwise.errors import CaptureError, InputError, did_you_mean
 from rankwise.operators import MixingOperator
 from rankwise.tracing.block_candidates import matches
@@ -199,7 +199,7 @@ def dropout_note(where: str) -> str:
 
 
 def _drops(module: nn.Module) -> bool:
-    return drops(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+    return dropout_rate(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
 
 
 SHARD = "it works on sharded tensors (DTensor), of which this process holds a part"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.torch_private import put_on_mode, take_off_mode, without_torch_function
+from rankwise._internals.torch_private import pop_mode, push_mode, without_torch_function
 from rankwise.tracing.uncaptured import FUNCTIONS, mixed_lengths
 from rankwise.tracing.written_softmax import Mixed, SoftmaxFollower
 
@@ -101,10 +101,10 @@ class AttentionMode(TorchFunctionMode):
 
     def _switch(self, on: bool) -> None:
         if on and self.lifted:
-            put_on_mode(self, self._depth)
+            push_mode(self, self._depth)
             self.lifted = False
         elif not on:
-            depth = take_off_mode(self)
+            depth = pop_mode(self)
             if depth is not None:  # None: we are inside our own handler, where the mode is off anyway
                 self._depth, self.lifted = depth, True
 
@@ -115,4 +115,4 @@ class AttentionMode(TorchFunctionMode):
         traceback: TracebackType | None,
     ) -> None:
         """Leave the stack, wherever on it the mode is."""
-        take_off_mode(self)
+        pop_mode(self)
