@@ -30,11 +30,10 @@ import torch
 from harness import machine, timed
 
 import rankwise as rw
-from rankwise.assets import demo_model, demo_text
 from rankwise.auditing.heads import HeadTable
 from rankwise.auditing.layers import LayerTable
 from rankwise.cli.load_data import inputs_for
-from rankwise.cli.load_model import load_subject
+from rankwise.cli.load_model import demo_model, demo_text, load_subject
 from rankwise.measures import DELTA
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import rankwise as rw
-from rankwise.assets import demo_model
+from rankwise.cli.load_model import demo_model
 from rankwise.monitor.monitor import EVERY
 
 SAME = 1e-4

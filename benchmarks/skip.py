@@ -22,7 +22,7 @@ from harness import machine, median, percent, taken
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from rankwise.assets import demo_model
+from rankwise.cli.load_model import demo_model
 from rankwise.skips import add_lambda_skip
 from rankwise.skips.verify import unhooked
 

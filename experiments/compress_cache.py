@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from experiments.compress_results import filled, spread, write_results
 from rankwise._internals.files import write_file
-from rankwise.assets import demo_model, demo_text
+from rankwise.cli.load_model import demo_model, demo_text
 
 RESULTS = Path(__file__).with_name("results") / "compress_cache.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress-cache.md"

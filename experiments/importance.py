@@ -32,11 +32,10 @@ from experiments.rank_saturation import rounded
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise._internals.statistics import spearman
-from rankwise.assets import demo_model, demo_text
 from rankwise.auditing import HeadRecord
 from rankwise.auditing.measures import HEAD_MEASURES
 from rankwise.cli.load_data import inputs_for
-from rankwise.cli.load_model import load_subject
+from rankwise.cli.load_model import demo_model, demo_text, load_subject
 from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
 
 RESULTS = Path(__file__).with_name("results") / "importance.json"

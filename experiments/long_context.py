@@ -33,7 +33,7 @@ from torch import Tensor
 
 import rankwise
 from rankwise._internals.files import write_file
-from rankwise.assets import demo_model, demo_text
+from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.measures import rank_summary
 from rankwise.measures.estimate import Estimate, estimate_spectrum
 from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing

@@ -36,7 +36,7 @@ from transformers import set_seed
 
 import rankwise as rw
 from rankwise._internals.files import write_file
-from rankwise.assets import demo_text
+from rankwise.cli.load_model import demo_text
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 RESULTS = Path(__file__).with_name("results") / "monitor_collapse.json"

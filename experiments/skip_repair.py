@@ -31,8 +31,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 import rankwise as rw
 from experiments.real_models import minilm
-from rankwise.assets import demo_model, demo_text
 from rankwise.auditing import Finding
+from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.data import load_text, text_batches
 from rankwise.skips import add_lambda_skip, apply_saved_skips, mean_loss, remove_lambda_skip, save_skips
 

@@ -32,10 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "compression": {"importance", "tracing", "measures", "auditing", "report"},
     "data": set(),
     "train": {"auditing", "cli", "data", "models", "monitor", "ops", "skips"},
-    "assets": set(),
     "__main__": {"cli"},
     "cli": {
-        "assets",
         "auditing",
         "compression",
         "data",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rankwise as rw
-from rankwise.assets import demo_text
+from rankwise.cli.load_model import demo_text
 from rankwise.data import text_batches
 
 pytestmark = pytest.mark.weights

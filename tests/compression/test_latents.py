@@ -297,7 +297,7 @@ def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
 def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rankwise.assets import demo_model, demo_text
+    from rankwise.cli.load_model import demo_model, demo_text
 
     model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
     tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)

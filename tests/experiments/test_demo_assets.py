@@ -8,7 +8,7 @@ from experiments.train_demo import scoring_windows
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rankwise.assets import demo_model, demo_text
+from rankwise.cli.load_model import demo_model, demo_text
 
 RESULTS = json.loads((Path(__file__).parents[2] / "experiments" / "results" / "train_demo.json").read_text())
 

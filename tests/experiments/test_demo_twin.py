@@ -9,7 +9,7 @@ from experiments.train_demo import RECIPES, scoring_windows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rankwise as rw
-from rankwise.assets import demo_text, demo_tost_model
+from rankwise.cli.load_model import demo_text, demo_tost_model
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "results"
 RESULTS = {name: json.loads((FOLDER / f"train_{name}.json").read_text()) for name in RECIPES}

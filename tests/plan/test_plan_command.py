@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from rankwise.assets import demo_model, demo_text
 from rankwise.cli import app
+from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.plan import HeadDimPlan
 
 LATENT = """

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedModel
 
 import rankwise as rw
-from rankwise.assets import demo_model
+from rankwise.cli.load_model import demo_model
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md"

@@ -289,7 +289,7 @@ def _importance(
 
 
 def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[str, Path | None]:
-    from rankwise.assets import demo_model, demo_text
+    from rankwise.cli.load_model import demo_model, demo_text
     from rankwise.errors import InputError
 
     if images is not None:

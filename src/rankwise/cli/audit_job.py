@@ -152,9 +152,9 @@ def run(
     Raises:
         AuditError: as `rankwise.audit`.
     """
-    from rankwise.assets import demo_model, demo_text
     from rankwise.auditing import audit
     from rankwise.auditing.digests import weights_digest
+    from rankwise.cli.load_model import demo_model, demo_text
 
     task, subject = ready.task, ready.subject
     said = {

@@ -21,6 +21,25 @@ DTYPES = {
 }
 
 
+ASSETS = Path(__file__).parents[1] / "assets"
+"""The bundled models, as `python -m experiments.train_demo` writes them."""
+
+
+def demo_model() -> Path:
+    """Return the folder of the bundled demo, a small trained language model."""
+    return ASSETS / "demo"
+
+
+def demo_tost_model() -> Path:
+    """Return the folder of the demo's twin, a ToST language model trained in the same way."""
+    return ASSETS / "demo_tost"
+
+
+def demo_text() -> Path:
+    """Return the demo's text, 40 kilobytes of "The Taming of the Shrew" that the demo was not trained on."""
+    return demo_model() / "text.txt"
+
+
 @dataclass
 class Subject:
     """A model ready to be audited, and how its inputs are made."""
