@@ -183,7 +183,7 @@ def test_what_strong_directions_contribute_is_found_not_estimated():
     sigma = torch.cat([torch.tensor([300.0, 200.0, 100.0]), torch.ones(30), torch.zeros(67)]).double()
     matrix = rotation(100, 1) * sigma @ rotation(100, 2)
     found, scale = estimator(matrix)
-    for pairs in found.found:
+    for pairs in found.confirmed:
         close(pairs.values.sqrt() * scale, torch.tensor([100.0, 200.0, 300.0]).double(), rtol=1e-9)
     bracket = found.by_probes(torch.sqrt)
     # Hutchinson's error is √(2/8)·‖M‖_F = 187; without the three, √(2/8)·√30 = 2.7, times luck.

@@ -1,4 +1,4 @@
-"""The ranks of a matrix that is never formed, from products with it, each with its error."""
+"""Ranks of matrices that are never formed, from products with them, each with its error."""
 
 import itertools
 import math
@@ -11,29 +11,31 @@ from torch import Tensor
 
 from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import map_threads
-from rankwise.errors import RankwiseError, ShapeError
-from rankwise.measures.counting import Counter
+from rankwise.errors import InputError, whole_number
 from rankwise.measures.krylov import Gram, Krylov, block_lanczos
-from rankwise.measures.quadrature import ROUNDING, Bracket, Function, TraceEstimator
+from rankwise.measures.quadrature import (
+    ROUNDING,
+    Bracket,
+    EigenvalueCounter,
+    Function,
+    Numbers,
+    TraceEstimator,
+)
 from rankwise.measures.rank import Estimate, RankEstimates, check_delta
-from rankwise.measures.registry import Mixing, to_float64
-from rankwise.operators import DenseMixing, MixingOperator
+from rankwise.measures.registry import Mixing, as_operator
+from rankwise.operators import MixingOperator
 
 __all__ = [
     "SpectrumEstimate",
     "estimate_spectrum",
 ]
 
-Numbers = tuple[float, float, float, float]
-"""Value, standard error, and the ends of the interval."""
-
-SURE_STEPS = 16
-"""From so many steps on a block of 8 vectors has found the largest eigenvalue, if not to all digits: one
-vector alone is within 9 % of λ_1 at T = 2,048 but for a chance of 1 %. Source: J. Kuczyński and
-H. Woźniakowski, SIAM J. Matrix Anal. Appl. 1992."""
-
-UNDER_WAY_BYTES = 2**29
-"""Of Krylov spaces beside each other, or of one where that is more: then it has all threads."""
+MIN_STEPS_FOR_SIGMA_MAX = 16
+"""Steps from which a block of 8 vectors has found the largest eigenvalue, if not to all digits. One vector
+alone is within 9 % of λ_1 at T = 2,048 with a probability of 99 %. Source: J. Kuczyński and H. Woźniakowski,
+SIAM J. Matrix Anal. Appl. 1992."""
+PARALLEL_BYTES = 2**29
+"""Bytes of Krylov spaces in parallel. A larger one runs alone with all threads."""
 
 NOTHING: Numbers = (math.nan, math.nan, math.nan, math.nan)
 ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
@@ -41,7 +43,7 @@ ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """What `estimate_spectrum` found, for each matrix of the operator's leading axes."""
+    """Estimated ranks of each matrix of an operator, and counts at any threshold."""
 
     effective_rank: Estimate
     """exp(−Σ p_i log p_i) with p = σ/Σσ."""
@@ -50,21 +52,21 @@ class SpectrumEstimate:
     sigma_max: Estimate
     """σ_1."""
     products: Int64[Tensor, "*batch"]
-    """Products of M or Mᵀ with one vector that were made."""
+    """Number of products of M or Mᵀ with one vector."""
     probes: int
     steps: int
     seed: int
-    _heads: list["_Head | None"] = field(repr=False)
+    _matrices: list["_MatrixEstimate | None"] = field(repr=False)
 
     def count(self, delta: float) -> Estimate:
-        """How many singular values are at least δ, as far as the products made can tell.
+        """Estimate the number of singular values ≥ δ.
 
-        The value is a number where quadrature leaves at most a twentieth of it open (or half of one); where
-        more singular values lie too near to δ to be told apart, it is NaN, and the interval is the answer.
-        Cost: no product; decompositions of order ``steps``, ``probes`` of them, for each matrix.
+        The value is a number if quadrature leaves at most a twentieth of it open, or half of one. If more
+        singular values are too close to δ to be told apart, it is NaN, and the interval is the answer.
+        Cost: no product; per matrix ``probes`` decompositions of order ``steps``.
 
         Args:
-            delta: the threshold, absolute as in `numerical_rank`.
+            delta: threshold δ, absolute as in `numerical_rank`.
 
         Raises:
             RankwiseError: if ``delta`` is not finite and positive.
@@ -76,15 +78,15 @@ class SpectrumEstimate:
             (2.0, 1.0)
         """
         check_delta(delta)
-        return _each(self._heads, self.products, lambda head: head.count(delta))
+        return _each(self._matrices, self.products, lambda matrix: matrix.count(delta))
 
     def relative_count(self, delta: float) -> Estimate:
-        """How many singular values are at least δσ_1: `count` at δ times the estimate of σ_1.
+        """Estimate the number of singular values ≥ δσ_1: `count` at δ times the estimate of σ_1.
 
-        The interval holds the count for every σ_1 of its own interval.
+        The interval contains the count for every σ_1 in its own interval.
 
         Args:
-            delta: the share of σ_1.
+            delta: threshold δ as a share of σ_1.
 
         Raises:
             RankwiseError: if ``delta`` is not finite and positive.
@@ -96,7 +98,7 @@ class SpectrumEstimate:
             2.0
         """
         check_delta(delta)
-        return _each(self._heads, self.products, lambda head: head.relative_count(delta))
+        return _each(self._matrices, self.products, lambda matrix: matrix.relative_count(delta))
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
         """Return all ranks: `count` at each threshold, and `relative_count` at the first."""
@@ -112,31 +114,31 @@ class SpectrumEstimate:
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:
     """Estimate the ranks of matrices that are never formed.
 
-    Block Lanczos on MᵀM from random ±1 vectors, fully reorthogonalised: what the strongest directions
-    contribute is found by it, the rest of a trace is a mean over the vectors, corrected by ‖M‖_F², which is
-    summed over the rows. How, and from which papers: `TraceEstimator`, and for counts `Counter`.
+    Block Lanczos on MᵀM from random ±1 vectors, fully reorthogonalized, finds the contribution of the
+    strongest directions. The rest of a trace is a mean over the vectors, corrected by ‖M‖_F², which is summed
+    over the rows. Methods and papers: `TraceEstimator`, and `EigenvalueCounter` for counts.
 
-    Range and direction: those of `effective_rank`, `stable_rank` and `numerical_rank`.
-    Errors: each interval holds the exact number for at least 95 % of seeds. Chance falls with 1/√probes, the
-    part of quadrature with steps; it is largest for sharp heads, where many σ near 0 stand beside many
-    near 1. σ below 1e-7·‖M‖_F is not told from 0. Where S ≤ probes·steps, or where the products exhaust a
-    low rank, the answer is exact to rounding.
-    Cost: at most 2·probes·steps products with one vector for each matrix; of softmax attention that is
-    ``steps`` walks over its rows, O(T S (K + probes)) time each, and one more for ‖M‖_F. Memory is
-    8·S·probes·steps bytes and a block of rows for each matrix; on a CPU, as many matrices beside each other
-    as 512 MiB hold.
-    Randomness: the seed draws the same vectors for every matrix of one S, on any device, so that a matrix
-    has one answer, alone or in any batch. The errors of matrices that are nearly alike are therefore alike.
+    Range: as `effective_rank`, `stable_rank` and `numerical_rank`.
+    Errors: each interval contains the exact number for at least 95 % of seeds. The error by chance falls with
+    1/√probes, the error by quadrature with steps. The latter is largest for sharp heads, which have many σ
+    near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. If S ≤ probes·steps, or if the products exhaust a
+    low rank, the result is exact to rounding.
+    Cost: at most 2·probes·steps products with one vector per matrix. For softmax attention these are
+    ``steps`` walks over its rows, O(T S (K + probes)) time each, and one more for ‖M‖_F. Memory:
+    8·S·probes·steps bytes and a block of rows per matrix; on a CPU as many matrices run in parallel as fit
+    512 MiB.
+    Randomness: the seed draws the same vectors for every matrix of one S, on any device. So a matrix has one
+    result, alone or in any batch, and matrices that are nearly equal have nearly equal errors.
 
     Args:
-        op: an operator, or a tensor (..., T, S).
-        probes: random vectors, even and at least 8.
-        steps: products with MᵀM, at least 4.
-        seed: of the random vectors; torch's own generators are left alone.
+        op: operator, or tensor (..., T, S).
+        probes: number of random vectors, even and at least 8.
+        steps: number of products with MᵀM, at least 4.
+        seed: random seed of the vectors; torch's own generators are not used.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
-        RankwiseError: if ``probes`` or ``steps`` cannot be used.
+        InputError: if ``probes`` or ``steps`` is out of range.
 
     Examples:
         >>> import torch
@@ -146,41 +148,45 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
         >>> bool(estimate.low <= effective_rank(matrix) <= estimate.high)
         True
     """
-    operator = _operator(op)
-    _check_budget(probes, steps)
+    operator = as_operator(op, "`estimate_spectrum`")
+    whole_number("`probes`", probes, 8, fix="Fewer may agree by chance; 16 is a good number.")
+    if probes % 2:
+        raise InputError(
+            "`probes`", expected="an even number", got=str(probes), fix="One half corrects the other."
+        )
+    whole_number("`steps`", steps, 4, fix="Each is a product with M and one with Mᵀ; 64 is a good number.")
     batch = operator.shape[:-2]
     with torch.no_grad():
         indices = list(itertools.product(*map(range, batch)))
         needed = 8 * operator.shape[-1] * probes * steps
-        heads = map_threads(
-            lambda index: _measure(operator[index] if index else operator, probes, steps, seed),
+        matrices = map_threads(
+            lambda index: _estimate(operator[index] if index else operator, probes, steps, seed),
             indices,
-            max(1, UNDER_WAY_BYTES // needed) if operator.device.type == "cpu" else 1,
+            max(1, PARALLEL_BYTES // needed) if operator.device.type == "cpu" else 1,
         )
-        device = "cpu" if operator.device.type == "mps" else operator.device
-        counts = [0 if head is None else head.products for head in heads]
-        products = torch.tensor(counts, dtype=torch.int64, device=device).reshape(batch)
+        counts = [0 if matrix is None else matrix.products for matrix in matrices]
+        products = torch.tensor(counts, dtype=torch.int64, device=operator.device).reshape(batch)
         return SpectrumEstimate(
-            effective_rank=_each(heads, products, _Head.effective_rank),
-            stable_rank=_each(heads, products, _Head.stable_rank),
-            sigma_max=_each(heads, products, _Head.sigma_max),
+            effective_rank=_each(matrices, products, _MatrixEstimate.effective_rank),
+            stable_rank=_each(matrices, products, _MatrixEstimate.stable_rank),
+            sigma_max=_each(matrices, products, _MatrixEstimate.sigma_max),
             products=products,
             probes=probes,
             steps=steps,
             seed=seed,
-            _heads=heads,
+            _matrices=matrices,
         )
 
 
-class _Head:
-    """What is known of one matrix, as plain numbers in units of ``scale``."""
+class _MatrixEstimate:
+    """Estimates of one matrix, as plain numbers in units of ``scale``."""
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps
         self.limit = min(gram.rows, gram.columns)
         self.estimator = TraceEstimator(krylov, self.energy, self.limit)
         self.quantile = t_quantile(krylov.start.shape[1] - 2)
-        self._counter: Counter | None = None
+        self._counter: EigenvalueCounter | None = None
 
     def effective_rank(self) -> Numbers:
         if self.energy == 0:
@@ -188,7 +194,7 @@ class _Head:
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
         middle, bracket = min(by_ritz, by_probes, key=lambda found: found[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
-        reach += reach * reach + ROUNDING  # the second order, and rounding
+        reach += reach * reach + ROUNDING  # second order and rounding
         low, value, high = (
             min(max(math.exp(number), 1.0), float(self.limit))
             for number in (middle - reach, middle, middle + reach)
@@ -196,7 +202,7 @@ class _Head:
         return value, value * math.hypot(bracket.half_width, bracket.stderr), low, high
 
     def _entropy(self, trace: Callable[[Function], Bracket]) -> tuple[float, Bracket]:
-        """H = log Σσ + Σ(−σ log σ)/Σσ, and the trace on which H depends to first order, for its errors."""
+        """Return H = log Σσ + Σ(−σ log σ)/Σσ and the trace whose errors are those of H to first order."""
         total, entropy = trace(torch.sqrt).value, trace(_sigma_entropy).value
         slope = 1 - entropy / total
 
@@ -220,8 +226,8 @@ class _Head:
         if self.energy == 0:
             return ZERO
         if self._counter is None:
-            self._counter = Counter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # no σ reaches that, and its square is finite
+            self._counter = EigenvalueCounter(self.estimator, self.steps)
+        relative = min(delta / self.scale, 1e100)  # above all σ, with a finite square
         return self._counter.count(relative * relative, self.quantile)
 
     def relative_count(self, delta: float) -> Numbers:
@@ -232,81 +238,49 @@ class _Head:
         return value, stderr, self.count(delta * high)[2], self.count(delta * low)[3]
 
     def _top(self) -> tuple[float, float, float]:
-        """λ_1: a Ritz value is at most it; the residual, squared over the gap, is how far it may be above.
+        """Return bounds of λ_1 around the largest Ritz value, which is at most λ_1.
 
-        That holds if the largest Ritz value is near λ_1 and no other eigenvalue, which few steps do not
-        make sure of: then all the energy that no Ritz value holds may belong to it.
+        λ_1 exceeds it by at most the squared residual over the gap, if it is near λ_1 and not another
+        eigenvalue. Few steps cannot guarantee that: then all the energy outside the Ritz values may be λ_1's.
         """
         values, residuals = self.estimator.upper.values, self.estimator.residuals
         top, residual = float(values[-1]), float(residuals[-1])
         gap = top - float((values + residuals)[-2]) if len(values) > 1 else math.inf
         error = residual * residual / gap if gap > residual else residual
         rounding = self.estimator.rounding
-        if self.steps < SURE_STEPS:
+        if self.steps < MIN_STEPS_FOR_SIGMA_MAX:
             error = self.estimator.missing
         return max(top - rounding, 0.0), top, top + error + rounding
 
 
-def _measure(operator: MixingOperator, probes: int, steps: int, seed: int) -> _Head | None:
+def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _MatrixEstimate | None:
     gram = Gram(operator)
     if not gram.finite:
         return None
-    vectors = _signs(gram.columns, probes, seed).to(gram.device)
+    # ±1, drawn on the CPU: the same on every device.
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (gram.columns, probes), generator=generator).to(torch.float64) * 2 - 1
+    vectors = signs.to(gram.device)
     if gram.columns <= probes * steps:
-        return _Head(gram, _whole(gram, vectors), 2 * gram.columns, steps)
+        return _MatrixEstimate(gram, _exact_krylov(gram, vectors), 2 * gram.columns, steps)
     krylov = block_lanczos(gram, vectors, steps, ROUNDING * gram.energy)
-    return _Head(gram, krylov, 2 * probes * krylov.steps, steps)
+    return _MatrixEstimate(gram, krylov, 2 * probes * krylov.steps, steps)
 
 
-def _whole(gram: Gram, vectors: Tensor) -> Krylov:
-    """MᵀM itself, where the Krylov space may be the whole space: fewer products, and no smaller matrix."""
+def _exact_krylov(gram: Gram, vectors: Tensor) -> Krylov:
+    """Return MᵀM itself: the Krylov space may be the whole space, which takes more products than this."""
     identity = torch.eye(gram.columns, dtype=torch.float64, device=gram.device)
     return Krylov(gram(identity)[1], vectors, torch.zeros_like(vectors.mT), 1, None)
 
 
-def _signs(size: int, count: int, seed: int) -> Tensor:
-    """±1, drawn on the CPU: the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (size, count), generator=generator).to(torch.float64) * 2 - 1
-
-
 def _sigma_entropy(eigenvalues: Tensor) -> Tensor:
-    """−σ log σ of σ = √λ."""
+    """Return −σ log σ for σ = √λ."""
     return torch.special.entr(eigenvalues.sqrt())
 
 
-def _each(heads: list[_Head | None], like: Tensor, measure: Callable[[_Head], Numbers]) -> Estimate:
-    numbers = [NOTHING if head is None else measure(head) for head in heads]
+def _each(
+    matrices: list[_MatrixEstimate | None], like: Tensor, estimate: Callable[[_MatrixEstimate], Numbers]
+) -> Estimate:
+    numbers = [NOTHING if matrix is None else estimate(matrix) for matrix in matrices]
     columns = torch.tensor(numbers, dtype=torch.float64, device=like.device).reshape(*like.shape, 4)
     return Estimate(*columns.unbind(-1))
-
-
-def _operator(op: Mixing) -> MixingOperator:
-    shape = op.shape if isinstance(op, MixingOperator | Tensor) else None
-    if shape is None or len(shape) < 2 or 0 in shape[-2:]:
-        raise ShapeError(
-            "`estimate_spectrum`",
-            expected="a MixingOperator or a tensor of shape (..., T, S) with T, S ≥ 1",
-            got=type(op).__name__ if shape is None else str(tuple(shape)),
-            fix="Wrap an array with torch.as_tensor; give each matrix at least one row and one column.",
-        )
-    if isinstance(op, MixingOperator):
-        return op
-    return DenseMixing(op if op.is_floating_point() else to_float64(op, "`estimate_spectrum`"))
-
-
-def _check_budget(probes: int, steps: int) -> None:
-    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 8 or probes % 2:
-        raise RankwiseError(
-            "`probes`",
-            expected="an even number, at least 8",
-            got=str(probes),
-            fix="Each half corrects the other, and fewer may agree by chance; 16 is a good number.",
-        )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 4:
-        raise RankwiseError(
-            "`steps`",
-            expected="a whole number, at least 4",
-            got=str(steps),
-            fix="Each step is a product with M and one with its transpose; 64 is a good number.",
-        )

@@ -1,5 +1,6 @@
-"""From a Krylov space of random probes to traces of functions of a matrix, each with its two errors."""
+"""Traces of functions of a matrix and counts of its eigenvalues from a Krylov space, with their errors."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,57 +12,61 @@ from rankwise.measures.krylov import Krylov, block_lanczos
 
 Function = Callable[[Tensor], Tensor]
 """f(λ), elementwise, with f(0) = 0."""
+Numbers = tuple[float, float, float, float]
+"""Value, standard error, and the ends of the interval."""
 
 ROUNDING = 64 * torch.finfo(torch.float64).eps
-"""Eigenvalues of A, and couplings between vectors, below this share of its trace are rounding."""
-
+"""Eigenvalues of A, and couplings between vectors, below this share of its trace are rounding errors."""
 NO_SPREAD = 1e-10
-"""A control that differs less than this share of tr A between probes is constant."""
-
+"""A control whose standard deviation over probes is below this share of tr A is constant."""
 SAME = 0.999
-"""A Ritz vector of one half of the probes counts as found by the other half too from this cos² on."""
+"""cos² from which a Ritz vector of one half of the probes counts as confirmed by the other half."""
+CONVERGED = 1e-6
+"""A Ritz value with a residual below this share of it is an eigenvalue of its own."""
+SHARP = 0.05
+"""A count is a number, and not only an interval, if quadrature leaves at most this share of it open."""
 
 
 class Nodes(NamedTuple):
-    """A quadrature rule for each starting vector x: Σ f(values) · weights ≈ xᵀ f(A) x."""
+    """A quadrature rule per starting vector x: Σ f(values) · weights ≈ xᵀ f(A) x."""
 
     values: Float64[Tensor, " N"]
     weights: Float64[Tensor, "N P"]
 
 
 class Bracket(NamedTuple):
-    """A number that is known up to quadrature, and up to chance."""
+    """A number with its errors by quadrature and by chance."""
 
     value: float
     half_width: float
-    """Quadrature: the truth of these probes lies within value ± half_width."""
+    """Quadrature: the exact number for these probes is within value ± half_width."""
     stderr: float
-    """Chance: the standard error over probes. 0: no probe was needed."""
+    """Chance: the standard error over probes; 0 if no probe was needed."""
 
     def reach(self, quantile: float) -> float:
-        """Half the width of the interval that covers both."""
+        """Return half the width of the interval that covers both errors."""
         return self.half_width + quantile * self.stderr
 
 
-class Found(NamedTuple):
-    """Ritz pairs found by one half of the probes and confirmed by the other, on which they are used."""
+class ConfirmedPairs(NamedTuple):
+    """Ritz pairs of one half of the probes, confirmed by the other half, on which they are used."""
 
     values: Float64[Tensor, " R"]
     squares: Float64[Tensor, "R Q"]
-    """(yᵀx)², y of one half, x of the other: 1 on average."""
+    """(yᵀx)² for y of one half and x of the other; the mean is 1."""
 
 
 class TraceEstimator:
     r"""Estimates tr f(A) for A = MᵀM from its compression to a Krylov space of Rademacher probes.
 
-    For each probe x, xᵀ f(A) x has mean tr f(A). Three things make the spread over probes small, and none
-    of them adds a bias:
+    For each probe x, xᵀ f(A) x has mean tr f(A). Three corrections make the variance over probes small
+    without adding a bias:
 
     - A Ritz vector y of one half of the probes has E (yᵀx)² = 1 for a probe x of the other half:
-      f(θ) (1 − (yᵀx)²) is added. This takes out what the strongest directions contribute (Hutch++,
+      f(θ) (1 − (yᵀx)²) is added. This removes the variance of the strongest directions (Hutch++,
       Krylov-aware trace estimation).
-    - xᵀ A x has mean ‖M‖_F², which is known: what is left is regressed on what is left of that.
-    - Where the space holds all of the energy, Σ f(θ) is the trace, and no probe is asked.
+    - xᵀ A x has mean ‖M‖_F², which is known: the remainder is regressed on the remainder of xᵀ A x.
+    - If the space holds all of the energy, Σ f(θ) is the trace, and no probe is used.
 
     Source: T. Chen and E. Hallman, "Krylov-aware stochastic trace estimation", SIAM J. Matrix Anal. Appl.
     2023; R. Meyer et al., "Hutch++", SOSA 2021; S. Ubaru et al., "Fast estimation of tr(f(A)) via stochastic
@@ -70,7 +75,7 @@ class TraceEstimator:
     Args:
         krylov: A compressed to the Krylov space of all probes.
         energy: tr A.
-        limit: no more than this many eigenvalues are not zero.
+        limit: upper bound on the number of nonzero eigenvalues.
     """
 
     def __init__(self, krylov: Krylov, energy: float, limit: int) -> None:
@@ -81,22 +86,22 @@ class TraceEstimator:
         self.rest = max(limit - len(krylov.matrix), 0)
         self.missing = max(energy - float(self.upper.values.sum()), 0.0)
         exhausted = self.rest == 0 or self.missing <= self.rounding
-        self.found = [] if exhausted else _found_twice(krylov, energy)
+        self.confirmed = [] if exhausted else _confirmed_pairs(krylov, energy)
         excess = self._corrected(lambda x: x, self.upper) - energy
-        # Where A is diagonal every probe has the same: no slope can be read off rounding.
+        # If A is diagonal, all probes have the same excess, and rounding has no slope.
         flat = float(excess.std()) < NO_SPREAD * energy
         self._control = torch.zeros_like(excess) if flat else excess
 
     def by_probes(self, function: Function) -> Bracket:
-        """The mean over probes, between the lower and the upper quadrature rule."""
+        """Return the mean over probes, between the lower and the upper quadrature rule."""
         return self.between(
             self._corrected(self._floored(function), self.lower), self._corrected(function, self.upper)
         )
 
     def by_ritz(self, function: Function) -> Bracket:
-        """Between Σ f(θ) over all Ritz values and that plus all that the missing energy can add.
+        """Return the bracket from Σ f(θ) over all Ritz values to that plus what the missing energy can add.
 
-        For a concave f ≥ 0: the eigenvalues of a matrix majorise those of its diagonal blocks.
+        It holds for concave f ≥ 0: the eigenvalues of a matrix majorize those of its diagonal blocks.
         """
         values = self.upper.values
         low, high = float(self._floored(function)(values).sum()), float(function(values).sum())
@@ -106,16 +111,16 @@ class TraceEstimator:
         return Bracket((low + high) / 2, abs(high - low) / 2, 0.0)
 
     def between(self, low: Float64[Tensor, " P"], high: Float64[Tensor, " P"]) -> Bracket:
-        """Mean of each of two numbers per probe, each regressed on the excess of xᵀ A x."""
+        """Return the bracket between two means over probes, each regressed on the excess of xᵀ A x."""
         low_mean, low_error = _intercept(low, self._control)
         high_mean, high_error = _intercept(high, self._control)
         return Bracket((low_mean + high_mean) / 2, abs(high_mean - low_mean) / 2, max(low_error, high_error))
 
     def deflation(self, function: Function) -> Float64[Tensor, " P"]:
-        """For each probe, f(θ) (1 − (yᵀx)²) summed over the Ritz pairs of the other half."""
-        if not self.found:
+        """Return, per probe, Σ f(θ) (1 − (yᵀx)²) over the confirmed pairs of the other half."""
+        if not self.confirmed:
             return self.upper.weights.new_zeros(self.probes)
-        return torch.cat([function(pairs.values) @ (1 - pairs.squares) for pairs in self.found])
+        return torch.cat([function(pairs.values) @ (1 - pairs.squares) for pairs in self.confirmed])
 
     def _corrected(self, function: Function, rule: Nodes) -> Tensor:
         return function(rule.values) @ rule.weights + self.deflation(function)
@@ -125,21 +130,17 @@ class TraceEstimator:
 
 
 def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tensor, " N"]]:
-    """Block Gauss–Radau with nodes at 0, block Gauss, and the residual of each Gauss node as an eigenvalue.
+    """Return block Gauss–Radau with nodes at 0, block Gauss, and the residual of each Gauss node.
 
-    Of a function whose derivatives alternate in sign from the first, + − + −, such as the square root, the
-    first is a lower and the second an upper bound.
+    For a function whose derivatives alternate in sign as those of the square root, + − + −, the first rule is
+    a lower bound and the second an upper bound. Eigenvalues below the tolerance are rounding errors.
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
-
-    Args:
-        krylov: a compressed matrix.
-        tolerance: eigenvalues below this are rounding.
     """
     values, vectors = torch.linalg.eigh(krylov.matrix)
     upper = Nodes(values.clamp(min=0), (vectors.mT @ krylov.start).square())
     tail = krylov.tail @ vectors
     smallest = max(tolerance, torch.finfo(values.dtype).tiny)
-    half = tail / values.clamp(min=smallest).sqrt()  # Schur complement 0: the extension is singular
+    half = tail / values.clamp(min=smallest).sqrt()  # a Schur complement of 0 makes the extension singular
     extended = torch.cat([torch.cat([values.diag(), tail.mT], 1), torch.cat([tail, half @ half.mT], 1)])
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
@@ -147,10 +148,10 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
 
 
 def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
-    """Where values are expected to be where the control, of mean 0, is 0; and its standard error.
+    """Return the expected value if the control, which has mean 0, is 0, and its standard error.
 
-    The error leaves each probe out in turn (MacKinnon and White 1985, HC3): the spread of
-    few probes is not normal, nor the same whatever the control.
+    The error is HC3, which leaves each probe out in turn (MacKinnon and White 1985): the distribution over
+    few probes is not normal, and its variance depends on the control.
     """
     middle = control.mean()
     centred = control - middle
@@ -164,12 +165,12 @@ def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
     return float(values.mean() - slope * middle), float(error)
 
 
-def _found_twice(krylov: Krylov, energy: float) -> list[Found]:
-    """Ritz pairs that the Krylov space of each half of the probes holds by itself.
+def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
+    """Return the Ritz pairs that the Krylov spaces of both halves of the probes contain.
 
-    Both lie in the space of all probes, so they are made there, without the operator. Only pairs whose vector
-    lies in both spaces are kept: of an eigenvalue with more eigenvectors than a half has probes, each half
-    finds a part that depends on its probes, and such a part must not be taken for all of it.
+    Both spaces lie in the space of all probes, so no product with the operator is needed. If an eigenvalue
+    has more eigenvectors than a half has probes, each half finds a part that depends on its probes. Such a
+    part is not the whole, and is left out.
     """
     half = krylov.start.shape[1] // 2
 
@@ -178,7 +179,7 @@ def _found_twice(krylov: Krylov, energy: float) -> list[Found]:
         return image, block.mT @ image
 
     def ritz(start: Tensor) -> tuple[Tensor, Tensor]:
-        # Well above rounding: a direction that only noise couples belongs to the other half as well.
+        # Well above rounding: a direction that only noise couples is in the other half, too.
         part = block_lanczos(apply, start, krylov.steps, 1e-10 * energy, keep_basis=True)
         values, vectors = torch.linalg.eigh(part.matrix)
         assert part.basis is not None
@@ -188,6 +189,120 @@ def _found_twice(krylov: Krylov, energy: float) -> list[Found]:
     overlap = (first[1].mT @ second[1]).square()
     by_row, by_column = overlap.sum(1) > SAME, overlap.sum(0) > SAME
     return [
-        Found(second[0][by_column], (second[1][:, by_column].mT @ krylov.start[:, :half]).square()),
-        Found(first[0][by_row], (first[1][:, by_row].mT @ krylov.start[:, half:]).square()),
+        ConfirmedPairs(second[0][by_column], (second[1][:, by_column].mT @ krylov.start[:, :half]).square()),
+        ConfirmedPairs(first[0][by_row], (first[1][:, by_row].mT @ krylov.start[:, half:]).square()),
     ]
+
+
+class EigenvalueCounter:
+    """Counts the eigenvalues of A = MᵀM above any threshold, from the estimator of its traces.
+
+    A count is the trace of a step function, which no polynomial approximates well. Two brackets need no
+    smoothness:
+
+    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy). Each further one raises a
+      Ritz value to t, which takes some of the missing energy.
+    - By probes: for each probe the Chebyshev–Markov–Stieltjes inequalities bound the weight above t by the
+      Gauss rule with a node at t. Converged Ritz values need no bound and are subtracted before.
+
+    Source: N. Akhiezer, "The Classical Moment Problem", 1965; Golub and Meurant 2010 for the rule with a node
+    at t.
+
+    Args:
+        estimator: estimator of traces of functions of A.
+        steps: number of products with A per probe.
+    """
+
+    def __init__(self, estimator: TraceEstimator, steps: int) -> None:
+        self.estimator = estimator
+        values, weights = estimator.upper
+        settled = estimator.residuals <= CONVERGED * values
+        settled |= values <= estimator.rounding  # zero for any threshold
+        self.settled = Nodes(values[settled], weights[settled])
+        spent = math.ceil(int(settled.sum()) / weights.shape[1])  # each step settles one value per probe
+        self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
+
+    def count(self, threshold: float, quantile: float) -> Numbers:
+        """Return the count, its standard error and its interval of `quantile` standard errors.
+
+        Count and error are NaN if quadrature leaves too much open.
+        """
+        fewest, most = self.by_energy(threshold)
+        bracket = self.by_probes(threshold)
+        reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
+        low = max(fewest, math.ceil(bracket.value - reach))
+        high = min(most, math.floor(bracket.value + reach))
+        if low > high or most - fewest <= 2 * reach:  # bounds by energy are certain
+            low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
+        value = float(min(max(bracket.value, low), high))
+        if bracket.half_width > max(0.5, SHARP * value):
+            return math.nan, math.nan, float(low), float(high)
+        return value, math.hypot(bracket.half_width, bracket.stderr), float(low), float(high)
+
+    def by_energy(self, threshold: float) -> tuple[int, int]:
+        """Return the fewest and the most eigenvalues ≥ t that there can be, certain up to rounding."""
+        estimator = self.estimator
+        values = estimator.upper.values.flip(0)
+        fewest = int((values >= threshold + estimator.rounding).sum())
+        candidates = torch.cat([values[fewest:], values.new_zeros(estimator.rest)])
+        price = (threshold - candidates).clamp(min=0).cumsum(0)
+        affordable = price <= estimator.missing + estimator.rounding * (1 + len(values)) ** 0.5
+        return fewest, min(fewest + int(affordable.sum()), estimator.limit)
+
+    def by_probes(self, threshold: float) -> Bracket:
+        """Return the mean over probes of the count, between the bounds for each probe."""
+
+        def step(x: Tensor) -> Tensor:
+            return (x >= threshold).to(x.dtype)
+
+        sure = step(self.settled.values) @ self.settled.weights + self.estimator.deflation(step)
+        low, high = _weight_above(self.rule, threshold)
+        return self.estimator.between(sure + low, sure + high)
+
+
+class ScalarRule(NamedTuple):
+    """A Gauss rule per probe, as the Jacobi matrix of its weight."""
+
+    jacobi: Float64[Tensor, "P N N"]
+    mass: Float64[Tensor, " P"]
+
+
+def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
+    """Compute the Gauss rule of each probe's discrete weight by Lanczos, fully reorthogonalized."""
+    values, weights = nodes
+    mass = weights.sum(0)
+    vector = (weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)).sqrt().mT
+    count = min(steps, len(values))
+    jacobi = weights.new_zeros(len(mass), count, count)
+    basis = weights.new_zeros(len(mass), len(values), count)
+    for at in range(count):
+        basis[..., at] = vector
+        image = values * vector
+        jacobi[:, at, at] = (image * vector).sum(-1)
+        for _ in range(2):
+            image = image - (basis @ (basis.mT @ image[..., None]))[..., 0]
+        length = image.norm(dim=-1, keepdim=True)
+        length = torch.where(length > ROUNDING * values.max(), length, 0.0)
+        vector = torch.where(length > 0, image / length, 0.0)
+        if at + 1 < count:
+            jacobi[:, at, at + 1] = jacobi[:, at + 1, at] = length[:, 0]
+    return ScalarRule(jacobi, mass)
+
+
+def _weight_above(rule: ScalarRule, threshold: float) -> tuple[Tensor, Tensor]:
+    """Bound each probe's weight above t: the weights of the rule with a node at t, without and with it."""
+    jacobi, mass = rule
+    if jacobi.shape[-1] < 2:
+        return torch.zeros_like(mass), mass
+    shifted = jacobi[:, :-1, :-1].clone()
+    shifted.diagonal(dim1=-2, dim2=-1).sub_(threshold)
+    coupling = jacobi[:, -2, -1]
+    column = torch.zeros_like(shifted[..., :1])
+    column[:, -1, 0] = coupling
+    pinned = jacobi.clone()
+    pinned[:, -1, -1] = threshold + coupling * torch.linalg.solve(shifted, column)[:, -1, 0]
+    values, vectors = torch.linalg.eigh(pinned)
+    weights = vectors[:, 0].square() * mass[:, None]
+    node = (values - threshold).abs().argmin(-1, keepdim=True)
+    beyond = (weights * (values > threshold).scatter(1, node, False)).sum(-1)
+    return beyond, beyond + weights.gather(1, node)[:, 0]

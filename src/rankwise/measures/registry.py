@@ -90,12 +90,12 @@ def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*ba
 
 
 def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
-    """Return an operator whose rows are float64 without forming its matrices; a tensor is wrapped."""
+    """Return an operator to be read in float64, without forming its matrices; a tensor is wrapped."""
     _check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
-        return DenseMixing(to_float64(mixing, subject))
+        mixing = DenseMixing(mixing if mixing.is_floating_point() else to_float64(mixing, subject))
     operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
-    # Dense matrices are cast block by block, so that no second copy is in memory.
+    # Dense matrices are cast where they are read, block by block: no second copy is in memory.
     return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
 
 
