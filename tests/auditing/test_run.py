@@ -168,7 +168,7 @@ def test_the_width_a_head_needs_is_of_all_sequences_and_a_narrow_head_is_found()
     with rw.capture(model) as trace, torch.no_grad():
         model(**batch)
     for site in trace.mixers:
-        moments = logit_moments(site.operator, site.valid_tokens, site.valid_sources).whole()
+        moments = logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
         wanted = required_head_dim(moments).tolist()
         assert [head.required_head_dim for head in audit.heads if head.layer == site.layer] == wanted
     [finding] = [finding for finding in audit.findings if finding.code == "OVERSIZED_HEADS"]

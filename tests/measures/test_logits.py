@@ -75,7 +75,7 @@ def test_it_is_the_divergence_of_small_logits() -> None:
     """KL(M‖M_r) → ½ mean variance: with logits of size ε, terms of order ε are left."""
     size = 1e-3
     op = head(3, size, heads=1)[:1]
-    moments = logit_moments(op).whole()
+    moments = logit_moments(op).sum_sequences()
     centred = op.key.double() - op.key.double().mean(-2, keepdim=True)
     bases = logit_bases(moments.query[0], moments.key[0])
     energy = logit_energy(moments.query[0], moments.key[0]) / (T * T)
@@ -93,9 +93,9 @@ def test_sequences_are_added_padding_and_what_is_not_finite_left_out() -> None:
     rows[0, 15:] = False
     query, key = op.query.clone(), op.key.clone()
     query[0, :, 15:], key[0, :, 15:], key[1, 0, 3] = math.inf, math.nan, math.nan
-    seen = logit_moments(SoftmaxMixing(query, key), rows, rows).whole()
-    first = logit_moments(SoftmaxMixing(op.query[:1, :, :15], op.key[:1, :, :15])).whole()
-    second, third = (logit_moments(op[at : at + 1]).whole() for at in (1, 2))
+    seen = logit_moments(SoftmaxMixing(query, key), rows, rows).sum_sequences()
+    first = logit_moments(SoftmaxMixing(op.query[:1, :, :15], op.key[:1, :, :15])).sum_sequences()
+    second, third = (logit_moments(op[at : at + 1]).sum_sequences() for at in (1, 2))
     both = first + second + third
     for name in ("query", "key", "rows", "columns"):
         assert torch.allclose(getattr(seen, name)[1], getattr(both, name)[1], rtol=1e-12)
@@ -132,7 +132,7 @@ def test_a_head_without_logits_needs_no_channel_and_one_without_tokens_none() ->
 
 @pytest.mark.parametrize("tolerance", [0, -1.0, math.nan, math.inf])
 def test_a_tolerance_is_above_0(tolerance: float) -> None:
-    with pytest.raises(InputError, match="`tolerance`: expected nats above 0"):
+    with pytest.raises(InputError, match="`tolerance`: expected a number in \\(0, ∞\\)"):
         required_head_dim(head(), tolerance)
 
 

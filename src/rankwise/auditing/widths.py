@@ -62,7 +62,7 @@ def moments_of(site: MixerSite) -> LogitMoments | None:
     """
     if not isinstance(site.operator, SoftmaxMixing):
         return None
-    return logit_moments(site.operator, site.valid_tokens, site.valid_sources).whole()
+    return logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
 
 
 class RunningWidth:

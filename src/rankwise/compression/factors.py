@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.measures.logits import Bases
+from rankwise.measures.logits import LogitBases
 
 
-def key_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> Bases:
+def key_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
     """Principal components of the keys, for both sides.
 
     Args:
@@ -22,7 +22,7 @@ def key_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -
     return _shared(key)
 
 
-def joint_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> Bases:
+def joint_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
     """Principal components of queries and keys together, each side scaled to the same mean square.
 
     Args:
@@ -32,7 +32,7 @@ def joint_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"])
     return _shared(query / query.trace().clamp(min=1e-300) + key / key.trace().clamp(min=1e-300))
 
 
-def random_directions(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"], seed: int) -> Bases:
+def random_directions(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"], seed: int) -> LogitBases:
     """Random orthonormal directions, for both sides.
 
     Args:
@@ -43,9 +43,9 @@ def random_directions(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(key.shape, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(drawn).Q.to(key.device)
-    return Bases(basis, basis)
+    return LogitBases(basis, basis)
 
 
-def _shared(moments: Tensor) -> Bases:
+def _shared(moments: Tensor) -> LogitBases:
     basis = torch.linalg.eigh(moments).eigenvectors.flip(-1)
-    return Bases(basis, basis)
+    return LogitBases(basis, basis)

@@ -13,7 +13,7 @@ from rankwise.compression.key_cache import add_key_cache
 from rankwise.compression.layers import AttentionLayer, Found, Step
 from rankwise.compression.narrow import HeadFactors, Runs, narrowed, put, runs_of
 from rankwise.compression.widths import curve_widths, widths_for_tolerance, widths_under_budget
-from rankwise.measures.logits import Bases, logit_bases
+from rankwise.measures.logits import LogitBases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Sequences on which the curve of each head is measured, at most."""
@@ -30,7 +30,9 @@ class Factors:
     """Channels that are left, of each key head, ascending."""
 
 
-def closed_form(layer: AttentionLayer, widths: list[int], way: Callable[..., Bases] = logit_bases) -> Factors:
+def closed_form(
+    layer: AttentionLayer, widths: list[int], way: Callable[..., LogitBases] = logit_bases
+) -> Factors:
     """The first columns of the bases of each key head.
 
     Columns of A and B are scaled so that queries and keys come out equally large, whatever the precision.

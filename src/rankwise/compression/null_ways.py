@@ -17,14 +17,14 @@ from rankwise.compression.parts import Job
 from rankwise.compression.projections import linear_parts
 from rankwise.compression.records import BudgetCurve, BudgetPoint
 from rankwise.compression.widths import widths_under_budget
-from rankwise.measures.logits import Bases, logit_bases
+from rankwise.measures.logits import LogitBases, logit_bases
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Of the head's width, at which curves are measured."""
 SEQUENCES = 32
 """On which curves are measured, at most."""
 
-Way = Callable[[AttentionLayer, int], Bases]
+Way = Callable[[AttentionLayer, int], LogitBases]
 
 
 def null_curves(

@@ -1,7 +1,7 @@
-"""Measures: operators and token states → numbers. They know no model.
+"""Measures: functions from operators and token states to numbers; they do not depend on models.
 
-Everything is computed in float64 whatever came in, over any leading axes at once. A matrix or sequence that
-holds NaN or infinity answers NaN and leaves the others of its batch alone.
+All computations are in float64, over any leading axes at once. A matrix or sequence with NaN or infinity
+gives NaN and leaves the others of its batch alone.
 """
 
 from rankwise.measures import estimate, logits, rank, row_walk, rows, token_states

@@ -2,7 +2,7 @@
 
 The rule, as measured on a CPU by benchmarks/rank.py (decision 004): the SVD if the smaller side is below
 `SVD_SIZE` or a gradient is required; else the eigenvalues of the Gram matrix; the SVD for each matrix for
-which rounding could change what was asked.
+which rounding could change a rank.
 
 Matrices are decomposed a few at a time, so that intermediate results stay small. On a CPU each part runs on
 one thread, and several parts run in parallel (`rankwise._internals.threads`).
@@ -54,7 +54,7 @@ def gram_or_svd(
     rtol: float | None = EFFECTIVE_RTOL,
     relative: float | None = None,
 ) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"], Float64[Tensor, " N"]]:
-    """Compute singular values by the Gram matrix, or by the SVD if rounding could change what is asked.
+    """Compute singular values by the Gram matrix, or by the SVD if rounding could change the result.
 
     Args:
         matrices: finite matrices.
@@ -127,11 +127,11 @@ class GramSpectrum(NamedTuple):
     def effective_rank_error(self) -> Float64[Tensor, " N"]:
         """Bound the relative error of exp(entropy of σ/Σσ).
 
-        Σ|λ̂_i − λ_i|² ≤ slack² (Hoffman and Wielandt) and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂), so by Hölder
-        the errors of the n' values with λ̂ ≤ slack sum to at most n'^¾·√slack, and by Cauchy and Schwarz those
-        of the others to slack·√(Σ 1/λ̂). Over Σσ̂ this is a distance d in total variation, which changes an
-        entropy by at most d·log n + d·(1 − log d) (K. Audenaert, "A sharp continuity estimate for the von
-        Neumann entropy", 2007).
+        Σ|λ̂_i − λ_i|² ≤ slack² (Hoffman and Wielandt) and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂), so by
+        Hölder the errors of the n' values with λ̂ ≤ slack sum to at most n'^¾·√slack, and by Cauchy and
+        Schwarz those of the others to slack·√(Σ 1/λ̂). Over Σσ̂ this is a distance d in total variation,
+        which changes an entropy by at most d·log n + d·(1 − log d) (K. Audenaert, "A sharp continuity
+        estimate for the von Neumann entropy", 2007).
         """
         values, slack = self.eigenvalues, self.slack[:, None]
         large = values > slack

@@ -1,8 +1,9 @@
-r"""What the logits of a head need of their width, from second moments of its queries and keys.
+r"""Head width that a head's logits require, from second moments of queries and keys.
 
 With P = Σ qqᵀ and S = Σ kkᵀ the squared error of logits Q A Kᵀ, over all pairs of a query and a key, is that
-of P^½ A S^½ against P^½ S^½: its least value at rank r comes from the first r singular directions (KQ-SVD,
-arXiv 2512.05916). Compression takes its projections from there, audits and plans the width that a head needs.
+of P^½ A S^½ against P^½ S^½: the first r singular directions have the least error of rank r (KQ-SVD,
+arXiv 2512.05916). Compression takes its projections from them, audits and plans the width that a head
+requires.
 """
 
 from collections.abc import Iterator
@@ -13,57 +14,48 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from rankwise._internals.statistics import WIDTH_TOLERANCE
-from rankwise.errors import InputError
+from rankwise.errors import in_range
 from rankwise.operators import SoftmaxMixing
 
 __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
 
 RIDGE = 1e-9
-"""Added to second moments, relative to their mean eigenvalue: directions never seen stay finite."""
+"""Ridge on second moments, relative to their mean eigenvalue: unseen directions stay finite."""
 STEP = 4096
-"""Tokens that are taken to float64 at once."""
+"""Number of tokens that are cast to float64 at once."""
 
 
 @dataclass(frozen=True)
-class Bases:
+class LogitBases:
     """Two bases of the head's K dimensions, best directions first."""
 
     query: Float64[Tensor, "K K"]
     key: Float64[Tensor, "K K"]
 
 
-def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> Bases:
-    """The closed form: least squared error of the logits over all pairs of the tokens seen.
+def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
+    """Return the bases whose first r directions have the least squared error of the logits over all pairs.
 
-    Formula: A = S^½ V_r, B = S^−½ V_r, V the eigenvectors of S^½ P S^½, largest first; narrow logits are
-    (Q A)(K B)ᵀ. Where several query heads read one key head, P is the sum of theirs, and A is the same for
-    all.
+    Formula: A = S^½ V_r, B = S^−½ V_r, V the eigenvectors of S^½ P S^½ in descending order, for P and S the
+    second moments of queries and keys; narrow logits are (Q A)(K B)ᵀ. If several query heads read one key
+    head, P is the sum of theirs, and A is the same for all.
     Cost: two eigendecompositions, O(K³).
-
-    Args:
-        query: P, second moments of queries.
-        key: S, second moments of keys.
     """
     root, inverse = _roots(key)
     vectors = torch.linalg.eigh(root @ query @ root).eigenvectors.flip(-1)
-    return Bases(root @ vectors, inverse @ vectors)
+    return LogitBases(root @ vectors, inverse @ vectors)
 
 
 def logit_energy(
     query: Float64[Tensor, "*batch K K"], key: Float64[Tensor, "*batch K K"]
 ) -> Float64[Tensor, "*batch K"]:
-    """σ_i² of P^½ S^½, descending: what the best logits of rank r miss is the sum of those from r on.
-
-    Args:
-        query: P, second moments of queries.
-        key: S, second moments of keys.
-    """
+    """Return σ_i² of P^½ S^½ in descending order: the best logits of rank r miss the sum of those after r."""
     root, _ = _roots(key)
     return torch.linalg.eigvalsh(root @ query @ root).flip(-1).clamp(min=0)
 
 
 def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
-    """S^½ and S^−½ of S with a ridge."""
+    """Return S^½ and S^−½ of S with a ridge."""
     width = moments.shape[-1]
     trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     ridge = RIDGE * trace.clamp(min=1e-300) / width
@@ -74,19 +66,19 @@ def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LogitMoments:
-    """Second moments behind the logits of heads; those of several sequences are added."""
+    """Second moments of the queries and keys of heads; moments of several sequences can be added."""
 
     query: Float64[Tensor, "*batch K K"]
     """Σ s² qqᵀ, s the scale of the logits."""
     key: Float64[Tensor, "*batch K K"]
     """Σ (k − k̄)(k − k̄)ᵀ, k̄ the mean key of its sequence."""
     rows: Float64[Tensor, "*batch"]
-    """Queries behind them."""
+    """Number of queries."""
     columns: Float64[Tensor, "*batch"]
-    """Keys behind them."""
+    """Number of keys."""
 
     def __add__(self, other: "LogitMoments") -> "LogitMoments":
-        """Moments of both."""
+        """Return the moments of both sets of sequences."""
         return LogitMoments(
             self.query + other.query,
             self.key + other.key,
@@ -94,8 +86,8 @@ class LogitMoments:
             self.columns + other.columns,
         )
 
-    def whole(self) -> "LogitMoments":
-        """Moments of all sequences (B, H, …) together, (H, …), without what is not finite."""
+    def sum_sequences(self) -> "LogitMoments":
+        """Return the moments (H, …) of all sequences (B, H, …); heads that are not finite are left out."""
         finite = self.query.isfinite().all(-1).all(-1) & self.key.isfinite().all(-1).all(-1)
         square = finite[..., None, None]
         return LogitMoments(
@@ -111,14 +103,14 @@ def logit_moments(
     rows: Bool[Tensor, "B T"] | None = None,
     columns: Bool[Tensor, "B S"] | None = None,
 ) -> LogitMoments:
-    """Second moments of the queries and centred keys of each head and sequence.
+    """Return second moments of the queries and centered keys of each head and sequence.
 
-    Cost: O((T + S) K²) time, O(K²) memory a head beside 4,096 tokens in float64.
+    Cost: O((T + S) K²) time, O(K²) memory per head, and 4,096 tokens in float64.
 
     Args:
         op: softmax attention, (..., H, T, S).
-        rows: which queries are real; all, by default. Of an operator (B, H, T, S).
-        columns: which keys are.
+        rows: True for real queries, for an operator (B, H, T, S); by default all are real.
+        columns: True for real keys.
 
     Examples:
         >>> import torch
@@ -142,7 +134,7 @@ def logit_moments(
 
 
 def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
-    """So many tokens at a time in float64, less the mean, zeros where they are not real."""
+    """Yield `STEP` tokens at a time in float64, less the mean; padding becomes 0."""
     for start in range(0, vectors.shape[-2], STEP):
         part = vectors[..., start : start + STEP, :].double() - mean
         if real is not None:
@@ -151,7 +143,7 @@ def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> 
 
 
 def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
-    """How many real tokens each head has, (..., H)."""
+    """Return the number of real tokens of each head, (..., H)."""
     if real is None:
         return vectors.new_full(vectors.shape[:-2], vectors.shape[-2], dtype=torch.float64)
     return real.sum(-1).double().to(vectors.device)[:, None].expand(vectors.shape[:-2])
@@ -160,27 +152,27 @@ def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
 def required_head_dim(
     moments: LogitMoments | SoftmaxMixing, tolerance: float | int = WIDTH_TOLERANCE
 ) -> Float64[Tensor, "*batch"]:
-    """Least query/key width whose best logits keep a head's attention, to second order.
+    """Return the least query/key width whose best logits keep a head's attention, to second order.
 
     Formula: the least r with ½ Σ_{i>r} σ_i² ≤ tolerance, σ_i the singular values of P^½ S^½,
-    P = mean s² qqᵀ and S = mean (k − k̄)(k − k̄)ᵀ. That is half of the mean over rows of the variance of what
-    the best logits of rank r miss, and the attention KL to second order where rows weigh their tokens alike.
-    A row's softmax knows no shift of all its logits, so keys are centred. Masks are not looked at: all pairs
-    of a query and a key count.
+    P = mean s² qqᵀ and S = mean (k − k̄)(k − k̄)ᵀ. The left side is half of the variance that the best logits
+    of rank r miss, in the mean over rows. To second order that is the attention KL if rows weigh their tokens
+    evenly. Keys are centered, because softmax ignores a shift of all logits of a row. Masks are ignored: all
+    pairs of a query and a key count.
     Range: [0, K]; 0 = scores so small that rows weigh their tokens evenly. It does not change with a rotation
-    of queries and keys, with c·q and k/c, or with a vector that is added to every key. NaN where there are no
-    tokens, or moments are not finite. From N tokens it is at most N: take several for each channel.
-    Against the KL itself: peaked rows weigh few of the logits that are counted here, so of them it tends to
-    say more than they need (docs/how-to/findings.md).
-    Cost: O(K³) beyond `logit_moments`.
+    of queries and keys, with c·q and k/c, or with a vector that is added to every key. NaN without tokens, or
+    if moments are not finite. It is at most the number of tokens: use several tokens per channel.
+    Accuracy: peaked rows weigh few of the logits that count here, so it is usually an overestimate for them
+    (docs/how-to/findings.md).
+    Cost: O(K³) in addition to `logit_moments`.
     Source: KQ-SVD, arXiv 2512.05916, for the best logits of a rank; the tolerance in nats is this project's.
 
     Args:
-        moments: of the tokens, or an operator to take them from.
+        moments: second moments of the tokens, or an operator to compute them from.
         tolerance: nats of attention KL.
 
     Raises:
-        InputError: if the tolerance is not above 0.
+        InputError: if the tolerance is not positive and finite.
 
     Examples:
         >>> import torch
@@ -189,8 +181,7 @@ def required_head_dim(
         >>> bool(required_head_dim(SoftmaxMixing(wide[:1], wide[1:])).item() <= 2)
         True
     """
-    if not 0 < tolerance < float("inf"):
-        raise InputError("`tolerance`", expected="nats above 0", got=repr(tolerance), fix="0.01 is usual.")
+    in_range("`tolerance`", tolerance, "(0, inf)", fix="It is in nats; 0.01 is usual.")
     seen = logit_moments(moments) if isinstance(moments, SoftmaxMixing) else moments
     pairs = seen.rows * seen.columns
     known = seen.query.isfinite().all(-1).all(-1) & seen.key.isfinite().all(-1).all(-1) & (pairs > 0)

@@ -101,7 +101,8 @@ class TraceEstimator:
     def by_ritz(self, function: Function) -> Bracket:
         """Return the bracket from Σ f(θ) over all Ritz values to that plus what the missing energy can add.
 
-        It holds for concave f ≥ 0: the eigenvalues of a matrix majorize those of its diagonal blocks.
+        It holds for concave f ≥ 0: the eigenvalues of a matrix majorize the eigenvalues of its diagonal
+        blocks.
         """
         values = self.upper.values
         low, high = float(self._floored(function)(values).sum()), float(function(values).sum())

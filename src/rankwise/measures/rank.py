@@ -118,9 +118,9 @@ def rank_summary(
     `singular_values`. The full time of `singular_values` if ``exact``, if the smaller side is below 96, if a
     gradient is required, and for each matrix with ``used_svd``.
     Numerics: σ = √λ, λ the eigenvalues of the Gram matrix of the shorter side in float64. Their error is at
-    most e = 4·max(T, S)·1e-16·‖M‖_F², that of a singular value at most min(√e, e/σ). The SVD is computed for
-    a matrix if a λ is within e of a δ², so that numerical ranks are always the counts of the SVD, and if e
-    could change the effective rank by 1 %. For softmax and hardmax heads up to T = 1,024 no effective rank
+    most e = 4·max(T, S)·1e-16·‖M‖_F², the error of a singular value at most min(√e, e/σ). The SVD is computed
+    for a matrix if a λ is within e of a δ², so that numerical ranks are always the counts of the SVD, and if
+    e could change the effective rank by 1 %. For softmax and hardmax heads up to T = 1,024 no effective rank
     changed by more than 1e-4. The relative error of the stable rank and σ_1 is below 1e-10.
 
     Args:
@@ -192,7 +192,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
     Range: [1, min(T, S)], at least the stable rank; 1 = rank one, min(T, S) = all singular values equal.
     Independent of the scale of the matrix. NaN for a matrix with NaN or infinity.
-    Cost: that of `singular_values`.
+    Cost: the cost of `singular_values`.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Args:
@@ -217,8 +217,8 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Range: [1, min(T, S)], at most the effective rank; 1 = rank one (all rows equal if M is row-stochastic).
     Independent of the scale of the matrix and nearly so of small singular values. NaN for a matrix with NaN
     or infinity.
-    Cost: that of `rank_summary`, whose Gram matrix determines it to 1e-10.
-    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, where it is called
+    Cost: the cost of `rank_summary`; its Gram matrix determines the stable rank to 1e-10.
+    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, which calls it
     numerical rank.
 
     Args:

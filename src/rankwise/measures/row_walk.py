@@ -78,7 +78,7 @@ class RowWalk:
 
 
 def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
-    """Evaluate measures of matrices and of heads by name; those of rows share one walk.
+    """Evaluate measures of matrices and of heads by name; measures of rows share one walk.
 
     On a CPU the sequences of (B, H, T, S) are walked in parallel threads. No gradient is kept. Measures of
     tokens take other arguments: ``MEASURES[name].function(tokens, mask)``.

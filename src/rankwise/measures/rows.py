@@ -32,20 +32,20 @@ __all__ = [
 
 @measure("matrices", RowShares, degree=0)
 def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Mean entropy of a row, in nats.
+    """Return the mean entropy of a row, in nats.
 
     Formula: mean over rows of −Σ_j p_ij log p_ij with p_ij = |m_ij|/Σ_j|m_ij| and 0 log 0 = 0. For a
-    row-stochastic matrix p is the matrix; otherwise it is the share of each token in the weight of the row.
-    Zero rows (tokens that may see nothing) are left out of the mean.
-    Range: [0, log S]; 0 = every row picks one token, log S = every row is uniform. NaN where a matrix has
-    only zero rows, or holds NaN or infinity.
+    row-stochastic matrix p is the matrix; otherwise it is each token's share of the weight of the row. Rows
+    of zeros, as of tokens that may see nothing, are left out of the mean.
+    Range: [0, log S]; 0 = every row picks one token, log S = every row is uniform. NaN for a matrix with only
+    rows of zeros, or with NaN or infinity.
     Cost: O(T S).
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
-        ShapeError: if it is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -60,16 +60,16 @@ def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", RowShares, degree=0)
 def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "*batch"]:
-    """Mean share of a row spent on one token, by default the first.
+    """Return the mean share of a row on one token, by default the first.
 
-    Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Zero rows are left out of the mean.
-    Range: [0, 1]; 1 = every row looks at that token alone (an attention sink), 1/S under uniform rows. NaN
-    where a matrix has only zero rows, or holds NaN or infinity.
+    Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Rows of zeros are left out of the mean.
+    Range: [0, 1]; 1 = every row puts all weight on the token (an attention sink), 1/S = uniform rows. NaN for
+    a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S).
 
     Args:
-        op: an operator, or a tensor (..., T, S).
-        column: which token; negative counts from the end.
+        op: operator, or tensor (..., T, S).
+        column: index of the token; negative indices count from the end.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1, or has no such column.
@@ -87,22 +87,22 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
             "`column` of `first_token_mass`",
             expected=f"an index in [−{sources}, {sources})",
             got=str(column),
-            fix="Name a column of the matrix.",
+            fix="Pass the index of a column of the matrix.",
         )
     return walk.finite_only(shares.mass[..., column] / shares.nonzero_rows)
 
 
 @measure("matrices", RowShares, degree=0)
 def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Largest mean share of a row that any one token gets.
+    """Return the largest mean share of a row on any one token.
 
-    Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Zero rows are left out of the mean.
-    Range: [1/S, 1], at least the sink mass of any column; 1 = every row looks at the same token alone. NaN
-    where a matrix has only zero rows, or holds NaN or infinity.
+    Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
+    Range: [1/S, 1], at least `first_token_mass` of any column; 1 = every row puts all weight on one token.
+    NaN for a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S).
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -119,7 +119,7 @@ def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("heads", RowShares, degree=0)
 def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
-    """Return the index of the token whose mean share `max_token_mass` is.
+    """Return the index of the token with the largest mean share of a row, which is `max_token_mass`.
 
     Range: [0, S − 1], the first of equal tokens; −1 if `max_token_mass` is NaN.
     Cost: O(T S).
@@ -141,20 +141,20 @@ def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
 
 @measure("matrices", DistanceToMeanRow, degree=0)
 def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Distance to the nearest matrix with equal rows, as a share of the norm.
+    """Return the distance to the nearest matrix with equal rows, as a share of the norm.
 
     Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_spread` of the rows.
-    Range: [0, 1] for any real matrix; 0 = all rows equal, so that every token receives the same mixture.
-    NaN where a matrix holds NaN or infinity.
+    Range: [0, 1] for any real matrix; 0 = all rows equal, so that every token receives the same mixture. NaN
+    for a matrix with NaN or infinity.
     Cost: O(T S).
-    Numerics: rows are compared with the first row before they are centred, so nearly equal rows lose no
+    Numerics: the first row is subtracted from all before they are centered, so that nearly equal rows lose no
     digits.
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
-        ShapeError: if it is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -167,19 +167,18 @@ def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", DistanceToIdentity, degree=None)
 def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Distance to the identity.
+    """Return the distance to the identity.
 
     Formula: ‖M − I‖_F/√(‖M‖_F² + T).
-    Range: [0, 1] where the trace is not negative, as for every matrix without negative entries, else up to
-    √2; 0 = every token keeps to itself, 1 = no token looks at itself. NaN where T ≠ S, or where a matrix
-    holds NaN or infinity.
+    Range: [0, 1] if the trace is not negative, as for every matrix without negative entries, else up to √2;
+    0 = no mixing, 1 = no token attends to itself. NaN if T ≠ S, or for a matrix with NaN or infinity.
     Cost: O(T S).
 
     Args:
-        op: an operator, or a tensor (..., T, S).
+        op: operator, or tensor (..., T, S).
 
     Raises:
-        ShapeError: if it is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -196,19 +195,19 @@ def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 def head_distance(
     op: MixingOperator | Shaped[Tensor, "*batch H T S"] | RowWalk,
 ) -> Float64[Tensor, "*batch H H"]:
-    """How differently each two heads of a layer mix.
+    """Return how differently each pair of heads of a layer mixes.
 
     Formula: ‖A − B‖_F/√(‖A‖_F² + ‖B‖_F²) for heads A and B; 0 for two zero heads.
-    Range: [0, 1] for matrices without negative entries, else up to √2; 0 = the same matrix, 1 = no shared
-    token. Symmetric, with a zero diagonal. NaN in the row and column of a head that holds NaN or infinity.
+    Range: [0, 1] for matrices without negative entries, else up to √2; 0 = equal matrices, 1 = no common
+    token. Symmetric, with a zero diagonal. NaN in the row and column of a head with NaN or infinity.
     Cost: O(H² T S) time; memory of a block of rows.
     Numerics: differences are summed directly, so nearly equal heads lose no digits.
 
     Args:
-        op: an operator, or a tensor (..., H, T, S).
+        op: operator, or tensor (..., H, T, S).
 
     Raises:
-        ShapeError: if it is not (..., H, T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` is not (..., H, T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Numbers of token states: collapse, cosine, rank, turn, coding rate."""
+"""Measures of token states: spread, norm, cosine, rank, update, coding rate."""
 
 import math
 
@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
-from rankwise.errors import RankwiseError, ShapeError
+from rankwise.errors import RankwiseError, ShapeError, in_range
 from rankwise.measures.rank import effective_rank, scaled_spectrum
 from rankwise.measures.registry import as_tokens, measure, to_float64
 from rankwise.shapes import TokenMask, Tokens
@@ -24,31 +24,31 @@ __all__ = [
 
 EPS = torch.finfo(torch.float64).eps
 RTOL = 1e-6
-"""How far rounding may move a rate, as a share of it."""
+"""Largest relative error of a coding rate by rounding."""
 
 
 @measure("tokens", degree=0)
 def token_spread(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
 ) -> Float64[Tensor, " B"]:
-    """Distance of the tokens from their mean: μ, or its share of the norm.
+    """Return the distance of the tokens from their mean, μ, or its share of their norm.
 
-    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, ȳ the mean token; divided by ‖Y‖_F where ``normalized``, with 0/0 = 0.
-    Range: [0, ‖Y‖_F], or [0, 1]; 0 = all tokens the same. A single token gives 0. NaN for a sequence without
-    a real token, or with NaN or infinity in one. Padded tokens are never looked at.
+    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, ȳ the mean token; divided by ‖Y‖_F if ``normalized``, with 0/0 = 0.
+    Range: [0, ‖Y‖_F], or [0, 1]; 0 = all tokens equal. A single token gives 0. NaN for a sequence without a
+    real token, or with NaN or infinity in one. Padding is ignored.
     Cost: O(T D).
-    Numerics: tokens are compared with the first real one before they are centred, so the relative error of
-    μ stays near √T·1e-16 even where all tokens nearly agree, and equal tokens give exactly 0.
+    Numerics: the first real token is subtracted from all before they are centered. The relative error stays
+    near √T·1e-16 even for nearly equal tokens, and equal tokens give exactly 0.
     Source: μ is the collapse measure of the paper on λ-skip connections, "the architectural component that
-    prevents rank collapse". The share is for models whose norms move with depth.
+    prevents rank collapse". The share is for models whose norms change with depth.
 
     Args:
         tokens: token states.
-        mask: True where a token is real; all are, by default.
-        normalized: give μ/‖Y‖_F.
+        mask: True for real tokens; by default all are real.
+        normalized: return μ/‖Y‖_F.
 
     Raises:
-        ShapeError: if tokens or mask are of the wrong shape or kind.
+        ShapeError: if tokens or mask have the wrong shape or dtype.
 
     Examples:
         >>> import torch
@@ -66,17 +66,17 @@ def token_spread(
 
 @measure("tokens", degree=1)
 def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Size of the token states together, ‖Y‖_F.
+    """Return the norm of all token states together, ‖Y‖_F.
 
     Range: [0, ∞). NaN for a sequence without a real token, or with NaN or infinity in one.
     Cost: O(T D).
 
     Args:
         tokens: token states.
-        mask: True where a token is real; all are, by default.
+        mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if tokens or mask are of the wrong shape or kind.
+        ShapeError: if tokens or mask have the wrong shape or dtype.
 
     Examples:
         >>> import torch
@@ -89,21 +89,21 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
 
 @measure("tokens", degree=0)
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Mean cosine of two different tokens.
+    """Return the mean cosine between two different tokens.
 
     Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)), u_i = y_i/‖y_i‖. Tokens of
     norm 0 have no direction and are left out.
-    Range: [−1/(n − 1), 1]; 1 = all tokens point the same way, near 0 = unrelated. Lengths do not matter. NaN
-    for fewer than two such tokens, or with NaN or infinity in a real one.
-    Cost: O(T D): no T×T matrix is formed.
-    Numerics: the sum cancels; the error is about 1e-16 of 1, not of the cosine.
+    Range: [−1/(n − 1), 1]; 1 = all tokens point the same way, near 0 = unrelated. Independent of the lengths
+    of the tokens. NaN for fewer than two tokens with a direction, or with NaN or infinity in a real one.
+    Cost: O(T D); no T×T matrix is formed.
+    Numerics: the sum cancels; the absolute error is about 1e-16.
 
     Args:
         tokens: token states.
-        mask: True where a token is real; all are, by default.
+        mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if tokens or mask are of the wrong shape or kind.
+        ShapeError: if tokens or mask have the wrong shape or dtype.
 
     Examples:
         >>> import torch
@@ -125,23 +125,22 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
 def state_effective_rank(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
-    """Effective rank of the token states.
+    """Return the effective rank of the token states.
 
-    Formula: `effective_rank` of the T×D matrix of real tokens. Padded tokens become zero rows, which leave
-    singular values as they are.
+    Formula: `effective_rank` of the T×D matrix of real tokens. Padding becomes rows of zeros, which do not
+    change the singular values.
     Range: [1, min(n, D)] for n real tokens, 0 if all are zero; 1 = all tokens on one line through 0. NaN for
     a sequence without a real token, or with NaN or infinity in one.
     Cost: a dense decomposition, O(T D min(T, D)).
-    Numerics: not by the smaller Gram matrix, which squares the singular values and so loses those below
-    1e-8·σ_1.
+    Numerics: the SVD, because a Gram matrix loses singular values below 1e-8·σ_1.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Args:
         tokens: token states.
-        mask: True where a token is real; all are, by default.
+        mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if tokens or mask are of the wrong shape or kind.
+        ShapeError: if tokens or mask have the wrong shape or dtype.
 
     Examples:
         >>> import torch
@@ -153,21 +152,21 @@ def state_effective_rank(
 
 
 def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """How far the states after a block point away from those before it.
+    """Return the share of the states after a block that is not a multiple of the states before it.
 
-    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y before and Z after; 0 where Z is 0.
-    Range: [0, 1]; 0 = the block gives back what it reads, at another scale: it is switched off, or its skip
-    drowns it. Scale and sign of either do not matter. NaN where a state is not finite or no token is real.
+    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y before and Z after; 0 if Z is 0.
+    Range: [0, 1]; 0 = the block only scales its input: it is inactive, or its skip connection dominates.
+    Independent of the scale and sign of Y and Z. NaN if a state is not finite or no token is real.
     Cost: O(T D).
     Numerics: the remainder Z − cY itself is summed: 1 − cos² would lose all digits below 1e-8.
 
     Args:
-        before: what the block reads.
-        after: what it gives.
-        mask: True where a token is real.
+        before: states that the block reads.
+        after: states that the block returns.
+        mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if the two are not (B, T, D) alike, or the mask is not Bool (B, T).
+        ShapeError: if the states are not of one shape (B, T, D), or the mask is not Bool (B, T).
 
     Examples:
         >>> import torch
@@ -184,42 +183,41 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
             got=f"{tuple(before.shape)} and {tuple(after.shape)}",
             fix="Compare states of one stack, layer by layer.",
         )
-    y, valid, usable = as_tokens(before, mask, "`relative_update`")
+    y, _, usable = as_tokens(before, mask, "`relative_update`")
     z, _, also = as_tokens(after, mask, "`relative_update`")
-    usable = usable & also & valid.any(-1)
     y, z = (states / unit_scale(states, MATRIX) for states in (y, z))
     along = ratio((y * z).sum(MATRIX), y.square().sum(MATRIX))
     rest = norm(z - along[:, None, None] * y, MATRIX)
-    turn = ratio(rest, norm(z, MATRIX)).clamp(max=1)
-    return turn.masked_fill(~usable, math.nan)
+    return ratio(rest, norm(z, MATRIX)).clamp(max=1).masked_fill(~(usable & also), math.nan)
 
 
 @measure("tokens", degree=None)
 def coding_rate(
     tokens: Shaped[Tensor, "B T D"], eps: float = 0.5, mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
-    """Rate needed to code the tokens up to a distortion ε: the volume they fill.
+    """Return the rate that coding the tokens up to a distortion ε takes: the volume that they fill.
 
     Formula: R(Z) = ½ logdet(I + D/(n ε²)·Z Zᵀ) = ½ Σ_i log(1 + D/(n ε²)·σ_i²), Z the D×n matrix of the n real
-    tokens, σ_i its singular values; natural logarithm. Tokens are neither centred nor normalised: do so
-    before, if lengths should not count (the paper puts each on the unit sphere).
+    tokens, σ_i its singular values; natural logarithm. Tokens are not centered or normalized. If lengths
+    should not count, normalize the tokens before, as the paper does.
     Range: [0, ∞); 0 = all tokens zero. Grows with the scale and, at a given ‖Z‖_F, with the number of
-    directions used. NaN for a sequence without a real token, or with NaN or infinity in one.
+    directions. NaN for a sequence without a real token, or with NaN or infinity in one.
     Cost: a dense decomposition, O(T D min(T, D)).
-    Numerics: singular values and log1p instead of a Cholesky factor, which loses the small directions, and at
-    last fails, once σ_1² D/(n ε²) nears 1e16. Rounding leaves 1e-16·σ_1 of a singular value of 0, so large
-    tokens without a small direction of their own have no rate in float64: refused.
+    Numerics: singular values and log1p, because a Cholesky factor loses small directions, and fails if
+    σ_1² D/(n ε²) is near 1e16. Rounding turns a singular value of 0 into 1e-16·σ_1. If that is above ε, as
+    for large tokens with a direction missing, the rate is unknown in float64 and an error is raised.
     Source: Yu et al., "Learning Diverse and Discriminative Representations via the Principle of Maximal
     Coding Rate Reduction", NeurIPS 2020, Section 2. Code published with it calls ε² ``eps``.
 
     Args:
         tokens: token states.
         eps: distortion ε.
-        mask: True where a token is real; all are, by default.
+        mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if tokens or mask are of the wrong shape or kind.
-        RankwiseError: if ``eps`` is not finite and positive, or where rounding may move a rate by 1e-6 of it.
+        ShapeError: if tokens or mask have the wrong shape or dtype.
+        RankwiseError: if ``eps`` is not finite and positive, or if rounding could change a rate by 1e-6 of
+        it.
 
     Examples:
         >>> import torch
@@ -227,23 +225,26 @@ def coding_rate(
         >>> round(rate.item(), 6)
         0.693147
     """
-    if not (math.isfinite(eps) and eps > 0):
-        raise RankwiseError(
-            "`eps`",
-            expected="a finite number above 0",
-            got=str(eps),
-            fix="It is the distortion allowed, such as 0.5.",
-        )
+    in_range("`eps`", eps, "(0, inf)", fix="ε is the allowed distortion, such as 0.5.")
     states, valid, usable = as_tokens(tokens, mask, "`coding_rate`")
     count = valid.sum(1, dtype=torch.float64).clamp(min=1)
     sigma, scale = scaled_spectrum(states, "`coding_rate`")
     units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
     rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
-    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # what a backward stable SVD may be off by
+    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error of a backward stable SVD
     far, near = (
         _log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
     )
-    _check_rounding(near, far)
+    unsure = (far - near > RTOL * far).nonzero()[:, 0].tolist()
+    if unsure:
+        at = unsure[0]
+        raise RankwiseError(
+            "`coding_rate`",
+            expected=f"tokens whose rate is known to {RTOL:g} of it after rounding",
+            got=f"sequence {at}, whose rate is between {float(near[at]):.6g} and {float(far[at]):.6g}",
+            fix="Normalize the tokens first, or pass an `eps` near their size: rounding hides directions "
+            "below 1e-16 of the largest, and these are above ε.",
+        )
     return rate.masked_fill(~usable, math.nan)
 
 
@@ -252,23 +253,23 @@ def variational_rate(
     membership: Float[Tensor, "B H T"],
     mask: Bool[Tensor, "B T"] | None = None,
 ) -> Float64[Tensor, "B H"]:
-    """Share of each head in the rate of the tokens grouped by their memberships, R_c^var.
+    """Return each head's part of R_c^var, the rate of the tokens if they are grouped by their memberships.
 
     Formula: ½ (n_h/n) Σ_k log(1 + m_hk), m_hk = Σ_t Π_th w_thk² / n_h, n_h = Σ_t Π_th, n = Σ_h n_h. The sum
-    over heads is R_c^var, on which a TSSA layer is derived as a gradient step.
-    Range: [0, ∞) nats; low = each group lies near few axes of its head. It grows with the scale of w.
-    NaN where a number is not finite, or no token is real.
-    Cost: O(T K) for each head.
+    over heads is R_c^var; a TSSA layer is derived as a gradient step on it.
+    Range: [0, ∞) nats; low = each group is near few axes of its head. It grows with the scale of w. NaN if a
+    number is not finite, or no token is real.
+    Cost: O(T K) per head.
     Source: Wu et al., "Token Statistics Transformer", the variational form of the rate reduction objective,
-    with f = log(1 + ·) and its constants left out.
+    with f = log(1 + ·) and without its constants.
 
     Args:
         projection: w, the tokens in the subspace of each head.
-        membership: Π, at least 0; the heads of a token sum to 1.
-        mask: True where a token is real.
+        membership: Π ≥ 0; the memberships of a token sum to 1 over the heads.
+        mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if they do not fit together.
+        ShapeError: if the shapes do not fit.
 
     Examples:
         >>> import torch
@@ -297,22 +298,9 @@ def variational_rate(
 
 
 def _log1p_product(x: Float64[Tensor, "..."], *units: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """log(1 + x·Π units²) for x ≥ 0 of moderate size, also where the product overflows."""
+    """Return log(1 + x·Π units²) for x ≥ 0 of moderate size, also if the product overflows."""
     unit = math.prod(units[1:], start=units[0])
     product = x * unit * unit
     large = product > 1e200
     logarithm = torch.where(large, x, 1.0).log() + 2 * torch.stack([u.log() for u in units]).sum(0)
     return torch.where(large, logarithm, torch.where(large, 0.0, product).log1p())
-
-
-def _check_rounding(low: Float64[Tensor, " B"], high: Float64[Tensor, " B"]) -> None:
-    unsure = (high - low > RTOL * high).nonzero()[:, 0].tolist()
-    if unsure:
-        at = unsure[0]
-        raise RankwiseError(
-            "`coding_rate`",
-            expected=f"tokens whose rate rounding leaves right to {RTOL:g} of it",
-            got=f"sequence {at}, whose rate is anything from {float(low[at]):.6g} to {float(high[at]):.6g}",
-            fix="Normalise the tokens first, or give an `eps` near their size: rounding hides directions "
-            "below 1e-16 of the largest, and these lie above ε.",
-        )

@@ -1,0 +1,411 @@
+"""Measures of token states: spread, cosine, effective rank, update, coding rate, variational rate."""
+
+import math
+from fractions import Fraction
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tests.measures.measure_cases import (
+    close,
+    normal,
+    rotation,
+    sigma_tolerance,
+    sum_tolerance,
+    token_batches,
+)
+from tests.unchecked import unchecked
+
+from rankwise.errors import RankwiseError, ShapeError
+from rankwise.measures import (
+    coding_rate,
+    effective_rank,
+    mean_cosine,
+    relative_update,
+    state_effective_rank,
+    token_norm,
+    token_spread,
+    variational_rate,
+)
+
+seeds = st.integers(0, 2**31)
+finite = st.floats(-100, 100)
+
+
+def mu(tokens, mask=None):
+    return token_spread(tokens, mask, normalized=False)
+
+
+def tolerance(x):
+    return sum_tolerance(x.shape[1] * x.shape[2])
+
+
+def shuffled(x, seed):
+    return x[:, torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(seed))]
+
+
+# --- spread and norm -------------------------------------------------------------------------------------
+
+
+@given(x=token_batches())
+def test_mu_against_its_definition(x):
+    wanted = (x - x.mean(1, keepdim=True)).norm(dim=(1, 2))
+    size = x.norm(dim=(1, 2))
+    close(token_norm(x), size, rtol=tolerance(x))
+    close(mu(x), wanted, rtol=0, atol=tolerance(x) * size.max().item())
+    share = torch.where(size > 0, wanted / size, 0)
+    close(token_spread(x), share, rtol=0, atol=tolerance(x))
+
+
+@given(x=token_batches(), seed=seeds)
+def test_order_and_rotation_do_not_matter(x, seed):
+    turned = shuffled(x, seed) @ rotation(x.shape[2], seed)
+    atol = tolerance(x) * (1 + x.norm().item())
+    close(mu(turned), mu(x), rtol=0, atol=atol)
+    close(token_spread(turned), token_spread(x), rtol=0, atol=tolerance(x))
+
+
+@given(x=token_batches(), shift=st.lists(finite, min_size=9, max_size=9))
+def test_mu_does_not_see_a_shift_of_all_tokens(x, shift):
+    shift = torch.tensor(shift[: x.shape[2]], dtype=torch.float64)
+    # the sum itself rounds every entry to its own size
+    close(mu(x + shift), mu(x), rtol=0, atol=tolerance(x) * (x.norm() + shift.norm()).item())
+
+
+@given(x=token_batches(), factor=st.floats(1e-3, 1e3), sign=st.sampled_from([-1, 1]))
+def test_mu_grows_with_the_scale_and_its_share_does_not(x, factor, sign):
+    size = token_norm(x)  # the product itself rounds every entry to its own size
+    close(mu(sign * factor * x), factor * mu(x), rtol=0, atol=tolerance(x) * factor * size.max().item())
+    close(token_spread(sign * factor * x), token_spread(x), rtol=0, atol=tolerance(x))
+    close(token_norm(sign * factor * x), factor * size, rtol=tolerance(x))
+
+
+@given(x=token_batches(), seed=seeds)
+def test_mu_obeys_the_triangle(x, seed):
+    y = normal(*x.shape, seed=seed)
+    assert (mu(x + y) <= (mu(x) + mu(y)) * (1 + tolerance(x)) + tolerance(x)).all()
+
+
+@given(token=st.lists(finite, min_size=1, max_size=5), count=st.integers(1, 9))
+def test_mu_of_equal_tokens_is_exactly_zero(token, count):
+    x = torch.tensor([[token] * count], dtype=torch.float64)
+    assert mu(x) == 0
+    assert token_spread(x) == 0
+
+
+@given(x=token_batches(min_tokens=2), at=st.data())
+def test_mu_is_positive_once_a_token_differs(x, at):
+    x = x[:, :1].expand(-1, x.shape[1], -1).clone()
+    x[0, at.draw(st.integers(0, x.shape[1] - 1)), 0] += 1e-3
+    assert mu(x)[0] > 0
+    assert mu(x)[1] == 0
+
+
+@given(x=token_batches())
+def test_the_share_is_a_share(x):
+    share = token_spread(x)
+    assert ((share >= 0) & (share <= 1)).all()
+
+
+@pytest.mark.parametrize("outlier", [0.0, 1e8])
+def test_nearly_equal_tokens_keep_their_digits(outlier):
+    """Also where the first token, with which the others are compared, is far from them."""
+    x = normal(1, 1, 3, seed=2) + 1e-12 * normal(1, 7, 3, seed=1)
+    x[0, 0] += outlier
+    exact = [[Fraction(v) for v in token] for token in x[0].tolist()]
+    mean = [sum(feature) / 7 for feature in zip(*exact, strict=True)]
+    wanted = math.sqrt(sum((v - m) ** 2 for token in exact for v, m in zip(token, mean, strict=True)))
+    close(mu(x), [wanted], rtol=tolerance(x))
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e200])
+def test_squares_neither_overflow_nor_vanish(scale):
+    x = normal(1, 4, 3, seed=2)
+    close(mu(scale * x), scale * mu(x), rtol=tolerance(x))
+    close(token_norm(scale * x), scale * token_norm(x), rtol=tolerance(x))
+    close(token_spread(scale * x), token_spread(x), rtol=tolerance(x))
+    close(mean_cosine(scale * x), mean_cosine(x), rtol=0, atol=tolerance(x))
+
+
+def test_zero_tokens_and_single_tokens_are_collapsed():
+    assert token_spread(torch.zeros(1, 3, 2)) == 0
+    assert token_spread(torch.ones(1, 1, 2)) == 0
+    assert mu(torch.ones(1, 1, 2)) == 0
+
+
+def test_equal_tokens_are_exactly_collapsed_behind_padding_too():
+    x = torch.tensor([[[0.0], [0.1], [0.1], [0.1]]], dtype=torch.float64)
+    mask = torch.tensor([[False, True, True, True]])
+    assert mu(x, mask) == 0
+
+
+def test_shares_and_cosines_do_not_round_over_their_bounds():
+    """Both are 1 here, the one without a mean, the other for parallel tokens: rounding exceeds it in many."""
+    x = normal(200, 2, 4, seed=6)
+    share = token_spread(torch.cat([x, -x], dim=1))
+    assert (share <= 1).all()
+    close(share, torch.ones(200), rtol=sum_tolerance(16))
+    cosine = mean_cosine(x[:, :1].expand(-1, 3, -1))
+    assert (cosine <= 1).all()
+    close(cosine, torch.ones(200), rtol=sum_tolerance(12))
+
+
+def test_the_mean_is_over_real_tokens_wherever_padding_lies():
+    x = torch.tensor([[[9.0], [1.0], [9.0], [-1.0]]])
+    mask = torch.tensor([[False, True, False, True]])
+    close(mu(x, mask), [math.sqrt(2)], rtol=1e-15)
+    assert token_spread(x, mask) == 1
+
+
+# --- mean cosine -----------------------------------------------------------------------------------------
+
+
+@given(x=token_batches(min_tokens=2))
+def test_mean_cosine_is_the_double_loop(x):
+    got = mean_cosine(x)
+    for b in range(2):
+        tokens = [t for t in x[b] if t.norm() > 0]
+        pairs = [(s @ t / (s.norm() * t.norm())).item() for s, t in permutations(tokens, 2)]
+        wanted = math.fsum(pairs) / len(pairs) if pairs else math.nan
+        close(got[b], wanted, rtol=0, atol=tolerance(x))
+
+
+@given(
+    x=token_batches(min_tokens=2), seed=seeds, factors=st.lists(st.floats(1e-3, 1e3), min_size=9, max_size=9)
+)
+def test_cosines_do_not_see_order_rotation_or_length(x, seed, factors):
+    assume((x.norm(dim=-1) > 1e-3).all())  # a rotation would move a rounded zero off zero
+    longer = x * torch.tensor(factors[: x.shape[1]], dtype=torch.float64)[:, None]
+    turned = shuffled(longer, seed) @ rotation(x.shape[2], seed)
+    close(mean_cosine(turned), mean_cosine(x), rtol=0, atol=tolerance(x))
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_mean_cosine_of_known_tokens(n):
+    orthogonal = torch.eye(n)[None]
+    close(mean_cosine(orthogonal), [0.0], rtol=0, atol=sum_tolerance(n))
+    simplex = orthogonal - 1 / n  # n vectors as far apart as can be
+    close(mean_cosine(simplex.double()), [-1 / (n - 1)], rtol=0, atol=4 * n * torch.finfo(torch.float32).eps)
+    parallel = torch.arange(1.0, n + 1)[None, :, None] * torch.tensor([3.0, 4.0])
+    assert mean_cosine(parallel) <= 1
+    close(mean_cosine(parallel), [1.0], rtol=sum_tolerance(n))
+
+
+def test_fewer_than_two_directions_have_no_cosine():
+    assert mean_cosine(torch.ones(1, 1, 3)).isnan()
+    assert mean_cosine(torch.tensor([[[1.0, 2.0], [0.0, 0.0]]])).isnan()
+    assert mean_cosine(torch.zeros(1, 4, 2)).isnan()
+    assert mean_cosine(torch.nn.functional.pad(normal(99, 1, 50), (0, 0, 0, 2))).isnan().all()
+
+
+# --- effective rank of states ----------------------------------------------------------------------------
+
+
+def test_states_are_matrices():
+    x = normal(3, 5, 4, seed=3)
+    assert state_effective_rank(x).equal(effective_rank(x))
+    assert state_effective_rank(torch.zeros(1, 3, 4)) == 0
+
+
+def test_small_directions_of_the_states_are_not_lost():
+    """Through the Gram matrix σ = 1e-9 would come back as rounding noise of up to 1e-8."""
+    sigma = torch.tensor([1.0] + [1e-9] * 5, dtype=torch.float64)
+    x = normal(40, 6, seed=4)
+    x = torch.linalg.qr(x).Q @ sigma.diag() @ rotation(6, seed=5)
+    p = sigma / sigma.sum()
+    wanted = torch.special.entr(p).sum().exp()
+    close(state_effective_rank(x[None]), wanted[None], rtol=1e-12)
+
+
+# --- relative update ------------------------------------------------------------------------------------
+
+
+def test_the_update_is_the_sine_between_the_states():
+    y, z = normal(3, 5, 4, seed=1), normal(3, 5, 4, seed=2)
+    cosine = (y * z).sum((1, 2)) / (y.norm(dim=(1, 2)) * z.norm(dim=(1, 2)))
+    close(relative_update(y, z), (1 - cosine**2).sqrt(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, -3.0, 1e-200, 1e200])
+def test_scale_and_sign_of_the_states_do_not_matter(scale):
+    y, z = normal(2, 5, 4, seed=1), normal(2, 5, 4, seed=2)
+    close(relative_update(y, scale * z), relative_update(y, z), rtol=1e-12)
+    assert (relative_update(y, scale * y) < 1e-14).all()
+
+
+def test_a_small_update_keeps_its_digits():
+    y, b = normal(1, 5, 4, seed=1), normal(1, 5, 4, seed=2)
+    b = b - (b * y).sum() / y.square().sum() * y
+    # Y is as exact as its own rounding, 1e-16 of it: of an update of 1e-10 that leaves six digits
+    assert relative_update(y, y + 1e-10 * b).item() == pytest.approx(
+        1e-10 * b.norm().item() / y.norm().item(), rel=1e-5
+    )
+
+
+def test_an_update_leaves_padding_out():
+    y, z = normal(2, 5, 4, seed=1), normal(2, 5, 4, seed=2)
+    keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    wanted = [relative_update(y[:1, :3], z[:1, :3]).item(), relative_update(y[1:], z[1:]).item()]
+    y[0, 3:] = math.nan
+    assert relative_update(y, z, keep).tolist() == pytest.approx(wanted, rel=1e-12)
+    z[1, 0, 0] = math.inf
+    assert relative_update(y, z, keep).isnan().tolist() == [False, True]
+    assert relative_update(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2)).item() == 0
+
+
+def test_states_of_two_shapes_are_refused():
+    with unchecked(), pytest.raises(ShapeError, match=r"one shape before and after, got \(1, 2, 3\)"):
+        relative_update(torch.ones(1, 2, 3), torch.ones(1, 2, 4))
+
+
+# --- coding rate ----------------------------------------------------------------------------------------
+
+scales = st.floats(1e-2, 1e2)
+distortions = st.floats(0.05, 5)
+
+
+def rate_tolerance(x, eps):
+    """σ² moves by c·n·u·σ_1², so each of n logarithms by at most that times D/(nε²)."""
+    top = x.square().sum((1, 2)).max().item() * x.shape[2] / (x.shape[1] * eps**2)
+    return 4 * sigma_tolerance(x) * max(x.shape[1:]) * (1 + top)
+
+
+@given(x=token_batches(), eps=distortions)
+def test_the_rate_is_both_determinants(x, eps):
+    _, tokens, width = x.shape
+    weight = width / (tokens * eps**2)
+    by_tokens = torch.eye(tokens, dtype=torch.float64) + weight * x @ x.mT
+    by_features = torch.eye(width, dtype=torch.float64) + weight * x.mT @ x
+    for gram in (by_tokens, by_features):
+        close(
+            coding_rate(x, eps), torch.linalg.slogdet(gram).logabsdet / 2, rtol=0, atol=rate_tolerance(x, eps)
+        )
+
+
+@given(x=token_batches(), eps=distortions, seed=st.integers(0, 2**31))
+def test_rotations_do_not_change_a_rate(x, eps, seed):
+    turned = rotation(x.shape[1], seed) @ x @ rotation(x.shape[2], seed + 1)
+    close(coding_rate(turned, eps), coding_rate(x, eps), rtol=0, atol=rate_tolerance(x, eps))
+
+
+@given(x=token_batches(), low=scales, high=scales)
+def test_the_rate_grows_with_the_scale(x, low, high):
+    low, high = sorted((low, high))
+    assert (coding_rate(low * x) <= coding_rate(high * x) + rate_tolerance(high * x, 0.5)).all()
+    assert (coding_rate(x) >= 0).all()
+
+
+@given(x=token_batches(), factor=scales)
+def test_scale_and_distortion_are_one_thing(x, factor):
+    close(
+        coding_rate(factor * x, eps=factor * 0.5),
+        coding_rate(x, eps=0.5),
+        rtol=0,
+        atol=rate_tolerance(x, 0.5),
+    )
+
+
+@given(x=token_batches())
+def test_saying_everything_twice_costs_nothing(x):
+    """D/(2n)·(ZZᵀ + ZZᵀ) = D/n·ZZᵀ."""
+    close(coding_rate(torch.cat([x, x], 1)), coding_rate(x), rtol=0, atol=4 * rate_tolerance(x, 0.5))
+
+
+def test_known_rates():
+    assert coding_rate(torch.zeros(2, 3, 4)).tolist() == [0, 0]
+    close(coding_rate(torch.eye(4)[None], eps=0.5), [4 * math.log(5) / 2], rtol=1e-15)
+    close(coding_rate(torch.tensor([[[3.0]]]), eps=1.0), [math.log(10) / 2], rtol=1e-15)
+
+
+def test_eps_is_one_half_by_default():
+    x = normal(1, 3, 4)
+    assert coding_rate(x).equal(coding_rate(x, eps=0.5))
+    assert not coding_rate(x).equal(coding_rate(x, eps=0.25))
+
+
+def test_small_directions_beside_large_ones_are_coded():
+    """A determinant of I + ZZᵀ in float64 cannot see the 1 beside 1e20."""
+    x = torch.diag(torch.tensor([1e10, 1.0], dtype=torch.float64)) @ rotation(2, seed=1)
+    # D/n = 1, ε = 1: ½ log(1 + 1e20) + ½ log 2; σ_2 is known to 1e-16·1e10
+    close(coding_rate(x[None], eps=1.0), [math.log(1e10) + math.log(2) / 2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e150, 1e200])
+def test_the_rate_of_huge_tokens_is_finite(scale):
+    x = torch.full((1, 1, 1), scale, dtype=torch.float64)
+    close(coding_rate(x, eps=1.0), [math.log(scale)], rtol=1e-15)
+
+
+def test_the_rate_of_tiny_tokens_is_not_rounded_away():
+    x = torch.full((1, 1, 1), 1e-20, dtype=torch.float64)
+    close(coding_rate(x, eps=1.0), [5e-41], rtol=1e-14)
+
+
+@pytest.mark.parametrize("eps", [0.0, -0.5, math.nan, math.inf])
+def test_an_eps_that_is_no_distortion_is_refused(eps):
+    with pytest.raises(RankwiseError, match="`eps`: expected a number in \\(0, ∞\\)"):
+        coding_rate(torch.ones(1, 2, 3), eps=eps)
+
+
+# --- variational rate -----------------------------------------------------------------------------------
+
+
+def grouped(B=2, H=3, T=7, K=4, seed=0):
+    return normal(B, H, T, K, seed=seed), normal(B, H, T, seed=seed + 1).softmax(1)
+
+
+def test_the_variational_rate_is_its_formula():
+    w, pi = grouped()
+    for b in range(2):
+        for h in range(3):
+            size = pi[b, h].sum()
+            wanted = 0.0
+            for k in range(4):
+                wanted += math.log(1 + float((pi[b, h] * w[b, h, :, k] ** 2).sum() / size))
+            got = variational_rate(w, pi)[b, h].item()
+            assert got == pytest.approx(0.5 * float(size) / 7 * wanted, rel=1e-12)
+
+
+def test_order_sign_and_padding_do_not_change_the_variational_rate():
+    w, pi = grouped()
+    rate, order = variational_rate(w, pi), torch.randperm(7)
+    torch.testing.assert_close(variational_rate(w[:, :, order], pi[:, :, order]), rate, rtol=1e-12, atol=0)
+    assert torch.equal(variational_rate(-w, pi), rate)
+    keep = torch.tensor([1, 1, 1, 1, 1, 0, 0]).bool().expand(2, 7)
+    w[:, :, 5:] = math.nan
+    torch.testing.assert_close(
+        variational_rate(w, pi, keep), variational_rate(w[:, :, :5], pi[:, :, :5]), rtol=1e-12, atol=0
+    )
+
+
+def test_the_variational_rate_grows_with_the_scale_from_zero():
+    w, pi = grouped()
+    assert (variational_rate(2 * w, pi) > variational_rate(w, pi)).all()
+    assert variational_rate(0 * w, pi).abs().max() == 0
+
+
+def test_a_step_of_tssa_is_down_its_gradient():
+    """With memberships held, ∂R/∂w = Π w/(n (1 + m)): −n times it is the output of TSSA."""
+    w, pi = grouped(B=1)
+    w.requires_grad_()
+    (gradient,) = torch.autograd.grad(variational_rate(w, pi).sum(), w)
+    m = (pi[..., None] * w**2).sum(2, keepdim=True) / pi.sum(2)[..., None, None]
+    torch.testing.assert_close(7 * gradient, pi[..., None] * w / (1 + m), rtol=1e-12, atol=1e-15)
+
+
+def test_a_head_without_tokens_costs_nothing_and_nan_is_told():
+    w, pi = grouped()
+    pi[:, 0] = 0
+    assert variational_rate(w, pi)[:, 0].eq(0).all()
+    w[1, 2, 3, 0] = math.nan
+    rate = variational_rate(w, pi)
+    assert rate[1, 2].isnan()
+    assert rate[0].isfinite().all()
+    assert variational_rate(w, pi, torch.zeros(2, 7).bool()).isnan().all()
+
+
+def test_groups_that_do_not_fit_are_refused():
+    with unchecked(), pytest.raises(ShapeError, match=r"membership \(B, H, T\), got"):
+        variational_rate(torch.ones(1, 2, 3, 4), torch.ones(1, 3, 2))
