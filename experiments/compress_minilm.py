@@ -27,10 +27,11 @@ import rankwise as rw
 from experiments.compress_results import filled, spread, write_results
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
+from rankwise.auditing import text_batches
 from rankwise.compression.layers import find_layers, see
 from rankwise.compression.narrow_heads import Factors, closed_form, narrow_layers
 from rankwise.compression.null_ways import weight_moments
-from rankwise.data import load_text, text_batches
+from rankwise.data import load_text
 
 RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress.md"

@@ -30,8 +30,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import rankwise
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
+from rankwise.auditing import text_batches
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.data import load_text, text_batches
+from rankwise.data import load_text
 from rankwise.skips.norms import NormCalls
 from rankwise.skips.probe import find_skip_locations
 from rankwise.skips.skip_sums import skip_sums

@@ -1,4 +1,4 @@
-"""A model is called as its batch asks, and is in the mode afterwards that it was in."""
+"""A model is called as its batch says, and whatever is changed in it is undone."""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import (
+    AddedHook,
+    Change,
     batch_size,
     device_of,
     eval_mode,
     first_sequences,
-    moved,
     run_model,
     tensors_of,
+    to_device,
 )
 
 
@@ -122,9 +124,112 @@ def test_modes_come_back_where_a_module_fails_to_take_its_own() -> None:
 
 def test_tensors_are_found_and_moved_wherever_they_lie() -> None:
     batch = {"n": 3, "x": torch.ones(2, 3), "more": Pair(torch.ones(1), [torch.ones(1)])}
-    there = moved(batch, torch.device("meta"))
+    there = to_device(batch, torch.device("meta"))
     assert (
         there["x"].device.type == there["more"].x.device.type == there["more"].bias[0].device.type == "meta"
     )
     assert (there["n"], list(tensors_of(batch)), batch_size(batch)) == (3, ["x"], 2)
     assert device_of(nn.Linear(1, 1)) == torch.device("cpu")
+
+
+def doubled(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def plus_one(module: nn.Module, args: tuple[Tensor], kwargs: Any) -> tuple[tuple[Tensor], Any]:
+    return (args[0] + 1,), kwargs
+
+
+def change_of(model: nn.Module, **more: Any) -> Change:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    return Change(
+        model,
+        modules={"1": inner, "1.1": nn.Identity(), "0": nn.Linear(4, 4)},
+        attributes={
+            "": {"note": 3, "scale": None},
+            "0": {"bias": None, "in_features": 5},
+            "2": {"running_mean": torch.ones(4), "weight": None},
+        },
+        hooks=[
+            AddedHook("0", "after", doubled),
+            AddedHook("0", "before", plus_one, prepend=True),
+            AddedHook("1", "after", doubled),
+        ],
+        **more,
+    )
+
+
+def whole_state(model: nn.Module) -> list[Any]:
+    """Names and identities of all that modules hold, in order."""
+    return [
+        (
+            name,
+            id(module),
+            key,
+            [(k, id(v)) for k, v in value.items()] if isinstance(value, dict) else id(value),
+        )
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    ]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4)).eval()
+    model.scale = 2.0
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_change_is_undone_exactly(times: int) -> None:
+    model, x = small_model(), torch.randn(3, 4)
+    before, output = whole_state(model), model(x)
+    change = change_of(model)
+    for _ in range(times):
+        change.apply()
+        assert (model.note, model.scale, model[0].bias, model[0].in_features) == (3, None, None, 5)
+        assert isinstance(model[1][1], nn.Identity)
+        expected = nn.functional.batch_norm(
+            2 * model[1][0](2 * (x + 1) @ model[0].weight.mT), torch.ones(4), model[2].running_var,
+            None, model[2].bias,
+        )  # fmt: skip
+        assert torch.allclose(model(x), expected)
+        change.undo()
+        assert whole_state(model) == before
+        assert torch.equal(model(x), output)
+    change.undo()  # nothing is left to undo
+    assert whole_state(model) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"modules": {"1": nn.ReLU(), "7.x": nn.ReLU()}},
+        {"attributes": {"0": {"in_features": 3, "weight": 3.0}}},
+        {"attributes": {"0": {"in_features": 3}}, "hooks": [AddedHook("9", "after", doubled)]},
+    ],
+)
+def test_a_change_is_applied_whole_or_not_at_all(wrong: dict[str, Any]) -> None:
+    model = small_model()
+    before = whole_state(model)
+    with pytest.raises((AttributeError, TypeError)):
+        Change(model, **wrong).apply()
+    assert whole_state(model) == before
+
+
+def test_a_change_is_undone_where_its_block_fails() -> None:
+    model = small_model()
+    before = whole_state(model)
+    with pytest.raises(KeyError), change_of(model):
+        raise KeyError
+    assert whole_state(model) == before
+
+
+def test_a_change_of_one_of_two_names_of_a_module_leaves_the_other() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    with Change(model, modules={"a": nn.Identity()}):
+        assert model["b"] is shared
+    assert model["a"] is model["b"] is shared

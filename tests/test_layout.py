@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"ops", "skips"},
     "skips": {"auditing", "tracing", "measures", "theory"},
     "compression": {"importance", "tracing", "measures", "auditing", "report"},
-    "data": set(),
+    "data": {"auditing"},
     "train": {"auditing", "cli", "data", "models", "monitor", "ops", "skips"},
     "__main__": {"cli"},
     "cli": {
@@ -52,7 +52,6 @@ KNOWN_CLASHES = ["monitor.scalars"]
 LAZY = {
     ("auditing", "report"): "Audit.to_html is the contract; imported when it is called",
     ("skips", "models"): "mixers that replace attention are built on request; models read λ-skips",
-    ("auditing", "data"): "texts become batches if they are passed instead of batches",
 }
 
 
@@ -106,7 +105,6 @@ def test_surgery_reads_what_an_audit_says_and_runs_one_for_a_remedy_alone() -> N
     assert {part for parts in found.values() for part in parts} == {
         ".records",
         ".findings",
-        ".batches",
         ".cures",
         ".run",
     }

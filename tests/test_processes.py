@@ -10,10 +10,10 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.auditing.merge import NO_WIDTH
+from rankwise.auditing.text_inputs import Shard
 from rankwise.auditing.widths import keeping_moments
 from rankwise.cli.audit_one import Share, merged_shares
 from rankwise.cli.torchrun import Processes, from_environment, raise_first
-from rankwise.data import Shard
 from rankwise.errors import InputError, RankwiseError
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import rankwise as rw
+from rankwise.auditing import text_batches
 from rankwise.cli.load_model import demo_text
-from rankwise.data import text_batches
 
 pytestmark = pytest.mark.weights
 TOKENS, SEQUENCES = 128, 3

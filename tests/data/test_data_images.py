@@ -203,7 +203,7 @@ def test_without_pillow(nine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["sequences", "batch_size"])
 def test_numbers_below_one(name: str, nine: Path) -> None:
-    with pytest.raises(InputError, match=f"--{name.replace('_', '-')}: expected a whole number"):
+    with pytest.raises(InputError, match=f"`{name}`: expected a whole number"):
         read_images(nine, KEEP, **{name: 0})
 
 

@@ -1,31 +1,32 @@
-"""How a model is run on a batch: called as the batch asks, where its weights are, in evaluation mode."""
+"""Run a model on a batch, and change a model so that every change can be undone."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.torch_private import set_attribute
 from rankwise.errors import InputError
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 
 LABELS = ("labels", "label", "targets", "target", "y")
-"""What data sets and models call labels."""
+"""Names of labels in data sets and models."""
+
+
+# --- run -------------------------------------------------------------------------------------------------
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """Call a model on a batch: ``model(**batch)`` of a dict, ``model(*batch)`` of a tuple, ``model(batch)``.
-
-    Args:
-        model: the model.
-        batch: a dict, a tuple or list, or a tensor.
+    """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, else ``model(batch)``.
 
     Raises:
-        InputError: if a model of transformers would read the second item of a tuple as a mask or the like.
+        InputError: if a transformers model would read the second item of a tuple as a mask.
     """
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -33,47 +34,33 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     if several and (taken := second_argument(model)):
         raise InputError(
             "batch",
-            expected=f"a dict that names what {type(model).__name__} takes",
+            expected=f"a dict with the argument names of {type(model).__name__}",
             got=f"{len(batch)} items without names, of which the second would be read as its `{taken}`",
-            fix="Leave the others out, `[(x,) for x, *rest in batches]`, which is all that a loss of next "
-            "tokens needs; or name them, `[{'input_ids': x, 'labels': y} for x, y in batches]` for labels in "
-            "the places of their tokens, `'attention_mask': y` for a mask.",
+            fix="Pass the first item only, `[(x,) for x, *rest in batches]`, which suffices for a loss on "
+            "next tokens; or name the items: `[{'input_ids': x, 'labels': y} for x, y in batches]` for one "
+            "label per token, `'attention_mask': y` for a mask.",
         )
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def second_argument(model: nn.Module) -> str:
-    """What a model of transformers takes the second of several items without names for.
+    """Return the name of a transformers model's second positional argument, unless it is for labels.
 
-    Models of transformers take ten and more arguments, after the tokens mostly a mask: labels in its place
-    would hide the tokens whose label is 0, without a word. Other models are called as their authors wrote.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The name of its argument; nothing where that is for labels, or where the model is no such.
+    The second argument is usually a mask, and labels read as a mask would silently hide tokens. For other
+    models the name is empty: they are called as their authors wrote them.
     """
     if all(base.__name__ != "PreTrainedModel" for base in type(model).__mro__):
         return ""
-    kinds = inspect.Parameter
-    places = [
-        parameter.name
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
+    places = [parameter.name for parameter in _positional(model)]
     return "" if len(places) < 2 or places[1] in LABELS else places[1]
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in the mode it was in.
+    """Run in evaluation mode, then restore the mode of every module.
 
-    Modules that do something of their own in ``train(mode)``, such as LoRA layers that merge their factors
-    into a weight for evaluation, are called to undo it.
-
-    Args:
-        model: the model.
+    Modules with a ``train(mode)`` of their own, such as LoRA layers that merge weights for evaluation, are
+    called to undo it.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -82,22 +69,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         try:
-            for module, training in modes:  # outer ones first: they call those inside, which may differ
-                if acts_on_mode(module) and module.training != training:
+            for module, training in modes:  # outer modules first: they call inner ones, whose mode may differ
+                if overrides_train(module) and module.training != training:
                     module.train(training)
         finally:
             for module, training in modes:
                 module.training = training
 
 
-def acts_on_mode(module: nn.Module) -> bool:
-    """Whether a module does something of its own in ``train(mode)`` and ``eval()``.
-
-    A ``train`` whose first argument is something else, such as data that a model is fitted to, switches none.
-
-    Args:
-        module: the module.
-    """
+def overrides_train(module: nn.Module) -> bool:
+    """True if a module has a ``train(mode)`` of its own; ``train(data)`` does not count."""
     if getattr(module.train, "__func__", None) is nn.Module.train:
         return False
     first = next(iter(inspect.signature(module.train).parameters.values()), None)
@@ -108,10 +89,9 @@ def acts_on_mode(module: nn.Module) -> bool:
 
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Take no cast of a weight that ``torch.autocast`` keeps from the passes before, and leave none.
+    """Clear the weight casts that ``torch.autocast`` keeps, before and after.
 
-    Autocast keeps the first cast of each weight until its outermost block ends. A cast of before is of what
-    the weight was then; a cast made without gradients cuts it off from every later pass in that block.
+    A cached cast may be stale, and one made without gradients blocks them in later passes.
     """
     torch.clear_autocast_cache()
     try:
@@ -120,59 +100,41 @@ def fresh_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the first weight lies: models spread over devices read their inputs there.
+# --- batches ---------------------------------------------------------------------------------------------
 
-    Args:
-        model: the model.
-    """
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first weight or buffer in memory, where a model reads its inputs."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device, in the dicts and lists it came in.
-
-    Args:
-        batch: the batch.
-        device: where to.
-    """
-    return changed(batch, lambda tensor: tensor.to(device))
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch to a device."""
+    return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
-    """A copy of the first sequences of a dict, and of anything else the whole.
+    """Copy the first sequences of a dict, or any other batch as a whole.
 
-    A dict lies batch first, by the convention of Hugging Face; elsewhere the first axis may be time.
-
-    Args:
-        batch: the batch.
-        count: how many sequences at most.
+    Dicts are batch first by the convention of Hugging Face; the first axis of other inputs may be time.
     """
     sequences = batch_size(batch) if isinstance(batch, Mapping) else None
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
         batched = tensor.dim() > 0 and tensor.shape[0] == sequences
         return (tensor[:count] if batched else tensor).clone()
 
-    return changed(batch, copied)
+    return map_tensors(batch, copy)
 
 
 def batch_size(batch: Batch) -> int:
-    """How many sequences a batch holds: the first length of its first tensor.
-
-    Args:
-        batch: the batch.
-    """
+    """Return the number of sequences: the first length of the first tensor that has axes."""
     return next((value.shape[0] for value in tensors_of(batch).values() if value.dim()), 1)
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch by name, or by number.
-
-    Args:
-        batch: the batch.
-    """
+    """Return the tensors of a batch by name, or by position in a tuple or list."""
     items = (
         batch.items()
         if isinstance(batch, Mapping)
@@ -181,18 +143,131 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
 
 
-def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with other tensors, in the dicts and lists it came in.
-
-    Args:
-        value: the batch, or a part of it.
-        change: from a tensor to the tensor in its place.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
+def has_tensor(value: Any) -> bool:
+    """True if a batch, or a part of it, contains a tensor."""
     if isinstance(value, Mapping):
-        return {key: changed(item, change) for key, item in value.items()}
+        value = list(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(has_tensor, value)))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [changed(item, change) for item in value]
+        items = [map_tensors(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
+    """Return a batch without labels that ``forward`` does not accept, and a note that names them.
+
+    Only certain cases are dropped: keys that ``forward`` does not accept, if they are named like labels or
+    contain no tensor; and y in (x, y) if y has one number per sequence and the model cannot take it.
+
+    Examples:
+        >>> import torch
+        >>> drop_unused_labels(torch.nn.Linear(2, 2), [torch.ones(1, 2), torch.tensor([0])])
+        ([tensor([[1., 1.]])], 'labels left out of the batches: the second of two items')
+    """
+    names, any_name = argument_names(model)
+    if isinstance(batch, Mapping) and not any_name:
+        extra = [key for key in batch if key not in names and (key in LABELS or not has_tensor(batch[key]))]
+        if extra:
+            kept = {key: value for key, value in batch.items() if key not in extra}
+            return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _one_label_each(*batch):
+        parameters = inspect.signature(model.forward).parameters.values()
+        more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+        if (len(_positional(model)) == 1 and not more) or second_argument(model):
+            return batch[:1], "labels left out of the batches: the second of two items"
+    return batch, ""
+
+
+def argument_names(model: nn.Module) -> tuple[list[str], bool]:
+    """Return the argument names of ``forward``, and whether it accepts any other name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [parameter.name for parameter in parameters if parameter.kind in named]
+    return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _positional(model: nn.Module) -> list[inspect.Parameter]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter for parameter in parameters if parameter.kind in places]
+
+
+def _one_label_each(x: Any, y: Any) -> bool:
+    """True if y has one number per sequence of x."""
+    both = isinstance(x, Tensor) and isinstance(y, Tensor)
+    return both and x.dim() > 1 and y.shape in ((x.shape[0],), (x.shape[0], 1))
+
+
+# --- change and undo -------------------------------------------------------------------------------------
+
+
+class AddedHook(NamedTuple):
+    """A forward hook: ``hook(module, args, kwargs)`` before, ``hook(module, args, kwargs, output)`` after."""
+
+    module: str
+    kind: Literal["before", "after"]
+    hook: Callable[..., Any]
+    prepend: bool = False
+
+
+@dataclass
+class Change:
+    """Replace modules, set attributes and add hooks in a model; as a context manager, for one block of code.
+
+    Names are paths as in ``named_modules()``, "" being the model. They are looked up one after the other, so
+    a path may lead into a module that the same change puts in place.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Dropout(), nn.ReLU())
+        >>> with Change(model, modules={"1": nn.Identity()}, attributes={"0": {"p": 0.0}}):
+        ...     print(model[0].p, model[1])
+        0.0 Identity()
+        >>> model[0].p, model[1]
+        (0.5, ReLU())
+    """
+
+    model: nn.Module
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hooks: list[AddedHook] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
+
+    def apply(self) -> None:
+        """Swap modules, set attributes, then add hooks; if one step raises, undo those before it."""
+        try:
+            for path, module in self.modules.items():
+                parent, _, name = path.rpartition(".")
+                self._undo.append(set_attribute(self.model.get_submodule(parent), name, module))
+            for path, values in self.attributes.items():
+                for name, value in values.items():
+                    self._undo.append(set_attribute(self.model.get_submodule(path), name, value))
+            for added in self.hooks:
+                module = self.model.get_submodule(added.module)
+                before = added.kind == "before"
+                register = module.register_forward_pre_hook if before else module.register_forward_hook
+                handle = register(added.hook, prepend=added.prepend, with_kwargs=True)  # type: ignore[operator]
+                self._undo.append(handle.remove)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Restore the model exactly; without effect if the change is not applied."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Change":
+        self.apply()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()

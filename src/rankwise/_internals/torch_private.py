@@ -180,6 +180,22 @@ def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) ->
     return removed
 
 
+def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute, a parameter, a buffer or a child of a module; return what restores the former one."""
+    stores: list[dict[str, Any]] = [vars(module), module._parameters, module._buffers, module._modules]
+    before = [(store, name in store, store.get(name)) for store in stores]
+    setattr(module, name, value)
+
+    def restore() -> None:
+        for store, there, former in before:
+            if there:
+                store[name] = former
+            else:
+                store.pop(name, None)
+
+    return restore
+
+
 @contextmanager
 def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the registered buffers of every module after the block; buffers added inside are removed."""

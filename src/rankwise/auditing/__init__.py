@@ -13,6 +13,7 @@ from rankwise.auditing.pictures import chosen_heads
 from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
 from rankwise.auditing.result import Audit
 from rankwise.auditing.run import audit
+from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
     "RULES",
@@ -40,4 +41,5 @@ __all__ = [
     "compare",
     "in_order",
     "reinitialized",
+    "text_batches",
 ]

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS, tensors_of
+from rankwise._internals.forward import LABELS, argument_names, has_tensor, tensors_of
 from rankwise._internals.torch_private import original_of
-from rankwise.auditing.batches import PASS_TEXTS, has_tensor, names_taken
+from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import LEFT_OUT
 
@@ -43,7 +43,7 @@ def cure(model: nn.Module, batch: Any, error: Exception) -> str:
     Returns:
         Sentences for the end of an error.
     """
-    names, _ = names_taken(model)
+    names, _ = argument_names(model)
     model = original_of(model)
     if isinstance(error, NotImplementedError) and _has_no_forward(model):
         lists = (nn.ModuleList, nn.ModuleDict)

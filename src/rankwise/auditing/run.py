@@ -7,11 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.forward import Batch, batch_size, device_of, fresh_autocast_cache, moved, run_model
+from rankwise._internals.forward import (
+    Batch,
+    batch_size,
+    device_of,
+    drop_unused_labels,
+    fresh_autocast_cache,
+    run_model,
+    to_device,
+)
 from rankwise._internals.threads import one_thread
 from rankwise.auditing.baseline_numbers import head_baselines, layer_baselines
 from rankwise.auditing.baseline_records import BaselineRecord
-from rankwise.auditing.batches import check_batches, check_rows, from_texts, readable
+from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.digests import DataDigest, weights_digest
 from rankwise.auditing.failures import batch_failed, measuring, step_failed
 from rankwise.auditing.findings import diagnose
@@ -204,11 +212,11 @@ class Run:
 
     def _run_all(self, batches: Iterator[Batch], device: torch.device) -> None:
         for given in batches:
-            batch, left_out = readable(self.model, given)
+            batch, left_out = drop_unused_labels(self.model, given)
             self.notes += [left_out] if left_out and left_out not in self.notes else []
             self._current = batch
             check_rows(self.model, batch, self.batches + 1)
-            run_model(self.model, moved(batch, device))
+            run_model(self.model, to_device(batch, device))
             for table in (self.heads, self.layers):
                 table.commit()
             if self.heads.pictures is not None and not self.batches:
@@ -274,7 +282,7 @@ class Run:
                 self.model,
                 batches,
                 settings,
-                readable=lambda batch: readable(self.model, batch)[0],
+                readable=lambda batch: drop_unused_labels(self.model, batch)[0],
                 channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
                 on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
                 **self.where,

@@ -7,10 +7,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.file_digests import source_digests
 from rankwise.cli.load_data import Inputs, inputs_for
 from rankwise.cli.load_model import Subject, load_subject
-from rankwise.data.evenly import WHOLE, Shard
 
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
@@ -95,7 +95,7 @@ class Ready(NamedTuple):
     """Whether this share of the sequences has none."""
 
 
-def prepare(task: AuditTask, shard: Shard = WHOLE) -> Ready:
+def prepare(task: AuditTask, shard: Shard = ALL) -> Ready:
     """Load the model, with the λ-skips saved beside it, and read the data.
 
     Args:
@@ -130,7 +130,7 @@ def prepare(task: AuditTask, shard: Shard = WHOLE) -> Ready:
     )
     skips = [] if skipped is None else [f"with the {len(skipped)} λ-skips saved beside the model"]
     notes = [*subject.notes, *skips, *inputs.notes]
-    if shard == WHOLE:
+    if shard == ALL:
         return Ready(task, subject, inputs, notes, [])
     batches = iter(inputs.batches)
     first = list(islice(batches, 1))

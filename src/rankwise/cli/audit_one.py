@@ -55,9 +55,9 @@ def audit_one(
         RankwiseError: if it failed, in any of the processes; what was measured is written before.
         typer.Exit: after Ctrl-C, and in all processes but the first.
     """
+    from rankwise.auditing.text_inputs import Shard
     from rankwise.cli.audit_job import prepare
     from rankwise.cli.output import show_progress, write_report
-    from rankwise.data.evenly import Shard
 
     with processes.agreed():
         own = replace(

@@ -6,8 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.load_model import Subject
-from rankwise.data.evenly import WHOLE, Shard
 from rankwise.errors import InputError, first_line
 
 
@@ -31,7 +31,7 @@ def inputs_for(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
-    shard: Shard = WHOLE,
+    shard: Shard = ALL,
 ) -> Inputs:
     """Make batches of what the user points at, in the form the subject reads.
 
@@ -52,7 +52,7 @@ def inputs_for(
     chosen = [name for name, value in given.items() if value is not None]
     if not chosen and subject.batches is not None:
         mine = islice(subject.batches, shard.rank, None, shard.world)
-        made = subject.batches if shard == WHOLE else mine
+        made = subject.batches if shard == ALL else mine
         return Inputs(made, f"batches of {subject.name}")
     if len(chosen) != 1:
         raise InputError(
@@ -108,7 +108,8 @@ def _texts(
     batch_size: int,
     shard: Shard,
 ) -> Inputs:
-    from rankwise.data import dataset_texts, load_text, longest_sequence, model_batches
+    from rankwise.auditing.text_inputs import longest_sequence, model_batches
+    from rankwise.data import dataset_texts, load_text
 
     if subject.reads != "input_ids":
         raise InputError(

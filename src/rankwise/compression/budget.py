@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from rankwise._internals.forward import device_of, first_sequences, moved
+from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.latency import longest_input
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.outputs import cache_bytes
@@ -64,7 +64,7 @@ class SharedBudget:
 
     def __init__(self, job: Job, tokens: int | None) -> None:
         self.job = job
-        self.batch = moved(first_sequences(job.batches[0], 1), device_of(job.model))
+        self.batch = to_device(first_sequences(job.batches[0], 1), device_of(job.model))
         self.tokens = tokens or min(longest_input(job.model) or LONGEST, LONGEST)
         self.price = OutputPrice(job.model, job.batches)
         self.has_cache = cache_bytes(job.model, self.batch) > 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved, run_model
+from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import undo_rope
 from rankwise.compression.latent import LatentLayer, LatentProjection, ordered_runs
 from rankwise.compression.narrow import NarrowProjection, runs_of
@@ -48,7 +48,7 @@ def find_cached_layers(model: nn.Module, batch: Any) -> tuple[dict[int, LatentLa
     Raises:
         CompressionError: if the model keeps no cache of keys and values.
     """
-    short = moved(first_sequences(batch, 2), device_of(model))
+    short = to_device(first_sequences(batch, 2), device_of(model))
     seen, cache = _run(model, short)
     found: dict[int, LatentLayer] = {}
     reasons: dict[str, str] = {}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved, run_model
+from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise.compression.records import HeadWidth
 from rankwise.operators import MixingOperator
 from rankwise.tracing import MixerSite, capture
@@ -28,7 +28,7 @@ def softmax_sites(model: nn.Module, batch: Any) -> dict[str, list[MixerSite]]:
             found.setdefault(site.name, []).append(site)
 
     with torch.no_grad(), capture(model, on_mixer=keep):
-        run_model(model, moved(first_sequences(batch, SEQUENCES), device_of(model)))
+        run_model(model, to_device(first_sequences(batch, SEQUENCES), device_of(model)))
     return found
 
 

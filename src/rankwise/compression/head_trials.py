@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved
+from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.head_sites import RUNGS, HeadSite, find_head_sites
 from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.compression.removed_heads import Removal
@@ -31,7 +31,7 @@ def removable_sites(model: nn.Module, batch: Any) -> tuple[list[HeadSite], dict[
         model: the model, in evaluation mode; it is as it was afterwards.
         batch: what it takes.
     """
-    short = moved(first_sequences(batch, 2), device_of(model))
+    short = to_device(first_sequences(batch, 2), device_of(model))
     found, reasons = find_head_sites(model, short)
     if found or reasons:
         check_finite(model, main_output(model, short))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved
+from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.head_sites import HeadSite
 from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
 from rankwise.compression.outputs import main_output, relative_error
@@ -180,7 +180,7 @@ def _together(sites: list[HeadSite], plan: dict[str, set[int]]) -> Any:
 
 
 def _short(job: Job) -> Any:
-    return moved(first_sequences(job.batches[0], 2), device_of(job.model))
+    return to_device(first_sequences(job.batches[0], 2), device_of(job.model))
 
 
 def _has_removed(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import device_of, moved, run_model
+from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise.compression.latent import LatentLayer, channels_of
 from rankwise.compression.output_price import real_tokens
 from rankwise.compression.projections import linear_parts
@@ -130,7 +130,7 @@ def layer_moments(
             parameter.requires_grad_(False)
         for count, batch in enumerate(batches, start=1):
             on_step(f"gradients of batch {count}")
-            _add_batch(model, layers, moments, moved(batch, device), generator)
+            _add_batch(model, layers, moments, to_device(batch, device), generator)
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)

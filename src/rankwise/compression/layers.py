@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved, run_model
+from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise.compression.divergence import Sample
 from rankwise.compression.pair_rotation import fitted
 from rankwise.compression.projections import (
@@ -103,7 +103,7 @@ def find_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, st
         The layers, in the order they run; and the reason for each one that cannot be done.
     """
     sites: list[MixerSite] = []
-    short = moved(first_sequences(batch, 2), device_of(model))
+    short = to_device(first_sequences(batch, 2), device_of(model))
     with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
     outputs = outputs_by_name(linear)
@@ -161,7 +161,7 @@ def see(
             on_step(f"running batch {count}")
         calls.clear()
         with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
-            run_model(model, moved(batch, device))
+            run_model(model, to_device(batch, device))
     return [seen[layer.name] for layer in layers if layer.name in seen]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import batch_size, device_of, first_sequences, moved, run_model
+from rankwise._internals.forward import batch_size, device_of, first_sequences, run_model, to_device
 from rankwise.compression.outputs import main_output
 
 SEQUENCES = 16
@@ -44,7 +44,7 @@ class OutputPrice:
         for batch in batches:
             if count < SEQUENCES:
                 short = first_sequences(batch, SEQUENCES - count)
-                self.batches.append(moved(short, device_of(model)))
+                self.batches.append(to_device(short, device_of(model)))
                 count += batch_size(short)
         self.has_logits = _logits(model, self.batches[0]) is not None
         self.before = [self._given(batch) for batch in self.batches]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved
+from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.outputs import check_finite, main_output
 from rankwise.errors import CompressionError
 
@@ -34,7 +34,7 @@ def keep_sound(
     Returns:
         Those that failed.
     """
-    short = moved(first_sequences(batch, 2), device_of(model))
+    short = to_device(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)
     check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, moved, run_model
+from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise.compression.end_to_end import attention_moves, softmax_sites
 from rankwise.compression.latency import measure_latency
 from rankwise.compression.outputs import cache_bytes, main_output, relative_error
@@ -70,7 +70,7 @@ def measure_prices(
             result.redo()
 
     on_step("comparing outputs")
-    moved_batches = [moved(batch, device_of(model)) for batch in batches]
+    moved_batches = [to_device(batch, device_of(model)) for batch in batches]
     new = _look(model, moved_batches)
     before()
     try:

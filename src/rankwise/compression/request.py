@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import batch_size, changed
+from rankwise._internals.forward import batch_size, map_tensors
 from rankwise.compression.parts import parts
 from rankwise.compression.structure import structure_of
 from rankwise.errors import CompressionError, InputError, did_you_mean
@@ -119,4 +119,4 @@ def every_other_sequence(batch: Any, first: int) -> Any:
         batched = tensor.dim() > 0 and tensor.shape[0] == sequences
         return (tensor[first::2] if batched else tensor).clone()
 
-    return changed(batch, copied)
+    return map_tensors(batch, copied)

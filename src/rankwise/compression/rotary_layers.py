@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, moved, run_model
+from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise.compression.layers import Found, outputs_by_name
 from rankwise.compression.pair_rotation import fitted
 from rankwise.compression.projections import (
@@ -43,7 +43,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[
         The layers; and the reason for each one that cannot be done.
     """
     sites: list[MixerSite] = []
-    short = moved(first_sequences(batch, 2), device_of(model))
+    short = to_device(first_sequences(batch, 2), device_of(model))
     with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
     outputs = outputs_by_name(linear)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankwise.data.evenly import evenly
+from rankwise.auditing.text_inputs import evenly
 from rankwise.data.hub import need_hub
 from rankwise.errors import InputError, did_you_mean
 
@@ -76,7 +76,7 @@ def dataset_texts(spec: str | DatasetSpec, *, rows: int = 4096) -> list[str]:
         rows: how many rows to read at most.
 
     Returns:
-        A list for :func:`rankwise.data.text_batches`: one text for each sequence.
+        A list for :func:`rankwise.auditing.text_batches`: one text for each sequence.
 
     Raises:
         InputError: if ``datasets`` is not installed, there is no such file and the Hub does not answer

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rankwise.auditing.text_inputs import ALL, Shard, evenly
 from rankwise.data.arrays import is_array_file, open_array
-from rankwise.data.evenly import WHOLE, Shard, check_positive, evenly
-from rankwise.errors import InputError
+from rankwise.errors import InputError, whole_number
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """What is taken for a picture in a folder."""
@@ -25,7 +25,7 @@ def read_images(
     sequences: int = 8,
     batch_size: int = 4,
     mode: str = "RGB",
-    shard: Shard = WHOLE,
+    shard: Shard = ALL,
 ) -> Iterator[dict[str, Tensor]]:
     """Read pictures and make them what the model reads.
 
@@ -58,7 +58,8 @@ def read_images(
         ...
         rankwise.errors.InputError: missing: expected a folder of pictures, got no such folder. Check the ...
     """
-    check_positive(sequences=sequences, batch_size=batch_size)
+    whole_number("`sequences`", sequences)
+    whole_number("`batch_size`", batch_size)
     need_pillow()
     if is_array_file(folder):
         return _from_array(folder, processor, sequences, batch_size, mode, shard)

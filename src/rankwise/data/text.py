@@ -23,7 +23,7 @@ def load_text(path: str | Path, column: str = "text") -> str | list[str]:
         column: the field of a row that holds its text.
 
     Returns:
-        A string for :func:`text_batches` to cut in windows, or a list with one text for each sequence.
+        One text, which `rankwise.auditing.text_batches` cuts into windows, or one text per sequence.
 
     Raises:
         InputError: as :func:`read_text` and :func:`read_rows`.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankwise._internals.forward import Batch, device_of, moved, run_model
+from rankwise._internals.forward import Batch, device_of, run_model, to_device
 from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.choice import choose_loss
@@ -244,7 +244,7 @@ def _begin(
         states.append((state.stack, state.layer, state.name))
 
     with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
-        output = run_model(model, moved(taken[0], device_of(model)))
+        output = run_model(model, to_device(taken[0], device_of(model)))
     chosen = choose_loss(
         model,
         Case(taken[0], every[0]),

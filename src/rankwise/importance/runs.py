@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, batch_size, device_of, moved, run_model
+from rankwise._internals.forward import Batch, batch_size, device_of, run_model, to_device
 from rankwise.errors import InputError, RankwiseError
 from rankwise.importance.gates import Gates, MeanTaker, Without, cut_off
 from rankwise.importance.losses import Case, Loss, ProbedLoss, Read
@@ -135,7 +135,7 @@ class Runs:
         for number, case in enumerate(self.cases):
             self._say(f"means of batch {number + 1} of {len(self.cases)}")
             with torch.no_grad():
-                self._run(moved(case.batch, self._device), MeanTaker(self._sums), _ignore)
+                self._run(to_device(case.batch, self._device), MeanTaker(self._sums), _ignore)
 
     def whole(
         self, blocks: Iterable[str], probes: int, seed: int, gradients: bool = True, mean: bool = False
@@ -194,7 +194,7 @@ class Runs:
     def _one(
         self, case: Case, gates: Gates, probes: int, generator: torch.Generator, gradients: bool
     ) -> float:
-        batch, sites = moved(case.batch, self._device), _Sites()
+        batch, sites = to_device(case.batch, self._device), _Sites()
         try:
             with torch.set_grad_enabled(gradients):  # whatever holds around the call
                 output = self._run(batch, gates, sites.add)
@@ -280,7 +280,8 @@ class Runs:
         means = self.means() if mean else None
         for case, finite in zip(self.cases, self._finite, strict=True):
             with torch.no_grad():
-                output = self._run(moved(case.batch, self._device), Without(heads, means, blocks), _ignore)
+                batch = to_device(case.batch, self._device)
+                output = self._run(batch, Without(heads, means, blocks), _ignore)
                 read = self.loss.read(output, case)
             total += float(read.total[finite].sum())
             cosine += math.nan if read.cosine is None else float(read.cosine[finite].sum())

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rankwise._internals.forward import Batch, changed
+from rankwise._internals.forward import Batch, map_tensors
 from rankwise.auditing.findings import check_codes
 from rankwise.errors import InputError
 
@@ -37,7 +37,7 @@ def _copied(batch: Any) -> Batch:
         shapes.append(tuple(tensor.shape))
         return tensor.clone()
 
-    copy: Batch = changed(batch, copied)
+    copy: Batch = map_tensors(batch, copied)
     if not shapes:
         got = f"a {type(batch).__name__} without tensors"
         raise InputError("`probe`", expected="at least one tensor in each batch", got=got, fix=fix)

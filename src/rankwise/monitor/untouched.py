@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import acts_on_mode
+from rankwise._internals.forward import overrides_train
 from rankwise._internals.torch_private import changes_in_place, preserve_registered_buffers
 
 
@@ -59,7 +59,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     before = [
         (weight, weight.detach().clone())
         for module in model.modules()
-        if module.training and acts_on_mode(module)
+        if module.training and overrides_train(module)
         for weight in module.parameters(recurse=False)
         if not weight.is_meta
     ]

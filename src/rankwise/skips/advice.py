@@ -13,12 +13,12 @@ from rankwise._internals.forward import (
     Batch,
     batch_size,
     device_of,
+    drop_unused_labels,
     first_sequences,
-    moved,
     run_model,
     tensors_of,
+    to_device,
 )
-from rankwise.auditing.batches import readable
 from rankwise.auditing.cures import cure
 from rankwise.auditing.findings import INACTIVE_TURN, RULES
 from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, Place
@@ -112,7 +112,7 @@ def recommend(
         failures.append(f"{what}: {_said(error)}")
         on_failure(failures[-1])
 
-    sample = first_sequences(moved(readable(model, batch)[0], device_of(model)), SAMPLE)
+    sample = first_sequences(to_device(drop_unused_labels(model, batch)[0], device_of(model)), SAMPLE)
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [
         note

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, changed, eval_mode, run_model
+from rankwise._internals.forward import Batch, eval_mode, map_tensors, run_model
 from rankwise._internals.torch_private import is_compiled
 from rankwise.errors import SkipError
 from rankwise.skips.residuals import Residual, find_residuals, not_finite
@@ -41,7 +41,7 @@ def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLoca
     history = History()
     traffic = Traffic(history)
     frames = ModuleCalls(model, on_enter=traffic.entered, on_leave=traffic.left)
-    given = changed(example, _with_gradient)
+    given = map_tensors(example, _with_gradient)
     with probing(model), _differentiable(model), frames.following(), SumRecorder(frames.running, history):
         output = run_model(model, given)
     residuals = find_residuals(history)

@@ -1,5 +1,7 @@
+"""Texts become batches: every token once, padding on the right, special tokens around each sequence."""
+
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rankwise.data import text_batches
+from rankwise.auditing.text_inputs import evenly, text_batches
 from rankwise.errors import InputError
 
 LETTERS = "abcdefgh"
@@ -206,9 +208,7 @@ def test_text_shorter_than_a_window_says_what_would_work(tokenizer, before, afte
 
 @pytest.mark.parametrize("name", ["tokens", "sequences", "batch_size"])
 def test_numbers_below_one(name: str) -> None:
-    with pytest.raises(
-        InputError, match=f"--{name.replace('_', '-')}: expected a whole number, 1 or more, got 0"
-    ):
+    with pytest.raises(InputError, match=f"`{name}`: expected a whole number of at least 1, got 0"):
         text_batches("abc", BYTES, **{"tokens": 1, name: 0})
 
 
@@ -223,3 +223,18 @@ def test_texts_without_a_token(rows: list[str]) -> None:
         InputError, match=rf"expected at least one with a token, got {len(rows)} without a token"
     ):
         text_batches(rows, BARE)
+
+
+@given(st.integers(0, 500), st.integers(1, 500))
+def test_takes_as_many_as_wanted_or_all_in_order_and_within(count: int, wanted: int) -> None:
+    taken = evenly(count, wanted)
+    assert len(taken) == min(count, wanted)
+    assert taken == sorted(set(taken))
+    assert all(0 <= i < count for i in taken)
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_gaps_differ_by_one_at_most(count: int, wanted: int) -> None:
+    ends = [*evenly(count, wanted), count]
+    gaps = [b - a for a, b in pairwise(ends)]
+    assert max(gaps) - min(gaps) <= 1
