@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import changed
+from rankwise._internals.forward import map_tensors
 from rankwise.skips.skip_sums import SkipSum
 from rankwise.skips.skips import SkipSite
 from rankwise.tracing import RecordedCall, record_calls
@@ -151,7 +151,7 @@ def recognised(call: RecordedCall, at: int | str) -> Norm:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return changed(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 class _Again:

@@ -13,7 +13,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import changed
+from rankwise._internals.forward import map_tensors
 from rankwise._internals.torch_private import forget_global_hook, in_backward
 from rankwise.tracing.head_id import CallId
 
@@ -316,7 +316,7 @@ def record_calls(
             tensor = tensor.detach() if detach else tensor
             return tensor.clone() if copy else tensor
 
-        return changed(value, one)
+        return map_tensors(value, one)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
         if not in_backward():
