@@ -175,7 +175,9 @@ def test_labels_of_tokens_are_refused_in_the_place_of_a_mask(bert: nn.Module) ->
     ids = torch.randint(3, 300, (4, 9))
     for items in ([ids, ids % 2], [ids, ids.roll(-1, 1)], [ids, ids % 2, torch.zeros(4)]):
         for batch in (tuple(items), items):
-            with pytest.raises(InputError, match=r"its `attention_mask`\. Pass the first.*name the items.*'labels': y"):
+            with pytest.raises(
+                InputError, match=r"its `attention_mask`\. Pass the first.*name the items.*'labels': y"
+            ):
                 rw.audit(bert, [batch])
             with pytest.raises(InputError, match="attention_mask"):
                 run_model(bert, batch)
