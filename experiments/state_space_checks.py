@@ -1,13 +1,12 @@
 """One state-space family, captured and compared with what its own layers gave."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import rankwise as rw
+from experiments.rank.gated_path import from_path, gated_paths
 from experiments.state_space_models import STATE_SPACE, tiny
 from experiments.tiny_models import text_inputs
 
@@ -63,15 +62,12 @@ def check_state_space(name: str) -> StateSpaceRow:
     model, batch = tiny(name), text_inputs()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :4] = batch["attention_mask"][1, 9:] = 0
-    alone, gave = model(**batch)[0], dict[str, Any]()
-    handles = [module.register_forward_hook(_keeper(at, gave)) for at, module in model.named_modules()]
-    with rw.capture(model, values=True) as trace:
+    alone = model(**batch)[0]
+    with rw.tracing.record_calls(model, lambda *_: True) as calls, rw.capture(model, values=True) as trace:
         watched = model(**batch)[0]
-    for handle in handles:
-        handle.remove()
-    sites = [site for site in trace.mixers if site.kind != "softmax"]
-    mixer = max(_off(from_mixer(site), _own(site, gave)) for site in sites)
-    paths = [_off(from_path(site), _own(site, gave)) for site in sites if site.path is not None]
+    found = gated_paths(trace, calls)
+    mixer = max(_off(from_mixer(site), _own(site, call)) for site, call, _ in found)
+    paths = [_off(from_path(path), _own(site, call)) for site, call, path in found if path is not None]
     return StateSpaceRow(name, trace, torch.equal(alone, watched), mixer, max(paths, default=None))
 
 
@@ -82,25 +78,11 @@ def from_mixer(site: rw.tracing.MixerSite) -> Tensor:
     return mixed if site.apply_output is None else site.apply_output(mixed)
 
 
-def from_path(site: rw.tracing.MixerSite) -> Tensor:
-    """What the layer gives if all from the short convolution to the gate is one operator."""
-    path = site.path
-    assert path is not None
-    return path.apply_output((path.operator @ path.values.double() + path.offset).float())
-
-
-def _own(site: rw.tracing.MixerSite, gave: dict[str, Any]) -> Tensor:
-    own = gave[site.name] if site.output is None else site.output
+def _own(site: rw.tracing.MixerSite, call: rw.tracing.RecordedCall) -> Tensor:
+    own = call.output if site.output is None else site.output
     assert isinstance(own, Tensor)
     return own
 
 
 def _off(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
-
-
-def _keeper(name: str, gave: dict[str, Any]) -> Callable[[nn.Module, Any, Any], None]:
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        gave[name] = output
-
-    return keep

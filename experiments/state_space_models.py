@@ -29,7 +29,7 @@ class StateSpaceFamily:
     masks_padding: bool = True
     """Whether its state-space layers are told of padding."""
     has_path: bool = True
-    """Whether its adapter gives `MixingCall.path`: False for the scan alone, or a norm before the gate."""
+    """Whether `experiments.rank.gated_path` finds its path: not of a scan alone, or a norm before a gate."""
 
 
 GATED_DELTA = {

@@ -9,7 +9,7 @@ from experiments.tiny_architectures import builds
 from torch import nn
 
 import rankwise as rw
-from rankwise.tracing.adapters.no_operator import NoOperatorAdapter
+from rankwise.tracing.adapters.base import NoOperatorAdapter
 
 
 @pytest.mark.parametrize(

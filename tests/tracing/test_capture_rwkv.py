@@ -7,7 +7,7 @@ from experiments.state_space_models import widen
 
 import rankwise as rw
 from rankwise.operators import SumMixing
-from rankwise.tracing.adapters.decayed_attention import weighted_means
+from rankwise.tracing.adapters.recurrent import weighted_means
 
 EPS32 = torch.finfo(torch.float32).eps
 

@@ -10,7 +10,7 @@ What happens in a call of a module, in this order, and who writes what into its 
 4. `ModuleCalls` sees it end: kwargs, output, raised; it closes ``guards``.
 5. `capture._left`: `BlockFinder.learned`; what it mixed with is added as in 3, if that is read off the call
    itself (a site by hand, an adapter, PyTorch's own layer); an adapter that reads a call around it gets it in
-   ``watched``; `BlockFinder.left`: a block takes its ``pending``, `BlockStacks` hands sites and states on.
+   ``inner``; `BlockFinder.left`: a block takes its ``pending``, `BlockStacks` hands sites and states on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,8 @@ from torch.nn import functional
 from rankwise._internals.torch_private import original_of, without_torch_function
 from rankwise.errors import ShapeError
 from rankwise.operators import MixingOperator
-from rankwise.tracing.adapters.reader import AdapterReader
+from rankwise.tracing.adapters import adapter_of
+from rankwise.tracing.adapters.base import AdapterReader
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
 from rankwise.tracing.checks import (
@@ -157,8 +158,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._calls = ModuleCalls(self._model, quiet, on_enter=self._entered, on_leave=self._left)
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
-        self._reader = AdapterReader(self._model, self._calls, self._values)
-        self._mixer_like = mixer_like(self._model) | self._reader.names
+        modules = self._model.named_modules()
+        adapters = {name: found for name, module in modules if (found := adapter_of(module)) is not None}
+        self._reader = AdapterReader(adapters, self._calls, self._values)
+        self._mixer_like = mixer_like(self._model) | set(adapters)
         self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
         self._blocks = BlockFinder(
             self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern

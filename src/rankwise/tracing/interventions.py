@@ -146,7 +146,7 @@ class Substitution:
 
 def _joined_at(call: ModuleCall) -> tuple[str, int] | None:
     adapter: Adapter | None = call.adapter
-    return None if adapter is None else adapter.output_projection(call.module)
+    return None if adapter is None else adapter.joined_heads(call.module)
 
 
 def _stream(call: ModuleCall) -> Tensor | None:

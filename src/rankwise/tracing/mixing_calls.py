@@ -23,7 +23,7 @@ from rankwise.tracing.layouts import (
 )
 from rankwise.tracing.masks import is_cross, valid_positions
 from rankwise.tracing.module_calls import ModuleCall
-from rankwise.tracing.trace import MixerSite, Path
+from rankwise.tracing.trace import MixerSite
 from rankwise.tracing.written_softmax import Mixed
 
 ROUTER = "a softmax weighs several values for each token by itself, as a router does"
@@ -48,7 +48,6 @@ class MixingCall:
     """Whether its batch axis is known to hold whole sequences, no windows."""
     apply_output: Callable[[Tensor], Tensor] | None = None
     """From M V to what the module gave, where that is known."""
-    path: Path | None = None
     axes: HeadAxes | None = None
     """Where the heads lie in what the model got; None where that was not seen."""
     projection: Tensor | None = None
@@ -223,7 +222,6 @@ def mixer_site(
             values=_kept(mixing.values) if values else None,
             output=_kept(mixing.output) if values else None,
             apply_output=mixing.apply_output if values else None,
-            path=mixing.path if values else None,
             projection=mixing.projection,
         )
 

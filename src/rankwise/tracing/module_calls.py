@@ -60,8 +60,8 @@ class ModuleCall:
     """Whether another output takes the place of its own …"""
     changed_arguments: bool = False
     """… or other arguments that of those it was called with."""
-    watched: dict[str, Any] = field(default_factory=dict)
-    """Calls inside it that its adapter reads, by the names of their modules inside it."""
+    inner: dict[str, "RecordedCall"] = field(default_factory=dict)
+    """Calls inside it that its adapter reads, by the names of their modules inside the mixer."""
 
     @property
     def tensors(self) -> list[Tensor]:

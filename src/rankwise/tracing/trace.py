@@ -13,23 +13,6 @@ UNNUMBERED = CallId("", 0)
 
 
 @dataclass(frozen=True)
-class Path:
-    """The whole way through a state-space layer's channels as one operator: short convolution, activation,
-    scan, D-term and gate; what these take from the tokens themselves (the share σ(u) that a SiLU u·σ(u)
-    keeps, and the gate) is held as it was.
-    """
-
-    operator: MixingOperator
-    """Shape (B, D, T, T)."""
-    values: Float[Tensor, "B D T 1"]
-    """What the short convolution reads."""
-    offset: Float[Tensor, "B D T 1"]
-    """What the bias of the convolution adds to ``operator @ values``."""
-    apply_output: Callable[[Tensor], Tensor]
-    """From ``operator @ values + offset`` to what the layer gave: norm, output projection."""
-
-
-@dataclass(frozen=True)
 class MixerSite:
     """One call of one mixer: the operator it applied and the tokens that are real."""
 
@@ -64,8 +47,6 @@ class MixerSite:
     apply_output: Callable[[Tensor], Tensor] | None = None
     """From ``operator @ values`` to what a state-space layer gave: its D-term, gate, norm and output
     projection; kept with the values."""
-    path: Path | None = None
-    """The whole way through a gated state-space layer; kept with the values, where it is known."""
     projection: Float[Tensor, "B H T K"] | None = None
     """Tokens in the subspaces of the heads, of mixers that have them: what TSSA takes its statistics of."""
 

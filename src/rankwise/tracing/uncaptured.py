@@ -44,6 +44,39 @@ WITHOUT_OPERATOR = (
     ),
 )
 """Classes of layers that no adapter reads, with the reason."""
+NO_OPERATOR = (
+    (
+        re.compile(r"DeformableAttention$"),
+        "deformable attention: each query reads its values at a few places between them, which it chooses "
+        "and weighs from itself alone; no adapter forms the matrix of these interpolations",
+    ),
+    (
+        re.compile(r"^MraSelfAttention$"),
+        "multi-resolution attention: scores are exact in a few blocks and one number in each of the others; "
+        "no adapter forms the matrix of both",
+    ),
+    (
+        re.compile(r"^LSHSelfAttention$"),
+        "hashed attention: tokens are sorted by random hashes, attend within chunks, and rounds of hashes "
+        "are averaged; no adapter forms the matrix of all rounds",
+    ),
+    (
+        re.compile(r"^YosoSelfAttention$"),
+        "its weights are chances that hashes of queries and keys collide, and its rows are brought to norm 1 "
+        "after the values are weighed; no adapter forms its matrix",
+    ),
+    (
+        re.compile(r"^xLSTMBackend$"),
+        "the memory of an mLSTM: products of queries and keys that decay, each row divided by its sum where "
+        "that is large enough; no adapter forms its matrix",
+    ),
+    (
+        re.compile(r"^GroupViTAssignAttention$"),
+        "each of its tokens is given to one group alone, and a group is the mean of its tokens; no adapter "
+        "forms the matrix of this choice",
+    ),
+)
+"""Classes of transformers that weigh tokens in ways that no adapter reads, with the reason."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
     r"|Structure|Patchify|Scaler)$"
@@ -68,6 +101,14 @@ def looks_like_mixer(module: nn.Module) -> bool:
         return True
     children = {child for child, _ in module.named_children()}
     return any(pair <= children for pair in QUERY_KEY)
+
+
+def why_no_operator(module: nn.Module) -> str | None:
+    """Return why no adapter reads a layer of transformers that weighs tokens in its own way."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    return next((reason for pattern, reason in NO_OPERATOR if pattern.search(kind.__name__)), None)
 
 
 def mixer_like(model: nn.Module) -> set[str]:

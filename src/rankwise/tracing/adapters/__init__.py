@@ -1,17 +1,13 @@
-"""Adapters: how to read the operators of layers whose operator follows from their weights and inputs.
+"""Adapters read the operators of layers from their weights and from calls of the modules inside them.
 
-To add one: an `Adapter` in a file, alone or beside its kin, and a line in `ADAPTERS`.
+To add an adapter: an `Adapter` in a file, alone or next to similar ones, and a line in `ADAPTERS`.
 """
 
 from torch import nn
 
-from rankwise.tracing.adapters.base import Adapter, CallInside, CallsInside, NotExactError, ProtocolAdapter
-from rankwise.tracing.adapters.decayed_attention import LightningAdapter, RwkvAdapter
-from rankwise.tracing.adapters.gated_delta import GatedDeltaAdapter
-from rankwise.tracing.adapters.mamba import Mamba2Adapter, MambaAdapter, ZambaAdapter
-from rankwise.tracing.adapters.no_operator import NoOperatorAdapter
-from rankwise.tracing.adapters.rg_lru import RGLRUAdapter
-from rankwise.tracing.adapters.short_conv import ShortConvAdapter
+from rankwise.tracing.adapters.base import Adapter, NoOperatorAdapter, NotExactError, ProtocolAdapter
+from rankwise.tracing.adapters.mamba import Mamba2Adapter, MambaAdapter, ShortConvAdapter, ZambaAdapter
+from rankwise.tracing.adapters.recurrent import GatedDeltaAdapter, LightningAdapter, RGLRUAdapter, RwkvAdapter
 from rankwise.tracing.adapters.sparse_attention import BigBirdAdapter, LongformerAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -28,12 +24,12 @@ ADAPTERS: tuple[Adapter, ...] = (
     ZambaAdapter(),
     NoOperatorAdapter(),
 )
-"""Asked in this order."""
+"""The first one that reads a module is used."""
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """The adapter that reads a module, if there is one."""
+    """Return the adapter that reads a module; None if there is none."""
     return next((adapter for adapter in ADAPTERS if adapter.reads(module)), None)
 
 
-__all__ = ["ADAPTERS", "Adapter", "CallInside", "CallsInside", "NotExactError", "adapter_of"]
+__all__ = ["ADAPTERS", "Adapter", "NotExactError", "adapter_of"]

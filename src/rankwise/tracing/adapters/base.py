@@ -1,19 +1,20 @@
-"""What an adapter is, and the adapter of modules that say themselves what they mix with."""
+"""`Adapter`, adapters of modules that describe their own mixing, and the reader that asks adapters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import map_tensors
 from rankwise.errors import RankwiseError
 from rankwise.operators import MixingOperator
 from rankwise.tracing.masks import CACHE_ARGUMENTS
 from rankwise.tracing.mixing_calls import MixingCall
-from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
+from rankwise.tracing.uncaptured import why_no_operator
 
 FUSED = (
     "a fused kernel ran in place of its own inside, so that what it mixed with was not seen; call "
@@ -26,112 +27,104 @@ CONTINUED = (
     "whole sequence in one call"
 )
 
-CACHES = ("cache_params", "past_key_values")
-"""What layers of transformers call their cache."""
+InnerCalls = Mapping[str, RecordedCall]
+"""Calls of the modules that an adapter names in `inner`, by their names inside the mixer."""
 
 
 class NotExactError(RankwiseError):
-    """A call whose operator does not follow from what was seen of it; its text is the reason."""
+    """Raised if the operator of a call does not follow from what was recorded; its text is the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("this call", expected="one whose operator can be read", got="another", fix=reason)
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class CallInside:
-    """A call of a module inside a mixer."""
-
-    given: Tensor
-    gave: Any
-
-
-CallsInside = Mapping[str, CallInside]
-"""The calls of the modules that an adapter watches, by their names inside the mixer."""
-
-
 class Adapter(ABC):
-    """Reads the operator of one family of layers, exactly or not at all.
+    """Reads the operators of one family of layers exactly, or not at all.
 
-    It changes nothing and runs nothing of the model a second time: it reads what the modules inside the mixer
-    were given and gave, and its weights.
+    An adapter changes nothing and runs no module of the model again. It reads the weights of the mixer, and
+    inputs and outputs of modules inside it.
     """
 
-    watched: ClassVar[tuple[str, ...]] = ()
+    classes: ClassVar[frozenset[str]] = frozenset()
+    """Classes of transformers that the adapter reads."""
+    inner: ClassVar[tuple[str, ...]] = ()
     """Modules inside the mixer whose calls are kept until the mixer ends."""
+    output_projection: ClassVar[str | None] = None
+    """Module inside that reads the concatenated heads, (B, T, H V); "" for the output of the mixer itself."""
+    head_count: ClassVar[str] = ""
+    """Attribute of the mixer that counts the heads; without one, each channel is a head."""
 
-    @abstractmethod
     def reads(self, module: nn.Module) -> bool:
-        """Whether a module is of this family."""
+        """Return True for a module of this family."""
+        return named(module, self.classes)
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Why the operator of a call that now begins will not be exact; None where it will."""
+        """Return why the operator of a call that begins will not be exact; None if it will be."""
         return None
 
-    def output_projection(self, module: nn.Module) -> tuple[str, int] | None:
-        """The module inside that reads the heads side by side, (B, T, H V), and how many heads these are.
+    def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
+        """Return the module that reads the concatenated heads and their number; 0 if each channel is a head.
 
-        ``""`` for what the mixer itself gives; 0 heads: each channel is one. None where they are not seen so.
+        None if the concatenated heads are not visible.
         """
-        return None
+        if self.output_projection is None:
+            return None
+        return self.output_projection, getattr(module, self.head_count) if self.head_count else 0
 
     @abstractmethod
-    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
-        """The operator of a call that has just ended.
+    def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
+        """Return the operator of a call that has ended.
 
         Args:
-            call: the call.
-            inside: the calls of the watched modules inside it.
-            values: whether what it was applied to is asked for, and how the layer goes on from there.
+            call: call of the mixer.
+            inner: calls of the modules in `inner`.
+            values: add what the operator was applied to, and how the layer continues from there.
 
         Raises:
-            NotExactError: where it does not follow from what was seen.
+            NotExactError: if the operator does not follow from the calls.
         """
 
 
 def named(module: nn.Module, classes: frozenset[str]) -> bool:
-    """Whether a module's class, or one it is made from, is one of these of transformers."""
+    """Return True if a class of the module, or one of its bases, is one of these classes of transformers."""
     return any(
         kind.__name__ in classes and kind.__module__.startswith("transformers.models.")
         for kind in type(module).__mro__
     )
 
 
-def call_of(inside: CallsInside, name: str) -> CallInside:
-    """The call of one watched module.
-
-    Raises:
-        NotExactError: if it was not called.
-    """
-    if name not in inside:
+def output_of(inner: InnerCalls, name: str) -> Tensor:
+    """Return the output of a module inside the mixer; raise `NotExactError` if the module was not called."""
+    if name not in inner:
         raise NotExactError(FUSED)
-    return inside[name]
-
-
-def why_not_from_scratch(call: ModuleCall, state_idx: int = 0) -> str | None:
-    """Why a state-space layer of transformers does not start from an empty state; None where it does.
-
-    Args:
-        call: the call of the layer, which has ``layer_idx``.
-        state_idx: which of the convolution states of that index in the cache is the layer's.
-    """
-    layer = getattr(call.module, "layer_idx", None)
-    for cache in (call.argument(name) for name in CACHES):
-        if cache not in (None, ABSENT) and cache.get_conv_state(layer, state_idx=state_idx) is not None:
-            return CONTINUED
-    if call.kwargs.get("seq_idx") is not None:
-        return PACKED
-    return None
+    output: Tensor = inner[name].output
+    return output
 
 
 def check_on_device(*weights: Tensor | None) -> None:
-    """Refuse weights that are not there.
-
-    Raises:
-        NotExactError: if one of them is offloaded.
-    """
+    """Raise `NotExactError` if a weight is offloaded."""
     if any(weight is not None and weight.is_meta for weight in weights):
         raise NotExactError(OFFLOADED)
+
+
+class StateSpaceAdapter(Adapter):
+    """Base of adapters of layers with a short convolution and a recurrent state, as transformers has them."""
+
+    output_projection = "out_proj"
+    state_index: ClassVar[int] = 0
+    """Which of the convolution states of a layer in the cache belongs to the mixer."""
+
+    def why_not(self, call: ModuleCall) -> str | None:
+        """Return a reason if the state holds earlier tokens, or a row holds several sequences."""
+        at = getattr(call.module, "layer_idx", None)
+        caches = [call.argument(name) for name in ("cache_params", "past_key_values")]
+        for cache in caches:
+            if cache in (None, ABSENT):
+                continue
+            if cache.get_conv_state(at, state_idx=self.state_index) is not None:
+                return CONTINUED
+        return PACKED if call.kwargs.get("seq_idx") is not None else None
 
 
 class ProtocolAdapter(Adapter):
@@ -145,22 +138,22 @@ class ProtocolAdapter(Adapter):
     """
 
     def reads(self, module: nn.Module) -> bool:
-        """Whether it has the method."""
+        """Return True for a module with a method ``mixing_operator``."""
         return callable(getattr(module, "mixing_operator", None))
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """A cache is changed in place by every call: it cannot be asked a second time."""
+        """Return a reason if there is a cache: every call changes it, so the methods must not be called."""
         if any(call.argument(name) not in (None, ABSENT) for name in CACHE_ARGUMENTS):
             return "it was called with a cache that a second call would change; capture it without one"
         return None
 
-    def output_projection(self, module: nn.Module) -> tuple[str, int] | None:
-        """As it says; without a number of heads every channel is one."""
+    def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
+        """Return what the module says; each channel is a head if it does not count them."""
         name, heads = getattr(module, "output_projection", None), getattr(module, "num_heads", 0)
         return (name, heads) if isinstance(name, str) and isinstance(heads, int) else None
 
-    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
-        """Ask it."""
+    def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
+        """Return what the methods of the module return."""
         module: Any = call.module
         with _own_random_numbers(call):
             operator = module.mixing_operator(*call.args, **call.kwargs)
@@ -170,24 +163,100 @@ class ProtocolAdapter(Adapter):
             raise NotExactError(
                 f"its `mixing_operator` gave {given}, expected a MixingOperator of shape (B, H, T, S)"
             )
-        applied: Tensor | None = None
+        applied = projected = None
         if values and callable(getattr(module, "mixing_values", None)):
             with _own_random_numbers(call):
                 applied = module.mixing_values(*call.args, **call.kwargs)
-        return MixingCall(operator, applied, projection=_projected(module, call))
-
-
-def _projected(module: Any, call: ModuleCall) -> Tensor | None:
-    """Tokens in the subspaces of the heads, (B, H, T, K): what a TSSA takes its statistics of."""
-    if not callable(getattr(module, "mixing_projection", None)):
-        return None
-    with _own_random_numbers(call):
-        projected: Tensor = module.mixing_projection(call.tensors[0])
-    return projected.transpose(1, 2)
+        if callable(getattr(module, "mixing_projection", None)):
+            with _own_random_numbers(call):
+                projected = module.mixing_projection(call.tensors[0]).transpose(1, 2)
+        return MixingCall(operator, applied, projection=projected)
 
 
 def _own_random_numbers(call: ModuleCall) -> AbstractContextManager[None]:
-    """Random numbers drawn inside, as by dropout, are none of the model's own."""
+    """Keep the model's random numbers: methods may draw some, as for dropout."""
     devices = {tensor.device for tensor in (*call.module.parameters(), *call.tensors)}
     drawn = [device for device in devices if device.type == "cuda"]
     return torch.random.fork_rng(devices=drawn)
+
+
+class NoOperatorAdapter(Adapter):
+    """Names layers without a readable operator, so that parts of them are not taken for mixers."""
+
+    def reads(self, module: nn.Module) -> bool:
+        """Return True for a layer in the table of `why_no_operator`."""
+        return why_no_operator(module) is not None
+
+    def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
+        """Raise `NotExactError` with the reason."""
+        raise NotExactError(why_no_operator(call.module) or "it has no operator")
+
+
+class AdapterReader:
+    """Asks adapters for the operators of calls in a running model.
+
+    Args:
+        adapters: adapter of each module that an adapter reads, by the name of the module.
+        calls: calls under way.
+        values: ask for what operators are applied to.
+    """
+
+    def __init__(self, adapters: Mapping[str, Adapter], calls: ModuleCalls, values: bool) -> None:
+        self._adapters, self._calls, self._values = adapters, calls, values
+        self.left_out: dict[tuple[str, str], None] = {}
+        """Names of modules with a call whose operator was not exact, with the reason."""
+
+    @property
+    def inside(self) -> bool:
+        """True while a call is under way that an adapter reads."""
+        return any(call.adapter is not None for call in self._calls.running)
+
+    def entered(self, call: ModuleCall) -> None:
+        """Choose the adapter of a call that begins, if its operator will be exact."""
+        adapter = self._adapters.get(call.name)
+        if adapter is None or self.inside:
+            return
+        try:
+            reason = adapter.why_not(call)
+        except Exception as error:
+            reason = _unreadable(error)
+        if reason is None:
+            call.adapter = adapter
+        else:
+            self._leave_out(call, reason)
+
+    def left(self, call: ModuleCall) -> MixingCall | None:
+        """Return the operator of a call that has ended, or keep the call for the adapter of an outer call."""
+        if call.adapter is None:
+            self._keep(call)
+            return None
+        if any(0 in tensor.shape for tensor in call.tensors[:1]):
+            self._leave_out(call, "it was called with no tokens or no sequences")
+            return None
+        try:
+            mixing: MixingCall = call.adapter.mixing(call, call.inner, self._values)
+        except torch.OutOfMemoryError:
+            raise
+        except NotExactError as error:
+            self._leave_out(call, error.reason)
+        except Exception as error:  # another version of a library may have changed the class
+            self._leave_out(call, _unreadable(error))
+        else:
+            return mixing
+        return None
+
+    def _leave_out(self, call: ModuleCall, reason: str) -> None:
+        self.left_out[call.name, reason] = None
+
+    def _keep(self, call: ModuleCall) -> None:
+        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
+        if mixer is None or not call.name.startswith(f"{mixer.name}."):
+            return
+        name = call.name[len(mixer.name) + 1 :]
+        if name in mixer.adapter.inner and call.tokens is not None and isinstance(call.output, Tensor):
+            args = map_tensors(call.args, Tensor.detach)
+            mixer.inner[name] = RecordedCall(name, call.module, args, call.kwargs, call.output.detach())
+
+
+def _unreadable(error: Exception) -> str:
+    return f"its operator could not be read ({type(error).__name__}: {error})"

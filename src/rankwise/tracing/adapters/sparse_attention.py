@@ -1,13 +1,13 @@
-"""Attention of windows and blocks, as transformers computes it: Longformer, the encoder of LED, BigBird."""
+"""Attention within windows and blocks, as in transformers: Longformer, the encoder of LED, BigBird."""
 
 import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing.adapters.base import Adapter, CallsInside, NotExactError, call_of, named
+from rankwise.tracing.adapters.base import Adapter, InnerCalls, NotExactError, output_of
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
 
@@ -15,30 +15,22 @@ DRAWN = "in training it draws its random blocks inside itself; call model.eval()
 
 
 class LongformerAdapter(Adapter):
-    """One softmax over a window and the global tokens, with a mask for all that no row sees.
+    """Reads one softmax over a window and the global tokens; a mask hides all other columns.
 
-    Tokens with global attention have queries and keys of their own. They stand beside the others as further
-    features: a local row has zeros in the second half, a global row in the first, so that one product of
-    queries and keys gives the scores of both. Global rows also weigh values of their own, so that values
-    are given only where there are none.
+    Tokens with global attention have their own queries and keys, which are further features here: a local
+    row has zeros in the second half, a global row in the first. So one product of queries and keys contains
+    the scores of both. Global rows also weigh their own values: with global tokens there are no values.
     """
 
-    watched = ("query", "key", "value", "query_global", "key_global")
     classes = frozenset({"LongformerSelfAttention", "LEDEncoderSelfAttention"})
+    inner = ("query", "key", "value", "query_global", "key_global")
+    output_projection = ""
+    head_count = "num_heads"
 
-    def reads(self, module: nn.Module) -> bool:
-        """Whether it is such an attention of transformers."""
-        return named(module, self.classes)
-
-    def output_projection(self, module: nn.Module) -> tuple[str, int] | None:
-        """What the layer gives."""
-        layer: Any = module
-        return "", layer.num_heads
-
-    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
-        """The softmax of a whole sequence."""
+    def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
+        """Return the softmax of a whole sequence."""
         layer: Any = call.module
-        query, key, value = (self._heads(layer, call_of(inside, name).gave) for name in self.watched[:3])
+        query, key, value = (self._heads(layer, output_of(inner, name)) for name in self.inner[:3])
         masked = call.argument("is_index_masked")
         if not call.argument("is_global_attn"):
             # the layer has divided the queries by √K in place
@@ -49,9 +41,9 @@ class LongformerAdapter(Adapter):
         chosen = torch.zeros_like(query)
         at = torch.nonzero(is_global, as_tuple=True)
         place = is_global.cumsum(1)[at] - 1
-        gave = call_of(inside, "query_global").gave.unflatten(-1, (layer.num_heads, -1))
-        chosen[at[0], :, at[1]] = gave[place, at[0]]
-        key_global = self._heads(layer, call_of(inside, "key_global").gave)
+        own = output_of(inner, "query_global").unflatten(-1, (layer.num_heads, -1))
+        chosen[at[0], :, at[1]] = own[place, at[0]]
+        key_global = self._heads(layer, output_of(inner, "key_global"))
         query = query.masked_fill(is_global[:, None, :, None], 0)
         allowed = _local(layer, masked | is_global) | (is_global[:, None, None] & ~masked[:, None, :, None])
         allowed = torch.where(is_global[:, None, :, None], ~masked[:, None, None], allowed)
@@ -60,43 +52,35 @@ class LongformerAdapter(Adapter):
 
     @staticmethod
     def _heads(layer: Any, projected: Tensor) -> Tensor:
-        """From (T, B, D), as the layer has it, to (B, H, T, K)."""
+        """Turn (T, B, D), as in the layer, into (B, H, T, K)."""
         return projected.unflatten(-1, (layer.num_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _local(layer: Any, hidden: Tensor) -> Tensor:
-    """The columns that each row sees in its window, (B, 1, T, T): none that is hidden; hidden rows, none."""
+    """Return the columns that each row sees in its window, (B, 1, T, T); hidden tokens have neither."""
     tokens = torch.arange(hidden.shape[1], device=hidden.device)
     near = (tokens[:, None] - tokens).abs() <= layer.one_sided_attn_window_size
     return near & ~hidden[:, None, None] & ~hidden[:, None, :, None]
 
 
 class BigBirdAdapter(Adapter):
-    """One softmax over a window of three blocks, the first and the last block, with a mask for the rest.
+    """Reads one softmax over a window of three blocks, the first and the last block; a mask hides the rest.
 
-    In evaluation transformers takes the first block for every random one: it stands in the softmax of such a
-    row so many times more, which is the logarithm of that number added to its scores.
+    In evaluation, transformers takes the first block in place of every random one. The softmax of such a row
+    counts the block several times, which adds the logarithm of the count to its scores.
     """
 
-    watched = ("query", "key", "value")
     classes = frozenset({"BigBirdBlockSparseAttention", "BigBirdPegasusBlockSparseAttention"})
+    inner = ("query", "key", "value")
+    output_projection = ""
+    head_count = "num_attention_heads"
 
-    def reads(self, module: nn.Module) -> bool:
-        """Whether it is such an attention of transformers."""
-        return named(module, self.classes)
-
-    def output_projection(self, module: nn.Module) -> tuple[str, int] | None:
-        """What the layer gives."""
-        layer: Any = module
-        return "", layer.num_attention_heads
-
-    def mixing(self, call: ModuleCall, inside: CallsInside, values: bool) -> MixingCall:
-        """The softmax of a whole sequence."""
+    def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
+        """Return the softmax of a whole sequence."""
         layer: Any = call.module
         if layer.training:
             raise NotExactError(DRAWN)
-        gave = (call_of(inside, name).gave for name in self.watched)
-        query, key, value = (_big_bird_heads(layer, projected) for projected in gave)
+        query, key, value = (_big_bird_heads(layer, output_of(inner, name)) for name in self.inner)
         rows, columns = call.argument("from_mask") > 0, call.argument("to_mask") > 0
         bias = _log_counts(layer, query.shape[-2]).to(query)
         bias = bias.masked_fill(~(rows & columns), -torch.inf)
@@ -109,7 +93,7 @@ def _big_bird_heads(layer: Any, projected: Tensor) -> Tensor:
 
 
 def _log_counts(layer: Any, tokens: int) -> Tensor:
-    """Logarithm of how often each row's softmax holds each column, (T, T)."""
+    """Return the logarithm of how often the softmax of each row counts each column, (T, T)."""
     blocks = tokens // layer.block_size
     at = torch.arange(blocks)
     near = (at[:, None] - at).abs() <= 1

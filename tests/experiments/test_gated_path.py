@@ -1,0 +1,70 @@
+"""The whole path through a gated layer is one operator, whose output is the layer's own."""
+
+import pytest
+import torch
+from experiments.rank.gated_path import gated_paths, main
+from experiments.state_space_models import STATE_SPACE, tiny
+
+import rankwise as rw
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def batch(padded):
+    torch.manual_seed(1)
+    given = {"input_ids": torch.randint(5, 60, (2, 12))}
+    if padded:
+        mask = torch.ones(2, 12, dtype=torch.long)
+        mask[0, :4] = mask[1, 9:] = 0
+        given["attention_mask"] = mask
+    return given
+
+
+@torch.no_grad()
+def paths(model, given):
+    with rw.tracing.record_calls(model, lambda *_: True) as calls, rw.capture(model, values=True) as trace:
+        model(**given)
+    found = gated_paths(trace, calls)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", list(STATE_SPACE))
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_whole_path_is_one_operator(name, padded):
+    """Short convolution, activation, scan, D-term and gate in one matrix, before norm and projection."""
+    has_path = STATE_SPACE[name].has_path
+    for _, call, path in paths(tiny(name), batch(padded)):
+        assert (path is not None) == has_path
+        if not has_path:
+            continue
+        for operator in (path.operator, rw.operators.DenseMixing(path.operator.dense(torch.float64))):
+            with torch.no_grad():
+                got = path.apply_output((operator @ path.values.double() + path.offset).float())
+            # Two sums of ≤ 12·4 terms, then of ≤ 64 in the projection, 4·(48 + 64) roundings of its size, and
+            # once more for the convolution; its transform rounds relative to the largest token.
+            limit = 1000 * EPS32 * max(1.0, float(call.output.abs().max()))
+            assert (got - call.output).abs().max() <= limit
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Falcon-Mamba"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_precisions(name, dtype):
+    # a few roundings on the way; float64 models of transformers compute the scan in float32
+    slack = 8 * 2**-8 if dtype == torch.bfloat16 else 450 * EPS32
+    for _, call, path in paths(tiny(name).to(dtype), batch(padded=True)):
+        wanted = call.output.double()
+        with torch.no_grad():
+            got = path.apply_output(path.operator @ path.values + path.offset)
+        assert (got.double() - wanted).abs().max() <= slack * max(1.0, float(wanted.abs().max()))
+
+
+def test_the_command_shows_every_family_with_a_path(capsys):
+    main()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line[:16].strip() for line in lines] == [name for name, f in STATE_SPACE.items() if f.has_path]
+    for line in lines:
+        scan, path, error = map(float, line[16:].split())
+        assert 1 <= scan <= 12
+        assert 1 <= path <= 12
+        assert error < 1000 * EPS32
