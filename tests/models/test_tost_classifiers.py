@@ -9,8 +9,7 @@ from transformers import AutoModelForImageClassification, AutoModelForSequenceCl
 
 from rankwise.errors import InputError
 from rankwise.models import ToSTForImageClassification, ToSTForSequenceClassification
-from rankwise.models.class_attention import ClassAttentionBlock
-from rankwise.models.patches import FourierPositions, PatchEmbedding
+from rankwise.models.vision import ClassAttentionBlock, FourierPositions, PatchEmbedding
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # float64, two layers
 TEXT = [{"causal": True}, {"causal": False}, {"causal": True, "pooling": "mean"}, {"layer_types": "softmax"},

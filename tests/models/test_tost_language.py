@@ -258,7 +258,7 @@ def test_weights_with_a_skip_for_each_layer_are_no_shared_one(tmp_path) -> None:
     with torch.no_grad():
         lm.model.layers[1].skip.weight.fill_(0.5)
     lm.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"expected one λ for all layers.* own for each: [^ ]+, 0\.5\."):
+    with pytest.raises(InputError, match=r"expected one λ for all layers.* one λ per layer: [^ ]+, 0\.5\."):
         ToSTForCausalLM.from_pretrained(tmp_path, skip="shared")
 
 

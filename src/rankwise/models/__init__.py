@@ -1,6 +1,6 @@
-"""Models of mixers, in Hugging Face's classes: configurations, heads, released checkpoints.
+"""ToST and other mixers in Hugging Face's classes; released checkpoints.
 
-Importing this registers ``model_type = "tost"`` with transformers' Auto classes.
+Importing this package registers ``model_type = "tost"`` with transformers' Auto classes.
 """
 
 from transformers import (
@@ -11,11 +11,11 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from rankwise.models.cache import MixerCache
 from rankwise.models.classification import ToSTForSequenceClassification
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.conversion import load_released_tost, save_model
 from rankwise.models.language import ToSTForCausalLM, ToSTModel
+from rankwise.models.mixer_cache import MixerCache
 from rankwise.models.mixers import (
     MIXERS,
     S4D,
@@ -27,7 +27,8 @@ from rankwise.models.mixers import (
     SoftmaxAttention,
     TokenStatisticsAttention,
 )
-from rankwise.models.presets import PRESETS, preset
+from rankwise.models.pretrained import parameter_groups
+from rankwise.models.released import PRESETS, preset
 from rankwise.models.vision import ToSTForImageClassification
 
 AutoConfig.register("tost", ToSTConfig, exist_ok=True)
@@ -54,6 +55,7 @@ __all__ = [
     "ToSTModel",
     "TokenStatisticsAttention",
     "load_released_tost",
+    "parameter_groups",
     "preset",
     "save_model",
 ]

@@ -12,7 +12,7 @@ from rankwise.skips.modules import LambdaSkip
 
 
 def make_norm(config: ToSTConfig) -> nn.Module:
-    """The norm that a configuration asks for."""
+    """Return the norm that a configuration names."""
     if config.norm == "none":
         return nn.Identity()
     if config.norm == "rms":
@@ -55,7 +55,7 @@ def make_scale(hidden_size: int, init: float | None) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """``out_proj(act(in_proj(x)))``, token by token."""
+    """``out_proj(act(in_proj(x)))`` per token, then dropout."""
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Apply to each token."""
+        """Return the update of each token."""
         return self.dropout(self.out_proj(self.act(self.in_proj(x))))
 
 
@@ -74,11 +74,11 @@ class Block(GradientCheckpointingLayer):
 
     Formula, pre-norm: ``y = λ x + γ₁ g(u) mixer(u)`` with ``u = norm(x)``; ``z = y + γ₂ mlp(norm(y))``.
     Post-norm: ``y = norm(λ x + γ₁ g(x) mixer(x))``; ``z = norm(y + γ₂ mlp(y))``.
-    g is SiLU of a linear map, or 1.
+    g is SiLU of a linear map, or 1. The feed-forward part is optional.
 
     Args:
-        config: what it is made of.
-        layer: its number, from 0.
+        config: sizes and options.
+        layer: index of the layer, from 0.
     """
 
     def __init__(self, config: ToSTConfig, layer: int) -> None:
@@ -98,7 +98,7 @@ class Block(GradientCheckpointingLayer):
         for part in (self.mixer, self.mlp):
             last = getattr(part, "out_proj", None)
             if isinstance(last, nn.Linear):
-                # its start shrinks with depth, as GPT-2's does
+                # Transformers initializes modules one by one: mark the weights that shrink with depth.
                 last.ends_branch = True  # type: ignore[assignment]
 
     def forward(
@@ -108,22 +108,12 @@ class Block(GradientCheckpointingLayer):
         state: MixerState | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], MixerState | None]:
-        """Run the block.
-
-        Args:
-            hidden_states: token states.
-            attention_mask: real tokens of this call.
-            state: the mixer's, from an earlier call.
-            return_state: whether to give back a state.
-
-        Returns:
-            The new token states, and the mixer's state.
-        """
+        """Return the new token states and the mixer's state; arguments are those of `Mixer.forward`."""
         x = hidden_states
-        read = x if self.post_norm else self.mixer_norm(x)
-        mixed, state = self.mixer(read, attention_mask, state, return_state=return_state)
+        mixer_input = x if self.post_norm else self.mixer_norm(x)
+        mixed, state = self.mixer(mixer_input, attention_mask, state, return_state=return_state)
         if self.gate is not None:
-            mixed = nn.functional.silu(self.gate(read)) * mixed
+            mixed = nn.functional.silu(self.gate(mixer_input)) * mixed
         x = self.skip(x, self.mixer_scale(mixed))
         if self.post_norm:
             x = self.mixer_norm(x)

@@ -7,15 +7,16 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from rankwise.models.base import ToSTPreTrainedModel
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.language import ToSTModel
+from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """`ToSTModel`, one vector for each sequence, and a linear head.
+    """`ToSTModel`, one vector per sequence, and a linear head.
 
-    The vector is the last real token's, or the mean of the real tokens: ``pooling`` of the configuration.
+    The vector is that of the last real token, or the mean of the real tokens: ``pooling`` of the
+    configuration.
 
     Examples:
         >>> import torch
@@ -46,30 +47,22 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 
         Args:
             input_ids: as for `ToSTModel`.
-            attention_mask: as for `ToSTModel`; padding may be on either side. Where None,
-                tokens ``pad_token_id`` at the right end of ``input_ids`` are padding, none elsewhere.
+            attention_mask: as for `ToSTModel`; padding may be on either side. Without a mask, only tokens
+                ``pad_token_id`` at the right end of ``input_ids`` are padding.
             position_ids: as for `ToSTModel`.
             inputs_embeds: as for `ToSTModel`.
-            labels: classes, or numbers for a regression, as ``problem_type`` says.
+            labels: classes, or numbers for a regression, by ``problem_type``.
             output_hidden_states: as for `ToSTModel`.
-            return_dict: an object with names, or a tuple.
-            **kwargs: passed to the loss; others as for `ToSTModel`.
-
-        Raises:
-            InputError: as for `ToSTModel`.
+            return_dict: as for `ToSTModel`.
+            **kwargs: arguments of the loss; others as for `ToSTModel`.
         """
         options = self._loss_options(kwargs)
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            attention_mask = _without_end(input_ids, self.config.pad_token_id)
+            attention_mask = _mask_without_end(input_ids, self.config.pad_token_id)
         output = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False,
+            output_hidden_states=output_hidden_states, return_dict=True,
+        )  # fmt: skip
         tokens = output.last_hidden_state
         real = tokens.new_ones(tokens.shape[:2]) if attention_mask is None else attention_mask
         pooled = _last(tokens, real.bool()) if self.config.pooling == "last" else _mean(tokens, real.bool())
@@ -78,27 +71,26 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
         result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
-        named = self.config.return_dict if return_dict is None else return_dict
-        return result if named else result.to_tuple()
+        return self._as_requested(result, return_dict)
 
 
-def _without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "B T"]:
-    """All tokens but the padding at the right end.
+def _mask_without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "B T"]:
+    """Return a mask of all tokens except the padding at the right end.
 
     Examples:
-        >>> _without_end(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()
+        >>> _mask_without_end(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()
         [[1, 1, 1, 1, 0, 0]]
     """
     return (input_ids != pad).flip(1).cumsum(1).flip(1) > 0
 
 
 def _last(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """The last real token; the first place where a row has none."""
+    """Return the last real token of each row, or the first token if a row has none."""
     places = torch.arange(tokens.shape[1], device=tokens.device) * real
     return tokens[torch.arange(len(tokens), device=tokens.device), places.argmax(1)]
 
 
 def _mean(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """The mean of the real tokens; zero where a row has none."""
+    """Return the mean of the real tokens of each row, or zeros if a row has none."""
     summed = tokens.masked_fill(~real[..., None], 0.0).sum(1)
     return summed / real.sum(1, keepdim=True).clamp(min=1)

@@ -1,15 +1,15 @@
-"""What a model of ours is made of."""
+"""Configuration of every model in `rankwise.models`."""
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import InputError, in_range, one_of, whole_number
 from rankwise.models.mixers import MIXERS
 from rankwise.models.mixers.mixer import head_dim_of
 
@@ -21,74 +21,74 @@ CHOICES = {
     "position_embeddings": ("learned", "none"),
     "pooling": ("last", "mean"),
 }
-"""Fields that are one of a few words."""
-
+"""Fields with a few possible values."""
 FLAGS = ("causal", "position_bias", "use_bias", "gate", "use_cache", "tokens_norm", "tie_word_embeddings")
 POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "image_size",
             "num_channels", "max_position_embeddings")  # fmt: skip
 """Fields that are at least 1."""
-
+FINITE = ("layer_scale", "skip_init", "norm_eps", "initializer_range")
 
 HalfLife = int | float | Sequence[int | float | None] | None
 
 
 class ToSTConfig(PreTrainedConfig):
-    """Configuration of every model in `rankwise.models`: mixers by layer, and the block around them.
+    """Configuration of every model in `rankwise.models`: the mixer of each layer, and the block around it.
 
     The defaults are a language model of the released base size without LayerScale; `rankwise.models.preset`
-    gives the released ones. What a mixer takes beyond the fields below goes into ``mixer_options``, such as
-    ``{"tssa": {"conv_tokens": 4, "features": 16}}``.
+    returns the released configurations. Options of a mixer that are not fields go into ``mixer_options``,
+    such as ``{"tssa": {"conv_tokens": 4, "features": 16}}``.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction",
-    and the code released with it (frame and defaults); norm, skip and gate are options of our own.
+    and the code released with it. Norm, skip and gate are options of this package.
 
     Args:
-        vocab_size: tokens known.
+        vocab_size: number of tokens in the vocabulary.
         hidden_size: D, the model width.
         num_hidden_layers: L, the number of blocks.
         num_attention_heads: H, heads of every mixer.
-        head_dim: K, width of a head; D / H where None.
-        intermediate_size: width of the feed-forward part; 4 D where None, no such part where 0.
-        hidden_act: its activation, by transformers' name.
-        max_position_embeddings: tokens that learned positions are kept for.
-        layer_types: the mixer of each layer, names of `rankwise.models.MIXERS`; one name stands for all;
-            ``tssa`` where None.
-        mixer_options: for each name in ``layer_types``, further arguments of that mixer.
-        causal: whether a token sees only itself and earlier ones.
+        head_dim: K, width of a head; D / H by default.
+        intermediate_size: width of the feed-forward part; 4 D by default, 0 for no such part.
+        hidden_act: activation of the feed-forward part, by transformers' name.
+        max_position_embeddings: number of tokens with learned positions.
+        layer_types: mixer of each layer, names of `rankwise.models.MIXERS`; one name stands for all layers;
+            ``tssa`` by default.
+        mixer_options: further arguments of the mixers, by names in ``layer_types``.
+        causal: each token reads only itself and earlier tokens.
         membership: TSSA's Π: ``softmax`` over the heads, or ``uniform`` (1 / H).
-        half_life: causal TSSA with decayed sums: one number of tokens for all heads, or one for each, where
-            None is a head that forgets nothing; `rankwise.ops.half_lives` makes a ladder. None: no decay, as
-            released.
-        position_bias: causal TSSA's learned bias by position, as released; where None, it is kept unless
-            the sums decay or memberships are uniform.
-        position_embeddings: ``learned``, or ``none``: then length is unbounded.
+        half_life: causal TSSA with decayed sums: number of tokens after which a token counts half, for all
+            heads or per head, None for a head without decay; `rankwise.ops.half_lives` makes a ladder. None
+            for no decay, as released.
+        position_bias: causal TSSA's learned bias by position, as released; by default it is there unless the
+            sums decay or memberships are uniform.
+        position_embeddings: ``learned``, or ``none`` for no bound on the length.
         norm: ``layer``, ``rms`` or ``none``.
-        norm_position: ``pre`` (on what a part reads) or ``post`` (on the sum).
-        norm_eps: its ε.
+        norm_position: ``pre`` (on the input of a part) or ``post`` (on the sum).
+        norm_eps: ε of the norms.
         use_bias: biases in linear layers and norms.
-        layer_scale: initial value of a learned scale by channel on what each part adds; None: no scale.
-        skip: what the mixer's output is added to: λ x, with λ ``fixed``, ``learned`` for each layer, or for
-            each ``channel`` of each layer, or once for all layers: ``shared``; or to nothing: ``none``.
-        skip_init: λ, or what it is learned from.
+        layer_scale: initial value of a learned scale per channel on the update of each part; None for no
+            scale.
+        skip: λ of the skip λ x around the mixer: ``fixed``, ``learned`` per layer, per ``channel`` of each
+            layer, or ``shared`` by all layers; ``none`` for no skip.
+        skip_init: λ, or its initial value.
         gate: multiply the mixer's output by SiLU of a linear map of its input.
-        dropout: rate on embeddings and on what each part adds.
-        initializer_range: standard deviation of weights at the start.
-        use_cache: give back the decoding state in evaluation.
-        pooling: token a sequence classifier reads: ``last`` real one, or the ``mean``; by ``causal`` where
-            None.
+        dropout: dropout rate of embeddings and of the update of each part.
+        initializer_range: standard deviation of initial weights.
+        use_cache: return the decoding state in evaluation.
+        pooling: token that a sequence classifier reads: ``last`` real one, or the ``mean``; by default
+            ``last`` if ``causal``.
         image_size: side of an image in pixels; images only.
-        patch_size: side of a patch: 16 or 8, by that many halvings.
-        num_channels: colours.
-        class_attention_layers: layers in which the class token reads the patches.
-        tokens_norm: the released class attention's norm on all tokens, not on the class token alone.
-        pad_token_id: token that fills up short rows.
-        bos_token_id: token a text starts with.
-        eos_token_id: token a text ends with.
-        tie_word_embeddings: whether the head shares the embedding's weights.
-        **kwargs: what `transformers.PreTrainedConfig` takes, such as ``num_labels``.
+        patch_size: side of a patch: 2, 4, 8 or 16.
+        num_channels: color channels.
+        class_attention_layers: number of layers in which the class token reads the patches.
+        tokens_norm: class attention norms all tokens, as released, not only the class token.
+        pad_token_id: token that pads short rows.
+        bos_token_id: token at the beginning of a text.
+        eos_token_id: token at the end of a text.
+        tie_word_embeddings: head and embedding share their weights.
+        **kwargs: arguments of `transformers.PreTrainedConfig`, such as ``num_labels``.
 
     Raises:
-        InputError: for a value that is out of range or unknown.
+        InputError: if a value is out of range or unknown.
 
     Examples:
         >>> config = ToSTConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3,
@@ -99,8 +99,8 @@ class ToSTConfig(PreTrainedConfig):
 
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a list)
-    # In files the mixers stand under a name of their own: a Trainer that resumes reads config.json without
-    # its class, and transformers refuses `layer_types` that are not its own layers.
+    # Files call the mixers `mixers`: a Trainer that resumes reads config.json without this class, and
+    # transformers refuses `layer_types` that are not its own layers.
     attribute_map = {"layer_types": "mixers"}  # noqa: RUF012
 
     def __init__(
@@ -143,8 +143,8 @@ class ToSTConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
-        of_file = kwargs.pop("mixers", "tssa")
-        layer_types = of_file if layer_types is None else layer_types
+        in_file = kwargs.pop("mixers", "tssa")
+        layer_types = in_file if layer_types is None else layer_types
         _check_keywords(kwargs)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -158,8 +158,8 @@ class ToSTConfig(PreTrainedConfig):
         self.causal = causal
         self.membership = membership
         self.half_life = _as_list(half_life, num_attention_heads)
-        literal = causal and half_life is None and membership == "softmax"
-        self.position_bias = literal if position_bias is None else position_bias
+        as_released = causal and half_life is None and membership == "softmax"
+        self.position_bias = as_released if position_bias is None else position_bias
         self.position_embeddings = position_embeddings
         self.norm, self.norm_position, self.norm_eps = norm, norm_position, norm_eps
         self.use_bias = use_bias
@@ -180,125 +180,69 @@ class ToSTConfig(PreTrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
-        # Set last: transformers' own check, which runs above, knows the names of its own layers alone.
-        names = [layer_types] * num_hidden_layers if isinstance(layer_types, str) else list(layer_types)
-        self.layer_types = names
+        # Set last: transformers' own check, which runs above, knows only the names of its own layers.
+        self.layer_types = (
+            [layer_types] * num_hidden_layers if isinstance(layer_types, str) else list(layer_types)
+        )
         self.validate()
 
     def validate(self) -> None:
-        """Check every field; transformers calls this again before it saves.
-
-        Raises:
-            InputError: for a value that is out of range or unknown.
-        """
-        _check_sizes(self)
-        _check_flags(self)
-        _check_numbers(self)
+        """Raise for a value that is out of range or unknown; transformers calls this again before saving."""
+        for name in POSITIVE:
+            whole_number(f"ToSTConfig `{name}`", getattr(self, name))
+        for name in FLAGS:
+            if isinstance(getattr(self, name), str):  # Python takes "false" for true.
+                _refuse(name, "true or false", repr(getattr(self, name)), "Leave the quotes out.")
+        in_range("ToSTConfig `dropout`", self.dropout, "[0, 1]")
+        for name in FINITE:
+            if getattr(self, name) is not None:
+                in_range(f"ToSTConfig `{name}`", getattr(self, name), "(-inf, inf)")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                _refuse_name(name, f"one of {', '.join(choices)}", getattr(self, name), choices)
-        if self.hidden_act not in ACT2FN:
-            _refuse_name("hidden_act", "an activation of transformers", self.hidden_act, ACT2FN)
+            one_of(f"ToSTConfig `{name}`", getattr(self, name), choices)
+        one_of("ToSTConfig `hidden_act`", self.hidden_act, ACT2FN)
         for mixer in self.mixer_options:
-            if mixer not in MIXERS and mixer not in self.layer_types:
-                _refuse_name("mixer_options", "names of mixers", mixer, MIXERS)
+            one_of("ToSTConfig `mixer_options`", mixer, {*MIXERS, *self.layer_types})
         if len(self.layer_types) != self.num_hidden_layers:
-            raise InputError(
-                "ToSTConfig `layer_types`",
-                expected=f"one name for each of {self.num_hidden_layers} layers",
-                got=f"{len(self.layer_types)}",
-                fix="Give as many names as num_hidden_layers, or one name for all.",
-            )
+            wanted = f"one name for each of {self.num_hidden_layers} layers"
+            fix = "Pass as many names as num_hidden_layers, or one name for all."
+            _refuse("layer_types", wanted, f"{len(self.layer_types)}", fix)
+        if self.position_bias and not (self.causal and self.membership == "softmax"):
+            got = f"causal={self.causal}, membership={self.membership!r}"
+            wanted = "a causal model with softmax memberships"
+            _refuse("position_bias", wanted, got, "Leave position_bias out.")
+        if self.half_life is not None:
+            heads, lives = self.num_attention_heads, self.half_life
+            if len(lives) != heads or not all(life is None or life > 0 for life in lives):
+                _refuse_half_life(heads, f"{lives}")
+            if not self.causal:
+                fix = "Sums over all tokens do not decay: leave half_life out."
+                _refuse("half_life", "a causal model", "causal=False", fix)
 
 
 def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
-    """One for each head; what is infinite becomes None, since JSON knows no infinity."""
+    """Return one half-life per head, None for infinity, which JSON does not have."""
     if half_life is None:
         return None
     lives = [half_life] * heads if isinstance(half_life, int | float) else half_life
-    given = isinstance(lives, Sequence) and not isinstance(lives, str)
-    if not given or not all(life is None or isinstance(life, int | float) for life in lives):
+    listed = isinstance(lives, Sequence) and not isinstance(lives, str)
+    if not listed or not all(life is None or isinstance(life, int | float) for life in lives):
         _refuse_half_life(heads, repr(half_life))
     return [None if life is None or math.isinf(life) else float(life) for life in lives]
 
 
-def _refuse_half_life(heads: int, got: str) -> NoReturn:
-    raise InputError(
-        "ToSTConfig `half_life`",
-        expected=f"a number of tokens above 0, or one for each of {heads} heads",
-        got=got,
-        fix="A ladder such as [4, 16, 64, 256] gives each head a time scale of its own.",
-    )
-
-
-def _refuse_name(field: str, wanted: str, got: str, known: Iterable[str]) -> NoReturn:
-    fix = did_you_mean(str(got), known)
-    raise InputError(f"ToSTConfig `{field}`", expected=wanted, got=repr(got), fix=fix)
-
-
-def _check_keywords(others: Mapping[str, Any]) -> None:
-    """Refuse what is nearly one of our fields; transformers has many more of its own, which pass."""
-    ours = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
+def _check_keywords(others: dict[str, Any]) -> None:
+    """Raise for names that are similar to a field; transformers has many more of its own, which pass."""
+    fields = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
     for name in others:
-        near = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, ours, n=1, cutoff=0.85)
-        if near:
-            raise InputError(
-                f"ToSTConfig `{name}`",
-                expected="a known field",
-                got="an unknown one",
-                fix=f"Did you mean {near[0]}?",
-            )
+        similar = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, fields, n=1, cutoff=0.85)
+        if similar:
+            _refuse(name, "a known field", "an unknown one", f"Did you mean {similar[0]}?")
 
 
-def _check_flags(config: ToSTConfig) -> None:
-    """Refuse words such as ``"false"``, which Python takes for true."""
-    for name in FLAGS:
-        value = getattr(config, name)
-        if isinstance(value, str):
-            raise InputError(
-                f"ToSTConfig `{name}`", expected="true or false", got=repr(value), fix="Leave the quotes out."
-            )
+def _refuse_half_life(heads: int, got: str) -> NoReturn:
+    wanted = f"a number of tokens above 0, or one for each of {heads} heads"
+    _refuse("half_life", wanted, got, "A ladder such as [4, 16, 64, 256] gives each head its own time scale.")
 
 
-def _check_numbers(config: ToSTConfig) -> None:
-    if not 0 <= config.dropout <= 1:
-        _refuse_number("dropout", "a rate from 0 to 1", config.dropout)
-    for name in ("layer_scale", "skip_init", "norm_eps", "initializer_range"):
-        value = getattr(config, name)
-        if value is not None and not math.isfinite(value):
-            _refuse_number(name, "a finite number", value)
-
-
-def _refuse_number(field: str, wanted: str, got: float) -> NoReturn:
-    raise InputError(
-        f"ToSTConfig `{field}`", expected=wanted, got=f"{got}", fix="Change it, or leave it out."
-    )
-
-
-def _check_sizes(config: ToSTConfig) -> None:
-    for name in POSITIVE:
-        if getattr(config, name) < 1:
-            raise InputError(
-                f"ToSTConfig `{name}`", expected="at least 1", got=f"{getattr(config, name)}", fix="Raise it."
-            )
-    if config.position_bias and not (config.causal and config.membership == "softmax"):
-        raise InputError(
-            "ToSTConfig `position_bias`",
-            expected="a causal model with softmax memberships",
-            got=f"causal={config.causal}, membership={config.membership!r}",
-            fix="Leave position_bias out.",
-        )
-    if config.half_life is not None:
-        _check_half_life(config, config.half_life)
-
-
-def _check_half_life(config: ToSTConfig, lives: list[float | None]) -> None:
-    if len(lives) != config.num_attention_heads or not all(life is None or life > 0 for life in lives):
-        _refuse_half_life(config.num_attention_heads, f"{lives}")
-    if not config.causal:
-        raise InputError(
-            "ToSTConfig `half_life`",
-            expected="a causal model",
-            got="causal=False",
-            fix="Sums over all tokens do not decay: leave half_life out.",
-        )
+def _refuse(field: str, expected: str, got: str, fix: str) -> NoReturn:
+    raise InputError(f"ToSTConfig `{field}`", expected=expected, got=got, fix=fix)

@@ -1,8 +1,8 @@
-"""Released ToST checkpoints → our models."""
+"""Conversion of released ToST checkpoints to models of this package."""
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,26 @@ from rankwise._internals.torch_private import COMPILED_PREFIX
 from rankwise.errors import InputError
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.language import ToSTForCausalLM
-from rankwise.models.released import ReleasedModel, Weights, as_ours, understand_language, understand_vision
+from rankwise.models.released import (
+    ReleasedModel,
+    Weights,
+    drop_unit_axes,
+    read_language_config,
+    read_vision_config,
+)
 from rankwise.models.vision import ToSTForImageClassification
 from rankwise.ops.arguments import FLOATS
 
 WRAPPERS = (COMPILED_PREFIX, "module.")
-"""What torch.compile and DistributedDataParallel put before every name."""
+"""Prefixes that torch.compile and DistributedDataParallel add to every name."""
 
 MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}
 
-LANGUAGE_MARK, VISION_MARK = "transformer.wte.weight", "patch_embed.proj.0.0.weight"
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BICUBIC = 3
-"""Pillow's number for it."""
-MARGIN = 256 / 224
-"""The shorter side before the crop, over the side of the crop."""
+"""Pillow's number of the filter."""
+RESIZE_RATIO = 256 / 224
+"""Shorter side before the crop, divided by the side of the crop."""
 
 
 def load_released_tost(
@@ -39,19 +43,18 @@ def load_released_tost(
 ) -> ToSTForCausalLM | ToSTForImageClassification:
     """Load a checkpoint of the released code: language (.pt) or vision (.pth).
 
-    The configuration is read off the shapes. Nothing but tensors, plain containers and `argparse.Namespace`,
-    which vision checkpoints hold their command line in, is unpickled.
+    The configuration is read from the shapes. Only tensors, plain containers and `argparse.Namespace`, in
+    which vision checkpoints hold their command line, are unpickled.
 
     Args:
-        path: the file.
-        tokens_norm: vision: whether it was trained with ``tokens_norm``, as all released sizes are; shapes do
-            not tell.
+        path: file of the checkpoint.
+        tokens_norm: vision: trained with ``tokens_norm``, as all released sizes are; shapes do not show it.
 
     Returns:
         The model in evaluation mode, float32 as stored.
 
     Raises:
-        InputError: if the file cannot be read, is of another model, or lacks weights or has wrong shapes.
+        InputError: if the file cannot be read, is of another model, lacks weights or has wrong shapes.
 
     Examples:
         >>> load_released_tost("nothing.pt")
@@ -61,13 +64,8 @@ def load_released_tost(
     """
     path = Path(path)
     weights = weights_of(_read(path), path)
-    if LANGUAGE_MARK in weights:
-        released = _understood(lambda: understand_language(weights), path)
-    elif VISION_MARK in weights:
-        released = _understood(lambda: understand_vision(weights, tokens_norm), path)
-    else:
-        raise _foreign(path, f"names such as {_listed(sorted(weights))}")
-    renamed = _renamed(weights, released, path)
+    released = _read_config(weights, path, tokens_norm)
+    renamed = rename_weights(weights, released, path)
     model = MODELS[released.kind](released.config)
     model.load_state_dict(renamed)
     model.tie_weights()
@@ -77,11 +75,11 @@ def load_released_tost(
 def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
     """Write a model as safetensors and JSON: all files, or none.
 
-    An image classifier's folder says how its pictures are prepared: see `picture_settings`.
+    The folder of an image classifier also describes how images are prepared, see `image_processor_config`.
 
     Args:
-        model: one of ours.
-        folder: where to; made if it is not there.
+        model: a model of this package.
+        folder: folder to write to, created if necessary.
 
     Returns:
         The files written.
@@ -93,41 +91,56 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
     def write(partial: Path) -> None:
         try:
             model.save_pretrained(partial)
-        except SafetensorError as error:  # of a full disk
+        except SafetensorError as error:  # a full disk
             raise OSError(str(error)) from error
         if model.main_input_name == "pixel_values":
-            settings = json.dumps(picture_settings(model.config), indent=2) + "\n"
+            settings = json.dumps(image_processor_config(model.config), indent=2) + "\n"
             Path(partial, "preprocessor_config.json").write_text(settings, encoding="utf-8")
 
     return write_files(Path(folder), write, "folder")
 
 
-def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
-    """The weights in what was loaded, without what compiling or distributing put before their names.
+def _read(path: Path) -> Any:
+    """Load a file without running code from it."""
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "nothing there"
+        raise InputError(f"checkpoint {path}", expected="a file", got=got, fix="Check the path.")
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    # Damaged bytes raise any error, and torch's messages advise to turn off its check of the contents.
+    except Exception as error:
+        refused = isinstance(error, PermissionError)
+        raise InputError(
+            f"checkpoint {path}",
+            expected="a file of torch.save that holds tensors and plain values only",
+            got="no permission to read it" if refused else "a damaged file, or one that holds other things",
+            fix="Only the released .pt and .pth files are read; no code from a checkpoint is ever run.",
+        ) from None
 
-    Raises:
-        InputError: if there are none.
-    """
+
+def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
+    """Return the weights of a loaded checkpoint without prefixes of wrappers; raise if there are none."""
     inner = checkpoint
     if isinstance(checkpoint, Mapping):
         inner = next((checkpoint[key] for key in ("model", "state_dict") if key in checkpoint), checkpoint)
-    named = isinstance(inner, Mapping) and all(
+    by_name = isinstance(inner, Mapping) and all(
         isinstance(name, str) and torch.is_tensor(weight) for name, weight in inner.items()
     )
-    if not named or not inner:
-        held = isinstance(checkpoint, Mapping) and len(checkpoint)
-        raise _foreign(path, f"keys {_listed(checkpoint)}" if held else "no weights")
+    if not by_name or not inner:
+        keys = isinstance(checkpoint, Mapping) and len(checkpoint)
+        raise _foreign(path, f"keys {_listed(checkpoint)}" if keys else "no weights")
     weights = {}
     for name, weight in inner.items():
         while name.startswith(WRAPPERS):
             name = name.split(".", 1)[1]
-        _check_kind(name, weight, path)
+        _check_weight(name, weight, path)
         weights[name] = weight
     return weights
 
 
-def _check_kind(name: str, weight: Tensor, path: Path) -> None:
-    """Refuse what is not a dense array of real numbers, each of them in the file."""
+def _check_weight(name: str, weight: Tensor, path: Path) -> None:
+    """Raise unless a weight is a dense array of real numbers, each of them stored in the file."""
     counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
     dense = weight.layout == torch.strided and weight.device.type == "cpu"
     if not (counter or weight.dtype in FLOATS) or not dense:
@@ -144,27 +157,13 @@ def _check_kind(name: str, weight: Tensor, path: Path) -> None:
     )
 
 
-def _read(path: Path) -> Any:
-    if not path.is_file():
-        got = "a folder" if path.is_dir() else "nothing there"
-        raise InputError(f"checkpoint {path}", expected="a file", got=got, fix="Check the path.")
+def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedModel:
+    """Return configuration and names; errors name the file."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    # damaged bytes raise anything, and torch's texts advise to switch its check of the contents off
-    except Exception as error:
-        refused = isinstance(error, PermissionError)
-        raise InputError(
-            f"checkpoint {path}",
-            expected="a file of torch.save that holds tensors and plain values only",
-            got="no permission to read it" if refused else "a damaged file, or one that holds other things",
-            fix="Only the released .pt and .pth files are read; no code from a checkpoint is ever run.",
-        ) from None
-
-
-def _understood(understand: Callable[[], ReleasedModel], path: Path) -> ReleasedModel:
-    try:
-        return understand()
+        if "transformer.wte.weight" in weights:
+            return read_language_config(weights)
+        if "patch_embed.proj.0.0.weight" in weights:
+            return read_vision_config(weights, tokens_norm)
     except KeyError as error:
         name = error.args[0]
         if name.endswith("attn.temp"):
@@ -173,7 +172,7 @@ def _understood(understand: Callable[[], ReleasedModel], path: Path) -> Released
             f"checkpoint {path}",
             expected=f"a weight {name}",
             got="none",
-            fix="The file is not whole: get it again.",
+            fix="The file is incomplete: get it again.",
         ) from None
     except InputError as error:
         raise InputError(
@@ -182,13 +181,13 @@ def _understood(understand: Callable[[], ReleasedModel], path: Path) -> Released
             got=error.got,
             fix="Its sizes are not those of a released model.",
         ) from None
+    raise _foreign(path, f"names such as {_listed(sorted(weights))}")
 
 
-def _renamed(weights: Weights, released: ReleasedModel, path: Path) -> dict[str, Tensor]:
-    """The weights by our names, all there and of the right shapes; before memory is taken for a model.
+def rename_weights(weights: Weights, released: ReleasedModel, path: Path) -> dict[str, Tensor]:
+    """Return the weights by their names here; raise for missing, unknown or wrongly shaped weights.
 
-    Raises:
-        InputError: if not.
+    Shapes are compared on the meta device, before memory is allocated for a model.
     """
     missing = [name for name in released.names if name not in weights and name != "lm_head.weight"]
     foreign = [name for name in weights if name not in released.names]
@@ -196,45 +195,37 @@ def _renamed(weights: Weights, released: ReleasedModel, path: Path) -> dict[str,
         raise InputError(
             f"checkpoint {path}",
             expected=f"the {len(released.names)} weights of a released {released.kind} model",
-            got=f"{_some(missing)} missing, {_some(foreign)} unknown",
+            got=f"{_counted(missing)} missing, {_counted(foreign)} unknown",
             fix="Variants of the released models cannot be loaded.",
         )
-    renamed = {own: as_ours(name, weights[name]) for name, own in released.names.items() if name in weights}
-    if released.kind == "language":
-        renamed.setdefault("lm_head.weight", renamed["model.embed_tokens.weight"])
-    ours = _empty(released).state_dict()
+    renamed = {
+        own: drop_unit_axes(name, weights[name]) for name, own in released.names.items() if name in weights
+    }
+    with torch.device("meta"):
+        shapes = {
+            name: weight.shape for name, weight in MODELS[released.kind](released.config).state_dict().items()
+        }
     for name, own in released.names.items():
-        if own in renamed and renamed[own].shape != ours[own].shape:
+        if own in renamed and renamed[own].shape != shapes[own]:
             raise InputError(
                 f"checkpoint {path}, weight {name}",
-                expected=f"shape {tuple(ours[own].shape)}",
+                expected=f"shape {tuple(shapes[own])}",
                 got=f"{tuple(renamed[own].shape)}",
-                fix="Sizes are read off the other weights: this one is of another model.",
+                fix="Sizes are read from the other weights: this weight is of another model.",
             )
     if released.kind == "language":
-        _check_tied(renamed, path)
+        embedding = renamed["model.embed_tokens.weight"]
+        if not torch.equal(renamed.setdefault("lm_head.weight", embedding), embedding):
+            raise InputError(
+                f"checkpoint {path}, weight lm_head.weight",
+                expected="the same numbers as transformer.wte.weight, which the released models tie it to",
+                got="other numbers",
+                fix="A model with a head of its own cannot be loaded.",
+            )
     return renamed
 
 
-def _empty(released: ReleasedModel) -> PreTrainedModel:
-    """The model without memory for its weights: shapes alone."""
-    with torch.device("meta"):
-        return MODELS[released.kind](released.config)
-
-
-def _check_tied(renamed: dict[str, Tensor], path: Path) -> None:
-    """The head shares the embedding's weights; a file that says otherwise is not a released one."""
-    embedding = renamed["model.embed_tokens.weight"]
-    if not torch.equal(renamed["lm_head.weight"], embedding):
-        raise InputError(
-            f"checkpoint {path}, weight lm_head.weight",
-            expected="the same numbers as transformer.wte.weight, which the released models tie it to",
-            got="other numbers",
-            fix="A model with a head of its own cannot be loaded.",
-        )
-
-
-def _some(names: list[str]) -> str:
+def _counted(names: list[str]) -> str:
     return f"{len(names)} ({_listed(names)})" if names else "none"
 
 
@@ -244,7 +235,7 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def _plain(name: Any) -> str:
-    """A name out of a file, short and without what a terminal would obey."""
+    """Return a name from a file, shortened and without control characters."""
     text = ascii(name)
     return (text[1:-1] if isinstance(name, str) else text)[:60]
 
@@ -258,17 +249,17 @@ def _foreign(path: Path, got: str) -> InputError:
     )
 
 
-def picture_settings(config: ToSTConfig) -> dict[str, Any]:
-    """What ``preprocessor_config.json`` holds: resize, crop from the middle, ImageNet's mean and deviation.
+def image_processor_config(config: ToSTConfig) -> dict[str, Any]:
+    """Return the content of ``preprocessor_config.json``: resize, center crop, ImageNet's mean and deviation.
 
-    A released checkpoint does not say how its pictures were prepared; this is how the training code that the
-    release is based on (DeiT's) evaluates.
+    A released checkpoint does not describe how its images were prepared. DeiT's training code, on which the
+    release is based, evaluates in this way.
 
     Args:
-        config: of the model, for the size.
+        config: configuration of the model, for the image size.
 
     Examples:
-        >>> settings = picture_settings(ToSTConfig(image_size=224))
+        >>> settings = image_processor_config(ToSTConfig(image_size=224))
         >>> settings["size"], settings["crop_size"]
         ({'shortest_edge': 256}, {'height': 224, 'width': 224})
     """
@@ -276,7 +267,7 @@ def picture_settings(config: ToSTConfig) -> dict[str, Any]:
     return {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
-        "size": {"shortest_edge": round(MARGIN * side)},
+        "size": {"shortest_edge": round(RESIZE_RATIO * side)},
         "resample": BICUBIC,
         "do_center_crop": True,
         "crop_size": {"height": side, "width": side},

@@ -1,4 +1,4 @@
-"""Stacks of blocks over tokens of text, and the causal language model."""
+"""The stack of blocks over text tokens, and the causal language model."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rankwise.errors import InputError
-from rankwise.models.base import ToSTPreTrainedModel
 from rankwise.models.block import Block, make_norm
-from rankwise.models.cache import MixerCache, positions
 from rankwise.models.configuration import ToSTConfig
+from rankwise.models.mixer_cache import MixerCache
 from rankwise.models.mixers.mixer import as_bool_mask
+from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """Embedding, blocks and the last norm.
+    """Embedding, blocks and a final norm.
 
     Examples:
         >>> import torch
@@ -40,11 +40,11 @@ class ToSTModel(ToSTPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding of tokens."""
+        """Return the embedding of tokens."""
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Put another embedding in its place."""
+        """Replace the embedding of tokens."""
         self.embed_tokens = value
 
     def forward(
@@ -63,34 +63,31 @@ class ToSTModel(ToSTPreTrainedModel):
 
         Args:
             input_ids: tokens of this call.
-            attention_mask: true or 1 where a token is real; of all tokens so far, or of this call's.
-            position_ids: where the tokens stand in the text, counted from 0 over all or over real tokens;
-                over real ones where None.
-            past_key_values: what an earlier call gave back.
+            attention_mask: true or 1 for real tokens, of this call or of all tokens so far.
+            position_ids: positions from 0 on, over all or over real tokens; over real tokens by default.
+            past_key_values: cache that an earlier call returned.
             inputs_embeds: embeddings in place of ``input_ids``.
-            use_cache: whether to give back the decoding state; by the configuration, never while training.
-            output_hidden_states: whether to give back what each block reads, and the last norm's output.
-            return_dict: an object with names, or a tuple.
-            **kwargs: what transformers passes to every model; nothing that is used.
+            use_cache: return the cache; by default as configured, and never while training.
+            output_hidden_states: return the input of each block, and the output of the last norm.
+            return_dict: return an object with names instead of a tuple.
+            **kwargs: arguments that transformers passes to every model, without effect.
 
         Raises:
-            InputError: for a mask or positions that do not fit, a text that is too long, and arguments that
-                would be ignored.
+            InputError: if mask or positions do not fit, a text is too long, or an argument would be ignored.
         """
         self._loss_options(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
-            raise InputError(
-                "`forward`", expected="input_ids or inputs_embeds", got=got, fix="Give one of them."
-            )
+            raise InputError("`forward`", expected="input_ids or inputs_embeds", got=got, fix="Pass one.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        mask = _of_this_call(attention_mask, x, 0 if cache is None else cache.length)
+        mask = _mask_of_call(attention_mask, x, 0 if cache is None else cache.length)
         x = self.dropout(self._with_positions(x, mask, position_ids, cache))
-        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         states: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layers):
-            states += (x,) if shown else ()
+            states += (x,) if output_hidden_states else ()
             past = None if cache is None else cache.states[index]
             x, new = layer(x, attention_mask=mask, state=past, return_state=cache is not None)
             if cache is not None:
@@ -99,46 +96,50 @@ class ToSTModel(ToSTPreTrainedModel):
         if cache is not None:
             cache.advance(mask, x.shape[0], x.shape[1], x.device)
         output = BaseModelOutputWithPast(
-            last_hidden_state=x, past_key_values=cache, hidden_states=(*states, x) if shown else None
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=(*states, x) if output_hidden_states else None,
         )
-        named = self.config.return_dict if return_dict is None else return_dict
-        return output if named else output.to_tuple()
+        return self._as_requested(output, return_dict)
 
-    def _cache(self, given: MixerCache | None, wanted: bool | None) -> MixerCache | None:
-        """The cache to use and to fill."""
-        if wanted is None:
-            wanted = self.config.use_cache and not self.training
-        if self.gradient_checkpointing and self.training:
-            wanted = False
-        if not self.config.causal:
-            wanted = False
-        if given is not None and not self.config.causal:
+    def _cache(self, past: MixerCache | None, use_cache: bool | None) -> MixerCache | None:
+        """Return the cache to read and fill."""
+        if past is not None and not self.config.causal:
             raise InputError(
                 "`past_key_values`",
                 expected="None",
-                got=f"a {type(given).__name__}",
+                got=f"a {type(past).__name__}",
                 fix="A model with causal=False reads a text as a whole: leave it out.",
             )
-        if isinstance(given, MixerCache) and len(given) == len(self.layers):
-            return given
-        if given is not None:
+        if past is None:
+            if use_cache is None:
+                use_cache = self.config.use_cache and not self.training
+            checkpointed = self.gradient_checkpointing and self.training
+            wanted = use_cache and self.config.causal and not checkpointed
+            return MixerCache(len(self.layers)) if wanted else None
+        if not isinstance(past, MixerCache) or len(past) != len(self.layers):
             raise InputError(
                 "`past_key_values`",
-                expected=f"the MixerCache of {len(self.layers)} layers that an earlier call gave back",
-                got=f"a {type(given).__name__} of {len(given)}",
+                expected=f"the MixerCache of {len(self.layers)} layers that an earlier call returned",
+                got=f"a {type(past).__name__} of {len(past)}",
                 fix="Leave it out on the first call.",
             )
-        return MixerCache(len(self.layers)) if wanted else None
+        return past
 
     def _with_positions(
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
     ) -> Tensor:
-        """Add the learned positions, if there are any."""
+        """Add learned positions, if there are any, and check position ids and lengths."""
         bounded = self.embed_positions is not None or self.config.position_bias
         if not bounded and position_ids is None:
             return x
         before, length = (None, 0) if cache is None else (cache.counts, cache.length)
-        counted = positions(x, mask, before)
+        counted = (
+            torch.arange(x.shape[1], device=x.device)[None] if mask is None else mask.long().cumsum(1) - 1
+        )
+        if before is not None:
+            counted = before[:, None] + counted
+        counted = counted.clamp(min=0).expand(x.shape[:2])  # padding before the first real token has 0
         if position_ids is not None:
             _check_positions(position_ids, counted, mask, length)
         if bounded:
@@ -173,26 +174,26 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """No: the model makes its own cache on the first call."""
+        """Return False: the model creates its own cache on the first call."""
         return False
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *others: Any) -> None:
-        """Refuse a kind of cache that would be ignored."""
+        """Raise for a kind of cache that would be ignored."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InputError(
                 "`cache_implementation`",
                 expected="None",
                 got=repr(generation_config.cache_implementation),
-                fix="The model keeps its own MixerCache: leave it out.",
+                fix="The model creates its own MixerCache: leave it out.",
             )
         super()._prepare_cache_for_generation(generation_config, *others)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The head."""
+        """Return the head."""
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Put another head in its place."""
+        """Replace the head."""
         self.lm_head = new_embeddings
 
     def forward(
@@ -217,15 +218,12 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             position_ids: as for `ToSTModel`.
             past_key_values: as for `ToSTModel`.
             inputs_embeds: as for `ToSTModel`.
-            labels: the tokens themselves, -100 where none is to be predicted; shifted here.
+            labels: the tokens themselves, shifted here; -100 for tokens without a prediction.
             use_cache: as for `ToSTModel`.
             output_hidden_states: as for `ToSTModel`.
-            logits_to_keep: logits of the last so many tokens, or of these; all where 0.
-            return_dict: an object with names, or a tuple.
-            **kwargs: passed to the loss, such as ``num_items_in_batch``; others as for `ToSTModel`.
-
-        Raises:
-            InputError: as for `ToSTModel`.
+            logits_to_keep: number of last tokens to return logits of, or their indices; 0 for all.
+            return_dict: as for `ToSTModel`.
+            **kwargs: arguments of the loss, such as ``num_items_in_batch``; others as for `ToSTModel`.
         """
         options = self._loss_options(kwargs)
         output = self.model(
@@ -245,50 +243,47 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-        named = self.config.return_dict if return_dict is None else return_dict
-        return result if named else result.to_tuple()
+        return self._as_requested(result, return_dict)
 
 
-def _of_this_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
-    """The mask of the tokens of this call; None where all are real, which is the faster way."""
+def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
+    """Return the mask of this call's tokens, or None if all are real, which is faster."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]
     columns = attention_mask.shape[-1]
-    of_this, of_all = columns == tokens, columns == before + tokens
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or not (of_this or of_all):
+    # Not `in`: torch.compile compares symbolic lengths by == only.
+    fits = columns == tokens or columns == before + tokens
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or not fits:
         raise InputError(
             "`attention_mask`",
             expected=f"({rows}, {tokens})" + (f" or ({rows}, {before + tokens})" if before else ""),
             got=f"{tuple(attention_mask.shape)}",
-            fix="Give 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
+            fix="Pass 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
         )
-    mask = as_bool_mask(attention_mask[:, attention_mask.shape[1] - tokens :])
+    mask = as_bool_mask(attention_mask[:, columns - tokens :])
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 
 def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
-    """Refuse positions that do not simply count; not looked at while compiling."""
+    """Raise for position ids that do not count tokens, except while compiling."""
     if torch.compiler.is_compiling():
         return
     rows, tokens = counted.shape
     fits = tuple(position_ids.shape) in ((tokens,), (1, tokens), (rows, tokens))
-    plain = torch.arange(before, before + tokens, device=counted.device)
+    all_tokens = torch.arange(before, before + tokens, device=counted.device)
     padding = torch.zeros_like(counted, dtype=torch.bool) if mask is None else ~mask
-    if not fits or not any(bool(((position_ids == way) | padding).all()) for way in (counted, plain)):
+    if not fits or not any(bool(((position_ids == way) | padding).all()) for way in (counted, all_tokens)):
         raise InputError(
             "`position_ids`",
             expected=f"{before}, {before + 1}, … for each row, over its real tokens or over all",
             got=f"{position_ids.flatten()[:8].tolist()}, shape {tuple(position_ids.shape)}",
-            fix="TSSA does not read position_ids, so packed texts would mix: give each a row, and a mask.",
+            fix="TSSA does not read position_ids, so packed texts would mix: pass one per row, and a mask.",
         )
 
 
 def _check_length(positions: Tensor, most: int, limit: int) -> None:
-    """Refuse a position without an embedding; the tokens themselves are looked at only if that could be.
-
-    While compiling they cannot be: looking up the embedding fails instead.
-    """
+    """Raise for a position without an embedding; while compiling, the lookup fails instead."""
     if most > limit and not torch.compiler.is_compiling() and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",

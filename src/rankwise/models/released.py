@@ -1,96 +1,87 @@
-"""What the released checkpoints call things, and what that says about the model."""
+"""Released ToST models: their sizes, the names of their weights, and configurations read from shapes."""
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from rankwise.errors import InputError
+from rankwise.errors import InputError, one_of
 from rankwise.models.configuration import ToSTConfig
-from rankwise.models.presets import LANGUAGE_FRAME, VISION_FRAME, vision_layer_scale
+
+LANGUAGE: dict[str, tuple[int, int, int]] = {
+    "tost-base": (12, 768, 12),
+    "tost-medium": (24, 1024, 16),
+    "tost-large": (36, 1280, 20),
+}
+"""Layers, width and heads of the language models; head width 64."""
+
+VISION: dict[str, tuple[int, int, int]] = {
+    "tost-t12": (12, 192, 4),
+    "tost-s12": (12, 384, 8),
+    "tost-m24": (24, 512, 8),
+    "tost-l24": (24, 768, 16),
+}
+"""Layers, width and heads of the vision models; head widths 48, 48, 64, 48. Each with ``-p16`` or ``-p8``."""
+
+PRESETS = (*LANGUAGE, *(f"{name}-p{patch}" for name in VISION for patch in (16, 8)))
+"""All names that `preset` takes."""
+
+END_OF_TEXT = 50256
+LANGUAGE_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304,
+    "max_position_embeddings": 1024,
+    "layer_scale": 1e-5,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": END_OF_TEXT,
+}
+"""GPT-2's vocabulary rounded up to a multiple of 64, its context length and its one special token."""
+
+VISION_DEFAULTS: dict[str, Any] = {
+    "causal": False,
+    "norm_eps": 1e-6,
+    "image_size": 224,
+    "class_attention_layers": 2,
+    "tokens_norm": True,
+}
+"""Fields that all vision models share."""
 
 LANGUAGE_BLOCK = {
-    "gamma1": "mixer_scale.weight",
-    "gamma2": "mlp_scale.weight",
-    "ln_1.weight": "mixer_norm.weight",
-    "ln_1.bias": "mixer_norm.bias",
-    "attn.temp": "mixer.temperature",
-    "attn.denom_bias": "mixer.position_bias",
-    "attn.c_attn.weight": "mixer.in_proj.weight",
-    "attn.c_attn.bias": "mixer.in_proj.bias",
-    "attn.c_proj.weight": "mixer.out_proj.weight",
-    "attn.c_proj.bias": "mixer.out_proj.bias",
-    "ln_2.weight": "mlp_norm.weight",
-    "ln_2.bias": "mlp_norm.bias",
-    "mlp.c_fc.weight": "mlp.in_proj.weight",
-    "mlp.c_fc.bias": "mlp.in_proj.bias",
-    "mlp.c_proj.weight": "mlp.out_proj.weight",
-    "mlp.c_proj.bias": "mlp.out_proj.bias",
-}
+    "ln_1": "mixer_norm", "attn.c_attn": "mixer.in_proj", "attn.c_proj": "mixer.out_proj",
+    "ln_2": "mlp_norm", "mlp.c_fc": "mlp.in_proj", "mlp.c_proj": "mlp.out_proj",
+}  # fmt: skip
+"""Modules of a released block that have a weight and a bias, with their names here."""
+LANGUAGE_SINGLES = {
+    "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight",
+    "attn.temp": "mixer.temperature", "attn.denom_bias": "mixer.position_bias",
+}  # fmt: skip
+"""Other weights of a released block."""
 VISION_BLOCK = {
-    "gamma1": "mixer_scale.weight",
-    "gamma2": "mlp_scale.weight",
-    "norm1.weight": "mixer_norm.weight",
-    "norm1.bias": "mixer_norm.bias",
-    "attn.temp": "mixer.temperature",
-    "attn.qkv.weight": "mixer.in_proj.weight",
-    "attn.qkv.bias": "mixer.in_proj.bias",
-    "attn.to_out.0.weight": "mixer.out_proj.weight",
-    "attn.to_out.0.bias": "mixer.out_proj.bias",
-    "norm2.weight": "mlp_norm.weight",
-    "norm2.bias": "mlp_norm.bias",
-    "mlp.fc1.weight": "mlp.in_proj.weight",
-    "mlp.fc1.bias": "mlp.in_proj.bias",
-    "mlp.fc2.weight": "mlp.out_proj.weight",
-    "mlp.fc2.bias": "mlp.out_proj.bias",
-}
+    "norm1": "mixer_norm", "attn.qkv": "mixer.in_proj", "attn.to_out.0": "mixer.out_proj",
+    "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
+}  # fmt: skip
+VISION_SINGLES = {
+    "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight", "attn.temp": "mixer.temperature",
+}  # fmt: skip
 CLASS_BLOCK = {
-    "gamma1": "attention_scale.weight",
-    "gamma2": "mlp_scale.weight",
-    "norm1.weight": "attention_norm.weight",
-    "norm1.bias": "attention_norm.bias",
-    "attn.qkv.weight": "attention.qkv_proj.weight",
-    "attn.qkv.bias": "attention.qkv_proj.bias",
-    "attn.proj.weight": "attention.out_proj.weight",
-    "attn.proj.bias": "attention.out_proj.bias",
-    "norm2.weight": "mlp_norm.weight",
-    "norm2.bias": "mlp_norm.bias",
-    "mlp.fc1.weight": "mlp.in_proj.weight",
-    "mlp.fc1.bias": "mlp.in_proj.bias",
-    "mlp.fc2.weight": "mlp.out_proj.weight",
-    "mlp.fc2.bias": "mlp.out_proj.bias",
-}
-NO_SPECIAL_TOKENS: dict[str, None] = {"bos_token_id": None, "eos_token_id": None}
+    "norm1": "attention_norm", "attn.qkv": "attention.qkv_proj", "attn.proj": "attention.out_proj",
+    "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
+}  # fmt: skip
+CLASS_SINGLES = {"gamma1": "attention_scale.weight", "gamma2": "mlp_scale.weight"}
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-LANGUAGE_ENDS = {
-    "transformer.wte.weight": "model.embed_tokens.weight",
-    "transformer.wpe.weight": "model.embed_positions.weight",
-    "transformer.ln_f.weight": "model.norm.weight",
-    "transformer.ln_f.bias": "model.norm.bias",
-    "lm_head.weight": "lm_head.weight",
-}
-VISION_ENDS = {
-    "cls_token": "class_token",
-    "norm.weight": "norm.weight",
-    "norm.bias": "norm.bias",
-    "head.weight": "classifier.weight",
-    "head.bias": "classifier.bias",
-    "pos_embeder.token_projection.weight": "positions.projection.weight",  # spelt so there
-    "pos_embeder.token_projection.bias": "positions.projection.bias",
-}
 
 Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """A released checkpoint, understood.
+    """Configuration and weight names of a released checkpoint.
 
     Args:
         kind: ``language`` or ``vision``.
-        config: our configuration of it.
-        names: what it must hold, and our name of each.
+        config: configuration read from the shapes.
+        names: every weight that the checkpoint must hold, with its name here.
     """
 
     kind: str
@@ -98,17 +89,48 @@ class ReleasedModel:
     names: dict[str, str] = field(repr=False)
 
 
-def understand_language(weights: Weights) -> ReleasedModel:
-    """Read the configuration of a language model off its shapes.
+def preset(name: str, **changes: Any) -> ToSTConfig:
+    """Return the configuration of a released model.
+
+    Source: the released configurations; parameters of the language models per its README: 110M, 304M, 655M.
+
+    Args:
+        name: one of `PRESETS`: ``tost-base``, ``tost-medium``, ``tost-large``; ``tost-t12-p16``, ….
+        **changes: other arguments of `ToSTConfig`, such as ``half_life`` or ``num_labels``.
 
     Raises:
-        KeyError: if a weight that says so is missing; its name is the error's argument.
+        InputError: if the name is unknown.
+
+    Examples:
+        >>> config = preset("tost-m24-p16")
+        >>> config.num_hidden_layers, config.head_dim, config.layer_scale, config.num_labels
+        (24, 64, 1e-05, 1000)
     """
+    one_of("preset", name, PRESETS)
+    if name in LANGUAGE:
+        (layers, width, heads), defaults = LANGUAGE[name], LANGUAGE_DEFAULTS
+    else:
+        size, patch = name.rsplit("-p", 1)
+        layers, width, heads = VISION[size]
+        scale = vision_layer_scale(layers)
+        defaults = {**VISION_DEFAULTS, "patch_size": int(patch), "layer_scale": scale}
+        defaults |= {} if "id2label" in changes else {"num_labels": 1000}
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return ToSTConfig(**{**defaults, **sizes, **changes})
+
+
+def vision_layer_scale(layers: int) -> float:
+    """Return the initial LayerScale of a vision model: 1 if it is shallow, 1e-5 from 24 layers on."""
+    return 1.0 if layers < 24 else 1e-5
+
+
+def read_language_config(weights: Weights) -> ReleasedModel:
+    """Read the configuration of a language model from shapes; raise KeyError if a weight is missing."""
     layers = count(weights, r"transformer\.h\.(\d+)\.")
     vocabulary, width = sizes(weights, "transformer.wte.weight", 2)
     config = ToSTConfig(
         **{
-            **LANGUAGE_FRAME,
+            **LANGUAGE_DEFAULTS,
             "vocab_size": vocabulary,
             "hidden_size": width,
             "num_hidden_layers": layers,
@@ -116,26 +138,29 @@ def understand_language(weights: Weights) -> ReleasedModel:
             "intermediate_size": sizes(weights, "transformer.h.0.mlp.c_fc.weight", 2)[0],
             "max_position_embeddings": sizes(weights, "transformer.wpe.weight", 2)[0],
             "use_bias": "transformer.h.0.attn.c_attn.bias" in weights,
-            **({} if vocabulary > LANGUAGE_FRAME["eos_token_id"] else NO_SPECIAL_TOKENS),
+            **(dict.fromkeys(("bos_token_id", "eos_token_id")) if vocabulary <= END_OF_TEXT else {}),
         }
     )
-    names = {**LANGUAGE_ENDS, **in_layers("transformer.h", "model.layers", layers, LANGUAGE_BLOCK)}
-    return ReleasedModel("language", config, names if config.use_bias else without_biases(names))
+    endings = ("weight", "bias") if config.use_bias else ("weight",)
+    names = {
+        "transformer.wte.weight": "model.embed_tokens.weight",
+        "transformer.wpe.weight": "model.embed_positions.weight",
+        "lm_head.weight": "lm_head.weight",
+        **with_endings({"transformer.ln_f": "model.norm"}, endings),
+        **in_layers("transformer.h", "model.layers", layers, LANGUAGE_BLOCK, LANGUAGE_SINGLES, endings),
+    }
+    return ReleasedModel("language", config, names)
 
 
-def understand_vision(weights: Weights, tokens_norm: bool) -> ReleasedModel:
-    """Read the configuration of a vision model off its shapes.
-
-    Raises:
-        KeyError: as for `understand_language`.
-    """
+def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
+    """Read the configuration of a vision model from shapes; raise KeyError if a weight is missing."""
     layers = count(weights, r"blocks\.(\d+)\.")
     class_layers = count(weights, r"cls_attn_blocks\.(\d+)\.")
     halvings = count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight")
     labels, width = sizes(weights, "head.weight", 2)
     config = ToSTConfig(
         **{
-            **VISION_FRAME,
+            **VISION_DEFAULTS,
             "hidden_size": width,
             "num_hidden_layers": layers,
             "num_attention_heads": weights["blocks.0.attn.temp"].numel(),
@@ -148,29 +173,47 @@ def understand_vision(weights: Weights, tokens_norm: bool) -> ReleasedModel:
             "num_labels": labels,
         }
     )
+    ends = {
+        "norm": "norm",
+        "head": "classifier",
+        "pos_embeder.token_projection": "positions.projection",  # released with this spelling
+    }
     names = {
-        **VISION_ENDS,
-        **in_layers("blocks", "layers", layers, VISION_BLOCK),
-        **in_layers("cls_attn_blocks", "layers", class_layers, CLASS_BLOCK, first=layers),
+        "cls_token": "class_token",
+        **with_endings(ends),
+        **in_layers("blocks", "layers", layers, VISION_BLOCK, VISION_SINGLES),
+        **in_layers("cls_attn_blocks", "layers", class_layers, CLASS_BLOCK, CLASS_SINGLES, first=layers),
     }
     for index in range(halvings):
         theirs, ours = f"patch_embed.proj.{2 * index}", "patch_embedding"
         names[f"{theirs}.0.weight"] = f"{ours}.convolutions.{index}.weight"
-        names |= {f"{theirs}.1.{part}": f"{ours}.norms.{index}.{part}" for part in BATCH_NORM}
+        names |= with_endings({f"{theirs}.1": f"{ours}.norms.{index}"}, BATCH_NORM)
     return ReleasedModel("vision", config, names)
 
 
-def as_ours(released: str, weight: Tensor) -> Tensor:
-    """Drop the axes of length 1 that temperatures (H, 1) and biases (H, P, 1) have there."""
+def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
+    """Return temperatures (H, 1) and position biases (H, P, 1) without the last axis."""
     if released.endswith((".attn.temp", ".attn.denom_bias")) and weight.shape[-1:] == (1,):
         return weight[..., 0]
     return weight
 
 
+def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
+    """Return the released names of the modules' weights, with the names here."""
+    return {f"{name}.{end}": f"{own}.{end}" for name, own in modules.items() for end in endings}
+
+
 def in_layers(
-    theirs: str, ours: str, layers: int, block: Mapping[str, str], first: int = 0
+    theirs: str,
+    ours: str,
+    layers: int,
+    modules: Mapping[str, str],
+    singles: Mapping[str, str],
+    endings: Iterable[str] = ("weight", "bias"),
+    first: int = 0,
 ) -> dict[str, str]:
-    """The names of one block, for every layer; ours are counted from ``first``."""
+    """Return the names of a block's weights for every layer; layers here are counted from `first`."""
+    block = {**singles, **with_endings(modules, endings)}
     return {
         f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{own}"
         for layer in range(layers)
@@ -178,23 +221,13 @@ def in_layers(
     }
 
 
-def without_biases(names: Mapping[str, str]) -> dict[str, str]:
-    """The names of a model without biases; its bias by position is another thing, and stays."""
-    return {name: own for name, own in names.items() if not name.endswith(".bias")}
-
-
 def count(names: Iterable[str], pattern: str) -> int:
-    """How many numbers a pattern finds at the beginning of names: of a whole file, 0 to one less."""
+    """Return how many different numbers a pattern finds at the beginning of names."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
-    """The shape of a weight that has so many axes.
-
-    Raises:
-        InputError: if it has not.
-        KeyError: if it is missing.
-    """
+    """Return the shape of a weight; raise if it has another number of axes, KeyError if it is missing."""
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
         raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")

@@ -1,25 +1,151 @@
-"""The image classifier in the released frame."""
+"""The image classifier of the released models: patches, positions, blocks, class attention, head."""
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from rankwise.errors import InputError
-from rankwise.models.base import ToSTPreTrainedModel
-from rankwise.models.block import Block, make_norm
-from rankwise.models.class_attention import ClassAttentionBlock
+from rankwise.models.block import Block, FeedForward, make_norm, make_scale
 from rankwise.models.configuration import ToSTConfig
-from rankwise.models.patches import FourierPositions, PatchEmbedding
+from rankwise.models.mixers.mixer import head_dim_of
+from rankwise.models.pretrained import ToSTPreTrainedModel
+
+
+class PatchEmbedding(nn.Module):
+    """Halve an image by 3×3 convolutions until each patch is one pixel.
+
+    Each convolution doubles the channels, up to D, and is followed by a batch norm; GELU between them.
+    Source: El-Nouby et al., "XCiT: Cross-Covariance Image Transformers", NeurIPS 2021.
+    """
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        halvings = config.patch_size.bit_length() - 1
+        if config.patch_size not in (2, 4, 8, 16) or config.hidden_size % 2 ** (halvings - 1):
+            raise InputError(
+                "ToSTConfig `patch_size`",
+                expected="2, 4, 8 or 16, and a hidden_size that patch_size / 2 divides",
+                got=f"patch_size={config.patch_size}, hidden_size={config.hidden_size}",
+                fix="The released models use 16 or 8.",
+            )
+        widths = [config.num_channels] + [config.hidden_size >> i for i in reversed(range(halvings))]
+        self.patch_size, self.num_channels = config.patch_size, config.num_channels
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in pairwise(widths)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
+
+    def forward(self, pixel_values: Float[Tensor, "B C Y X"]) -> Float[Tensor, "B D Y2 X2"]:
+        """Return the tokens as an image; raise if patches do not tile the image."""
+        _, channels, height, width = pixel_values.shape
+        if height % self.patch_size or width % self.patch_size or channels != self.num_channels:
+            raise InputError(
+                "`pixel_values`",
+                expected=f"(B, {self.num_channels}, Y, X) with sides that {self.patch_size} divides",
+                got=f"{tuple(pixel_values.shape)}",
+                fix="Resize or crop the images.",
+            )
+        x = pixel_values
+        for index, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            x = norm(convolution(x if index == 0 else F.gelu(x)))
+        return x
+
+
+class FourierPositions(nn.Module):
+    """Sines and cosines of row and column, mapped to the width.
+
+    Positions run from 1 / (rows + ε) to about 1, times 2π, so a model takes images of any size.
+    Source: as `PatchEmbedding`.
+
+    Args:
+        hidden_size: D.
+        frequencies: number of sines and cosines per axis.
+        temperature: inverse of the lowest frequency.
+    """
+
+    def __init__(self, hidden_size: int, frequencies: int = 32, temperature: float = 10_000.0) -> None:
+        super().__init__()
+        self.frequencies, self.temperature = frequencies, temperature
+        self.projection = nn.Conv2d(2 * frequencies, hidden_size, kernel_size=1)
+
+    def forward(self, rows: int, columns: int) -> Float[Tensor, "1 D Y X"]:
+        """Return the encoding of every place of a grid."""
+        weight = self.projection.weight
+        down, across = self._axis(rows, weight.device), self._axis(columns, weight.device)
+        grid = torch.cat([down[:, None].expand(-1, columns, -1), across.expand(rows, -1, -1)], -1)
+        return self.projection(grid.permute(2, 0, 1)[None].to(weight.dtype))
+
+    def _axis(self, places: int, device: torch.device) -> Float[Tensor, "Y F"]:
+        """Return sines and cosines in alternation."""
+        angle = torch.arange(1, places + 1, device=device) / (places + 1e-6) * (2 * math.pi)
+        index = torch.arange(self.frequencies, device=device)
+        scaled = angle[:, None] / self.temperature ** (2 * (index // 2) / self.frequencies)
+        return torch.stack([scaled[:, 0::2].sin(), scaled[:, 1::2].cos()], -1).flatten(1)
+
+
+class ClassAttention(nn.Module):
+    """Softmax attention whose only query is the first token's. Cost: O(T D).
+
+    Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 3.
+    """
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        size, self.num_heads = config.hidden_size, config.num_attention_heads
+        head_dim_of("class attention", size, self.num_heads, None)
+        self.qkv_proj = nn.Linear(size, 3 * size, bias=config.use_bias)
+        self.out_proj = nn.Linear(size, size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B 1 D"]:
+        """Return the update of the first token."""
+        query, key, value = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query[:, :, :1], key, value)
+        return self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))
+
+
+class ClassAttentionBlock(GradientCheckpointingLayer):
+    """One class-attention layer of the released models.
+
+    Two habits of the released code are kept, because trained weights depend on them:
+
+    - Patches change too: a patch p becomes ``p + γ₁ norm₁(p)``, as the attention's output for a patch is the
+      normed patch.
+    - With ``tokens_norm`` the second norm replaces all tokens, the residual starts after it, and patches are
+      added to themselves: a patch becomes ``2 norm₂(p + γ₁ norm₁(p))``, the class token c becomes
+      ``n + γ₂ mlp(n)`` with n its norm₂. Without ``tokens_norm`` the second norm applies to the class token
+      only. The next norm removes the factor 2, up to its ε.
+    """
+
+    def __init__(self, config: ToSTConfig) -> None:
+        super().__init__()
+        self.tokens_norm = config.tokens_norm
+        self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
+        self.attention, self.mlp = ClassAttention(config), FeedForward(config)
+        self.attention_scale = make_scale(config.hidden_size, config.layer_scale)
+        self.mlp_scale = make_scale(config.hidden_size, config.layer_scale)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Run the layer on the class token and the patches after it."""
+        normed = self.attention_norm(x)
+        x = x + self.attention_scale(torch.cat([self.attention(normed), normed[:, 1:]], 1))
+        token, patches = self.mlp_norm(x[:, :1]), x[:, 1:]
+        patches = self.mlp_norm(patches) if self.tokens_norm else patches
+        return torch.cat([token + self.mlp_scale(self.mlp(token)), 2 * patches], 1)
 
 
 class ToSTForImageClassification(ToSTPreTrainedModel):
     """Convolutions, Fourier positions, blocks over patches, class attention, a head on the class token.
 
-    Source: the released vision models (XCiT's frame with TSSA in the place of cross-covariance attention and
-    without its local patch interaction).
+    Source: the released vision models, which are XCiT with TSSA instead of cross-covariance attention and
+    without local patch interaction.
 
     Examples:
         >>> import torch
@@ -46,15 +172,15 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         self.dropout = nn.Dropout(config.dropout)
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        readers = [ClassAttentionBlock(config) for _ in range(config.class_attention_layers)]
-        self.layers = nn.ModuleList([*blocks, *readers])
+        class_blocks = [ClassAttentionBlock(config) for _ in range(config.class_attention_layers)]
+        self.layers = nn.ModuleList([*blocks, *class_blocks])
         self.norm = make_norm(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.gradient_checkpointing = False
         self.post_init()
 
     def reset_parameters(self) -> None:
-        """The class token starts small and random; everything else starts by itself."""
+        """Draw the class token; all other parts initialize themselves."""
         nn.init.trunc_normal_(self.class_token, std=self.config.initializer_range)
 
     def forward(
@@ -69,28 +195,28 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
 
         Args:
             pixel_values: images, of any size that the patches tile.
-            labels: the classes, for a loss.
-            output_hidden_states: whether to give back the patches as each block reads them, and the last
-                norm's output, class token first.
-            return_dict: an object with names, or a tuple.
-            **kwargs: passed to the loss; otherwise only what transformers passes to every model.
+            labels: classes, for a loss.
+            output_hidden_states: return the input of each block, and the output of the last norm, class
+                token first.
+            return_dict: return an object with names instead of a tuple.
+            **kwargs: arguments of the loss, and those that transformers passes to every model.
 
         Raises:
-            InputError: for images that patches do not tile, and arguments that would be ignored.
+            InputError: if patches do not tile the images, or an argument would be ignored.
         """
         options = self._loss_options(kwargs)
         grid = self.patch_embedding(pixel_values)
-        x = (grid + self.positions(*grid.shape[2:])).flatten(2).transpose(1, 2)
-        x = self.dropout(x)
-        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        x = self.dropout((grid + self.positions(*grid.shape[2:])).flatten(2).transpose(1, 2))
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         states: tuple[Tensor, ...] = ()
         blocks = self.config.num_hidden_layers
         for layer in self.layers[:blocks]:
-            states += (x,) if shown else ()
+            states += (x,) if output_hidden_states else ()
             x, _ = layer(x)
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
         for layer in self.layers[blocks:]:
-            states += (x,) if shown else ()
+            states += (x,) if output_hidden_states else ()
             x = layer(x)
         x = self.norm(x)
         logits = self.classifier(x[:, 0])
@@ -98,7 +224,6 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
         output = ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=(*states, x) if shown else None
+            loss=loss, logits=logits, hidden_states=(*states, x) if output_hidden_states else None
         )
-        named = self.config.return_dict if return_dict is None else return_dict
-        return output if named else output.to_tuple()
+        return self._as_requested(output, return_dict)

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from rankwise.models import parameter_groups
 from rankwise.train.settings import OptimiserSettings
-
-DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-"""Layers whose weights decay. λ, scales, norms, biases, temperatures and rates of states do not."""
 
 
 def make_optimiser(model: nn.Module, settings: OptimiserSettings) -> Optimizer:
@@ -55,17 +53,13 @@ def weights_by_treatment(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)() or getattr(model, "classifier", None)
     ends = embedded | ({id(head.weight)} if isinstance(head, nn.Linear) else set())
-    found: dict[str, list[nn.Parameter]] = {"matrices": [], "decayed": [], "plain": []}
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if id(weight) in seen or not weight.requires_grad:
-                continue
-            seen.add(id(weight))
-            decays = name == "weight" and isinstance(module, DECAYED)
-            between = isinstance(module, nn.Linear) and id(weight) not in ends
-            found["plain" if not decays else "matrices" if between else "decayed"].append(weight)
-    return found
+    decayed, plain = (group["params"] for group in parameter_groups(model, 0.0))
+    linear = {id(one.weight) for one in model.modules() if isinstance(one, nn.Linear)} - ends
+    return {
+        "matrices": [weight for weight in decayed if id(weight) in linear],
+        "decayed": [weight for weight in decayed if id(weight) not in linear],
+        "plain": plain,
+    }
 
 
 class Together(Optimizer):

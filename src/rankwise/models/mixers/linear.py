@@ -1,7 +1,6 @@
 """Linear attention with positive features."""
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,11 +63,7 @@ class LinearAttention(Mixer):
         return self.num_heads * self.feature_dim * (self.head_dim + 1)
 
     def _mixing(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B T"] | None,
-        state: MixerState | None,
-        return_state: bool,
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> MixingStep:
         query, key, value = (
             split_heads(projection(hidden_states), self.num_heads)

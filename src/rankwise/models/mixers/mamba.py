@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
@@ -89,11 +89,7 @@ class Mamba(RecurrentMixer):
         return self.channels * (self.state_dim + self.convolution.reach)
 
     def _mixing(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B T"] | None,
-        state: MixerState | None,
-        return_state: bool,
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> MixingStep:
         past, inputs = (None, None) if state is None else state
         projected, inputs = self.convolution(self.in_proj(hidden_states), mask, inputs)

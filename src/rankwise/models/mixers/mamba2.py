@@ -1,7 +1,6 @@
 """Mamba-2: state-space duality, one decay per head and token."""
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
@@ -84,11 +83,7 @@ class Mamba2(RecurrentMixer):
         return self.num_heads * self.state_dim * self.head_dim + sum(self.sizes) * self.convolution.reach
 
     def _mixing(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B T"] | None,
-        state: MixerState | None,
-        return_state: bool,
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> MixingStep:
         past, inputs = (None, None) if state is None else state
         projected, raw_step = self.in_proj(hidden_states).split([sum(self.sizes), self.num_heads], -1)

@@ -73,11 +73,7 @@ class S4D(RecurrentMixer):
         return 2 * self.channels * self.state_dim
 
     def _mixing(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B T"] | None,
-        state: MixerState | None,
-        return_state: bool,
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> MixingStep:
         value = self.v_proj(hidden_states).mT[..., None]
         real = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=value.device)

@@ -103,11 +103,7 @@ class SoftmaxAttention(Mixer):
         return MixerOutput(self._project(mixed), (key, value, valid) if return_state else None)
 
     def _mixing(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B T"] | None,
-        state: MixerState | None,
-        return_state: bool,
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> MixingStep:
         query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
         operator = SoftmaxMixing(query, key, mask=allowed, is_causal=allowed is None and self.causal)

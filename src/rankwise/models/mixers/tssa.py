@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
@@ -169,11 +169,7 @@ class TokenStatisticsAttention(Mixer):
         return call.statistics.membership
 
     def _mixing(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B T"] | None,
-        state: MixerState | None,
-        return_state: bool,
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> MixingStep:
         call = self._run(hidden_states, mask, state)
         share = call.statistics.membership[..., None]

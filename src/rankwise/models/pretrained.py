@@ -1,0 +1,131 @@
+"""Base of the Hugging Face models: initialization, a shared λ, arguments; groups for optimizers."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from rankwise.errors import InputError, did_you_mean
+from rankwise.models.configuration import ToSTConfig
+from rankwise.skips.modules import LambdaSkip
+
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""Arguments of transformers' losses."""
+
+IGNORED = ("output_attentions", "cache_position", "token_type_ids", "use_cache")
+"""Arguments that tokenizers, `generate` and wrappers pass to every model, without effect here."""
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments by which transformers says that a row holds several texts."""
+
+DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+"""Modules whose weights decay."""
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: weights that decay, and the other trainable parameters.
+
+    Weights of linear layers, embeddings and convolutions decay. λ, scales, norms, biases, temperatures and
+    rates of states do not. A shared parameter is listed once.
+
+    Args:
+        model: any module.
+        weight_decay: weight decay of the first group; that of the second is 0.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> [len(group["params"]) for group in parameter_groups(model, 0.1)]
+        [1, 3]
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad and id(weight) not in seen:
+                seen.add(id(weight))
+                (decayed if name == "weight" and isinstance(module, DECAYED) else others).append(weight)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+class ToSTPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialization."""
+
+    config_class = ToSTConfig
+    config: ToSTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _tied_weights_keys: dict[str, str] | None = None
+    _no_split_modules = ["Block"]  # noqa: RUF012  (transformers reads a list)
+    _is_stateful = True  # A state cannot be rolled back, so there is no assisted decoding.
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize as GPT-2 does; a module of this package with `reset_parameters` resets itself."""
+        super()._init_weights(module)
+        if isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        if isinstance(module, nn.Linear) and getattr(module, "ends_branch", False):
+            deviation = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
+            init.normal_(module.weight, std=deviation)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None and type(module).__module__.startswith("rankwise."):
+            reset()
+
+    def post_init(self) -> None:
+        """Add a shared λ to the tied weights, which are saved once, then initialize as transformers does."""
+        self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self._shared_skips()}
+        super().post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Return which weights are tied to which, a shared λ also if embeddings are not tied."""
+        return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Tie weights; raise if loaded weights have one λ per layer for a shared λ."""
+        super().tie_weights(*args, **kwargs)
+        tied = self._shared_skips()
+        weights = [self.get_parameter(name) for name in dict.fromkeys((*tied.values(), *tied))]
+        loaded = [weight for weight in weights if not weight.is_meta]  # On meta nothing is loaded yet.
+        if any(weight is not loaded[0] for weight in loaded):
+            raise InputError(
+                f"weights of {type(self).__name__}",
+                expected='one λ for all layers, as skip="shared" says',
+                got=f"one λ per layer: {', '.join(f'{weight.item():g}' for weight in loaded)}",
+                fix='Load them with skip="learned".',
+            )
+
+    def _as_requested(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """Return an output as an object with names or, if `return_dict` is false, as a tuple."""
+        by_name = self.config.return_dict if return_dict is None else return_dict
+        return output if by_name else output.to_tuple()
+
+    def _shared_skips(self) -> dict[str, str]:
+        """Return the names of shared λ after the first, each with the name of the first."""
+        modules = self.named_modules()
+        skips = [name for name, one in modules if isinstance(one, LambdaSkip) and one.kind == "shared"]
+        return {f"{name}.weight": f"{skips[0]}.weight" for name in skips[1:]}
+
+    def _loss_options(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the loss; raise for any other that would be ignored."""
+        options = {name: value for name, value in others.items() if value is not None}
+        for name in options:
+            if name in PACKING:
+                raise InputError(
+                    f"`{name}`",
+                    expected="one text per row",
+                    got="several, packed",
+                    fix="TSSA does not read where packed texts end: give each a row, and a mask.",
+                )
+            if name not in (*LOSS, *IGNORED):
+                known = [known for known in inspect.signature(self.forward).parameters if known != "kwargs"]
+                raise InputError(
+                    f"`{name}`",
+                    expected=f"an argument of {type(self).__name__}",
+                    got="an unknown argument",
+                    fix=did_you_mean(name, known),
+                )
+        return {name: value for name, value in options.items() if name in LOSS}
