@@ -151,7 +151,7 @@ def test_heads_are_measured_through_an_operator_too():
 def test_what_is_not_a_matrix_is_refused(measure, shape):
     with (
         unchecked(),
-        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected shape \(\.\.\., T, S\)"),
+        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected .*shape \(\.\.\., T, S\)"),
     ):
         measure(torch.ones(shape))
 

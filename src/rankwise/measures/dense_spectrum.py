@@ -10,8 +10,7 @@ one thread, and several parts run in parallel (`rankwise._internals.threads`).
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, ratio, unit_scale
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
-from rankwise.measures.registry import Mixing, as_matrices
-from rankwise.operators import MixingOperator
+from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
 """Matrices with fewer rows or columns go to the SVD, which is about as fast for them."""
@@ -37,8 +35,6 @@ PARALLEL_BYTES = 2**29
 
 PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """A function from finite float64 matrices (N, T, S) to tensors (N, ...)."""
-FormPart = Callable[[], Tensor]
-"""Forms one part of the matrices, (N, T, S)."""
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
@@ -198,55 +194,34 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
     A matrix that is not finite is set to 0 before, and its results to NaN after, so that the others of its
     part are left alone. Memory: `PARALLEL_BYTES`, or one matrix if it is larger.
     """
-    parts, at_once = _parts(mixing, subject)
-    results = map_threads(lambda form: _apply(form(), function), parts, at_once)
-    lead = mixing.shape[:-2]
+    check_matrices(mixing, subject)
+    lead, bytes_each = mixing.shape[:-2], 8 * math.prod(mixing.shape[-2:])
+    per_part = max(1, PART_BYTES.get(mixing.device.type, DEVICE_PART_BYTES) // bytes_each)
+
+    def apply(index: tuple[slice, ...]) -> list[Tensor]:
+        matrices = as_matrices(mixing[index] if index else mixing, subject)
+        part = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
+        finite = part.amax(MATRIX).isfinite() & part.amin(MATRIX).isfinite()
+        if not bool(finite.all()):
+            part = part.masked_fill(~finite[:, None, None], 0)
+        return [
+            numbers.masked_fill(~finite.view(-1, *[1] * (numbers.ndim - 1)), math.nan)
+            for numbers in function(part)
+        ]
+
+    # Accelerators run one part at a time; the graph of a gradient needs one thread.
+    alone = mixing.device.type != "cpu" or (isinstance(mixing, Tensor) and mixing.requires_grad)
+    at_once = 1 if alone else max(1, PARALLEL_BYTES // (per_part * bytes_each))
+    results = map_threads(apply, _part_indices(lead, per_part), at_once)
     joined = (torch.cat(numbers) for numbers in zip(*results, strict=True))
     return tuple(numbers.reshape(lead + numbers.shape[1:]) for numbers in joined)
 
 
-def _apply(part: Float64[Tensor, "N T S"], function: PartFunction) -> list[Tensor]:
-    finite = part.amax((-2, -1)).isfinite() & part.amin((-2, -1)).isfinite()
-    if not bool(finite.all()):
-        part = part.masked_fill(~finite[:, None, None], 0)
-    results = function(part)
-    return [result.masked_fill(~finite.view(-1, *[1] * (result.ndim - 1)), math.nan) for result in results]
-
-
-def _parts(mixing: Mixing, subject: str) -> tuple[list[FormPart], int]:
-    """Return how to form each part, at least one, and how many parts run in parallel."""
-
-    def formed(index: tuple[slice, ...]) -> Float64[Tensor, "N T S"]:
-        assert isinstance(mixing, MixingOperator | Tensor)
-        return as_matrices(mixing[index], subject).flatten(0, -3)
-
-    if not isinstance(mixing, MixingOperator | Tensor) or len(mixing.shape) < 3 or 0 in mixing.shape:
-        matrices = as_matrices(mixing, subject)
-        flat = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
-        per_part = _matrices_per_part(flat.shape, flat.device)
-        parts: list[FormPart] = [
-            partial(flat.__getitem__, index) for index in _slices(len(flat), per_part) or [slice(0, 0)]
-        ]
-    else:
-        per_part = _matrices_per_part(mixing.shape, mixing.device)
-        parts = [partial(formed, index) for index in _indices(mixing.shape[:-2], per_part)]
-    if mixing.device.type != "cpu" or (isinstance(mixing, Tensor) and mixing.requires_grad):
-        return parts, 1  # accelerators run one part at a time; the graph of a gradient needs one thread
-    return parts, max(1, PARALLEL_BYTES // (8 * per_part * math.prod(mixing.shape[-2:])))
-
-
-def _indices(lead: torch.Size, per_part: int) -> Iterator[tuple[slice, ...]]:
-    """Slice the leading axes: sequences, or the heads of each if one has too many, and so on."""
-    cut = next(axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= per_part)
-    steps = [1] * cut + [per_part // math.prod(lead[cut + 1 :])]
-    return itertools.product(*(_slices(lead[axis], step) for axis, step in enumerate(steps)))
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(start, start + step) for start in range(0, length, step)]
-
-
-def _matrices_per_part(shape: torch.Size, device: torch.device) -> int:
-    """Return the number of matrices per part."""
-    limit = PART_BYTES.get(device.type, DEVICE_PART_BYTES)
-    return max(1, limit // (8 * math.prod(shape[-2:])))
+def _part_indices(lead: torch.Size, per_part: int) -> list[tuple[slice, ...]]:
+    """Slice the leading axes into parts, at least one: sequences, or heads if a sequence has too many."""
+    steps = [max(1, per_part // max(1, math.prod(lead[axis + 1 :]))) for axis in range(len(lead))]
+    slices = (
+        [slice(start, start + step) for start in range(0, max(1, length), step)]
+        for length, step in zip(lead, steps, strict=True)
+    )
+    return list(itertools.product(*slices))

@@ -262,15 +262,12 @@ def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _
     signs = torch.randint(0, 2, (gram.columns, probes), generator=generator).to(torch.float64) * 2 - 1
     vectors = signs.to(gram.device)
     if gram.columns <= probes * steps:
-        return _MatrixEstimate(gram, _exact_krylov(gram, vectors), 2 * gram.columns, steps)
+        # The Krylov space may be the whole space: MᵀM itself takes fewer products.
+        identity = torch.eye(gram.columns, dtype=torch.float64, device=gram.device)
+        krylov = Krylov(gram(identity)[1], vectors, torch.zeros_like(vectors.mT), 1, None)
+        return _MatrixEstimate(gram, krylov, 2 * gram.columns, steps)
     krylov = block_lanczos(gram, vectors, steps, ROUNDING * gram.energy)
     return _MatrixEstimate(gram, krylov, 2 * probes * krylov.steps, steps)
-
-
-def _exact_krylov(gram: Gram, vectors: Tensor) -> Krylov:
-    """Return MᵀM itself: the Krylov space may be the whole space, which takes more products than this."""
-    identity = torch.eye(gram.columns, dtype=torch.float64, device=gram.device)
-    return Krylov(gram(identity)[1], vectors, torch.zeros_like(vectors.mT), 1, None)
 
 
 def _sigma_entropy(eigenvalues: Tensor) -> Tensor:

@@ -55,9 +55,10 @@ class Gram:
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
         """Return MᵀM X, and Xᵀ MᵀM X as the Gram matrix of M X, which rounding cannot make negative."""
         vectors = vectors / self.scale
-        if not _walks_rows(self.operator):
-            image = self.operator @ vectors
-            return self.operator.mT @ image / self.scale, image.mT @ image
+        op = self.operator
+        if not isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED):
+            image = op @ vectors
+            return op.mT @ image / self.scale, image.mT @ image
         product = torch.zeros_like(vectors)
         inner = vectors.new_zeros(vectors.shape[-1], vectors.shape[-1])
         for block in self._blocks():
@@ -85,11 +86,6 @@ class Gram:
         # At least the smallest normal number, whose inverse is finite.
         scale = max(2.0 ** (math.frexp(largest)[1] - 1), sys.float_info.min) if largest > 0 else 1.0
         return scale, math.fsum(energy * (top / scale) ** 2 for top, energy in energies)
-
-
-def _walks_rows(operator: MixingOperator) -> bool:
-    whole = operator.operator if isinstance(operator, IndexedMixing) else operator
-    return isinstance(whole, ROW_WALKED)
 
 
 class Krylov(NamedTuple):

@@ -85,13 +85,13 @@ def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*ba
     """
     if isinstance(mixing, MixingOperator):
         mixing = as_operator(mixing, subject).dense(torch.float64)
-    _check_matrices(mixing, subject)
+    check_matrices(mixing, subject)
     return to_float64(mixing, subject)
 
 
 def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
     """Return an operator to be read in float64, without forming its matrices; a tensor is wrapped."""
-    _check_matrices(mixing, subject)
+    check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
         mixing = DenseMixing(mixing if mixing.is_floating_point() else to_float64(mixing, subject))
     operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
@@ -99,20 +99,15 @@ def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
     return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
 
 
-def _check_matrices(mixing: Mixing, subject: str) -> None:
-    if not isinstance(mixing, MixingOperator | Tensor):
+def check_matrices(mixing: Mixing, subject: str) -> None:
+    """Raise if the input is not an operator or tensor (..., T, S) with T, S ≥ 1."""
+    known = isinstance(mixing, MixingOperator | Tensor)
+    if not known or len(mixing.shape) < 2 or 0 in mixing.shape[-2:]:
         raise ShapeError(
             subject,
-            expected="a MixingOperator or a tensor of shape (..., T, S)",
-            got=type(mixing).__name__,
-            fix="Wrap an array with torch.as_tensor.",
-        )
-    if len(mixing.shape) < 2 or 0 in mixing.shape[-2:]:
-        raise ShapeError(
-            subject,
-            expected="shape (..., T, S) with T, S ≥ 1",
-            got=str(tuple(mixing.shape)),
-            fix="Give each matrix at least one row and one column; leading axes may be empty.",
+            expected="a MixingOperator or a tensor of shape (..., T, S) with T, S ≥ 1",
+            got=str(tuple(mixing.shape)) if known else type(mixing).__name__,
+            fix="Wrap an array with torch.as_tensor. Leading axes may be empty.",
         )
 
 
