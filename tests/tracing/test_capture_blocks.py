@@ -32,8 +32,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import InputError
-from rankwise.tracing.block_candidates import block_ranks, matches
-from rankwise.tracing.block_candidates import stack_of as stack_name
+from rankwise.tracing.block_finder import block_ranks, matches
+from rankwise.tracing.block_finder import stack_of as stack_name
 
 CAUSAL = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
 

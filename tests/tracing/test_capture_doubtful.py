@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import rankwise as rw
 from rankwise.errors import CaptureError
-from rankwise.tracing.masks import hidden_by
+from rankwise.tracing.score_masks import hidden_by
 
 
 def seen(model, *given, **named):

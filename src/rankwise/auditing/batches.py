@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch, tensors_of
 from rankwise.auditing.text_inputs import checked_texts, model_batches
 from rankwise.errors import InputError
-from rankwise.tracing.wrappers import without_copies
+from rankwise.tracing.model_checks import without_copies
 
 PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 

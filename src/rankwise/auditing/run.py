@@ -44,7 +44,7 @@ from rankwise.errors import CaptureError, InputError
 from rankwise.importance import Importance, ImportanceSettings, measure_importance
 from rankwise.measures import DELTA, check_delta
 from rankwise.tracing import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
-from rankwise.tracing.wrappers import sharded_again, without_copies
+from rankwise.tracing.model_checks import sharded_again, without_copies
 
 Progress = Callable[[int, str], None]
 """Called with the number of finished batches and the site measured last."""

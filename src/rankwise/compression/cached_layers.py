@@ -11,10 +11,10 @@ from rankwise._internals.forward import device_of, first_sequences, run_model, t
 from rankwise._internals.rotary import undo_rope
 from rankwise.compression.latent import LatentLayer, LatentProjection, ordered_runs
 from rankwise.compression.narrow import NarrowProjection, runs_of
-from rankwise.compression.projections import Projection, find_projection, linear_parts, names_below
 from rankwise.compression.rotation import PAIRINGS, fits, per_pair
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
+from rankwise.tracing.projections import Projection, find_projection, linear_parts, names_below
 
 LENGTHENED = ("dynamic", "longrope")
 """Rotations that turn by other angles when a text becomes long: keys would have to be rotated anew."""

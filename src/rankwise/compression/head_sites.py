@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import run_model
 from rankwise.compression.narrow import runs_of
-from rankwise.compression.projections import (
+from rankwise.compression.removed_heads import CutLinear, RemovedHeads
+from rankwise.operators import SoftmaxMixing
+from rankwise.tracing import MixerSite, capture, record_calls
+from rankwise.tracing.projections import (
     CLOSE,
     Projection,
     each_once,
@@ -18,9 +21,6 @@ from rankwise.compression.projections import (
     linear_parts,
     names_below,
 )
-from rankwise.compression.removed_heads import CutLinear, RemovedHeads
-from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import MixerSite, capture, record_calls
 
 RUNGS = 4
 """Ways in which layers read their number of heads: not at all, by name, by width, from the configuration."""

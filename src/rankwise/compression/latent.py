@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from rankwise.compression.narrow import Runs, runs_of
-from rankwise.compression.projections import linear_parts
 from rankwise.compression.rotation import Rotation
+from rankwise.tracing.projections import linear_parts
 
 
 class LatentLayer(BaseModel, extra="forbid"):

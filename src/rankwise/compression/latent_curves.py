@@ -11,9 +11,9 @@ from rankwise.compression.latent_moments import Moments, Spectrum, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job
-from rankwise.compression.projections import linear_parts
 from rankwise.compression.records import LatentCurve, LatentPoint
 from rankwise.errors import CompressionError
+from rankwise.tracing.projections import linear_parts
 
 SHARES = (0.125, 0.25, 0.5)
 """Of the bytes of the cache, at which curves are measured."""

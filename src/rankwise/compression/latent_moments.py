@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise.compression.latent import LatentLayer, channels_of
 from rankwise.compression.output_price import real_tokens
-from rankwise.compression.projections import linear_parts
 from rankwise.errors import CompressionError
 from rankwise.tracing import record_calls
+from rankwise.tracing.projections import linear_parts
 
 RIDGE = 1e-9
 """Added to second moments of tokens, relative to their mean eigenvalue: what was never seen stays finite."""

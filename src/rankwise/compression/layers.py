@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise.compression.divergence import Sample
 from rankwise.compression.pair_rotation import fitted
-from rankwise.compression.projections import (
+from rankwise.compression.written import find_written
+from rankwise.operators import DenseMixing, SoftmaxMixing
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
+from rankwise.tracing.projections import (
     Projection,
     each_once,
     find_projection,
@@ -19,9 +22,6 @@ from rankwise.compression.projections import (
     names_below,
     side_of,
 )
-from rankwise.compression.written import find_written
-from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
 WRITTEN = (
     "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "

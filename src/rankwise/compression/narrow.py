@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
-from rankwise.compression.projections import linear_parts
 from rankwise.errors import CompressionError
+from rankwise.tracing.projections import linear_parts
 
 Runs = list[tuple[int, int]]
 """Channels as (first, how many), ascending."""

@@ -14,10 +14,10 @@ from rankwise.compression.factors import (
 from rankwise.compression.layers import AttentionLayer, Found
 from rankwise.compression.narrow_heads import closed_form, layer_divergence
 from rankwise.compression.parts import Job
-from rankwise.compression.projections import linear_parts
 from rankwise.compression.records import BudgetCurve, BudgetPoint
 from rankwise.compression.widths import widths_under_budget
 from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.tracing.projections import linear_parts
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Of the head's width, at which curves are measured."""

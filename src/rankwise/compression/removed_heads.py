@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from rankwise.compression.narrow import put
-from rankwise.compression.projections import linear_parts
 from rankwise.errors import CompressionError
+from rankwise.tracing.projections import linear_parts
 
 
 class CutLinear(BaseModel, extra="forbid"):

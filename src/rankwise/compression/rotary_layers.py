@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise.compression.layers import Found, outputs_by_name
 from rankwise.compression.pair_rotation import fitted
-from rankwise.compression.projections import (
+from rankwise.operators import SoftmaxMixing
+from rankwise.tracing import MixerSite, capture, record_calls
+from rankwise.tracing.projections import (
     Projection,
     each_once,
     head_layouts,
@@ -21,8 +23,6 @@ from rankwise.compression.projections import (
     names_below,
     side_of,
 )
-from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import MixerSite, capture, record_calls
 
 FIT = 16
 """Roundings of the dtype, relative in the Frobenius norm, that the fitted rotation may be off."""

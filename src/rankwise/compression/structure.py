@@ -14,9 +14,9 @@ from rankwise.compression.key_cache import add_key_cache, key_cache_of
 from rankwise.compression.latent import LatentLayer
 from rankwise.compression.latent_hook import build_latent, latent_layers
 from rankwise.compression.narrow import NarrowProjection, narrow_projections, put
-from rankwise.compression.projections import linear_parts
 from rankwise.compression.removed_heads import RemovedHeads, cut_linear, removed_heads_of, renamed, set_sizes
 from rankwise.errors import CompressionError, did_you_mean
+from rankwise.tracing.projections import linear_parts
 
 
 class NarrowedLinear(BaseModel, extra="forbid"):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankwise.compression.projections import Projection, head_layouts
+from rankwise.tracing.projections import Projection, head_layouts
 
 SMALLEST = 1e-12
 """Entries of attention below this are left out: their logarithms have lost digits, or are masked."""

@@ -14,7 +14,7 @@ from rankwise.errors import SkipError
 from rankwise.skips.residuals import Residual, find_residuals, not_finite
 from rankwise.skips.skip_locations import SkipLocation, Traffic, locate, reader, with_readers
 from rankwise.skips.sums import Change, History, SumName, SumRecorder, SumReplacer
-from rankwise.tracing.checks import is_distributed, split_modules
+from rankwise.tracing.model_checks import is_distributed, split_modules
 from rankwise.tracing.module_calls import ModuleCalls
 
 TOKENS = 8

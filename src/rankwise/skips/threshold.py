@@ -14,7 +14,7 @@ from rankwise.skips.norms import Norm
 from rankwise.skips.skip_sums import SkipSum, skip_sums
 from rankwise.skips.skips import SkipSite
 from rankwise.theory import distance_from_mean
-from rankwise.tracing.block_candidates import stack_of
+from rankwise.tracing.block_finder import stack_of
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 PARTS = 50

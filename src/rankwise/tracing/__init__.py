@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.tracing.checks import compiled_modules
     from rankwise.tracing.context import SiteAdapter, capture
     from rankwise.tracing.head_id import CallId, HeadId
     from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
+    from rankwise.tracing.model_checks import compiled_modules
     from rankwise.tracing.module_calls import RecordedCall, record_calls
     from rankwise.tracing.trace import MixerSite, StateSite, Trace, UncapturedModule
 
@@ -35,7 +35,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "checks": ("compiled_modules",),
+        "model_checks": ("compiled_modules",),
         "context": ("SiteAdapter", "capture"),
         "head_id": ("CallId", "HeadId"),
         "interventions": ("BlockOutput", "HeadOutputs", "Intervention"),

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
+from rankwise.tracing.module_calls import same, snapshot
 from rankwise.tracing.trace import MixerSite, StateSite
 
 BY_HAND = -1
@@ -208,23 +208,3 @@ class BlockStacks:
     def _state(self, blocks: BlockStack, writer: BlockCall, tokens: Tensor, block: BlockCall) -> None:
         state = StateSite(writer.name, blocks.layers, tokens, block.mask, blocks.stack, block.forward_pass)
         self._on_state(state)
-
-
-def same(known: Tensor | None, tensor: Tensor) -> bool:
-    """Whether two tensors are the same entries of the same memory."""
-    if known is None or known is tensor:
-        return known is tensor
-    if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
-        return False
-    if known.shape != tensor.shape or {known.layout, tensor.layout} != {torch.strided}:
-        return False
-    try:
-        return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
-    except RuntimeError:  # tensors without memory of their own, as inside torch.vmap
-        return False
-
-
-def snapshot(tokens: Tensor) -> Tensor:
-    """A copy that later changes in place do not reach."""
-    with torch.no_grad():
-        return tokens.detach().clone()

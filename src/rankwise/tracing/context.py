@@ -30,19 +30,7 @@ from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import AdapterReader
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
-from rankwise.tracing.checks import (
-    NO_STATES,
-    OTHER_THREAD,
-    SHARD,
-    check_capturable,
-    check_sites,
-    check_unused,
-    checked_operator,
-    dropout_note,
-    is_shard,
-    nothing_found,
-    training_notes,
-)
+from rankwise.tracing.explicit_softmax import Mixed
 from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
@@ -54,6 +42,19 @@ from rankwise.tracing.mixing_calls import (
     mixer_site,
     why_no_tokens,
     written_mixing,
+)
+from rankwise.tracing.model_checks import (
+    NO_STATES,
+    OTHER_THREAD,
+    SHARD,
+    check_capturable,
+    check_sites,
+    check_unused,
+    checked_operator,
+    dropout_note,
+    is_shard,
+    nothing_found,
+    training_notes,
 )
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls
 from rankwise.tracing.torch_layers import (
@@ -67,7 +68,6 @@ from rankwise.tracing.torch_layers import (
 )
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
 from rankwise.tracing.uncaptured import mixed_without_operator, mixer_like, uncaptured_modules, whose_tokens
-from rankwise.tracing.written_softmax import Mixed
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """From a module, its arguments and its output to the operator it applied."""

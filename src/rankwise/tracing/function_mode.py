@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rankwise._internals.torch_private import pop_mode, push_mode, without_torch_function
+from rankwise.tracing.explicit_softmax import Mixed, SoftmaxFollower
 from rankwise.tracing.uncaptured import FUNCTIONS, mixed_lengths
-from rankwise.tracing.written_softmax import Mixed, SoftmaxFollower
 
 FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 MixedListener = Callable[[Mixed, Tensor], Tensor | None]

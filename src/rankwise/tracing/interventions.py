@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankwise.tracing.adapters.base import Adapter
 from rankwise.tracing.head_id import CallCounter, CallId
-from rankwise.tracing.masks import OWN_MASK, told_mask
+from rankwise.tracing.mixing_calls import OWN_MASK, told_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 
 

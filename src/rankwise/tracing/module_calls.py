@@ -271,6 +271,26 @@ def _ignore(*given: Any) -> None:
     """Do nothing."""
 
 
+def same(known: Tensor | None, tensor: Tensor) -> bool:
+    """Whether two tensors are the same entries of the same memory."""
+    if known is None or known is tensor:
+        return known is tensor
+    if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
+        return False
+    if known.shape != tensor.shape or {known.layout, tensor.layout} != {torch.strided}:
+        return False
+    try:
+        return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
+    except RuntimeError:  # tensors without memory of their own, as inside torch.vmap
+        return False
+
+
+def snapshot(tokens: Tensor) -> Tensor:
+    """A copy that later changes in place do not reach."""
+    with torch.no_grad():
+        return tokens.detach().clone()
+
+
 @dataclass(frozen=True)
 class RecordedCall:
     """A call of a module that has ended."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing.layouts import padded
+from rankwise.tracing.axes import padded
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
 

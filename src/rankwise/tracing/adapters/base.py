@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import map_tensors
 from rankwise.errors import RankwiseError
 from rankwise.operators import MixingOperator
-from rankwise.tracing.masks import CACHE_ARGUMENTS
-from rankwise.tracing.mixing_calls import MixingCall
+from rankwise.tracing.mixing_calls import CACHE_ARGUMENTS, MixingCall
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
 from rankwise.tracing.uncaptured import why_no_operator
 
