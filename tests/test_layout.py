@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 """Packages that a package may import besides the ground."""
-KNOWN_CLASHES = ["monitor.scalars"]
+KNOWN_CLASHES: list[str] = []
 LAZY = {
     ("auditing", "report"): "Audit.to_html is the contract; imported when it is called",
     ("skips", "models"): "mixers that replace attention are built on request; models read λ-skips",
@@ -105,7 +105,7 @@ def test_surgery_reads_what_an_audit_says_and_runs_one_for_a_remedy_alone() -> N
     assert {part for parts in found.values() for part in parts} == {
         ".records",
         ".findings",
-        ".cures",
+        ".error_hints",
         ".run",
     }
     assert [name for name, parts in found.items() if ".run" in parts] == ["remedy.py"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise._internals.statistics import t_quantile
-from rankwise.auditing import AuditError, BaselineSettings, FreshWeightsError, fresh_copies, reinitialized
+from rankwise.auditing import AuditError, BaselineSettings, InitializationError, initialization, reinitialized
 from rankwise.auditing.baseline_numbers import _at
 from rankwise.auditing.findings import rank_code
 from rankwise.auditing.frames import table
@@ -167,7 +167,7 @@ def test_model_and_random_state_are_untouched(training: bool) -> None:
 def test_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[nn.Module]] = []
     most = 0
-    made = fresh_copies.reinitialized
+    made = initialization.reinitialized
 
     def counted(*given, **named) -> nn.Module:
         nonlocal most
@@ -177,7 +177,7 @@ def test_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         alive.append(weakref.ref(copied))
         return copied
 
-    monkeypatch.setattr(fresh_copies, "reinitialized", counted)
+    monkeypatch.setattr(initialization, "reinitialized", counted)
     rw.audit(layer(), batches(), baseline=3)
     assert len(alive) == 3
     assert most == 0
@@ -205,7 +205,7 @@ def test_a_function_of_a_seed_builds_what_the_model_cannot() -> None:
         seen.append(seed)
         return Own()
 
-    with pytest.raises(FreshWeightsError, match=r"'table'.*baseline=build"):
+    with pytest.raises(InitializationError, match=r"'table'.*baseline=build"):
         rw.audit(Own(), batches(), baseline=True)
     audit = rw.audit(Own(), batches(), baseline=BaselineSettings(2, build))
     assert seen == [0, 1]
@@ -246,7 +246,7 @@ def test_what_cannot_be_rebuilt_is_refused_before_anything_runs() -> None:
     model = layer()
     model.register_parameter("extra", nn.Parameter(torch.ones(1)))
     model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(FreshWeightsError, match="extra"):
+    with pytest.raises(InitializationError, match="extra"):
         rw.audit(model, batches(), baseline=True)
     assert not calls
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_rebuilt_is_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model: setattr(model, "is_quantized", True), "quantised"),
+        (lambda model: setattr(model, "is_quantized", True), "quantized"),
         (lambda model: setattr(model, "hf_device_map", {"a": 0, "b": "cpu"}), "more than one device"),
         (lambda model: model.to("meta"), "not in memory"),
         (lambda model: setattr(model.linear1, "weight", INTEGERS), "int8"),
@@ -263,7 +263,7 @@ def test_what_cannot_be_rebuilt_is_refused_before_anything_runs() -> None:
 def test_weights_that_cannot_be_drawn_are_refused_with_the_reason(change, said: str) -> None:
     model = layer()
     change(model)
-    with pytest.raises(FreshWeightsError, match=said):
+    with pytest.raises(InitializationError, match=said):
         rw.audit(model, batches(), baseline=True)
 
 

@@ -229,14 +229,14 @@ def test_two_sequences_in_a_list_are_not_taken_for_labels() -> None:
 
 def wrong(tokenizer: Any) -> Iterator[tuple[Any, str]]:
     made = encoded(tokenizer)
-    yield [dict(tokenizer(TEXTS))], r"no tensors: `tokenizer\(texts, return_tensors=\"pt\""
+    yield [dict(tokenizer(TEXTS))], r"not tensors: `tokenizer\(texts, return_tensors=\"pt\""
     yield [{name: value[0] for name, value in made.items()}], "one row without a batch axis.*DataLoader"
     yield [TEXTS], r"texts=\[…\], tokenizer"
     yield TEXTS, r"texts=\[…\], tokenizer"
     yield [[1, 2, 3]], r"torch\.tensor\(\[row\]\)"
     yield [3], "A batch is a dict of tensors"
     yield [{"input_ids": torch.zeros(1, 60, dtype=torch.long)}], "60 tokens are more than the 40 positions"
-    yield [{"input_ids": torch.full((1, 9), 300)}], "not below the 300 the model knows"
+    yield [{"input_ids": torch.full((1, 9), 300)}], "not below the 300 that the model knows"
     yield [{"input_id": made["input_ids"]}], "Did you mean input_ids"
 
 

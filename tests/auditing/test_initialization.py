@@ -8,7 +8,7 @@ from experiments.families import FAMILIES
 from experiments.tiny_models import BERT, hugging_face, nano_gpt
 from torch import nn
 
-from rankwise.auditing import FreshWeightsError, reinitialized
+from rankwise.auditing import InitializationError, reinitialized
 
 
 class Positions(nn.Module):
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         def __deepcopy__(self, memo: object) -> None:
             raise AssertionError("FSDP does not support deepcopy")
 
-    with pytest.raises(FreshWeightsError, match=r"a model that can be copied, got .*deepcopy.*factory=build"):
+    with pytest.raises(InitializationError, match=r"can be copied, got .*deepcopy.*factory=build"):
         reinitialized(Sharded(2, 2))
 
 
@@ -117,7 +117,7 @@ def test_a_weight_that_no_method_draws_is_refused_by_name(weights: str) -> None:
     model = Positions()
     if weights == "and others":
         model.more = nn.Parameter(torch.zeros(2))
-    with pytest.raises(FreshWeightsError, match=r"'table'.*factory=build"):
+    with pytest.raises(InitializationError, match=r"'table'.*factory=build"):
         reinitialized(model)
 
 
@@ -137,21 +137,21 @@ def test_a_factory_builds_what_no_method_draws_and_is_seeded() -> None:
     ],
 )
 def test_a_factory_of_another_model_is_refused(factory, message: str) -> None:
-    with pytest.raises(FreshWeightsError, match=message):
+    with pytest.raises(InitializationError, match=message):
         reinitialized(Positions(), factory=factory)
 
 
 def test_a_configuration_that_builds_another_model_is_refused() -> None:
     model = MODELS["transformers"]()
     model.encoder.layer[0].attention.register_parameter("skip", nn.Parameter(torch.ones(1)))
-    with pytest.raises(FreshWeightsError, match=r"no weight|'encoder.layer.0.attention.skip'"):
+    with pytest.raises(InitializationError, match=r"no weight|'encoder.layer.0.attention.skip'"):
         reinitialized(model)
 
 
 def test_quantised_weights_are_refused() -> None:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(FreshWeightsError, match="int8"):
+    with pytest.raises(InitializationError, match="int8"):
         reinitialized(model)
 
 
@@ -159,7 +159,7 @@ def test_layers_that_hide_their_weights_are_called_quantised() -> None:
     model = torch.ao.quantization.quantize_dynamic(
         hugging_face("BertModel", **BERT)().eval(), {nn.Linear}, dtype=torch.qint8
     )
-    with pytest.raises(FreshWeightsError, match=r"got quantised layers, such as '.*query'"):
+    with pytest.raises(InitializationError, match=r"got quantized layers, such as '.*query'"):
         reinitialized(model)
 
 

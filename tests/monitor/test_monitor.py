@@ -233,7 +233,7 @@ def test_ctrl_c_during_an_audit_reaches_the_training():
         ({"stop_on": ["COLAPSE"]}, "COLLAPSE"),
         ({"stop_on": 3}, "code 3"),
         ({"log": "wandb"}, "`log`"),
-        ({"delta": "x"}, "`delta`: expected a finite number above 0, got x"),
+        ({"delta": "x"}, r"`delta`: expected a number in \(0, ∞\), got 'x'"),
         ({"method": "fast"}, "`method`"),
         ({"sites": ["layers.0"]}, "`sites`"),
         ({"blocks": 3}, "`blocks`"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.auditing import AuditError
-from rankwise.monitor.untouched import weights_kept
+from rankwise.monitor.preserve_state import preserve_merged_weights
 
 WIDTH = 8
 PROBE = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -243,7 +243,8 @@ def test_casts_of_passes_before_are_not_read(watched: bool) -> None:
 def test_weights_are_looked_at_where_a_layer_may_merge_them_and_nowhere_else() -> None:
     asleep, awake = Merging().eval(), Merging()
     before = [layer.weight.detach().clone() for layer in (asleep, awake)]
-    with weights_kept(nn.ModuleList([asleep, awake])), weights_kept(Merging().to("meta")):
+    layers, on_meta = nn.ModuleList([asleep, awake]), Merging().to("meta")
+    with preserve_merged_weights(layers), preserve_merged_weights(on_meta):
         for layer in (asleep, awake):
             layer.weight.data += 1
     assert torch.equal(asleep.weight, before[0] + 1)

@@ -48,7 +48,7 @@ def test_a_stop_on_a_full_disk_still_stops_and_says_what_is_lost(tmp_path, caplo
     def no_room(*args: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("rankwise.monitor.record.save_file", no_room)
+    monkeypatch.setattr("rankwise.monitor.folder.save_file", no_room)
     monitor, full[0] = rw.RankMonitor(probe(), stop_on="COLLAPSE", folder=tmp_path), True
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
         monitor.step(collapsing(), 0)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -98,6 +98,13 @@ def fresh_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
+    """Restore torch's random state on the CPU and on the devices of a model."""
+    devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cuda"
+    return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
 
 
 # --- batches ---------------------------------------------------------------------------------------------

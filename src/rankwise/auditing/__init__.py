@@ -3,10 +3,9 @@
 from rankwise.auditing.comparison import Comparison
 from rankwise.auditing.failures import AuditError
 from rankwise.auditing.findings import RULES, check_codes
-from rankwise.auditing.fresh_copies import BaselineSettings
 from rankwise.auditing.history import History, compare, in_order
 from rankwise.auditing.importance_records import BlockImportance, HeadImportance, ImportanceRecord, Removable
-from rankwise.auditing.initialization import FreshWeightsError, reinitialized
+from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
 from rankwise.auditing.matrix_picture import MatrixPicture
 from rankwise.auditing.numbers import check_method
 from rankwise.auditing.pictures import chosen_heads
@@ -23,11 +22,11 @@ __all__ = [
     "BlockImportance",
     "Comparison",
     "Finding",
-    "FreshWeightsError",
     "HeadImportance",
     "HeadRecord",
     "History",
     "ImportanceRecord",
+    "InitializationError",
     "LayerRecord",
     "MatrixPicture",
     "Place",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from rankwise._internals.forward import Batch, tensors_of
-from rankwise.auditing.cures import cure, label_error
+from rankwise.auditing.error_hints import fix_hint, label_error
 from rankwise.auditing.result import Audit
 from rankwise.errors import RankwiseError
 
@@ -80,7 +80,7 @@ def batch_failed(
         subject,
         expected=f"a forward pass of {type(model).__name__} over {_described(batch)}",
         got=got,
-        fix=cure(model, batch, error),
+        fix=fix_hint(model, batch, error),
     )
 
 

@@ -1,123 +1,156 @@
-"""A copy of a model at fresh weights: what training started from, as far as the model itself can say."""
+"""Copies of a model at initialization: where its training started."""
 
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankwise._internals import torch_private as torch_private
+from rankwise._internals.forward import preserve_random_state
+from rankwise._internals.torch_private import RESET, original_of
 from rankwise.errors import RankwiseError
 
-RESETS = ("reset_parameters", torch_private.RESET, "init_weights", "_init_weights", "initialize_weights")
-"""Methods by which modules draw their weights, in PyTorch and in the code that follows it."""
-
+RESET_METHODS = ("reset_parameters", RESET, "init_weights", "_init_weights", "initialize_weights")
+"""Methods that draw the weights of a module, in PyTorch and in code that follows it."""
 TRANSFORMERS_FLAG = "_is_hf_initialized"
-"""On modules and weights that transformers has drawn or loaded: its ``init_weights`` leaves those alone."""
+"""Set by transformers on modules and weights that it has drawn or loaded; ``init_weights`` skips these."""
+BY_HAND = "Give a function without arguments that builds the model at initialization: `factory=build`."
 
 
-class FreshWeightsError(RankwiseError):
-    """The weights of a model cannot be drawn anew."""
+class InitializationError(RankwiseError):
+    """A model cannot be initialized again."""
 
 
 def reinitialized(
     model: nn.Module, seed: int = 0, factory: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
-    """The same architecture at weights drawn anew, on the same device and in the same dtypes and modes.
+    """Return a copy of a model with weights drawn again, on the same device, in the same dtypes and modes.
 
-    A transformers model is built from its configuration. Of any other module a deep copy is made, all its
-    weights are set to NaN, and its own methods (`reset_parameters`, `init_weights` and the like) draw them; a
-    weight that is NaN afterwards has no method that draws it, and the copy is refused. Buffers keep their
-    values, unless those methods change them. What a constructor does to weights after these methods (such
-    as GPT-2's smaller output projections in code that scales them in ``__init__``) is not repeated.
+    A transformers model is built from its configuration. Any other module is copied, its weights are set to
+    NaN, and its own methods (`reset_parameters`, `init_weights` and the like) draw them. If a weight is
+    still NaN, no method draws it, and the copy is refused. Buffers keep their values unless these methods
+    change them. Changes that a constructor makes to weights after these methods are not repeated, such as
+    the smaller output projections of GPT-2 in code that scales them in ``__init__``.
 
-    Cost: one more copy of the model. PyTorch's global random state is neither read nor moved.
+    Cost: one more copy of the model. PyTorch's global random state is neither read nor changed.
 
     Args:
-        model: any module with floating-point weights.
-        seed: of the weights.
-        factory: builds the model at fresh weights, where the model itself cannot say how; it is called
-            with PyTorch's random state seeded.
-
-    Returns:
-        The copy. The model is not changed.
+        model: any module with floating-point weights; it is not changed.
+        seed: random seed of the weights.
+        factory: builds the model at initialization, if the model itself cannot; it is called with PyTorch's
+            random state seeded.
 
     Raises:
-        FreshWeightsError: if a weight has no method that draws it, the configuration cannot build the model,
-            or the factory's model has other weights.
+        InitializationError: if no method draws a weight, the configuration cannot build the model, or the
+            factory's model has other weights.
 
     Examples:
         >>> import torch
         >>> model = torch.nn.Linear(3, 3)
-        >>> fresh = reinitialized(model, seed=1)
-        >>> bool((fresh.weight != model.weight).all()), fresh.weight.shape == model.weight.shape
+        >>> initial = reinitialized(model, seed=1)
+        >>> bool((initial.weight != model.weight).all()), initial.weight.shape == model.weight.shape
         (True, True)
     """
-    devices = {parameter.device for parameter in model.parameters()}
     if factory is None:
-        _check_can_be_drawn(model)
-    with _seeded(seed, devices):
+        _check_floating_point(model)
+    with preserve_random_state(model):
+        torch.manual_seed(seed)
         if factory is not None:
-            fresh = factory()
-        elif _has_configuration(model):
-            fresh = _from_configuration(model)
+            initial = factory()
+        elif _is_transformers(model):
+            initial = _from_configuration(model)
         else:
-            fresh = _drawn_anew(model)
-    _check_same_weights(model, fresh)
-    return _placed_like(model, fresh)
+            initial = _redrawn(model)
+    _check_same_weights(model, initial)
+    return _placed_like(model, initial)
 
 
-def way_to_fresh_weights(model: nn.Module) -> str:
-    """How `reinitialized` makes a copy of a model, in words, where no factory is given.
+@dataclass(frozen=True)
+class BaselineSettings:
+    """How to make the copies at initialization.
 
     Args:
-        model: the model.
-
-    Examples:
-        >>> way_to_fresh_weights(torch.nn.Linear(2, 2))
-        'by the methods of its modules that draw weights'
+        seeds: number of copies, from seed 0 on. Two do not show how seeds vary, and each costs an audit.
+        build: builds the model for a seed, if the model itself cannot.
     """
-    from_configuration = _has_configuration(model)
-    return (
-        "from its configuration" if from_configuration else "by the methods of its modules that draw weights"
-    )
+
+    seeds: int = 3
+    build: Callable[[int], nn.Module] | None = None
 
 
-def _check_can_be_drawn(model: nn.Module) -> None:
-    """Refuse weights that are not numbers as they would be drawn, or not here."""
-    where = getattr(model, "hf_device_map", None) or {}
-    reasons = {
-        "quantised weights": bool(getattr(model, "is_quantized", False)),
-        "weights on more than one device": len(set(map(str, where.values()))) > 1,
-        "weights that are not in memory": any(parameter.is_meta for parameter in model.parameters()),
-    }
+class InitialCopies:
+    """Copies of a model at initialization, one in memory at a time.
+
+    The first is built at once, so that a model that cannot be built is refused before anything is measured.
+    """
+
+    def __init__(self, model: nn.Module, settings: BaselineSettings) -> None:
+        self.model, self.settings = original_of(model), settings
+        self._first: nn.Module | None = self._copy(0)
+
+    @property
+    def built(self) -> str:
+        """How copies are built, in words."""
+        if self.settings.build is not None:
+            return "by the function given"
+        from_configuration = _is_transformers(self.model)
+        return (
+            "from its configuration"
+            if from_configuration
+            else "by the methods of its modules that draw weights"
+        )
+
+    def __len__(self) -> int:
+        return self.settings.seeds
+
+    def __iter__(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield each seed and its copy, and keep none."""
+        for seed in range(self.settings.seeds):
+            first, self._first = self._first, None
+            yield seed, self._copy(seed) if first is None else first
+            del first
+
+    def _copy(self, seed: int) -> nn.Module:
+        build = self.settings.build
+        try:
+            return reinitialized(self.model, seed, None if build is None else lambda: build(seed))
+        except InitializationError as error:
+            raise InitializationError(
+                error.subject,
+                expected=error.expected,
+                got=error.got,
+                fix="Audit without a baseline, or give a function of a seed that builds the same model at "
+                "initialization, `rw.audit(…, baseline=build)`.",
+            ) from error
+
+
+def _check_floating_point(model: nn.Module) -> None:
+    """Raise if weights are not numbers as a method would draw them, or not in the memory of one device."""
     for name, weight in model.named_parameters():
         if not (weight.is_floating_point() or weight.is_complex()):
-            raise _no_way(model, [name], f"{weight.dtype} weights, which no method draws")
+            raise _not_drawn(model, [name], f"{weight.dtype} weights, which no method draws")
+    devices = getattr(model, "hf_device_map", None) or {}
+    reasons = {
+        "quantized weights": bool(getattr(model, "is_quantized", False)),
+        "weights on more than one device": len(set(map(str, devices.values()))) > 1,
+        "weights that are not in memory": any(parameter.is_meta for parameter in model.parameters()),
+    }
     for reason, holds in reasons.items():
         if holds:
-            raise FreshWeightsError(
-                f"fresh weights of {type(model).__name__}",
+            raise InitializationError(
+                f"initialization of {type(model).__name__}",
                 expected="a model with floating-point weights in the memory of one device",
                 got=reason,
-                fix="Load it without quantisation or offloading, or give a function that builds a model "
-                "that runs where this one does.",
+                fix="Load it without quantization or offloading, or give a function that builds a model that "
+                "runs where this one does.",
             )
 
 
-@contextmanager
-def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
-    cuda = [device.index or 0 for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(cuda):
-        torch.manual_seed(seed)
-        yield
-
-
-def _has_configuration(model: nn.Module) -> bool:
-    """Whether it is a transformers model; the library is not loaded to find out."""
+def _is_transformers(model: nn.Module) -> bool:
+    """True for a transformers model; the library is not imported to find out."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
@@ -125,113 +158,110 @@ def _from_configuration(model: nn.Module) -> nn.Module:
     try:
         return type(model)(copy.deepcopy(model.config))
     except Exception as error:
-        raise FreshWeightsError(
+        raise InitializationError(
             f"configuration of {type(model).__name__}",
-            expected="one that builds the model at fresh weights",
+            expected="one that builds the model at initialization",
             got=f"{type(error).__name__}: {error}",
-            fix="Give a function without arguments that builds it: `factory=build`.",
+            fix=BY_HAND,
         ) from error
 
 
-def _drawn_anew(model: nn.Module) -> nn.Module:
+def _redrawn(model: nn.Module) -> nn.Module:
     try:
-        fresh = copy.deepcopy(model)
-    except Exception as error:  # a model under FSDP cannot be copied
-        raise FreshWeightsError(
-            f"fresh weights of {type(model).__name__}",
+        initial = copy.deepcopy(model)
+    except Exception as error:  # such as a model under FSDP
+        raise InitializationError(
+            f"initialization of {type(model).__name__}",
             expected="a model that can be copied",
             got=f"{type(error).__name__}: {error}",
-            fix="Give a function without arguments that builds it: `factory=build`.",
+            fix=BY_HAND,
         ) from error
     with torch.no_grad():
-        for parameter in fresh.parameters():
+        for parameter in initial.parameters():
             parameter.fill_(torch.nan)
             vars(parameter).pop(TRANSFORMERS_FLAG, None)
-        for module in fresh.modules():
+        for module in initial.modules():
             vars(module).pop(TRANSFORMERS_FLAG, None)
-        for module in reversed(list(fresh.modules())):  # the parts first: the whole has the last word
-            for method in RESETS:
-                _reset(fresh, module, method)
-    missed = [name for name, parameter in fresh.named_parameters() if bool(parameter.isnan().any())]
+        for module in reversed(list(initial.modules())):  # children first: the parent decides
+            for method in RESET_METHODS:
+                _reset(initial, module, method)
+    missed = [name for name, parameter in initial.named_parameters() if bool(parameter.isnan().any())]
     if missed:
-        raise _no_way(model, missed, "no method that draws them")
-    return fresh
+        raise _not_drawn(model, missed, "no method that draws them")
+    return initial
 
 
-def _reset(model: nn.Module, module: nn.Module, method: str) -> None:
-    found = getattr(module, method, None)
-    if not callable(found):
+def _reset(model: nn.Module, module: nn.Module, name: str) -> None:
+    method = getattr(module, name, None)
+    if not callable(method):
         return
-    needed = [
+    required = [
         parameter
-        for parameter in inspect.signature(found).parameters.values()
+        for parameter in inspect.signature(method).parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    if not needed:
-        found()
-    elif len(needed) == 1 and module is model:  # for `model.apply`
-        model.apply(found)
+    if not required:
+        method()
+    elif len(required) == 1 and module is model:  # written for `model.apply`
+        model.apply(method)
 
 
-def _no_way(model: nn.Module, names: list[str], got: str) -> FreshWeightsError:
+def _not_drawn(model: nn.Module, names: list[str], got: str) -> InitializationError:
     several = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return FreshWeightsError(
+    return InitializationError(
         f"weight {names[0]!r}{several} of {type(model).__name__}",
-        expected=f"a method that draws it: {', '.join(RESETS[:3])} of its module",
+        expected=f"a method that draws it: {', '.join(RESET_METHODS[:3])} of its module",
         got=got,
-        fix="Give a function without arguments that builds the model at fresh weights: `factory=build`.",
+        fix=BY_HAND,
     )
 
 
-def _check_same_weights(model: nn.Module, fresh: Any) -> None:
-    if not isinstance(fresh, nn.Module):
-        raise FreshWeightsError(
-            "the factory of fresh weights",
+def _check_same_weights(model: nn.Module, initial: Any) -> None:
+    if not isinstance(initial, nn.Module):
+        raise InitializationError(
+            "the factory of a model at initialization",
             expected="a module",
-            got=type(fresh).__name__,
+            got=type(initial).__name__,
             fix="Return the model.",
         )
     old = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    new = {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
-    if old != new:
-        hidden = [name for name in new if name not in old and _is_hidden(model, name)]
-        if hidden:
-            raise FreshWeightsError(
-                f"fresh weights of {type(model).__name__}",
-                expected="floating-point weights, which fresh ones can stand beside",
-                got=f"quantised layers, such as {hidden[0].rpartition('.')[0]!r}",
-                fix="Audit the model before it is quantised: `factory=build` gives fresh weights of a model "
-                "whose weights are parameters.",
-            )
-        name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
-        raise FreshWeightsError(
-            f"fresh weights of {type(model).__name__}",
-            expected=f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}",
-            got=f"shape {new[name]}" if name in new else "none of that name",
-            fix="λ-skips, adapters and other changes to a model are not in its configuration: give a "
-            "function that builds the changed model at fresh weights, `factory=build`.",
-        )
-
-
-def _is_hidden(model: nn.Module, name: str) -> bool:
-    """Whether a module has no parameter of that name but a method that unpacks it, as quantised layers do."""
-    path, _, weight = name.rpartition(".")
+    new = {name: tuple(parameter.shape) for name, parameter in initial.named_parameters()}
+    if old == new:
+        return
+    subject = f"initialization of {type(model).__name__}"
     modules = dict(model.named_modules())
-    return path in modules and callable(getattr(modules[path], weight, None))
+    for name in new:
+        path, _, weight = name.rpartition(".")
+        if name not in old and path in modules and callable(getattr(modules[path], weight, None)):
+            raise InitializationError(
+                subject,
+                expected="floating-point weights",
+                got=f"quantized layers, such as {path!r}, which unpack their weights by a method",
+                fix="Audit the model before it is quantized: `factory=build` initializes models whose "
+                "weights are parameters.",
+            )
+    name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+    raise InitializationError(
+        subject,
+        expected=f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}",
+        got=f"shape {new[name]}" if name in new else "none of that name",
+        fix="λ-skips, adapters and other changes to a model are not in its configuration: give a function "
+        "that builds the changed model at initialization, `factory=build`.",
+    )
 
 
-def _placed_like(model: nn.Module, fresh: nn.Module) -> nn.Module:
-    """Devices, dtypes and modes, tensor by tensor and module by module; shared weights stay shared."""
+def _placed_like(model: nn.Module, initial: nn.Module) -> nn.Module:
+    """Give a copy the devices, dtypes and modes of its model; shared weights stay shared."""
     with torch.no_grad():
         for tensors in ("named_parameters", "named_buffers"):
             like = dict(getattr(model, tensors)())
-            for name, tensor in getattr(fresh, tensors)():
+            for name, tensor in getattr(initial, tensors)():
                 if name in like:
-                    numbers = tensor.is_floating_point() and like[name].is_floating_point()
-                    dtype = like[name].dtype if numbers else tensor.dtype  # no cast to a quantised type
+                    floats = tensor.is_floating_point() and like[name].is_floating_point()
+                    dtype = like[name].dtype if floats else tensor.dtype  # not to a quantized dtype
                     tensor.data = tensor.data.to(device=like[name].device, dtype=dtype)
     modes = {name: module.training for name, module in model.named_modules()}
-    for name, module in fresh.named_modules():
+    for name, module in initial.named_modules():
         module.training = modes.get(name, model.training)
-    return fresh
+    return initial

@@ -13,6 +13,7 @@ from rankwise._internals.forward import (
     device_of,
     drop_unused_labels,
     fresh_autocast_cache,
+    preserve_random_state,
     run_model,
     to_device,
 )
@@ -23,7 +24,6 @@ from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.digests import DataDigest, weights_digest
 from rankwise.auditing.failures import batch_failed, measuring, step_failed
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.fresh_copies import BaselineWanted, FreshCopies, check_baseline
 from rankwise.auditing.heads import HeadTable
 from rankwise.auditing.importance_numbers import (
     ImportanceWanted,
@@ -31,12 +31,14 @@ from rankwise.auditing.importance_numbers import (
     head_importances,
     importance_record,
 )
+from rankwise.auditing.initialization import InitialCopies
 from rankwise.auditing.layers import LayerTable
 from rankwise.auditing.numbers import Method, check_method, method_of
 from rankwise.auditing.pictures import Matrices, NoSuchHeadsError, PictureTaker, chosen_heads, picture_size
 from rankwise.auditing.provenance import check_provenance, provenance_of
 from rankwise.auditing.records import HeadRecord, Provenance, Unseen
 from rankwise.auditing.result import Audit
+from rankwise.auditing.settings import BaselineOption, baseline_settings
 from rankwise.auditing.site_keys import SiteKey
 from rankwise.auditing.token_names import TokenNames
 from rankwise.auditing.widths import leave_moments
@@ -64,7 +66,7 @@ def audit(
     blocks: str | None = None,
     matrices: Matrices | None = None,
     importance: ImportanceWanted = False,
-    baseline: BaselineWanted = False,
+    baseline: BaselineOption = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
@@ -119,8 +121,7 @@ def audit(
         CaptureError: if no mixing operator is found.
         InputError: if there are no batches, or both batches and texts, no tokenizer for texts, no such
             method, or if the model has none of the heads in ``matrices``: said after the first batch.
-        FreshWeightsError: before anything is measured, if a baseline is wanted and the model cannot be built
-            at fresh weights.
+        InitializationError: before anything is measured, if the model of a baseline cannot be initialized.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -137,7 +138,7 @@ def audit(
         batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
     check_batches(batches if texts is None else ())
     settings = check_importance(importance, tokenizer)
-    copies = None if (fresh := check_baseline(baseline)) is None else FreshCopies(model, fresh)
+    copies = None if (fresh := baseline_settings(baseline)) is None else InitialCopies(model, fresh)
     given = batches or ()
     given = given if settings is None and copies is None else list(given)
     names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
@@ -185,7 +186,7 @@ class Run:
         self,
         batches: Iterable[Batch],
         importance: ImportanceSettings | None = None,
-        copies: FreshCopies | None = None,
+        copies: InitialCopies | None = None,
     ) -> None:
         """Run all batches, or as many as can be run; then copies at fresh weights and worth, if wanted."""
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
@@ -253,10 +254,10 @@ class Run:
                 table.commit()
         return bool(self.heads.records())
 
-    def _measure_baseline(self, batches: Iterable[Batch], copies: FreshCopies) -> None:
+    def _measure_baseline(self, batches: Iterable[Batch], copies: InitialCopies) -> None:
         self.built = copies.built
         try:
-            with copies.random_state_kept():
+            with preserve_random_state(self.model):
                 for seed, model in copies:
                     torch.manual_seed(seed)  # of dropout, where the model is in training mode
                     run = self._of_copy(model, f"seed {seed} of {len(copies)} at fresh weights")

@@ -1,90 +1,210 @@
-"""Settings of an audit, checked before there is a model: those that a monitor passes on."""
+"""How to audit: one object for the function, the command and the monitor, checked before a model runs."""
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
-from rankwise.auditing.fresh_copies import check_baseline
-from rankwise.auditing.importance_numbers import check_importance
-from rankwise.auditing.numbers import check_method
-from rankwise.auditing.pictures import chosen_heads
+from torch import nn
+
+from rankwise.auditing.initialization import BaselineSettings
 from rankwise.auditing.provenance import check_provenance
-from rankwise.auditing.run import audit
-from rankwise.errors import InputError, did_you_mean
-from rankwise.measures import check_delta
+from rankwise.errors import InputError, did_you_mean, one_of
+from rankwise.importance import ImportanceSettings
+from rankwise.measures import DELTA, check_delta
+from rankwise.tracing import SiteAdapter
 
-OTHERWISE_GIVEN = ("model", "batches", "texts", "tokens", "batch_size")
-"""Arguments of `audit` that say what is audited, and no more of how."""
+Method = Literal["auto", "exact", "estimate"]
+"""How ranks are computed; "auto" is exact up to the size `EXACT_BYTES` of a matrix."""
+Matrices = str | Iterable[tuple[int, int]]
+"""Heads that keep attention maps: "flagged", "all", "3:7,5:0", or pairs (layer, head)."""
+ImportanceOption = bool | Literal["exact"] | ImportanceSettings
+BaselineOption = bool | int | Callable[[int], nn.Module] | BaselineSettings
+Progress = Callable[[int, str], None]
+"""Called with the number of finished batches and the site measured last."""
 
 
-def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Refuse settings that `rankwise.audit` does not take.
+class AuditOptions(TypedDict, total=False):
+    """Keywords of `rankwise.audit` that say how to audit."""
 
-    Args:
-        settings: by name.
+    delta: float
+    tokenizer: Callable[..., Any] | None
+    method: Method
+    sites: Mapping[str, SiteAdapter] | None
+    blocks: str | None
+    matrices: Matrices | None
+    importance: ImportanceOption
+    baseline: BaselineOption
+    provenance: Mapping[str, Any] | None
+    on_progress: Progress | None
 
-    Returns:
-        The settings.
 
-    Raises:
-        RankwiseError: if there is no such setting, or it does not take such a value.
-    """
-    known = [name for name in inspect.signature(audit).parameters if name not in OTHERWISE_GIVEN]
-    checks: dict[str, Callable[[Any], object]] = {
-        "delta": check_delta,
-        "method": check_method,
-        "sites": _check_sites,
-        "blocks": _check_blocks,
-        "matrices": chosen_heads,
-        "importance": check_importance,
-        "baseline": check_baseline,
-        "provenance": lambda given: check_provenance(given or {}),
-        "on_progress": lambda given: check_callable("on_progress", given),
-    }
-    for name, value in settings.items():
-        if name not in known:
+@dataclass(frozen=True)
+class ChosenHeads:
+    """Heads whose attention maps are kept: heads with a finding, all heads, or heads by (layer, head)."""
+
+    heads: frozenset[tuple[int, int]] = frozenset()
+    flagged: bool = False
+
+    def includes(self, layer: int, head: int) -> bool:
+        """True if a head can be one of them; which heads have a finding is known later."""
+        return not self.heads or (layer, head) in self.heads
+
+
+@dataclass(frozen=True)
+class AuditSettings:
+    """How to audit, checked."""
+
+    delta: float = DELTA
+    tokenizer: Callable[..., Any] | None = None
+    method: Method = "auto"
+    sites: Mapping[str, SiteAdapter] | None = None
+    blocks: str | None = None
+    maps: ChosenHeads | None = None
+    importance: ImportanceSettings | None = None
+    baseline: BaselineSettings | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    on_progress: Progress | None = None
+
+    @classmethod
+    def of(cls, **options: Unpack[AuditOptions]) -> "AuditSettings":
+        """Check the options of an audit.
+
+        Raises:
+            InputError: if an option is unknown or has a wrong value.
+
+        Examples:
+            >>> AuditSettings.of(method="exact", matrices="3:7").maps.heads
+            frozenset({(3, 7)})
+        """
+        known = AuditOptions.__annotations__
+        for name in options:
+            if name not in known:
+                raise InputError(
+                    f"`{name}`",
+                    expected="a setting of `rankwise.audit`",
+                    got="an unknown one",
+                    fix=did_you_mean(name, known),
+                )
+        given: dict[str, Any] = {"delta": DELTA, "method": "auto", "importance": False, "baseline": False}
+        given |= options
+        provenance = given.get("provenance") or {}
+        check_provenance(provenance)
+        check_delta(given["delta"])
+        sites, blocks, on_progress = given.get("sites"), given.get("blocks"), given.get("on_progress")
+        named = isinstance(sites, Mapping) and all(isinstance(name, str) for name in sites)
+        if sites is not None and not (named and all(map(callable, sites.values()))):
             raise InputError(
-                f"`{name}`",
-                expected="a setting of `rankwise.audit`",
-                got="an unknown one",
-                fix=did_you_mean(name, known),
+                "`sites`",
+                expected="a dict from names of modules to functions",
+                got=repr(sites),
+                fix="`sites={'layers.0.mixer': f}`, as in `rankwise.capture`.",
             )
-        checks.get(name, lambda given: None)(value)
-    return settings
-
-
-def _check_sites(sites: Any) -> None:
-    named = isinstance(sites, Mapping) and all(isinstance(name, str) for name in sites)
-    if sites is not None and not (named and all(map(callable, sites.values()))):
-        raise InputError(
-            "`sites`",
-            expected="a dict from names of modules to functions",
-            got=repr(sites),
-            fix="`sites={'layers.0.mixer': f}`, as in `rankwise.capture`.",
+        if blocks is not None and not isinstance(blocks, str):
+            raise InputError(
+                "`blocks`",
+                expected="names of the residual blocks as a string",
+                got=repr(blocks),
+                fix="`blocks='layers.*'`, as in `rankwise.capture`.",
+            )
+        check_callable("on_progress", on_progress)
+        tokenizer = given.get("tokenizer")
+        decodes = callable(getattr(tokenizer, "decode", None))
+        if tokenizer is not None and not (decodes or callable(tokenizer)):
+            raise InputError(
+                "`tokenizer`",
+                expected="a tokenizer with a method `decode`, which names tokens",
+                got=type(tokenizer).__name__,
+                fix="Pass what `AutoTokenizer.from_pretrained` returns, or leave it out: ids are shown.",
+            )
+        return cls(
+            delta=given["delta"],
+            tokenizer=tokenizer,
+            method=one_of("`method`", given["method"], get_args(Method)),
+            sites=sites,
+            blocks=blocks,
+            maps=chosen_heads(given.get("matrices")),
+            importance=importance_settings(given["importance"], tokenizer),
+            baseline=baseline_settings(given["baseline"]),
+            provenance=dict(provenance),
+            on_progress=on_progress,
         )
 
 
-def _check_blocks(blocks: Any) -> None:
-    if blocks is not None and not isinstance(blocks, str):
+def check_callable(name: str, value: Any) -> None:
+    """Raise if an optional argument is not a function."""
+    if value is not None and not callable(value):
         raise InputError(
-            "`blocks`",
-            expected="names of the residual blocks as a string",
-            got=repr(blocks),
-            fix="`blocks='layers.*'`, as in `rankwise.capture`.",
+            f"`{name}`", expected="a function", got=repr(value), fix="Give a function, or leave it out."
         )
 
 
-def check_callable(name: str, given: Any) -> None:
-    """Refuse what cannot be called.
+def chosen_heads(matrices: Any) -> ChosenHeads | None:
+    """Read which heads keep attention maps; None if no maps are kept.
 
-    Args:
-        name: of the argument.
-        given: a function or None.
-
-    Raises:
-        InputError: if it is neither.
+    Examples:
+        >>> sorted(chosen_heads("3:7, 5:0").heads)
+        [(3, 7), (5, 0)]
     """
-    if given is not None and not callable(given):
+    if matrices is None:
+        return None
+    pairs: list[tuple[int, int]] = []
+    if isinstance(matrices, str):
+        word = matrices.strip().lower()
+        if word in ("flagged", "all"):
+            return ChosenHeads(flagged=word == "flagged")
+        parts = [part.strip() for part in matrices.split(",")]
+        if all(re.fullmatch(r"\d{1,9}:\d{1,9}", part) for part in parts):
+            pairs = [(int(layer), int(head)) for layer, head in (part.split(":") for part in parts)]
+    else:
+        try:
+            pairs = [(int(layer), int(head)) for layer, head in matrices]
+        except (TypeError, ValueError):
+            pairs = []
+    if not pairs:
         raise InputError(
-            f"`{name}`", expected="a function", got=repr(given), fix="Give a function, or leave it out."
+            "`matrices`",
+            expected='"flagged", "all", or heads by layer and number, such as "3:7,5:0"',
+            got=repr(matrices),
+            fix='Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.',
         )
+    return ChosenHeads(frozenset(pairs))
+
+
+def importance_settings(option: Any, tokenizer: Any) -> ImportanceSettings | None:
+    """Return the settings of importance with the mask token of the tokenizer, unless they name one."""
+    if option is False:
+        return None
+    if option is True or option == "exact":
+        option = ImportanceSettings(exact=option == "exact")
+    if not isinstance(option, ImportanceSettings):
+        raise InputError(
+            "`importance`",
+            expected='True, False, "exact" or ImportanceSettings',
+            got=repr(option),
+            fix="See `rankwise.importance.ImportanceSettings` for the options.",
+        )
+    if option.mask_token is None:
+        option = replace(option, mask_token=getattr(tokenizer, "mask_token_id", None))
+    return option
+
+
+def baseline_settings(option: Any) -> BaselineSettings | None:
+    """Return the settings of a baseline; None if there is none."""
+    if isinstance(option, bool):
+        return BaselineSettings() if option else None
+    settings = option
+    if isinstance(option, int):
+        settings = BaselineSettings(option)
+    elif callable(option) and not isinstance(option, nn.Module):
+        settings = BaselineSettings(build=option)
+    seeds = settings.seeds if isinstance(settings, BaselineSettings) else 0
+    if not isinstance(seeds, int) or seeds < 1:
+        raise InputError(
+            "`baseline`",
+            expected="True, a number of seeds from 1 on, a function of a seed that builds the model, or "
+            "`BaselineSettings`",
+            got=type(option).__name__ if isinstance(option, nn.Module) else repr(option),
+            fix="`baseline=3` also audits the model at three initializations.",
+        )
+    return settings

@@ -1,6 +1,5 @@
-"""Watch rank while a model trains: audits of a fixed probe batch, their scalars, and stops."""
+"""Watch rank during training: audits of a fixed probe batch, scalars for loggers, and stops."""
 
-from rankwise.monitor.monitor import RankMonitor
-from rankwise.monitor.scalars import scalars
+from rankwise.monitor.monitor import RankMonitor, scalars
 
 __all__ = ["RankMonitor", "scalars"]

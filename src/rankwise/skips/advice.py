@@ -19,7 +19,7 @@ from rankwise._internals.forward import (
     tensors_of,
     to_device,
 )
-from rankwise.auditing.cures import cure
+from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES
 from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, Place
 from rankwise.errors import InputError, RankwiseError
@@ -199,7 +199,7 @@ def _check_runs(model: nn.Module, batch: Batch) -> None:
             raise
         name, got = type(model).__name__, f"{type(error).__name__}: {error}"
         raise InputError(
-            "`batch`", expected=f"a batch that {name} runs on", got=got, fix=cure(model, batch, error)
+            "`batch`", expected=f"a batch that {name} runs on", got=got, fix=fix_hint(model, batch, error)
         ) from error
 
 

@@ -1,0 +1,75 @@
+"""The monitor as a callback of transformers' Trainer and of Lightning."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import InputError
+from rankwise.monitor.monitor import RankMonitor, scalars
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+
+LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallback":
+    """Return a callback that audits as a transformers Trainer steps, logs through it and stops it."""
+    from transformers import TrainerCallback
+
+    def step(state: Any, control: Any, model: Any) -> None:
+        audit = monitor.step(model, state.global_step)
+        if audit is not None:
+            should_log = control.should_log  # `log` clears the flag of the trainer's own log of this step
+            trainer.log(scalars(audit))
+            control.should_log = should_log
+        if monitor.stopped_by is not None:
+            control.should_training_stop = True
+
+    class RankCallback(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step(state, control, kwargs["model"])
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # The trainer asks whether to stop only after a step: after a stop before the first step, drop
+            # the gradients, so that weights stay. A float16 loss scaler fails without gradients.
+            if monitor.stopped_by is not None and trainer.accelerator.scaler is None:
+                kwargs["model"].zero_grad(set_to_none=True)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step(state, control, kwargs["model"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor.finish()
+
+    return RankCallback()
+
+
+def lightning_callback(monitor: RankMonitor) -> Any:
+    """Return a callback that audits after each optimizer step, logs to Lightning's loggers and stops."""
+    package = next((name for name in LIGHTNING if find_spec(name.split(".")[0])), None)
+    if package is None:
+        raise InputError(
+            "`RankMonitor.lightning`",
+            expected="Lightning",
+            got="an environment without it",
+            fix="pip install lightning, or call `monitor.step(model, step)` in your own loop.",
+        )
+    base: Any = import_module(package).Callback
+
+    class RankCallback(base):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            audit = monitor.step(module, trainer.global_step)
+            if audit is not None and trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.log_metrics(scalars(audit), step=trainer.global_step)
+            if monitor.stopped_by is not None:
+                trainer.should_stop = True
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            self.on_train_start(trainer, module)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            monitor.finish()
+
+    return RankCallback()

@@ -1,0 +1,109 @@
+"""Write a training run's audits to a folder; a full disk warns but does not stop training."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from rankwise._internals.files import writable_folder, write_file
+from rankwise._internals.forward import Batch, tensors_of
+from rankwise.auditing import Audit
+from rankwise.auditing.history import History
+from rankwise.errors import InputError, first_line
+
+logger = logging.getLogger("rankwise.monitor")
+PROBE = "probe.safetensors"
+
+
+class AuditFolder:
+    """The audits of one training run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._warned = folder, False
+
+    def begin(self, step: int, *, resume: bool, writes: bool) -> History:
+        """Check the folder before training and read the audits before `step`.
+
+        Only the process that writes creates the folder, refuses another run's audits, and deletes.
+
+        Args:
+            step: first step of the run, or first step after the checkpoint.
+            resume: the audits in the folder are of this run: those from `step` on are removed, because
+                training reaches their steps again.
+            writes: True for the process that writes.
+
+        Raises:
+            InputError: if the folder cannot be written or holds audits of another run.
+            RecordError: if an audit is damaged.
+        """
+        if writes:
+            writable_folder(self.folder, "`folder`")
+        audits = {
+            int(path.parent.name.removeprefix("step-")): path
+            for path in self.folder.glob("step-*/audit.json")
+            if re.fullmatch(r"step-\d+", path.parent.name)
+        }
+        if writes and audits and not resume:
+            raise InputError(
+                f"`folder` {self.folder}",
+                expected="a folder without audits of another training",
+                got=", ".join(f"step-{at}" for at in sorted(audits)[:4]),
+                fix="Choose another folder or remove that one; to resume from a checkpoint with its audits, "
+                "set `resume=True`.",
+            )
+        if writes:
+            for path in (path for at, path in audits.items() if at >= step):
+                path.unlink(missing_ok=True)
+                with suppress(OSError):  # the folder has other files
+                    path.parent.rmdir()
+            with suppress(OSError):  # left by a run that was stopped
+                (self.folder / PROBE).unlink(missing_ok=True)
+        return History((at, Audit.load(path)) for at, path in audits.items() if at < step and resume)
+
+    def write(self, step: int, audit: Audit) -> str:
+        """Write an audit; return why it failed, or an empty string. Warn once."""
+        cause = _why_not_written(lambda: audit.save(self.folder / f"step-{step}" / "audit.json"))
+        if cause and not self._warned:
+            self._warned = True
+            logger.warning(
+                "step %d: the audit could not be written to %s: %s. Training continues, and audits stay in "
+                "`history`. Free space or make the folder writable: `finish` writes all audits.",
+                step,
+                self.folder,
+                cause,
+            )
+        return cause
+
+    def write_probe(self, batches: Sequence[Batch]) -> str:
+        """Write the probe next to the audits; return why it failed, or an empty string."""
+        tensors = {
+            f"{at}.{name}": tensor.detach().cpu().contiguous()
+            for at, batch in enumerate(batches)
+            for name, tensor in tensors_of(batch).items()
+        }
+        path = self.folder / PROBE
+        return _why_not_written(lambda: write_file(path, lambda part: save_file(tensors, part), "probe"))
+
+    def finish(self, history: History) -> Path | None:
+        """Write all audits and their page; return the page, or warn and return None."""
+        if cause := _why_not_written(lambda: history.save(self.folder)):
+            logger.warning(
+                "the history could not be written to %s: %s. Free space and call `finish` again, or write it "
+                "elsewhere: `monitor.history.save(FOLDER)`.",
+                self.folder,
+                cause,
+            )
+            return None
+        return self.folder / "index.html"
+
+
+def _why_not_written(write: Callable[[], object]) -> str:
+    try:
+        write()
+    except (InputError, SafetensorError) as error:
+        return error.got if isinstance(error, InputError) else first_line(error)
+    return ""
