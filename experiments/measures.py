@@ -9,7 +9,7 @@ from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasur
 
 PAGE = Path(__file__).parent.parent / "docs" / "measures.md"
 START, END = "<!-- {}: written by `python -m experiments.measures` -->", "<!-- end of {} -->"
-PARTS = ("as_matrices", "check_delta", "logit_moments")
+PARTS = ("check_delta", "logit_moments")
 """Of which measures are made; not on the page."""
 
 

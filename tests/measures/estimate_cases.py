@@ -1,4 +1,4 @@
-"""What the tests of the estimators share: heads of many kinds, and an operator that counts what is asked."""
+"""Cases for the tests of the estimators: heads of many kinds, and an operator that counts its products."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the tests of the measures share: matrices to try, and how far rounding may carry an answer."""
+"""Cases for the tests of the measures: matrices, and tolerances from rounding errors."""
 
 from types import FunctionType
 

@@ -123,7 +123,7 @@ def undecidable(sigma, delta):
 
 @every_shape
 @every_kind
-def test_a_count_that_is_decided_is_that_of_the_svd(kind, shape):
+def test_decided_counts_equal_the_svd(kind, shape):
     m = family(kind, 100, shape, seed=sum(shape))
     sigma = svd(m)
     for delta in DELTAS:
@@ -160,7 +160,7 @@ def test_effective_ranks_are_within_their_bound(kind, shape):
 
 @pytest.mark.parametrize("shape", [(SIZE, SIZE), (SIZE, SIZE + 20), (SIZE + 30, SIZE)], ids=str)
 @every_kind
-def test_the_public_ranks_are_those_of_the_svd(kind, shape):
+def test_public_ranks_equal_the_svd(kind, shape):
     m = family(kind, 6, shape, seed=1)
     for delta in DELTAS:
         sigma = svd(m)
@@ -182,7 +182,7 @@ def test_the_public_ranks_are_those_of_the_svd(kind, shape):
 
 @pytest.mark.parametrize("nudge", [0.0, 1e-15, -1e-15, 1e-13, -1e-13])
 @pytest.mark.parametrize("copies", [1, 5])
-def test_a_singular_value_at_delta_goes_to_the_svd(nudge, copies):
+def test_a_singular_value_at_delta_needs_the_svd(nudge, copies):
     delta = 0.2
     sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
     sigma[:4, :copies] = delta * (1 + nudge)
@@ -198,7 +198,7 @@ def test_a_singular_value_at_delta_goes_to_the_svd(nudge, copies):
 
 
 @pytest.mark.parametrize("gap", [1e-8, -1e-8])
-def test_a_singular_value_beside_delta_does_not(gap):
+def test_a_singular_value_near_delta_does_not_need_the_svd(gap):
     delta = 0.2
     sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
     sigma[:, :3] = delta * (1 + gap)
@@ -225,7 +225,7 @@ def test_nothing_within_the_slack_is_trusted(share, delta, seed, size):
     assert not gram_spectrum(m).decides_count(delta).any()
 
 
-def test_a_delta_below_what_a_gram_matrix_shows_goes_to_the_svd():
+def test_a_delta_below_the_resolution_of_a_gram_matrix_needs_the_svd():
     sigma = torch.ones(2, SIZE, dtype=torch.float64)
     sigma[:, 5:] = torch.tensor([[1e-9], [1e-11]])
     m = with_spectrum(sigma)
@@ -286,7 +286,7 @@ def test_no_perturbation_of_that_size_moves_the_effective_rank_further(tail, hea
     assert abs(moved - true) <= bound.effective_rank_error().item() * true * (1 + 1e-9)
 
 
-def test_an_effective_rank_in_doubt_goes_to_the_svd():
+def test_an_uncertain_effective_rank_needs_the_svd():
     m = torch.cat([make("low rank", (2, SIZE, SIZE), seed=6), make("signed", (2, SIZE, SIZE), seed=6)])
     error = gram_spectrum(m).effective_rank_error()
     between = (error[:2].min() * error[2:].max()).sqrt().item()
@@ -308,7 +308,7 @@ def test_a_summary_looks_at_that_doubt(times, monkeypatch):
     assert rank_summary(m).singular_values.equal(svd(m)) == (times > 1)
 
 
-def test_a_slack_that_drowns_everything_is_no_bound():
+def test_a_slack_above_all_eigenvalues_bounds_nothing():
     drowned = GramSpectrum(torch.ones(1, 4).double(), torch.ones(1).double(), torch.ones(1).double())
     assert drowned.effective_rank_error().isinf().all()
     zero = GramSpectrum(torch.zeros(1, 4).double(), torch.zeros(1).double(), torch.ones(1).double())
@@ -347,7 +347,7 @@ def test_a_hardmax_matrix_has_the_rank_of_its_winners():
 
 
 @pytest.mark.parametrize("measure", [rank_summary, stable_rank], ids=lambda f: f.__name__)
-def test_gradients_are_those_of_the_svd(measure):
+def test_gradients_equal_the_svd(measure):
     m = make("signed", (2, SIZE, SIZE), seed=9)
     given_, wanted = m.clone().requires_grad_(), m.clone().requires_grad_()
     got = measure(given_)
@@ -359,7 +359,7 @@ def test_gradients_are_those_of_the_svd(measure):
 
 
 @pytest.mark.parametrize("call", [numerical_rank, stable_rank, rank_summary], ids=lambda f: f.__name__)
-def test_a_matrix_that_is_not_finite_answers_nan_alone(call):
+def test_a_matrix_that_is_not_finite_gives_nan_alone(call):
     m = make("stochastic", (2, 3, SIZE, SIZE), seed=11)
     clean = call(m)
     m[0, 1, 3, 4], m[0, 2, 1, 1], m[1, 2, 0, 0], m[1, 0, :2, 0] = math.nan, -math.inf, math.inf, INFINITIES
@@ -399,7 +399,7 @@ def banded(rows, columns, reach):
 
 @pytest.mark.parametrize("reach", [-50, -3, 0, 4, 50])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 5), (30, 30), (30, 41), (8, 9)], ids=str)
-def test_the_lower_half_is_that_of_the_product(shape, reach):
+def test_the_lower_half_equals_the_product(shape, reach):
     m = banded(*shape, reach)
     close(lower_gram(m).tril(), (m @ m.mT).tril(), rtol=0, atol=1e-13)
 
@@ -416,7 +416,7 @@ def test_a_negative_entry_reaches_as_far_as_a_positive():
     assert lower_gram(m)[0, 0, 0] == 1
 
 
-def test_what_is_above_the_diagonal_is_not_read(monkeypatch):
+def test_entries_above_the_diagonal_are_not_read(monkeypatch):
     m = normal(2, 20, 20)
     gram = lower_gram(m)
     poison = torch.full_like(gram, math.nan).triu(1) + gram.tril()
@@ -440,7 +440,7 @@ def test_a_large_entry_below_zero_is_scaled_too():
 
 
 @pytest.mark.parametrize("power", [-1022, -300, -90, 0, 90, 300, 1000])
-def test_a_power_of_two_is_taken_out_where_squares_would_leave_the_range(power):
+def test_a_power_of_two_is_divided_out_if_squares_would_leave_the_range(power):
     m = normal(1, 4, 4) * 2.0**power
     wide, scale = in_range(m)
     assert (wide * scale[:, None, None]).equal(m)
@@ -505,7 +505,7 @@ def test_parts_do_not_change_an_answer(monkeypatch):
         close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_an_input_that_is_not_finite_is_left_as_it_was():
+def test_an_input_that_is_not_finite_is_unchanged():
     m = normal(3, 4, 4)
     m[1, 2, 3] = math.nan
     before = m.clone()

@@ -1,4 +1,4 @@
-"""The matrix-free spectrum: against dense, intervals that keep their rate, what it asks of operators."""
+"""Matrix-free ranks: against dense ranks, coverage of the intervals, products and memory."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_where_the_vectors_span_the_space_the_answer_is_exact(shape, kind, seed)
     rank=st.integers(1, 12), tokens=st.integers(40, 90), sources=st.integers(40, 90), seed=st.integers(0, 99)
 )
 def test_an_exhausted_low_rank_is_exact(rank, tokens, sources, seed):
-    """Fewer products than dimensions, more than the rank: what is left is rounding, √(64 ε·90) of ‖M‖_F."""
+    """Fewer products than dimensions, more than the rank: the rest is rounding, √(64 ε·90) of ‖M‖_F."""
     m = normal(tokens, rank, seed=seed) @ normal(rank, sources, seed=seed + 1)
     exact, spectrum = rank_summary(m), estimate_spectrum(m, probes=8, steps=5)
     assert spectrum.effective_rank.value == pytest.approx(float(exact.effective_rank), rel=1e-4)
@@ -136,7 +136,7 @@ def test_few_steps_do_not_make_the_largest_singular_value_sure(probes, steps):
 
 
 def test_only_the_gram_matrix_matters():
-    """Another order of rows, or a rotation of them, leaves MᵀM; a transpose answers as what it transposes."""
+    """A permutation or rotation of the rows does not change MᵀM; a transpose is measured as its original."""
     m = head("plain", 150).dense(torch.float64)
     first = estimate_spectrum(m, probes=8, steps=6)
     assert same(first, estimate_spectrum(DenseMixing(m).mT, probes=8, steps=6))
@@ -181,7 +181,7 @@ def test_the_seed_decides_and_torch_is_left_alone():
     assert not same(first, estimate_spectrum(operator, probes=8, steps=4, seed=8))
 
 
-def test_any_device_answers_alike(device):
+def test_any_device_gives_the_same_result(device):
     operator = head("plain causal", 200)
     here, there = (estimate_spectrum(x, probes=8, steps=8) for x in (operator, operator.to(device)))
     for name in RANKS:
@@ -190,7 +190,7 @@ def test_any_device_answers_alike(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_queries_of_any_precision_are_taken_as_they_are(dtype):
+def test_queries_of_any_precision_are_not_rounded(dtype):
     q, k = normal(2, 90, 8).to(dtype)
     assert same(
         estimate_spectrum(SoftmaxMixing(q, k), probes=8, steps=4),
@@ -204,7 +204,7 @@ def test_tensors_of_whole_numbers_are_matrices(dtype):
     assert estimate_spectrum(matrix).effective_rank.value == pytest.approx(5)
 
 
-# --- what it asks of an operator -------------------------------------------------------------------------
+# --- products and memory ---------------------------------------------------------------------------------
 
 
 class LargestTensor(TorchDispatchMode):
@@ -283,7 +283,7 @@ def test_no_graph_is_built():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_answers_nan_and_leaves_the_others_alone(bad):
+def test_a_matrix_that_is_not_finite_gives_nan_and_leaves_the_others_alone(bad):
     matrices = make("stochastic", (2, 2, 30, 30), seed=5)
     clean = estimate_spectrum(matrices, probes=8, steps=4)
     matrices[1, 0, 3, 4] = bad
@@ -332,7 +332,7 @@ def test_probes_come_in_two_halves(probes):
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 1, 3])
-def test_one_step_is_no_space(steps):
+def test_too_few_steps_are_refused(steps):
     with pytest.raises(
         RankwiseError, match=rf"`steps`: expected a whole number of at least 4, got {steps}\."
     ):

@@ -1,4 +1,4 @@
-"""Counts without the matrix: intervals that hold, numbers where they can be given, and nowhere else."""
+"""Counts without the matrix: coverage of intervals, and numbers only if the interval is narrow."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_intervals_hold_the_count(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_number_is_given_exactly_where_the_interval_is_narrow_but_for_chance(kind):
+def test_a_count_is_a_number_if_and_only_if_quadrature_leaves_little_open(kind):
     """At 16 probes chance is at most √(2/16)·√200 per count: 5 + 3·2.15 around the truth covers both."""
     operator = head(kind, 200)
     spectrum = estimate_spectrum(operator, probes=16, steps=8)
@@ -81,8 +81,8 @@ def test_a_number_is_given_exactly_where_the_interval_is_narrow_but_for_chance(k
             assert abs(count.value - truth) <= 2 * SHARP * truth + 15
 
 
-def test_a_head_says_where_it_cannot_count():
-    """One σ of 17 by the sink; of the others a third lie between 1e-4 and 1e-2, too near for few steps."""
+def test_a_count_that_is_not_sharp_is_nan_with_an_interval():
+    """One σ of 17 by the sink; a third of the others are between 1e-4 and 1e-2, too close for few steps."""
     operator = head("sink", 300)
     spectrum = estimate_spectrum(operator, probes=8, steps=6)
     assert [float(x) for x in spectrum.count(5.0)] == [1, 0, 1, 1]

@@ -45,7 +45,7 @@ def check_gram(gram, dense, rtol):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entries", [1, 100, 10**6])
 def test_gram_is_the_product_with_the_dense_gram_matrix(kind, entries, monkeypatch):
-    """Sums of T·T terms, however the rows are cut: the rows are those of the float64 matrix."""
+    """Sums of T·T terms for any block size; the rows are from the float64 matrix."""
     monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", entries)
     operator = head(kind, 23)
     check_gram(Gram(operator), operator.dense(torch.float64), sum_tolerance(23 * 23))
@@ -77,7 +77,7 @@ def test_gram_has_a_unit_of_its_own(exponent):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_gram_sees_what_is_not_finite(bad):
+def test_gram_detects_matrices_that_are_not_finite(bad):
     m = normal(4, 4)
     m[2, 1] = bad
     assert not Gram(DenseMixing(m)).finite
@@ -171,14 +171,14 @@ def estimator(matrix, probes=8, steps=6, seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_traces_of_lines_are_exact(kind):
-    """The trace of A is known: what a probe gets wrong of it is regressed away."""
+    """The trace of A is known: the error of each probe is regressed away."""
     found, _ = estimator(head(kind, 150).dense(torch.float64))
     bracket = found.by_probes(lambda x: 3 * x)
     assert bracket.value == pytest.approx(3 * found.energy, rel=1e-9)
     assert bracket.reach(2.5) < 1e-8 * found.energy
 
 
-def test_what_strong_directions_contribute_is_found_not_estimated():
+def test_the_contribution_of_strong_directions_is_exact():
     """Three singular values that the two halves of the probes agree on; one value that 30 vectors share."""
     sigma = torch.cat([torch.tensor([300.0, 200.0, 100.0]), torch.ones(30), torch.zeros(67)]).double()
     matrix = rotation(100, 1) * sigma @ rotation(100, 2)
@@ -201,8 +201,8 @@ def test_probes_that_all_agree_are_not_extrapolated():
     assert bracket.reach(2.5) * scale < 1e-6 * truth
 
 
-def test_a_freak_draw_costs_no_more_than_what_it_hides():
-    """Signs may all miss one and the same of four equal directions: its σ = 3 is lost, no more than that."""
+def test_the_worst_draw_loses_only_the_direction_that_it_misses():
+    """All signs may miss one of four equal directions: then its σ = 3 is lost, and nothing else."""
     sigma = torch.tensor([3.0] * 4 + [1.0] * 30).double()
     for seed in range(60):
         found, scale = estimator(sigma.diag(), seed=seed)

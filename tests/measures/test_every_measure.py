@@ -1,4 +1,4 @@
-"""What holds for every measure: dtypes, batches, NaN, empty and tiny inputs, operators, errors."""
+"""General laws of all measures: dtypes, batches, NaN, empty and tiny inputs, operators, errors."""
 
 import math
 
@@ -20,7 +20,7 @@ from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError
-from rankwise.measures.registry import MEASURES
+from rankwise.measures.registry import MEASURES, as_matrices
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -31,7 +31,7 @@ every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], i
 
 
 def test_every_function_is_a_measure_or_known_to_be_none():
-    others = {"as_matrices", "evaluate", "rank_summary"}
+    others = {"evaluate", "rank_summary"}
     others |= {"relative_update", "variational_rate", "estimate_spectrum", "check_delta"}
     others |= {"logit_moments", "required_head_dim"}  # of queries and keys: test_logits.py
     lost = set(FUNCTIONS) - set(MEASURES) - others
@@ -69,7 +69,7 @@ def test_sequences_of_a_batch_are_measured_alone(measure):
 
 @every_matrix_measure
 @pytest.mark.parametrize("bad", BAD)
-def test_a_matrix_that_is_not_finite_answers_nan_and_leaves_the_others_alone(measure, bad):
+def test_a_matrix_that_is_not_finite_gives_nan_and_leaves_the_others_alone(measure, bad):
     x = make("stochastic", (2, 3, 5, 5), seed=3)
     clean = measure(x)
     x[1, 0, 2, 4] = bad
@@ -81,7 +81,7 @@ def test_a_matrix_that_is_not_finite_answers_nan_and_leaves_the_others_alone(mea
 
 @every_token_measure
 @pytest.mark.parametrize("bad", BAD)
-def test_a_sequence_that_is_not_finite_answers_nan_and_leaves_the_others_alone(measure, bad):
+def test_a_sequence_that_is_not_finite_gives_nan_and_leaves_the_others_alone(measure, bad):
     x = normal(3, 5, 4, seed=4)
     clean = measure(x)
     x[1, 2, 3] = bad
@@ -111,13 +111,13 @@ def test_padding_may_hold_anything(measure, x):
 
 
 @every_token_measure
-def test_a_sequence_of_padding_alone_answers_nan(measure):
+def test_a_sequence_of_padding_alone_gives_nan(measure):
     mask = torch.tensor([[False] * 4, [True] * 4])
     assert measure(normal(2, 4, 3), mask=mask).isnan().tolist() == [True, False]
 
 
 @every_measure
-def test_the_input_is_left_as_it_was(measure):
+def test_the_input_is_unchanged(measure):
     x = normal(2, 4, 4)
     x[0, 3] = math.nan
     before = x.clone()
@@ -136,7 +136,7 @@ def test_an_operator_is_its_matrix(measure):
 
 def test_an_operator_made_in_low_precision_is_formed_in_float64():
     q = normal(1, 6, 3, seed=5).to(torch.float32)
-    got = rm.as_matrices(SoftmaxMixing(q, q))
+    got = as_matrices(SoftmaxMixing(q, q), "`matrix`")
     wanted = torch.softmax(q.double() @ q.double().mT / math.sqrt(3), -1)
     close(got, wanted, rtol=64 * torch.finfo(torch.float64).eps)
 
@@ -148,7 +148,7 @@ def test_heads_are_measured_through_an_operator_too():
 
 @every_matrix_measure
 @pytest.mark.parametrize("shape", [(3,), (), (2, 0, 3), (2, 3, 0)])
-def test_what_is_not_a_matrix_is_refused(measure, shape):
+def test_inputs_without_rows_or_columns_are_refused(measure, shape):
     with (
         unchecked(),
         pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected .*shape \(\.\.\., T, S\)"),
@@ -157,7 +157,7 @@ def test_what_is_not_a_matrix_is_refused(measure, shape):
 
 
 @every_matrix_measure
-def test_what_is_no_tensor_is_refused(measure):
+def test_lists_are_refused(measure):
     with unchecked(), pytest.raises(ShapeError, match=r"got list\. Wrap an array with torch\.as_tensor"):
         measure([[1.0, 0.0], [0.0, 1.0]])
 
@@ -170,7 +170,7 @@ def test_complex_numbers_are_refused(measure):
 
 @every_token_measure
 @pytest.mark.parametrize("shape", [(3, 4), (2, 2, 3, 4), (2, 0, 4), (2, 3, 0)])
-def test_what_is_no_batch_of_sequences_is_refused(measure, shape):
+def test_tokens_of_a_wrong_shape_are_refused(measure, shape):
     with (
         unchecked(),
         pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected tokens of shape \(B, T, D\)"),

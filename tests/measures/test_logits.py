@@ -41,7 +41,7 @@ def test_no_more_than_the_rank_of_queries_or_of_centred_keys(rank: int, seed: in
     assert (required_head_dim(SoftmaxMixing(op.query, flat)) <= rank).all()
 
 
-def test_what_no_softmax_sees_changes_nothing() -> None:
+def test_shifts_that_softmax_ignores_change_nothing() -> None:
     op = head(1)
     wanted = at_widths(op)
     assert len(wanted.unique()) > 2
@@ -87,7 +87,7 @@ def test_it_is_the_divergence_of_small_logits() -> None:
         assert float(divergence) == pytest.approx(float(energy[rank:].sum() / 2), rel=30 * size)
 
 
-def test_sequences_are_added_padding_and_what_is_not_finite_left_out() -> None:
+def test_sequences_are_added_without_padding_and_heads_that_are_not_finite() -> None:
     op = head(4)
     rows = torch.ones(3, T, dtype=torch.bool)
     rows[0, 15:] = False

@@ -58,7 +58,7 @@ def test_singular_values_carry_the_norm_and_fall(m):
 
 
 @given(m=matrices(kinds=NONZERO), factor=st.floats(1e-6, 1e6), sign=st.sampled_from([-1, 1]))
-def test_scale_does_not_matter_but_for_delta(m, factor, sign):
+def test_ranks_do_not_depend_on_the_scale_if_delta_follows(m, factor, sign):
     delta = 0.1
     apart(m, delta)
     close(ranks(sign * factor * m, factor * delta), ranks(m, delta), rtol=rank_tolerance(m))
@@ -144,7 +144,7 @@ def test_permutations_and_rotations_are_of_full_rank(rank, n):
 
 @pytest.mark.parametrize("shape", [(1, 6), (6, 1), (1, 1), (5, 5)])
 @smooth
-def test_rank_one_is_one(rank, shape):
+def test_ranks_of_a_rank_one_matrix_are_1(rank, shape):
     m = make("low rank", shape, seed=2)
     close(rank(m), 1.0, rtol=rank_tolerance(m))
     assert numerical_rank(m, delta=1e-6 * m.norm().item()) == 1
@@ -185,7 +185,7 @@ def test_small_singular_values_are_exact_to_rounding_of_the_largest():
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("call", [numerical_rank, rank_summary], ids=lambda f: f.__name__)
-def test_a_delta_that_is_no_threshold_is_refused(call, delta):
+def test_a_delta_that_is_not_positive_and_finite_is_refused(call, delta):
     m = torch.eye(2, dtype=torch.float64)
     with pytest.raises(RankwiseError, match="`delta`: expected a number in \\(0, ∞\\)"):
         call(m, delta=delta)

@@ -1,4 +1,4 @@
-"""What rows do: entropy, sinks, and the three distances."""
+"""Measures of rows: entropy, shares of tokens, distances, and the walk that they share."""
 
 import math
 from fractions import Fraction
@@ -105,7 +105,7 @@ def test_a_column_that_is_not_there_is_refused(column):
 
 
 @given(m=matrices(kinds=NONZERO))
-def test_row_distance_is_what_the_mean_row_leaves(m):
+def test_row_distance_is_the_norm_without_the_mean_row(m):
     """Pythagoras: ‖M‖² = ‖M − 1m̄ᵀ‖² + T‖m̄‖²."""
     share = row_distance(m).square()
     assert 0 <= share <= 1
@@ -214,7 +214,7 @@ def test_a_head_that_is_not_finite_has_no_distances():
     assert got[::2, ::2].equal(clean[::2, ::2])
 
 
-def test_zero_heads_are_alike_and_far_from_others():
+def test_zero_heads_are_equal_and_far_from_others():
     heads = torch.stack([torch.zeros(2, 2), torch.zeros(2, 2), torch.eye(2)])
     assert head_distance(heads).tolist() == [[0, 0, 1], [0, 0, 1], [1, 1, 0]]
 
@@ -300,6 +300,6 @@ def test_operators_are_walked_a_block_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("names", [*([name] for name in BY_ROWS), BY_ROWS], ids=lambda names: names[-1])
 def test_no_measure_of_rows_forms_the_matrix(names):
-    """1,500² entries are over four blocks of 4 MiB, in one of which the largest tensor fits."""
+    """1,500² entries are over four blocks of 4 MiB; the largest tensor fits one block."""
     op = SoftmaxMixing(normal(1, 1500, 4), normal(1, 1500, 4, seed=1))
     assert largest_tensor(lambda: evaluate(names, op)) <= row_walk.BLOCK_BYTES["cpu"] // 8

@@ -1,8 +1,8 @@
 """Every measure at every size of number that float64 has: right, or refused.
 
 Matrices are small whole numbers times powers of two, which float64 holds exactly from 2⁻¹⁰⁷⁴ to 2¹⁰²³.
-Numbers of one size must give what they give at size 1; numbers of many sizes are held against decimals of
-1,400 digits.
+Results for numbers of one size must equal those for size 1; results for mixed sizes are compared with
+decimals of 1,400 digits.
 """
 
 import math
@@ -25,7 +25,7 @@ RTOL = 1e-12  # a few hundred roundings of 1e-16 in matrices of at most 3×3
 
 
 def first_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The measure of one matrix or sequence; of all singular values the largest, the others may cancel."""
+    """Return a function that measures one matrix or sequence, by its largest singular value if several."""
     return lambda x: FUNCTIONS[name](x[None]).flatten()[0]
 
 
@@ -58,7 +58,6 @@ ELSEWHERE = {
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "required_head_dim": "the tolerance has a size: test_logits.py",
     "logit_moments": "no measure",
-    "as_matrices": "no measure",
     "check_delta": "no measure",
 }
 """Functions of `rankwise.measures` in neither list, with the reason."""
@@ -83,7 +82,7 @@ def test_one_size_of_number_is_as_good_as_another(rows, power):
 
 
 def test_the_lists_above_miss_no_function():
-    """Of a lambda, the code tells which functions it calls."""
+    """The code of a lambda names the functions that it calls."""
     here = {name for f in (*SCALELESS, *SCALED) for name in f.__code__.co_names}
     lost = set(FUNCTIONS) - set(MEASURES) - here - set(ELSEWHERE)
     assert not lost, f"{sorted(lost)}: mark a measure by `@measure`, enter any other function above"
@@ -201,7 +200,7 @@ def test_heads_of_many_sizes(x, y, z):
     )
 
 
-def test_tiny_heads_beside_a_large_one_keep_their_distance():
+def test_tiny_heads_next_to_a_large_head_keep_their_distance():
     heads = torch.stack([torch.eye(2), torch.eye(2).flip(0), 1e200 * torch.ones(2, 2).double()]).double()
     heads[:2] *= 1e-200
     close(rm.head_distance(heads)[0, 1], 1.0, rtol=RTOL)

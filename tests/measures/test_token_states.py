@@ -152,7 +152,7 @@ def test_shares_and_cosines_do_not_round_over_their_bounds():
     close(cosine, torch.ones(200), rtol=sum_tolerance(12))
 
 
-def test_the_mean_is_over_real_tokens_wherever_padding_lies():
+def test_the_mean_is_over_real_tokens_for_any_padding():
     x = torch.tensor([[[9.0], [1.0], [9.0], [-1.0]]])
     mask = torch.tensor([[False, True, False, True]])
     close(mu(x, mask), [math.sqrt(2)], rtol=1e-15)
@@ -298,7 +298,7 @@ def test_the_rate_grows_with_the_scale(x, low, high):
 
 
 @given(x=token_batches(), factor=scales)
-def test_scale_and_distortion_are_one_thing(x, factor):
+def test_scaling_tokens_and_distortion_together_changes_nothing(x, factor):
     close(
         coding_rate(factor * x, eps=factor * 0.5),
         coding_rate(x, eps=0.5),
@@ -325,8 +325,8 @@ def test_eps_is_one_half_by_default():
     assert not coding_rate(x).equal(coding_rate(x, eps=0.25))
 
 
-def test_small_directions_beside_large_ones_are_coded():
-    """A determinant of I + ZZᵀ in float64 cannot see the 1 beside 1e20."""
+def test_small_directions_next_to_large_directions_are_coded():
+    """A determinant of I + ZZᵀ in float64 loses the 1 next to 1e20."""
     x = torch.diag(torch.tensor([1e10, 1.0], dtype=torch.float64)) @ rotation(2, seed=1)
     # D/n = 1, ε = 1: ½ log(1 + 1e20) + ½ log 2; σ_2 is known to 1e-16·1e10
     close(coding_rate(x[None], eps=1.0), [math.log(1e10) + math.log(2) / 2], rtol=0, atol=1e-5)
@@ -344,7 +344,7 @@ def test_the_rate_of_tiny_tokens_is_not_rounded_away():
 
 
 @pytest.mark.parametrize("eps", [0.0, -0.5, math.nan, math.inf])
-def test_an_eps_that_is_no_distortion_is_refused(eps):
+def test_an_eps_that_is_not_positive_and_finite_is_refused(eps):
     with pytest.raises(RankwiseError, match="`eps`: expected a number in \\(0, ∞\\)"):
         coding_rate(torch.ones(1, 2, 3), eps=eps)
 
@@ -395,7 +395,7 @@ def test_a_step_of_tssa_is_down_its_gradient():
     torch.testing.assert_close(7 * gradient, pi[..., None] * w / (1 + m), rtol=1e-12, atol=1e-15)
 
 
-def test_a_head_without_tokens_costs_nothing_and_nan_is_told():
+def test_a_head_without_tokens_has_rate_0_and_nan_stays_in_its_head():
     w, pi = grouped()
     pi[:, 0] = 0
     assert variational_rate(w, pi)[:, 0].eq(0).all()

@@ -8,12 +8,12 @@ from rankwise.measures import estimate, logits, rank, row_walk, rows, token_stat
 from rankwise.measures.estimate import *
 from rankwise.measures.logits import *
 from rankwise.measures.rank import *
-from rankwise.measures.registry import MEASURES, as_matrices
+from rankwise.measures.registry import MEASURES
 from rankwise.measures.row_walk import *
 from rankwise.measures.rows import *
 from rankwise.measures.token_states import *
 
-__all__ = ["MEASURES", "as_matrices"]
+__all__ = ["MEASURES"]
 __all__ += rank.__all__
 __all__ += estimate.__all__
 __all__ += row_walk.__all__

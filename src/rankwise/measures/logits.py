@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.errors import in_range
+from rankwise.measures.registry import all_finite
 from rankwise.operators import SoftmaxMixing
 
 __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
@@ -88,7 +89,7 @@ class LogitMoments:
 
     def sum_sequences(self) -> "LogitMoments":
         """Return the moments (H, …) of all sequences (B, H, …); heads that are not finite are left out."""
-        finite = self.query.isfinite().all(-1).all(-1) & self.key.isfinite().all(-1).all(-1)
+        finite = all_finite(self.query) & all_finite(self.key)
         square = finite[..., None, None]
         return LogitMoments(
             self.query.where(square, 0.0).sum(0),
@@ -126,10 +127,8 @@ def logit_moments(
     assert isinstance(query, Tensor)
     assert isinstance(key, Tensor)
     if op.heads_per_group > 1:
-        key, counted = (
-            key.repeat_interleave(op.heads_per_group, -3),
-            counted.repeat_interleave(op.heads_per_group, -1),
-        )
+        key = key.repeat_interleave(op.heads_per_group, -3)
+        counted = counted.repeat_interleave(op.heads_per_group, -1)
     return LogitMoments(query, key, _counted(op.query, rows), counted)
 
 
@@ -184,7 +183,7 @@ def required_head_dim(
     in_range("`tolerance`", tolerance, "(0, inf)", fix="It is in nats; 0.01 is usual.")
     seen = logit_moments(moments) if isinstance(moments, SoftmaxMixing) else moments
     pairs = seen.rows * seen.columns
-    known = seen.query.isfinite().all(-1).all(-1) & seen.key.isfinite().all(-1).all(-1) & (pairs > 0)
+    known = all_finite(seen.query) & all_finite(seen.key) & (pairs > 0)
     square, pairs = known[..., None, None], pairs.where(known, 1.0)[..., None]
     energy = logit_energy(seen.query.where(square, 0.0), seen.key.where(square, 0.0)) / pairs
     missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # at width r = 0, 1, …

@@ -66,23 +66,8 @@ def measure(
     return register
 
 
-def as_matrices(mixing: Mixing, subject: str = "matrix") -> Float64[Tensor, "*batch T S"]:
-    """Return the matrices of an operator, or a tensor, in float64.
-
-    Cost: O(T S) memory per matrix. Matrices on a device without float64 (mps) are moved to the CPU.
-
-    Args:
-        mixing: operator or tensor (..., T, S) of any real dtype.
-        subject: name of the input in error messages.
-
-    Raises:
-        ShapeError: if ``mixing`` is neither, is complex, or T or S is 0 or missing.
-
-    Examples:
-        >>> import torch
-        >>> as_matrices(torch.ones(2, 3, dtype=torch.bfloat16)).dtype
-        torch.float64
-    """
+def as_matrices(mixing: Mixing, subject: str) -> Float64[Tensor, "*batch T S"]:
+    """Return the matrices of an operator, or a tensor, in float64, on the CPU if the device is mps."""
     if isinstance(mixing, MixingOperator):
         mixing = as_operator(mixing, subject).dense(torch.float64)
     check_matrices(mixing, subject)
