@@ -30,8 +30,8 @@ import torch
 from harness import machine, timed
 
 import rankwise as rw
-from rankwise.auditing.heads import HeadTable
-from rankwise.auditing.layers import LayerTable
+from rankwise.auditing.measure import measure_heads, measure_states, sampled
+from rankwise.auditing.statistics import ModelStatistics
 from rankwise.cli.load_data import inputs_for
 from rankwise.cli.load_model import demo_model, demo_text, load_subject
 from rankwise.measures import DELTA
@@ -61,14 +61,12 @@ def main() -> None:
             return [model(**batch)[0] for batch in batches]
 
     def measures() -> None:
-        heads, layers = HeadTable(DELTA), LayerTable()
+        statistics = ModelStatistics()
         for site in trace.mixers:
-            heads.add(site)
+            statistics.add_heads(measure_heads(*sampled(site), DELTA, "auto"))
         for state in trace.states:
-            layers.add(state)
-        heads.commit()
-        layers.commit()
-        heads.records()
+            statistics.add_states(measure_states(state, None))
+        statistics.head_records(DELTA)
 
     def on_one_thread() -> rw.Audit:
         before = torch.get_num_threads()

@@ -31,7 +31,7 @@ TOKENS, SEQUENCES, SEEDS = 256, 8, 3
 COLUMNS = {
     "trained": lambda head: head.numerical_rank,
     "fresh": lambda head: head.baseline.mean["numerical_rank"],
-    "fresh_std": lambda head: head.baseline.std["numerical_rank"],
+    "fresh_std": lambda head: head.baseline.seed_std["numerical_rank"],
     "margin": lambda head: head.baseline.band[2].margin,
     "winners": lambda head: head.hardmax_rank,
     "random": lambda head: head.random_rank,

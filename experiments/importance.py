@@ -33,7 +33,7 @@ from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise._internals.statistics import spearman
 from rankwise.auditing import HeadRecord
-from rankwise.auditing.measures import HEAD_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.cli.load_data import inputs_for
 from rankwise.cli.load_model import demo_model, demo_text, load_subject
 from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance

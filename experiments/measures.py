@@ -5,7 +5,7 @@ from pathlib import Path
 from types import FunctionType
 
 from rankwise import measures
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, Measure
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, Measure
 
 PAGE = Path(__file__).parent.parent / "docs" / "measures.md"
 START, END = "<!-- {}: written by `python -m experiments.measures` -->", "<!-- end of {} -->"

@@ -9,10 +9,11 @@ from tests.auditing.same_audits import compared
 from torch import nn
 
 import rankwise as rw
-from rankwise.auditing.merge import NO_WIDTH
+from rankwise.auditing import chosen_heads
+from rankwise.auditing.result import NO_WIDTH
+from rankwise.auditing.run import collect, finished
 from rankwise.auditing.text_inputs import Shard
-from rankwise.auditing.widths import keeping_moments
-from rankwise.cli.audit_one import Share, merged_shares
+from rankwise.cli.audit_one import Found, Share, merged_shares
 from rankwise.cli.torchrun import Processes, from_environment, raise_first
 from rankwise.errors import InputError, RankwiseError
 
@@ -69,9 +70,13 @@ def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
 
 
 def share(layer: nn.Module, batch: torch.Tensor) -> Share:
-    with keeping_moments() as moments:
-        audit = rw.audit(layer, [batch], matrices="all")
-    return audit.model_dump_json(), None, False, pickle.loads(pickle.dumps(moments))
+    return collect(layer, [batch], matrices="all"), None, False
+
+
+def merged(*shares: Share) -> tuple[Found, rw.Audit | None]:
+    """Merge shares as another process receives them."""
+    found = merged_shares(pickle.loads(pickle.dumps(shares)))
+    return found, None if found.statistics is None else finished(found.statistics, chosen_heads("all"))
 
 
 def test_shares_of_processes_become_an_audit() -> None:
@@ -79,26 +84,43 @@ def test_shares_of_processes_become_an_audit() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     batches = [torch.randn(1, 9, 8) for _ in range(2)]
     narrow_second_head(layer)
-    shares = [share(layer, batches[0]), ("", None, False, []), share(layer, batches[1])]
-    found = merged_shares(shares, "all")
+    shares = [share(layer, batches[0]), (None, None, False), share(layer, batches[1])]
+    found, audit = merged(*shares)
     assert found.failure is None
     whole = rw.audit(layer, batches)
-    assert compared(found.audit, whole, of_all=set()) == []
-    [finding] = [finding for finding in found.audit.findings if finding.code == "OVERSIZED_HEADS"]
+    assert compared(audit, whole, of_all=set()) == []
+    [finding] = [finding for finding in audit.findings if finding.code == "OVERSIZED_HEADS"]
     assert finding.heads == [1], "of both together alone there are tokens enough for each channel"
-    assert "OVERSIZED_HEADS" not in shares[0][0]
-    unkept = merged_shares([(text, said, ended, [None, None]) for text, said, ended, _ in shares[::2]], "all")
-    assert all(math.isnan(head.required_head_dim) for head in unkept.audit.heads)
-    assert NO_WIDTH in unkept.audit.provenance.notes
-    assert NO_WIDTH not in found.audit.provenance.notes
-    assert found.audit.heads[0].picture is not None
-    flagged = {finding.where.head for finding in found.audit.findings}
-    kept = merged_shares(shares, "flagged").audit.heads
-    assert all((head.picture is not None) == (head.head in flagged) for head in kept)
+    alone = rw.Audit.from_statistics(shares[0][0])
+    assert "OVERSIZED_HEADS" not in {finding.code for finding in alone.findings}
+    assert NO_WIDTH not in audit.provenance.notes
+    assert audit.heads[0].attention_map is not None
+    flagged = {finding.where.head for finding in audit.findings}
+    kept = finished(found.statistics, chosen_heads("flagged")).heads
+    assert all((head.attention_map is not None) == (head.head in flagged) for head in kept)
+
+
+def test_a_share_that_failed_or_was_interrupted_leaves_an_incomplete_audit() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    whole = share(layer, torch.randn(1, 9, 8))
     said = Processes(1, 1, 3).said(OSError("gone"))
-    failed = merged_shares([shares[0], ("", said, False, []), shares[2]], None)
+    failed, audit = merged(whole, (None, said, False), share(layer, torch.randn(1, 9, 8)))
     assert "process 1 of 3: audit: expected no error, got OSError: gone" in str(failed.failure)
-    assert not failed.audit.complete
-    stopped = merged_shares([shares[0], ("", None, True, [])], None)
-    assert (stopped.interrupted, stopped.audit.complete) == (True, False)
-    assert merged_shares([("", said, False, [])], None).audit is None
+    assert not audit.complete
+    stopped, audit = merged(whole, (None, None, True))
+    assert (stopped.interrupted, audit.complete) == (True, False)
+    assert merged((None, said, False))[1] is None
+
+
+def test_the_baseline_of_shares_is_that_of_all_sequences() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    batches = [torch.randn(2, length, 8) for length in (9, 9, 12)]
+    _, audit = merged(*((collect(layer, [batch], baseline=2), None, False) for batch in batches))
+    whole = rw.audit(layer, batches, baseline=2)
+    assert compared(audit, whole, of_all=set()) == []
+    assert whole.heads[0].baseline.judged
+    assert whole.heads[0].baseline.band[2].pairs == 2 * 6
+    some = [collect(layer, [batch], baseline=seeds) for batch, seeds in zip(batches, (3, 2, 3), strict=True)]
+    _, fewer = merged(*((statistics, None, False) for statistics in some))
+    assert compared(fewer, audit, of_all=set()) == [], "seeds that a share lacks are left out"

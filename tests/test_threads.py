@@ -12,7 +12,7 @@ from tests.measures.measure_cases import normal
 import rankwise as rw
 from rankwise._internals import threads as parallel
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
-from rankwise.auditing.heads import HeadTable
+from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.measures import estimate_spectrum, evaluate, rank_summary
 from rankwise.tracing import MixerSite
 
@@ -179,11 +179,9 @@ def test_records_of_heads_are_the_same_to_the_bit_whatever_the_threads():
     said = []
     for count in (1, 2, 8):
         torch.set_num_threads(count)
-        table = HeadTable(0.01)
         with one_thread():
-            table.add(site(120))
-        table.commit()
-        said.append([record.model_dump_json() for record in table.records()])
+            statistics = measure_heads(*sampled(site(120)), 0.01, "auto")
+        said.append([record.model_dump_json() for record in statistics.to_records(0.01)])
     assert said[0] == said[1] == said[2]
 
 

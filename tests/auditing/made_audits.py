@@ -5,8 +5,8 @@ from typing import Any
 
 from rankwise.auditing import HeadRecord, LayerRecord, Provenance, Unseen
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.nulls import thresholds
-from rankwise.auditing.records import AuditRecord, RankAt
+from rankwise.auditing.records import RankAt, thresholds
+from rankwise.auditing.result import Audit
 
 
 def band(fields: dict[str, Any], **at: dict[int, float]) -> list[RankAt]:
@@ -42,8 +42,8 @@ def heads(*changes: dict[str, Any], **all_of_them: Any) -> list[HeadRecord]:
 def layer(number: int, relative: float, **changes: Any) -> LayerRecord:
     usual: dict[str, Any] = {
         "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16,
-        "norm": 10, "collapse": 10 * relative, "relative_spread": relative, "mean_cosine": 1 - relative**2,
-        "effective_rank": 8,
+        "norm": 10, "token_spread": 10 * relative, "relative_spread": relative,
+        "mean_cosine": 1 - relative**2, "effective_rank": 8,
     }  # fmt: skip
     return LayerRecord(**(usual | changes))
 
@@ -54,10 +54,10 @@ def layers(*relative: float, **changes: Any) -> list[LayerRecord]:
 
 def audit(
     *mixers: Sequence[HeadRecord], layers: Sequence[LayerRecord] = (), uncaptured: Sequence[Unseen] = ()
-) -> AuditRecord:
+) -> Audit:
     """Return an audit with the findings of its records."""
     measured = [head for mixer in mixers for head in mixer]
-    return AuditRecord(
+    return Audit(
         provenance=Provenance(model="m", delta=0.01),
         heads=measured,
         layers=list(layers),

@@ -5,7 +5,7 @@ from typing import Any
 
 import rankwise as rw
 
-OF_THE_FIRST = {"picture", "second_picture", "spectrum", "membership_map", "membership_grid"}
+OF_THE_FIRST = {"attention_map", "second_attention_map", "spectrum", "membership_map", "membership_grid"}
 """Fields that are of the first sequence."""
 OF_ALL = {"required_head_dim"}
 """Fields that need all sequences at once, or moments that are kept beside audits."""
@@ -28,7 +28,7 @@ def differences(first: Any, other: Any, at: str = "", without: frozenset[str] = 
         return [said for name, *pair in pairs for said in differences(*pair, name, without)]
     if isinstance(first, float) and isinstance(other, float):
         near = 1e-12 * max(1.0, abs(first), abs(other))
-        near = max(near, 1e-7) if ".spread." in at else near
+        near = max(near, 1e-7) if ".std." in at else near
         same = (math.isnan(first) and math.isnan(other)) or abs(first - other) <= near
         return [] if same else [f"{at}: {first!r} and {other!r}"]
     return [] if first == other else [f"{at}: {first!r} and {other!r}"]

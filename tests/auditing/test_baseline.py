@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise._internals.statistics import t_quantile
 from rankwise.auditing import AuditError, BaselineSettings, InitializationError, initialization, reinitialized
-from rankwise.auditing.baseline_numbers import _at
+from rankwise.auditing.baseline import _at
 from rankwise.auditing.findings import rank_code
 from rankwise.auditing.frames import table
 from rankwise.errors import InputError, RankwiseError
@@ -53,10 +53,12 @@ def test_the_page_has_each_measure_at_fresh_weights_with_its_spread_over_seeds()
         [of.mean["stable_rank"] for of in fresh], 1e-5
     )
     assert columns["init_stable_rank"]["spread"] == pytest.approx(
-        [of.std["stable_rank"] for of in fresh], 1e-5
+        [of.seed_std["stable_rank"] for of in fresh], 1e-5
     )
     assert columns["init_stable_rank"]["over_seeds"]
-    shares = [of.std["numerical_rank"] / head.smaller for of, head in zip(fresh, audit.heads, strict=True)]
+    shares = [
+        of.seed_std["numerical_rank"] / head.smaller for of, head in zip(fresh, audit.heads, strict=True)
+    ]
     assert columns["init_numerical_rank"]["spread"] == pytest.approx(shares, 1e-5)
     assert not columns["stable_rank"]["over_seeds"]
 
@@ -75,9 +77,9 @@ def test_numbers_are_those_of_audits_by_hand() -> None:
         for name in ("numerical_rank", "effective_rank", "row_entropy", "nearest_distance"):
             values = np.array([getattr(one.heads[at], name) for one in fresh])
             assert head.baseline.mean[name] == pytest.approx(values.mean(), rel=1e-12)
-            assert head.baseline.std[name] == pytest.approx(values.std(ddof=1), rel=1e-9)
-        spread = np.mean([one.heads[at].spread["effective_rank"] for one in fresh])
-        assert head.baseline.spread["effective_rank"] == pytest.approx(spread, rel=1e-12)
+            assert head.baseline.seed_std[name] == pytest.approx(values.std(ddof=1), rel=1e-9)
+        spread = np.mean([one.heads[at].std["effective_rank"] for one in fresh])
+        assert head.baseline.std["effective_rank"] == pytest.approx(spread, rel=1e-12)
         assert head.init_effective_rank == head.baseline.mean["effective_rank"]
         assert head.init_numerical_rank == head.baseline.mean["numerical_rank"]
         assert not [name for name in table("heads", [head])[0] if name.startswith("init_")]  # the same again
@@ -87,7 +89,9 @@ def test_numbers_are_those_of_audits_by_hand() -> None:
     for at, state in enumerate(audit.layers):
         values = np.array([one.layers[at].relative_spread for one in fresh])
         assert state.baseline.mean["relative_spread"] == pytest.approx(values.mean(), rel=1e-12)
-        assert state.baseline.std["relative_spread"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-15)
+        assert state.baseline.seed_std["relative_spread"] == pytest.approx(
+            values.std(ddof=1), rel=1e-9, abs=1e-15
+        )
 
 
 def test_the_own_numbers_are_those_without_a_baseline() -> None:

@@ -34,7 +34,7 @@ LAYER_CASES: list[tuple[str, list[LayerRecord], list[LayerRecord]]] = [
     ("COLLAPSE", layers(0.4, 0.19), layers(0.4, 0.21)),
     ("COLLAPSE", layers(0.9, 0.05, tokens=8), layers(0.9, 0.05, tokens=7)),
     ("COLLAPSE", layers(0.9, 0.2), layers(math.nan, 0.2)),
-    ("INACTIVE_BLOCK", [layer(1, 0.9, turn=0.009)], [layer(1, 0.9, turn=0.011)]),
+    ("INACTIVE_BLOCK", [layer(1, 0.9, relative_update=0.009)], [layer(1, 0.9, relative_update=0.011)]),
     ("NONFINITE", [layer(1, math.nan, nonfinite=2)], [layer(1, math.nan)]),
 ]
 """The same for rules of token states."""

@@ -14,10 +14,10 @@ from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing import Comparison, History, in_order
-from rankwise.auditing.baseline_records import BaselineRecord
 from rankwise.auditing.comparison import layer_means, paired_stacks
 from rankwise.auditing.history import folder_name, steps_of
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
+from rankwise.auditing.records import BaselineRecord
 from rankwise.errors import InputError, RecordError
 from rankwise.report.history_page import charts, history_context
 
@@ -177,7 +177,7 @@ def test_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
         if key.of == "heads" and key.measure == "stable_rank":
             heads = [head for head in audit.heads if head.layer == key.layer]
             assert value == pytest.approx(sum(head.stable_rank for head in heads) / len(heads))
-            around = [head.spread["stable_rank"] for head in heads]
+            around = [head.std["stable_rank"] for head in heads]
             assert spread == pytest.approx(sum(around) / len(around))
 
 

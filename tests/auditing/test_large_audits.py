@@ -8,23 +8,22 @@ from tests.report import samples
 
 from rankwise.auditing import compare
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord, Removable, RemovableHead
-from rankwise.auditing.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place
+from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord, Removable
+from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord
+from rankwise.auditing.result import Audit
 from rankwise.report.page import page_context
 
 LAYERS, HEADS = 4, 10
 
 
-def large(layers: int, heads: int) -> AuditRecord:
+def large(layers: int, heads: int) -> Audit:
     """An audit in which every head has a finding and a worth, and half of them can go."""
     noted = {"max_token_mass": 0.95, "nearest_distance": 0.01, "importance": HeadImportance(exact=0.01)}
     made = [
         head.model_copy(update={**noted, "nearest_head": head.head ^ 1})
         for head in samples.grid(layers, heads)
     ]
-    named = [
-        RemovableHead(**head.model_dump(include={"stack", "layer", "site", "head"})) for head in made[::2]
-    ]
+    named = [HeadId(**head.model_dump(include={"stack", "layer", "site", "head"})) for head in made[::2]]
     removable = Removable(
         heads=named, tolerance=0.01, loss=3.2, cost=0.01, relative=0.003, order="exact", runs=5
     )
@@ -35,12 +34,12 @@ def large(layers: int, heads: int) -> AuditRecord:
     twins = [
         samples.finding(
             "DUPLICATE_HEADS",
-            where=Place(**head.model_dump(include={"stack", "layer", "site", "head"})),
+            where=HeadId(**head.model_dump(include={"stack", "layer", "site", "head"})),
             evidence={"nearest_head": float(head.head ^ 1), "nearest_distance": 0.01},
         )
         for head in made[::2]
     ]
-    return AuditRecord(
+    return Audit(
         provenance=samples.provenance(),
         heads=made,
         layers=[],
@@ -59,13 +58,13 @@ def reads(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> int:
         return object.__getattribute__(record, name)
 
     with monkeypatch.context() as patch:
-        for kind in (HeadRecord, LayerRecord, Finding, Place):
+        for kind in (HeadRecord, LayerRecord, Finding, HeadId):
             patch.setattr(kind, "__getattribute__", counting)
         work()
     return count
 
 
-WORK: dict[str, Callable[[AuditRecord], object]] = {
+WORK: dict[str, Callable[[Audit], object]] = {
     "findings": lambda audit: diagnose(audit.heads, audit.layers, [], audit.importance),
     "page": page_context,
     "comparison": lambda audit: compare(audit, audit.model_copy()),
@@ -74,7 +73,7 @@ WORK: dict[str, Callable[[AuditRecord], object]] = {
 
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_four_times_as_many_heads_take_about_four_times_the_work(
-    monkeypatch: pytest.MonkeyPatch, work: Callable[[AuditRecord], object]
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[Audit], object]
 ) -> None:
     small, whole = large(LAYERS, HEADS), large(2 * LAYERS, 2 * HEADS)
     ratio = reads(monkeypatch, lambda: work(whole)) / reads(monkeypatch, lambda: work(small))
@@ -82,7 +81,7 @@ def test_four_times_as_many_heads_take_about_four_times_the_work(
 
 
 def test_the_count_sees_a_walk_over_all_heads_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def walks(audit: AuditRecord) -> Callable[[], object]:
+    def walks(audit: Audit) -> Callable[[], object]:
         return lambda: [
             other.layer for head in audit.heads for other in audit.heads if other.head == head.head
         ]

@@ -9,21 +9,21 @@ from tests.auditing.test_findings import CASES
 
 from rankwise.auditing import RULES, Unseen, compare
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.importance_records import ImportanceRecord, Removable, RemovableHead
-from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.importance_records import HeadId, ImportanceRecord, Removable
+from rankwise.auditing.result import Audit
 from rankwise.report.comparison import finding_words
 
 LOW, SINK = {"numerical_rank": 3}, {"max_token_mass": 0.95}
 
 
-def resolved_and_new(before: AuditRecord, after: AuditRecord) -> tuple[list[str], list[str]]:
+def resolved_and_new(before: Audit, after: Audit) -> tuple[list[str], list[str]]:
     """``resolved`` and ``new`` of a comparison, as code and place; the reverse mirrors them."""
     there, back = compare(before, after), compare(after, before)
     assert (there.resolved, there.new) == (back.new, back.resolved)
     return tuple([f"{one.code} {one.where}" for one in found] for found in (there.resolved, there.new))
 
 
-def outcomes(before: AuditRecord, after: AuditRecord) -> list[str]:
+def outcomes(before: Audit, after: Audit) -> list[str]:
     """Outcomes of a comparison; the reverse has the opposite outcomes."""
     opposite = {"new": "resolved", "resolved": "new", "worse": "better", "better": "worse"} | {
         same: same for same in ("changed", "unchanged")
@@ -85,7 +85,7 @@ def test_a_module_that_runs_twice_loses_one_of_two_findings() -> None:
     assert resolved_and_new(audit(sink, sink), audit(sink, usual)) == (["SINK h layer 0 head 0"], [])
 
 
-def alike(*nearest: int, **changes: Any) -> AuditRecord:
+def alike(*nearest: int, **changes: Any) -> Audit:
     """An audit of heads with a near head each, by its number; −1 for none."""
     near = [{"nearest_head": other, "nearest_distance": 0.05} if other >= 0 else {} for other in nearest]
     return audit(heads(*near, **changes))
@@ -106,7 +106,7 @@ DUPLICATES = "DUPLICATE_HEADS h layer 0 head 0"
     ],
 )
 def test_groups_of_heads_are_the_same_if_they_share_two(
-    before: AuditRecord, after: AuditRecord, expected: list[str]
+    before: Audit, after: Audit, expected: list[str]
 ) -> None:
     assert outcomes(before, after) == expected
 
@@ -124,7 +124,7 @@ def test_a_collapse_that_starts_earlier_or_goes_deeper_is_worse() -> None:
 def test_a_number_that_moves_within_its_error_is_unchanged(sequences: int, expected: str) -> None:
     """0.92 → 0.95 with a standard deviation of 0.1: two errors of the difference are 0.2, then 0.014."""
     before, after = (
-        audit(heads({"max_token_mass": mass, "sequences": sequences, "spread": {"max_token_mass": 0.1}}))
+        audit(heads({"max_token_mass": mass, "sequences": sequences, "std": {"max_token_mass": 0.1}}))
         for mass in (0.92, 0.95)
     )
     assert outcomes(before, after) == [expected]
@@ -133,7 +133,7 @@ def test_a_number_that_moves_within_its_error_is_unchanged(sequences: int, expec
 @pytest.mark.parametrize(("sequences", "expected"), [(2, "unchanged"), (400, "worse")])
 def test_the_lowest_states_say_how_far_a_collapse_may_move(sequences: int, expected: str) -> None:
     before, after = (
-        audit(layers=layers(0.9, 0.25, lowest, sequences=sequences, spread={"relative_spread": 0.1}))
+        audit(layers=layers(0.9, 0.25, lowest, sequences=sequences, std={"relative_spread": 0.1}))
         for lowest in (0.19, 0.16)
     )
     assert outcomes(before, after) == [expected]
@@ -193,7 +193,7 @@ def test_a_code_that_no_rule_has_is_matched_by_its_place() -> None:
 
 
 def test_modules_of_a_class_that_were_not_captured_are_one_finding() -> None:
-    def missed(*layers: int, reason: str = "called, but nothing was seen") -> AuditRecord:
+    def missed(*layers: int, reason: str = "called, but nothing was seen") -> Audit:
         return audit(uncaptured=[Unseen(name=f"h.{at}.mixer", type="Mixer", reason=reason) for at in layers])
 
     assert resolved_and_new(missed(0, 1, 2), missed(1, 2)) == ([], [])
@@ -202,11 +202,9 @@ def test_modules_of_a_class_that_were_not_captured_are_one_finding() -> None:
     assert resolved_and_new(missed(0), missed()) == (["NOT_CAPTURED h.0.mixer"], [])
 
 
-def removable(*places: tuple[int, int]) -> AuditRecord:
+def removable(*places: tuple[int, int]) -> Audit:
     """An audit whose heads at these layers and numbers can be removed together, the cheapest first."""
-    gone = [
-        RemovableHead(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places
-    ]
+    gone = [HeadId(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
     joint = Removable(
         heads=gone, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, order="estimate", runs=3
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise import measures, report
 from rankwise.auditing import audit as run_audit
-from rankwise.auditing.measures import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, PICTURED
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, PICTURED
 from rankwise.auditing.records import HeadRecord, LayerRecord
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ audit = rw.audit(layer, [batch])
 wanted = attention_distance(trace.mixers[0].operator).mean(0).tolist()
 got = [head.attention_distance for head in audit.heads]
 assert all(abs(a - b) < 1e-12 for a, b in zip(got, wanted, strict=True)), (got, wanted)
-assert all(head.spread["attention_distance"] > 0 for head in audit.heads)
+assert all(head.std["attention_distance"] > 0 for head in audit.heads)
 
 from hypothesis import HealthCheck, settings
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -158,7 +158,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     )
     source = source.replace("row_walk import (\n", "row_walk import (\n    Away,\n", 1)
     rows.write_text(f"{source}\n\n{function}", encoding="utf-8")
-    table = package / "auditing" / "measures.py"
+    table = package / "auditing" / "measure_table.py"
     source = table.read_text(encoding="utf-8")
     end = "\n\nclass LayerMeasures"
     assert source.count(end) == 1
@@ -187,18 +187,17 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
     assert re.findall(r"^\| `(\S+\.py)`", page, re.MULTILINE) == way
     assert len(way) <= 9
     links = {
-        ("auditing/run.py", "auditing/heads.py"): "HeadTable",
-        ("auditing/heads.py", "auditing/numbers.py"): "measured",
-        ("auditing/numbers.py", "auditing/measures.py"): "HEAD_MEASURES",
+        ("auditing/run.py", "auditing/measure.py"): "measure_heads",
         ("measures/rank.py", "measures/dense_spectrum.py"): "gram_or_svd",
-        ("auditing/heads.py", "auditing/records.py"): "HeadRecord",
-        ("auditing/records.py", "auditing/measures.py"): "HeadMeasures",
+        ("auditing/measure.py", "auditing/statistics.py"): "HeadStatistics",
+        ("auditing/statistics.py", "auditing/records.py"): "HeadRecord",
+        ("auditing/records.py", "auditing/measure_table.py"): "HeadMeasures",
         ("auditing/run.py", "auditing/result.py"): "Audit",
-        ("report/head_columns.py", "auditing/measures.py"): "HEAD_MEASURES",
+        ("report/head_columns.py", "auditing/measure_table.py"): "HEAD_MEASURES",
     }
-    # beside these, `numbers` calls functions of `measures` and `result` those of `report`, by package: `page`
-    # asks for the columns
-    packages = {("auditing/numbers.py", "measures/rank.py"), ("auditing/result.py", "report/head_columns.py")}
+    # besides these, `measure` calls functions of `measures` and `result` those of `report`, by package:
+    # `page` asks for the columns
+    packages = {("auditing/measure.py", "measures/rank.py"), ("auditing/result.py", "report/head_columns.py")}
     assert {module for link in (*links, *packages) for module in link} == set(way)
     package = Path(rw.__file__).parent
     for (reader, read), name in (

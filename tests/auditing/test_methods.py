@@ -8,7 +8,7 @@ from experiments.families import BERT, LLAMA, hugging_face
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.auditing import check_method, numbers
+from rankwise.auditing import check_method, measure
 from rankwise.auditing.records import HeadRecord
 from rankwise.errors import InputError
 from rankwise.operators import ToeplitzMixing
@@ -68,7 +68,7 @@ def test_an_estimate_of_small_heads_is_exact(family, batch):
 
 
 def test_the_method_goes_by_the_real_tokens_of_each_sequence(monkeypatch):
-    monkeypatch.setattr(numbers, "EXACT_BYTES", 8 * 8 * 8)
+    monkeypatch.setattr(measure, "EXACT_BYTES", 8 * 8 * 8)
     model = hugging_face("BertModel", **BERT)()
     mixed = rw.audit(model, [padded([12, 8, 3])])
     exact = rw.audit(model, [padded([12, 8, 3])], method="exact")
@@ -89,10 +89,10 @@ def test_auto_goes_by_the_memory_of_one_matrix(tokens, sources):
     def made(columns: int) -> rw.operators.SoftmaxMixing:
         return rw.operators.SoftmaxMixing(torch.empty(3, 40, tokens, 1), torch.empty(3, 40, columns, 1))
 
-    assert not numbers.estimates(made(sources), "auto")  # 512 MiB
-    assert numbers.estimates(made(sources + 1), "auto")
-    assert numbers.estimates(made(1), "estimate")
-    assert not numbers.estimates(made(sources + 1), "exact")
+    assert not measure.is_estimated(made(sources), "auto")  # 512 MiB
+    assert measure.is_estimated(made(sources + 1), "auto")
+    assert measure.is_estimated(made(1), "estimate")
+    assert not measure.is_estimated(made(sources + 1), "exact")
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
@@ -101,14 +101,14 @@ def test_heads_formed_a_few_at_a_time_have_the_same_numbers(room, batch, monkeyp
     model = hugging_face("BertModel", **BERT)()
     whole = rw.audit(model, [batch])
     decomposed = []
-    decompose = numbers.measures.rank_summary
+    decompose = measure.measures.rank_summary
 
     def spy(operator: rw.MixingOperator, *args: float, **options: object) -> object:
         decomposed.append(math.prod(operator.shape))
         return decompose(operator, *args, **options)
 
-    monkeypatch.setattr(numbers.measures, "rank_summary", spy)
-    monkeypatch.setattr(numbers, "MATRIX_BYTES", room * 8 * 12 * 12)
+    monkeypatch.setattr(measure.measures, "rank_summary", spy)
+    monkeypatch.setattr(measure, "MATRIX_BYTES", room * 8 * 12 * 12)
     few = rw.audit(model, [batch])
     assert max(decomposed) == min(room, BERT["num_attention_heads"]) * 12 * 12
     for one, other in zip(whole.heads, few.heads, strict=True):
@@ -118,8 +118,8 @@ def test_heads_formed_a_few_at_a_time_have_the_same_numbers(room, batch, monkeyp
 
 
 def test_a_count_that_cannot_be_resolved_is_an_interval_never_a_number(monkeypatch):
-    monkeypatch.setattr(numbers, "PROBES", 8)
-    monkeypatch.setattr(numbers, "STEPS", 4)
+    monkeypatch.setattr(measure, "PROBES", 8)
+    monkeypatch.setattr(measure, "STEPS", 4)
     model = hugging_face("LlamaModel", **LLAMA)()
     batches = [{"input_ids": ids(1, 60)}, {"input_ids": ids(1, 4, seed=2)}]
     delta = 0.02
@@ -155,7 +155,7 @@ def test_where_a_singular_value_sits_on_delta_the_svd_decides_and_is_counted(del
 
 def test_an_unknown_method_is_named():
     with pytest.raises(
-        InputError, match=r"`method`: expected 'auto' or 'exact' or 'estimate', got 'estimated'.*mean"
+        InputError, match=r"`method`: expected one of auto, exact, estimate, got 'estimated'.*mean"
     ):
         check_method("estimated")
 

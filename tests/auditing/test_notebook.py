@@ -17,7 +17,7 @@ from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing.frames import COPIES, csv_text, table
-from rankwise.auditing.measures import HEAD_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.errors import InputError
 
 SMALL = [name for name in samples.ALL if name != "large"]
@@ -66,7 +66,7 @@ def test_every_number_is_written_in_full(value: float) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_cell_begins_as_a_formula_does(name: str, tmp_path: Path) -> None:
     audit = of("encoder")
-    heads = [head.model_copy(update={"site": name, "spread": {name: 0.5}}) for head in audit.heads]
+    heads = [head.model_copy(update={"site": name, "std": {name: 0.5}}) for head in audit.heads]
     head, rows = cells(audit.model_copy(update={"heads": heads}).to_csv(tmp_path / "a.csv"))
     texts = [*head, *(row[head.index(column)] for row in rows for column in ("site", "stack", "kind"))]
     assert not [text for text in texts if text.startswith(("=", "+", "-", "@", "\t", "\r"))]
@@ -100,7 +100,7 @@ def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Aud
     measures = [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES]
     assert not set(columns) & set(COPIES)  # they stand there once, as worth_… and baseline_…
     assert [name for name in columns if name in measures] == measures
-    for name in audit.heads[0].spread:
+    for name in audit.heads[0].std:
         assert columns[columns.index(name) + 1] == f"{name}_std"
     assert columns[:4] == ["stack", "site", "layer", "head"]
 
@@ -116,7 +116,7 @@ def test_numbers_of_a_frame_are_those_of_the_records(audit: rw.Audit) -> None:
     frame = audit.to_frame()
     for at, head in enumerate(audit.heads):
         assert frame["numerical_rank"][at] == head.numerical_rank
-        assert frame["stable_rank_std"][at] == head.spread["stable_rank"]
+        assert frame["stable_rank_std"][at] == head.std["stable_rank"]
 
 
 def test_other_records_are_refused(audit: rw.Audit, tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_importance_and_baseline_are_columns_under_the_names_of_the_measures() -
     frame, head = audit.to_frame(), audit.heads[0]
     assert head.baseline is not None
     assert frame["baseline_stable_rank"][0] == head.baseline.mean["stable_rank"]
-    assert frame["baseline_stable_rank_std"][0] == head.baseline.spread["stable_rank"]
-    assert frame["baseline_stable_rank_seed_std"][0] == head.baseline.std["stable_rank"]
+    assert frame["baseline_stable_rank_std"][0] == head.baseline.std["stable_rank"]
+    assert frame["baseline_stable_rank_seed_std"][0] == head.baseline.seed_std["stable_rank"]
     assert head.importance is not None
     assert frame["importance_gradient"][0] == head.importance.gradient
     assert len(set(frame.columns)) == len(frame.columns)

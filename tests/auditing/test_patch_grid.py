@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rankwise as rw
-from rankwise.auditing import numbers
-from rankwise.auditing.pictures import patch_grid
+from rankwise.auditing import measure
+from rankwise.auditing.examples import patch_grid
 from rankwise.models import ToSTConfig, ToSTForImageClassification
 
 
@@ -30,7 +30,7 @@ def test_three_rows_of_ten_patches_are_no_grid() -> None:
 def test_the_first_tokens_of_a_large_picture_are_not_drawn_as_one(
     pixels: int, grid: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbers, "MAP_TOKENS", 16)
+    monkeypatch.setattr(measure, "MAP_TOKENS", 16)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = ToSTConfig(**sizes, image_size=pixels, patch_size=2, num_labels=2, causal=False)
     model = ToSTForImageClassification(config).eval()

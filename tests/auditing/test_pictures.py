@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from tests.report import samples
 
 import rankwise as rw
-from rankwise.auditing import MatrixPicture, chosen_heads
+from rankwise.auditing import AttentionMap, chosen_heads
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.pictures import block_averages
-from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.result import Audit
 from rankwise.auditing.token_names import TokenNames, commonest, name_counts, peak_name
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing, IndexedMixing, LinearAttentionMixing, SoftmaxMixing
@@ -78,8 +78,8 @@ def test_what_is_kept_is_the_picture_to_half_precision(
 ) -> None:
     picture = size * np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32)
     picture[0, 0] = np.nan if gap else picture[0, 0]
-    kept = MatrixPicture.of(picture, tokens=rows, sources=columns)
-    again = MatrixPicture.model_validate_json(kept.model_dump_json()).matrix()
+    kept = AttentionMap.of(picture, tokens=rows, sources=columns)
+    again = AttentionMap.model_validate_json(kept.model_dump_json()).matrix()
     assert np.isnan(again).sum() == int(gap)
     # float16 has 11 bits; below 2⁻¹⁴ of the largest it has steps of 2⁻²⁴
     np.testing.assert_allclose(again, picture, rtol=2**-11, atol=kept.largest * 2**-24)
@@ -89,9 +89,9 @@ def test_what_is_kept_is_the_picture_to_half_precision(
     "change", [{"values": "AAAA"}, {"values": "é"}, {"rows": 3}, {"rows": 129}, {"largest": None}]
 )
 def test_a_damaged_picture_is_refused(change: dict[str, object]) -> None:
-    kept = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    kept = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
     with pytest.raises(ValidationError):
-        MatrixPicture.model_validate(kept.model_dump() | change)
+        AttentionMap.model_validate(kept.model_dump() | change)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -113,7 +113,7 @@ def test_an_audit_keeps_the_matrices_of_two_sequences_as_the_model_applied_them(
     # Alone and in a batch a sequence goes through other products: float32 rounding of both.
     rounding = 2**-18 if apart else 0
     for head in audit.heads:
-        for at, picture, tokens in ((0, head.picture, 9), (1, head.second_picture, 12)):
+        for at, picture, tokens in ((0, head.attention_map, 9), (1, head.second_attention_map, 12)):
             assert (picture.tokens, picture.sources, picture.rows, picture.columns) == (tokens,) * 4
             assert audit.texts[picture.row_tokens] == audit.texts[picture.column_tokens] == words[at][:tokens]
             matrix = trace.mixers[head.layer].operator[at, head.head].dense()[:tokens, :tokens]
@@ -126,7 +126,7 @@ def test_chosen_heads_have_pictures_and_no_others() -> None:
     model = hugging_face("LlamaModel", **LLAMA)()
     batch = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(3))}
     audit = rw.audit(model, [batch], matrices="1:2, 0:0,9:9")
-    assert {(h.layer, h.head) for h in audit.heads if h.picture} == {(0, 0), (1, 2)}
+    assert {(h.layer, h.head) for h in audit.heads if h.attention_map} == {(0, 0), (1, 2)}
     assert "no such head to keep the matrix of: 9:9" in audit.provenance.notes
     runs = []
     with (
@@ -136,23 +136,23 @@ def test_chosen_heads_have_pictures_and_no_others() -> None:
         rw.audit(model, [batch, batch], matrices="9:9")
     assert len(runs) == 1
     assert not hasattr(refused.value, "audit")
-    assert all(h.picture is None for h in rw.audit(model, [batch]).heads)
+    assert all(h.attention_map is None for h in rw.audit(model, [batch]).heads)
     flagged = {f.where.head for f in rw.audit(model, [batch]).findings if f.where.head is not None}
     kept = rw.audit(model, [batch], matrices="flagged")
-    assert bool(flagged) == any(h.picture for h in kept.heads)
+    assert bool(flagged) == any(h.attention_map for h in kept.heads)
 
 
 def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
-    picture = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
-    both = {"picture": picture, "second_picture": picture}
+    picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    both = {"attention_map": picture, "second_attention_map": picture}
     heads = [head.model_copy(update=both) for head in samples.grid(2, 4)]
     place = samples._place(1, 2)
     twins = samples.finding(
         "DUPLICATE_HEADS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01}
     )
     kept = chosen_heads("flagged").kept(heads, [twins])
-    assert [(h.layer, h.head) for h in kept if h.picture] == [(1, 2), (1, 3)]
-    assert [(h.layer, h.head) for h in kept if h.second_picture] == [(1, 2), (1, 3)]
+    assert [(h.layer, h.head) for h in kept if h.attention_map] == [(1, 2), (1, 3)]
+    assert [(h.layer, h.head) for h in kept if h.second_attention_map] == [(1, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("wrong", ["3", "3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)]])
@@ -201,7 +201,7 @@ def test_the_peak_of_a_head_is_named_without_padding() -> None:
 def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass: float, named: str) -> None:
     (head,) = samples.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
     about = samples.provenance()
-    audit = AuditRecord(provenance=about, heads=[head], layers=[], findings=[])
+    audit = Audit(provenance=about, heads=[head], layers=[], findings=[])
     peak = page_context(audit)["data"]["heads"]["max_token"]
     assert peak["words"][peak["of"][0]] == head.named_peak == named
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.measures.measure_cases import matrices, normal
 
 import rankwise as rw
-from rankwise.auditing.heads import HeadTable
-from rankwise.auditing.measures import HEAD_MEASURES
+from rankwise.auditing.measure import measure_heads, sampled
+from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.report.console import console_text
@@ -64,10 +64,8 @@ def test_an_estimate_holds_the_exact_count():
 
 def record(kind: str, operator: MixingOperator, method: str = "auto"):
     valid = torch.ones(operator.shape[0], operator.shape[-1], dtype=torch.bool)
-    table = HeadTable(0.01, method)
-    table.add(MixerSite("mixer", 0, kind, operator, valid, valid, sequences=operator.shape[0], stack="s"))
-    table.commit()
-    return table.records()[0]
+    site = MixerSite("mixer", 0, kind, operator, valid, valid, sequences=operator.shape[0], stack="s")
+    return measure_heads(*sampled(site), 0.01, method).to_records(0.01)[0]
 
 
 @pytest.mark.parametrize("method", ["exact", "estimate"])
@@ -89,22 +87,23 @@ def test_files_of_before_show_what_they_have():
 
 
 def test_the_console_says_that_delta_is_relative():
-    from rankwise.auditing.records import AuditRecord, Provenance
+    from rankwise.auditing.records import Provenance
+    from rankwise.auditing.result import Audit
 
     heads = [record("selective", DenseMixing(normal(1, 1, 20, 20)))]
-    audit = AuditRecord(provenance=Provenance(model="m", delta=0.01), heads=heads, layers=[], findings=[])
+    audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=heads, layers=[], findings=[])
     assert "δ relative to σ₁" in console_text(audit)
     audit = audit.model_copy(update={"heads": [record("softmax", DenseMixing(normal(1, 1, 20, 20)))]})
     assert "relative to" not in console_text(audit)
 
 
 def test_no_head_with_signs_is_above_or_below_its_fresh_weights_by_an_absolute_rank():
-    from rankwise.auditing.baseline_records import Baseline, BaselineAt
     from rankwise.auditing.findings import rank_code
+    from rankwise.auditing.records import Baseline, BaselineAt
 
-    at = BaselineAt(delta=0.01, rank_low=1, rank_high=1, std=0.1, difference_low=9, difference_high=9,
+    at = BaselineAt(delta=0.01, rank_low=1, rank_high=1, seed_std=0.1, difference_low=9, difference_high=9,
                     margin=1, pairs=9)  # fmt: skip
-    fresh = Baseline(seeds=3, mean={}, std={}, spread={}, band=[at])
+    fresh = Baseline(seeds=3, mean={}, seed_std={}, std={}, band=[at])
     for kind, code in (("selective", None), ("softmax", "HIGH_RANK")):
         head = record(kind, DenseMixing(normal(1, 1, 20, 20))).model_copy(update={"baseline": fresh})
         assert rank_code(head) == code

@@ -72,6 +72,8 @@ def test_newer_versions_and_damaged_fields(audit: rw.Audit, tmp_path: Path) -> N
 
 def as_version_1(content: dict[str, Any]) -> None:
     content["schema_version"] = 1
+    for record in (*content["heads"], *content["layers"]):
+        record["spread"] = record.pop("std")
     for head in content["heads"]:
         del head["band"], head["uniform_rank"]
         head["z_score"] = 1.5

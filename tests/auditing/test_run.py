@@ -91,7 +91,7 @@ def test_a_padded_sequence_has_the_numbers_it_has_alone(
         assert one.effective_rank == pytest.approx(other.effective_rank, rel=500 * 2**-24)
         assert one.row_entropy == pytest.approx(other.row_entropy, rel=500 * 2**-24)
     for one, other in zip(wide.layers, short.layers, strict=True):
-        assert one.collapse == pytest.approx(other.collapse, rel=500 * 2**-24)
+        assert one.token_spread == pytest.approx(other.token_spread, rel=500 * 2**-24)
 
 
 def test_numbers_do_not_depend_on_the_batch() -> None:
@@ -101,7 +101,7 @@ def test_numbers_do_not_depend_on_the_batch() -> None:
     for one, other in zip(together.heads, one_by_one.heads, strict=True):
         assert one.sequences == other.sequences == 4
         assert one.effective_rank == pytest.approx(other.effective_rank, rel=500 * 2**-24)
-        assert one.spread["effective_rank"] == pytest.approx(other.spread["effective_rank"], rel=1e-3)
+        assert one.std["effective_rank"] == pytest.approx(other.std["effective_rank"], rel=1e-3)
 
 
 def test_masks_are_named_and_set_the_null() -> None:
@@ -469,5 +469,5 @@ def test_heads_that_change_their_number_are_refused() -> None:
         def forward(self, q: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(q, q, q)
 
-    with pytest.raises(RankwiseError, match="expected 2, as in the batches before, got 3"):
+    with pytest.raises(RankwiseError, match="expected 2, as in the sequences before, got 3"):
         rw.audit(Changing(), [torch.randn(1, 2, 9, 4), torch.randn(1, 3, 9, 4)])

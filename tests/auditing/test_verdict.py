@@ -4,7 +4,8 @@ import pytest
 from tests.auditing.made_audits import audit, heads, layers
 
 import rankwise as rw
-from rankwise.auditing.records import AuditRecord, Verdict
+from rankwise.auditing.records import Verdict
+from rankwise.auditing.result import Audit
 from rankwise.auditing.verdict import MOST_ACTIONS, verdict_of
 
 SINK = {"max_token_mass": 0.95}
@@ -43,7 +44,7 @@ def test_an_incomplete_audit_says_so() -> None:
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])
 def test_a_copy_has_a_verdict_of_its_own(change: dict[str, object]) -> None:
     """A cached property would be copied along."""
-    records: AuditRecord = audit(heads(SINK))
+    records: Audit = audit(heads(SINK))
     one = rw.Audit.model_validate(records.model_dump())
     first = one.verdict
     assert one.model_copy(update=change).verdict != first

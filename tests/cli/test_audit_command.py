@@ -107,11 +107,11 @@ def test_a_chosen_head_keeps_its_matrix_with_the_tokens(run: Run, folder: Path, 
     data = ("--text", "text.txt", "--tokens", 16, "--sequences", 2)
     assert run("audit", folder, *data, "--matrices", "1:0").exit_code == 0
     audit = audit_of(tmp_path)
-    assert [(head.layer, head.head) for head in audit.heads if head.picture] == [(1, 0)]
+    assert [(head.layer, head.head) for head in audit.heads if head.attention_map] == [(1, 0)]
     assert len(audit.texts["input_ids"]) == audit.head(1, 0).picture.tokens == 16
     assert "".join(audit.texts["input_ids"]) == "It␣is␣a␣truth␣u</s>"
     assert run("audit", folder, *data).exit_code == 0
-    assert not any(head.picture for head in audit_of(tmp_path).heads)
+    assert not any(head.attention_map for head in audit_of(tmp_path).heads)
 
 
 def test_windows_longer_than_the_model_are_cut_and_it_is_said(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_two_processes_find_what_one_finds(told, folder, monkeypatch) -> None:
     assert not any(math.isnan(head.required_head_dim) for head in shared.heads)
     assert not any("width needed" in note for note in shared.provenance.notes)
     assert (shared.provenance.audits, shared.provenance.sequences) == (2, 5)
-    assert any(head.picture for head in whole.heads), "a head is to be flagged"
+    assert any(head.attention_map for head in whole.heads), "a head is to be flagged"
     for one, other in zip(whole.heads, shared.heads, strict=True):
         assert [getattr(one, name) for name in OF_THE_FIRST] == [
             getattr(other, name) for name in OF_THE_FIRST

@@ -11,7 +11,7 @@ from experiments import skip_repair as recipe
 from experiments.skip_repair import Stage, Story, main, rankwise
 from typer.testing import CliRunner
 
-from rankwise.auditing import Finding, Place
+from rankwise.auditing import Finding, HeadId
 from rankwise.cli import app
 
 PAGE = recipe.PAGE.read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def stage(collapses: bool) -> Stage:
     found = Finding(
         code="COLLAPSE",
         severity="error",
-        where=Place(stack="h", layer=1),
+        where=HeadId(stack="h", layer=1),
         evidence={},
         meaning="",
         remedy="rankwise skip MODEL --init 3 --out DIR",

@@ -12,7 +12,7 @@ import rankwise as rw
 from rankwise.auditing.agreement import AN_ORDER, OF_BLOCKS, agreement, estimate_words
 from rankwise.auditing.findings import diagnose, with_removal_costs
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.records import Finding, Place
+from rankwise.auditing.records import Finding, HeadId
 from rankwise.cli import app
 from rankwise.cli.audit import _importance
 from rankwise.cli.optional_value import filled_in
@@ -116,7 +116,7 @@ def test_an_estimate_is_called_one():
 @pytest.mark.parametrize("how", ["exact", "estimate"])
 def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
     first, second = samples.encoder().heads[:2]
-    where = Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
+    where = HeadId(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
     given = {"severity": "info", "evidence": {}, "meaning": "Rank.", "remedy": "rw.audit(importance=True)"}
     finding = Finding(code=code, where=where, heads=[first.head, second.head], **given)
     heads = [

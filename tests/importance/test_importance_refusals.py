@@ -12,7 +12,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.auditing import AuditError
 from rankwise.auditing.importance_findings import describe_removable
-from rankwise.auditing.importance_records import ImportanceRecord, Removable, RemovableHead
+from rankwise.auditing.importance_records import HeadId, ImportanceRecord, Removable
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings, NotDifferentiableError, measure_importance
 
@@ -121,7 +121,7 @@ def test_inference_mode_around_the_call_is_named():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_set_that_lowers_the_loss_is_said_to(count):
-    heads = [RemovableHead(stack="", layer=0, site="attention", head=head) for head in range(count)]
+    heads = [HeadId(stack="", layer=0, site="attention", head=head) for head in range(count)]
     facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
 
     def said(cost):

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,13 @@ EXPECTED = json.loads((HERE / "expected.json").read_text())
 # --- names of today ------------------------------------------------------------------------------------
 
 NAMES = {
+    "std": "seed_std",
+    "spread": "std",
+    "known": "counts",
+    "collapse": "token_spread",
+    "turn": "relative_update",
+    "picture": "attention_map",
+    "second_picture": "second_attention_map",
     "fresh_effective_rank": "init_effective_rank",
     "fresh_numerical_rank": "init_numerical_rank",
     "needed_width": "required_head_dim",
@@ -47,11 +53,12 @@ NAMES = {
     "worth": "importance",
 }
 """Of fields and measures, wherever they stand."""
-RENAMED = [(rf"(?<![^.]){old}(?![^.])", new) for old, new in NAMES.items()]
+RENAMED = [(r"\.merging\.known(?![^.])", ".counts")]
+RENAMED += [(rf"(?<![^.]){old}(?![^.])", new) for old, new in NAMES.items()]
 RENAMED += [(r"^(by_layer\.\d+)\.spread$", r"\1.std")]
 """(pattern, replacement) for `re.sub`, in turn, on paths such as ``heads.0.worth.exact``; no result of one
 should match a later one."""
-DROPPED = [r"^schema_version$", r"^heads\.\d+\.z_score$"]
+DROPPED = [r"^schema_version$", r"^heads\.\d+\.z_score$", r"\.removable\.heads\.\d+\.(cross|occurrence)$"]
 """Patterns of paths that are not kept."""
 VALUES = {
     **NAMES,
@@ -85,17 +92,7 @@ def share_of_reference(audit: Any, cost: float) -> float:
 
 def removable_calls(audit: Any) -> list[tuple[int, str, int, int]]:
     """Layer, site, call and head of each removable head; calls from 0, in the order of the file's heads."""
-    calls: dict[Any, list[Any]] = {}
-    seen: Counter[Any] = Counter()
-    for head in audit.heads:
-        place = (head.stack, head.layer, head.site)
-        call = (head.cross, seen[place, head.cross, head.head])
-        seen[place, head.cross, head.head] += 1
-        if call not in calls.setdefault(place, []):
-            calls[place].append(call)
-    found = audit.importance.removable.heads
-    numbers = [calls[one.stack, one.layer, one.site].index((one.cross, one.occurrence)) for one in found]
-    return [(one.layer, one.site, call, one.head) for one, call in zip(found, numbers, strict=True)]
+    return [(one.layer, one.site, one.call, one.head) for one in audit.importance.removable.heads]
 
 
 # --- records -------------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ def test_removable_heads_of_a_stack_that_ran_twice_and_of_an_encoder_decoder() -
 
 def test_pictures_are_unpacked() -> None:
     head = load("audits/importance_exact.json").heads[1]
-    for picture in (head.picture, head.second_picture):
+    for picture in (head.attention_map, head.second_attention_map):
         matrix = torch.tensor(picture.matrix())
         assert torch.allclose(matrix.sum(1), torch.ones(12), atol=2e-3)
         assert torch.equal(matrix, matrix.tril())

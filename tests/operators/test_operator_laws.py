@@ -10,7 +10,7 @@ from operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
 import rankwise as rw
-from rankwise.auditing.mixer_kinds import MIXER_KINDS
+from rankwise.auditing.measure_table import MIXER_KINDS
 from rankwise.errors import ShapeError
 from rankwise.operators.base import ROW_BLOCK
 

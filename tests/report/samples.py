@@ -4,15 +4,8 @@ import math
 
 import numpy as np
 
-from rankwise.auditing.records import (
-    AuditRecord,
-    Finding,
-    HeadRecord,
-    LayerRecord,
-    Place,
-    Provenance,
-    Unseen,
-)
+from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance, Unseen
+from rankwise.auditing.result import Audit
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 """Ends a script, loads a picture and runs a command wherever it is not escaped."""
@@ -69,7 +62,7 @@ def head_record(rng: np.random.Generator, depth: float, **fields: object) -> Hea
         "sources": tokens,
         "hardmax_rank": null,
         "nearest_head": 0,
-        "spread": {name: abs(value) * 0.1 for name, value in measures.items()},
+        "std": {name: abs(value) * 0.1 for name, value in measures.items()},
         "spectrum": [float(value) for value in spectrum],
         **measures,
     }
@@ -91,8 +84,8 @@ def layer_record(rng: np.random.Generator, depth: float, **fields: object) -> La
         "tokens": 128.0,
         "width": 768,
         "norm": 300.0,
-        "collapse": 300.0 * relative,
-        "spread": {name: abs(value) * 0.08 for name, value in measures.items()},
+        "token_spread": 300.0 * relative,
+        "std": {name: abs(value) * 0.08 for name, value in measures.items()},
         **measures,
     }
     return LayerRecord(**(given | fields))
@@ -123,7 +116,7 @@ def states(layers: int, seed: int = 0, **fields: object) -> list[LayerRecord]:
 
 
 def finding(code: str = "SINK", severity: str = "warning", **fields: object) -> Finding:
-    where = Place(stack="encoder.layer", layer=2, head=7, site="encoder.layer.2.attention.self")
+    where = HeadId(stack="encoder.layer", layer=2, head=7, site="encoder.layer.2.attention.self")
     given: dict[str, object] = {
         "where": where,
         "evidence": {"max_token_mass": 0.93, "first_token_mass": 0.87},
@@ -133,12 +126,12 @@ def finding(code: str = "SINK", severity: str = "warning", **fields: object) -> 
     return Finding(code=code, severity=severity, **(given | fields))
 
 
-def _place(layer: int | None, head: int | None = None) -> Place:
+def _place(layer: int | None, head: int | None = None) -> HeadId:
     site = "" if layer is None or head is None else f"encoder.layer.{layer}.attention.self"
-    return Place(stack="encoder.layer", layer=layer, head=head, site=site)
+    return HeadId(stack="encoder.layer", layer=layer, head=head, site=site)
 
 
-def encoder() -> AuditRecord:
+def encoder() -> Audit:
     """Six layers of twelve heads with one finding of each code."""
     heads = grid(6, 12)
     heads[2 * 12 + 7] = heads[2 * 12 + 7].model_copy(
@@ -203,7 +196,7 @@ def encoder() -> AuditRecord:
         finding(
             "NOT_CAPTURED",
             "info",
-            where=Place(site="pooler.mixer"),
+            where=HeadId(site="pooler.mixer"),
             evidence={},
             meaning="A module that looks like a mixer was not captured.",
             remedy="rankwise audit sample/encoder-6x12 --site pooler.mixer",
@@ -212,12 +205,12 @@ def encoder() -> AuditRecord:
     uncaptured = [
         Unseen(name="pooler.mixer", type="TokenMixer", reason="it calls no operation that is known to mix")
     ]
-    return AuditRecord(
+    return Audit(
         provenance=provenance(), heads=heads, layers=states(6), findings=found, uncaptured=uncaptured
     )
 
 
-def encoder_decoder() -> AuditRecord:
+def encoder_decoder() -> Audit:
     """Three panels: encoder, decoder and cross-attention with another number of sources."""
     decoder = {"stack": "decoder.block", "tokens": 48.0, "sources": 48.0}
     heads = [
@@ -236,27 +229,27 @@ def encoder_decoder() -> AuditRecord:
         ),
     ]
     layers = [*states(6, 1, stack="encoder.block"), *states(6, 2, stack="decoder.block", tokens=48.0)]
-    where = Place(stack="decoder.block", layer=4, head=6, site="decoder.block.4.layer.1.EncDecAttention")
+    where = HeadId(stack="decoder.block", layer=4, head=6, site="decoder.block.4.layer.1.EncDecAttention")
     collapse = finding(
         "COLLAPSE",
         "error",
-        where=Place(stack="decoder.block", layer=6),
+        where=HeadId(stack="decoder.block", layer=6),
         evidence={"relative_spread": 0.172, "mean_cosine": 0.97},
         meaning="After layer 6 all tokens point almost the same way.",
     )
     found = [finding(where=where), collapse]
     about = provenance("sample/encoder-decoder", model_class="T5ForConditionalGeneration")
-    return AuditRecord(provenance=about, heads=heads, layers=layers, findings=found, complete=False)
+    return Audit(provenance=about, heads=heads, layers=layers, findings=found, complete=False)
 
 
-def nasty() -> AuditRecord:
+def nasty() -> Audit:
     """Every string that a model or a text could bring in tries to get out of its place."""
     site = NASTY + "<!--{}"
     fields = {"stack": NASTY, "site": site, "kind": NASTY}
-    where = Place(stack=NASTY, layer=1, head=2, site=site.format(1))
+    where = HeadId(stack=NASTY, layer=1, head=2, site=site.format(1))
     found = [
         finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
-        finding("COLLAPSE", "error", where=Place(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
+        finding("COLLAPSE", "error", where=HeadId(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
     ]
     about = provenance(
         NASTY,
@@ -267,7 +260,7 @@ def nasty() -> AuditRecord:
         versions={NASTY: NASTY},
         notes=[NASTY, "<!--<script>", "\u2028 %{y} <b>x</b> &lt;"],
     )
-    return AuditRecord(
+    return Audit(
         provenance=about,
         heads=grid(2, 3, **fields),
         layers=states(2, stack=NASTY, site=NASTY),
@@ -276,7 +269,7 @@ def nasty() -> AuditRecord:
     )
 
 
-def sized(layers: int, heads: int) -> AuditRecord:
+def sized(layers: int, heads: int) -> Audit:
     found = [
         finding(
             "SINK", where=_place(head.layer, head.head), evidence={"first_token_mass": head.first_token_mass}
@@ -285,7 +278,7 @@ def sized(layers: int, heads: int) -> AuditRecord:
         if head.first_token_mass > 0.35
     ]
     about = provenance(f"sample/decoder-{layers}x{heads}")
-    return AuditRecord(
+    return Audit(
         provenance=about,
         heads=grid(layers, heads, mask="causal"),
         layers=states(layers) if layers else [],
@@ -293,13 +286,11 @@ def sized(layers: int, heads: int) -> AuditRecord:
     )
 
 
-def empty() -> AuditRecord:
-    return AuditRecord(
-        provenance=provenance("sample/empty"), heads=[], layers=[], findings=[], complete=False
-    )
+def empty() -> Audit:
+    return Audit(provenance=provenance("sample/empty"), heads=[], layers=[], findings=[], complete=False)
 
 
-def only_nan() -> AuditRecord:
+def only_nan() -> Audit:
     """Two layers of two heads without one finite number."""
     measures = (
         "numerical_rank effective_rank stable_rank sigma_max row_entropy first_token_mass max_token_mass "
@@ -308,16 +299,16 @@ def only_nan() -> AuditRecord:
     others = "tokens sources hardmax_rank identity_distance nearest_distance"
     missing = dict.fromkeys(f"{measures} {others}".split(), math.nan)
     heads = [
-        head.model_copy(update={**missing, "spectrum": [math.nan] * 4, "spread": {}}) for head in grid(2, 2)
+        head.model_copy(update={**missing, "spectrum": [math.nan] * 4, "std": {}}) for head in grid(2, 2)
     ]
     gone = dict.fromkeys(
-        ["tokens", "norm", "collapse", "relative_spread", "mean_cosine", "effective_rank"], math.nan
+        ["tokens", "norm", "token_spread", "relative_spread", "mean_cosine", "effective_rank"], math.nan
     )
-    layers = [layer.model_copy(update={**gone, "spread": {}}) for layer in states(2)]
-    return AuditRecord(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
+    layers = [layer.model_copy(update={**gone, "std": {}}) for layer in states(2)]
+    return Audit(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
 
 
-def mixed() -> AuditRecord:
+def mixed() -> Audit:
     """A stack that alternates masks and mixers, with one lonely state-space head a layer."""
     full = [h for h in grid(8, 6, 4, stack="layers", site="layers.{}.self_attn") if h.layer % 2]
     masked = [
@@ -326,7 +317,7 @@ def mixed() -> AuditRecord:
     lonely = [
         h for h in grid(8, 1, 5, stack="layers", site="layers.{}.mamba", kind="selective") if h.layer % 2 == 0
     ]
-    return AuditRecord(
+    return Audit(
         provenance=provenance("sample/hybrid"),
         heads=[*masked, *lonely],
         layers=states(8, 4, stack="layers"),
@@ -334,7 +325,7 @@ def mixed() -> AuditRecord:
     )
 
 
-def estimated() -> AuditRecord:
+def estimated() -> Audit:
     """A long context: exact ranks, estimates, and estimates that only bound the rank, side by side."""
     errors = {"numerical_rank": 12.0, "effective_rank": 4.0, "stable_rank": 0.01, "sigma_max": 1e-6}
     heads = []
@@ -345,10 +336,10 @@ def estimated() -> AuditRecord:
         bound = guess | {"numerical_rank": math.nan, "rank_low": 0.5 * rank, "rank_high": 0.9 * rank}
         heads.append(head.model_copy(update=(known, guess, bound)[head.layer]))
     about = provenance("sample/long", method="256 of 768 spectra exact, the others estimated")
-    return AuditRecord(provenance=about, heads=heads, layers=states(3), findings=[])
+    return Audit(provenance=about, heads=heads, layers=states(3), findings=[])
 
 
-def memberships() -> AuditRecord:
+def memberships() -> Audit:
     """Two stacks of TSSA layers: one over the tokens of a text, one over the patches of a picture."""
     rng = np.random.default_rng(7)
     heads = []
@@ -360,19 +351,19 @@ def memberships() -> AuditRecord:
             known = {"membership": 0.25, "coding_rate": 0.02, "hardmax_rank": math.nan, "mask": "other"}
             heads.append(head.model_copy(update=known | {"membership_map": share, "membership_grid": lies}))
     layers = states(3, stack="text") + states(3, 2, stack="picture")
-    return AuditRecord(provenance=provenance("sample/tost"), heads=heads, layers=layers, findings=[])
+    return Audit(provenance=provenance("sample/tost"), heads=heads, layers=layers, findings=[])
 
 
-def long_names() -> AuditRecord:
+def long_names() -> Audit:
     """Names without a place to break them."""
     name, stack = "organisation/" + "model_" * 20, "transformer_" * 10
     heads = grid(3, 4, stack=stack, site=stack + ".{}." + "attention_" * 10, kind="semiseparable")
-    where = Place(stack=stack, layer=1, head=2, site=heads[6].site)
+    where = HeadId(stack=stack, layer=1, head=2, site=heads[6].site)
     found = [finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)]
     uncaptured = [Unseen(name=stack * 2, type="T" * 100, reason="r" * 100)]
     about = provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200])
     layers = states(3, stack=stack)
-    return AuditRecord(provenance=about, heads=heads, layers=layers, findings=found, uncaptured=uncaptured)
+    return Audit(provenance=about, heads=heads, layers=layers, findings=found, uncaptured=uncaptured)
 
 
 ALL = {

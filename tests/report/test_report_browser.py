@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.report import samples
 
-from rankwise.auditing.matrix_picture import MatrixPicture
 from rankwise.auditing.pictures import block_averages
-from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.records import AttentionMap
+from rankwise.auditing.result import Audit
 from rankwise.operators import DenseMixing
 from rankwise.report import write_html
 from rankwise.report.text import rank_share
@@ -51,19 +51,19 @@ def browser() -> Iterator[Browser]:
         running.close()
 
 
-def pictured() -> AuditRecord:
+def pictured() -> Audit:
     """The encoder, with a sink's matrix of 300 tokens and another of 9, the tokens of which are known."""
     audit = samples.encoder()
     long = torch.full((300, 300), 0.001)
     long[:, 8] = 0.7
     small = torch.eye(9) * 0.5
     pictures = {
-        31: MatrixPicture.of(block_averages(DenseMixing(long)).numpy(), 300, 300),
-        32: MatrixPicture.of(small.numpy(), 9, 9, "input_ids", "input_ids"),
+        31: AttentionMap.of(block_averages(DenseMixing(long)).numpy(), 300, 300),
+        32: AttentionMap.of(small.numpy(), 9, 9, "input_ids", "input_ids"),
     }
-    second = MatrixPicture.of(np.full((3, 3), 0.25, np.float32), 3, 3, "other", "other")
-    heads = [h.model_copy(update={"picture": pictures.get(at)}) for at, h in enumerate(audit.heads)]
-    heads[32] = heads[32].model_copy(update={"second_picture": second})
+    second = AttentionMap.of(np.full((3, 3), 0.25, np.float32), 3, 3, "other", "other")
+    heads = [h.model_copy(update={"attention_map": pictures.get(at)}) for at, h in enumerate(audit.heads)]
+    heads[32] = heads[32].model_copy(update={"second_attention_map": second})
     texts = {"input_ids": [f"<{letter}>" for letter in ["=a", *"bcdefghi"]], "other": ["x", "y", "z"]}
     return audit.model_copy(update={"heads": heads, "texts": texts})
 
@@ -343,7 +343,7 @@ def test_tables_are_saved_as_csv_that_runs_nothing_and_keeps_its_numbers(
     assert (rows[0]["site"], rows[0]["kind"]) == ('\'=1+1,"x"', "'-x")
     assert (float(rows[0]["sigma_max"]), rows[0]["identity_distance"]) == (1e-7, "-0.25")
     assert [row["numerical_rank_share"] for row in rows].count("") == 1
-    assert float(rows[5]["sink_mass_std"]) == pytest.approx(heads[5].spread["first_token_mass"], rel=1e-5)
+    assert float(rows[5]["sink_mass_std"]) == pytest.approx(heads[5].std["first_token_mass"], rel=1e-5)
     page.close()
 
 

@@ -13,7 +13,7 @@ from tests.report import samples
 import rankwise as rw
 from rankwise.auditing import History
 from rankwise.auditing.history import steps_of
-from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.result import Audit
 from rankwise.report import comparison_page, render_history
 from rankwise.report.comparison_page import comparison_context, difference_maps
 from rankwise.report.history_page import finding_rows, history_context
@@ -39,7 +39,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def changed(audit: AuditRecord, by: float) -> AuditRecord:
+def changed(audit: Audit, by: float) -> Audit:
     heads = [head.model_copy(update={"first_token_mass": head.first_token_mass * by}) for head in audit.heads]
     return audit.model_copy(update={"heads": heads, "findings": audit.findings[: round(by * 8)]})
 

@@ -13,7 +13,8 @@ from tests.report import samples
 
 from rankwise.auditing import Comparison, compare
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.records import AuditRecord, Place
+from rankwise.auditing.records import HeadId
+from rankwise.auditing.result import Audit
 from rankwise.report import render_comparison
 
 RANGES = {
@@ -30,12 +31,12 @@ RANGES = {
 """Of a head of 128 tokens."""
 
 
-def with_heads(audit: AuditRecord, changed: dict[int, dict[str, object]]) -> AuditRecord:
+def with_heads(audit: Audit, changed: dict[int, dict[str, object]]) -> Audit:
     heads = [head.model_copy(update=changed.get(index, {})) for index, head in enumerate(audit.heads)]
     return audit.model_copy(update={"heads": heads})
 
 
-def with_provenance(audit: AuditRecord, **fields: object) -> AuditRecord:
+def with_provenance(audit: Audit, **fields: object) -> Audit:
     return audit.model_copy(update={"provenance": audit.provenance.model_copy(update=fields)})
 
 
@@ -114,7 +115,7 @@ def test_what_has_no_bound_is_measured_by_its_larger_value() -> None:
         ("mean_cosine", 2.0),
         ("effective_rank", 128.0),
         ("norm", 0.75),
-        ("collapse", 0.75),
+        ("token_spread", 0.75),
     ],
 )
 def test_states_have_ranges_of_their_own(measure: str, scale: float) -> None:
@@ -123,7 +124,7 @@ def test_states_have_ranges_of_their_own(measure: str, scale: float) -> None:
         audit.layers[2] = audit.layers[2].model_copy(update={measure: value})
     (change,) = compare(before, after).changes
     assert (change.where, change.size) == (
-        Place(stack="encoder.layer", layer=2, site="encoder.layer.0"),
+        HeadId(stack="encoder.layer", layer=2, site="encoder.layer.0"),
         pytest.approx(0.5 / scale),
     )
 
@@ -228,7 +229,7 @@ def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
     assert compare(audit, cut).warnings == ["The audit after is incomplete: it read only a part of its data."]
 
 
-def with_importance(costs: list[float], *, exact: bool = False, **fields: object) -> AuditRecord:
+def with_importance(costs: list[float], *, exact: bool = False, **fields: object) -> Audit:
     """The sample with costs of removal of its first heads."""
     audit, field = samples.encoder(), "exact" if exact else "estimate"
     given: dict[str, object] = {

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report import samples
 
-from rankwise.auditing.baseline_records import Baseline
-from rankwise.auditing.matrix_picture import MatrixPicture
-from rankwise.auditing.measures import HEAD_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.auditing.pictures import block_averages
+from rankwise.auditing.records import AttentionMap, Baseline
 from rankwise.operators import DenseMixing
 from rankwise.report.curves import draw_depth
 from rankwise.report.head_columns import head_columns
@@ -47,7 +46,7 @@ def test_columns_hold_the_numbers_of_the_records() -> None:
     ranks = column(heads, "numerical_rank")
     assert ranks["values"] == [pytest.approx(rank_share(head), rel=1e-5) for head in heads]
     assert "spread" not in ranks  # that of a rank is also that of the lengths
-    assert column(heads, "sigma_max")["spread"][0] == pytest.approx(heads[0].spread["sigma_max"], rel=1e-5)
+    assert column(heads, "sigma_max")["spread"][0] == pytest.approx(heads[0].std["sigma_max"], rel=1e-5)
     assert column(heads, "first_token_mass")["values"] == [
         pytest.approx(h.first_token_mass, rel=1e-5) for h in heads
     ]
@@ -66,7 +65,7 @@ def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() 
 def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() -> None:
     audit = samples.encoder()
     fresh = Baseline(
-        seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, std={}, spread={}, spectrum=[1.0, 0.1]
+        seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, std={}, spectrum=[1.0, 0.1]
     )
     heads = [head.model_copy(update={"baseline": fresh}) for head in audit.heads]
     first, *others = column(heads, "numerical_rank")["references"]
@@ -135,7 +134,7 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
 
 def test_the_band_stays_within_what_the_measure_can_be() -> None:
     layer = samples.states(0)[0]
-    layer = layer.model_copy(update={"relative_spread": 0.9, "spread": {"relative_spread": 0.5}})
+    layer = layer.model_copy(update={"relative_spread": 0.9, "std": {"relative_spread": 0.5}})
     upper, lower, _ = draw_depth([layer])[0]["data"]
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 
@@ -181,9 +180,9 @@ def test_many_heads_have_fewer_points_each() -> None:
 @given(st.booleans(), st.integers(1, 5))
 def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int) -> None:
     values = np.random.default_rng(seed).uniform(-1.0 if signed else 0.0, 1.0, (5, 7)).astype(np.float32)
-    picture = MatrixPicture.of(values, tokens=5, sources=7, row_tokens="input_ids")
+    picture = AttentionMap.of(values, tokens=5, sources=7, row_tokens="input_ids")
     audit = samples.encoder()
-    heads = [audit.heads[0].model_copy(update={"picture": picture}), *audit.heads[1:]]
+    heads = [audit.heads[0].model_copy(update={"attention_map": picture}), *audit.heads[1:]]
     found, left_out = pack_pictures(audit.model_copy(update={"heads": heads}))
     ((packed,),) = found.values()
     codes = np.frombuffer(zlib.decompress(base64.b64decode(packed["values"])), np.uint8).astype(float)
@@ -196,9 +195,9 @@ def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int)
 
 def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
-    picture = MatrixPicture.of(noise, tokens=64, sources=64)
+    picture = AttentionMap.of(noise, tokens=64, sources=64)
     audit = samples.encoder()
-    heads = [head.model_copy(update={"picture": picture}) for head in audit.heads]
+    heads = [head.model_copy(update={"attention_map": picture}) for head in audit.heads]
     audit = audit.model_copy(update={"heads": heads})
     monkeypatch.setattr("rankwise.report.one_head.PICTURES_BYTES", 72 * 5000)
     packed, left_out = pack_pictures(audit)
@@ -213,7 +212,7 @@ def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.Monk
 @given(st.integers(65, 200), st.integers(3, 200))
 def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: int) -> None:
     matrix = torch.rand(tokens, sources, generator=torch.Generator().manual_seed(tokens)).double()
-    fine = MatrixPicture.of(block_averages(DenseMixing(matrix)).float().numpy(), tokens, sources, "input_ids")
+    fine = AttentionMap.of(block_averages(DenseMixing(matrix)).float().numpy(), tokens, sources, "input_ids")
     coarse = coarser(fine, 64)
     assert (coarse.rows, coarse.columns, coarse.row_tokens) == (64, min(sources, 64), "input_ids")
     # both are kept in float16, shares of at most 1
@@ -222,9 +221,11 @@ def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: in
 
 def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first() -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
-    picture = MatrixPicture.of(noise, tokens=64, sources=64)
+    picture = AttentionMap.of(noise, tokens=64, sources=64)
     audit = samples.encoder()
-    heads = [h.model_copy(update={"picture": picture, "second_picture": picture}) for h in audit.heads]
+    heads = [
+        h.model_copy(update={"attention_map": picture, "second_attention_map": picture}) for h in audit.heads
+    ]
     audit = audit.model_copy(update={"heads": heads})
     packed, left_out = pack_pictures(audit)
     assert left_out == 0
@@ -241,8 +242,10 @@ def test_the_head_open_at_first_has_something_to_show() -> None:
     shares = {at: rank_share(head) for at, head in enumerate(heads) if math.isfinite(rank_share(head))}
     assert opening_head(heads, []) == min(shares, key=shares.get)
     assert opening_head(heads, [31, 4]) == 31
-    picture = MatrixPicture.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
-    pictured = [h.model_copy(update={"picture": picture}) if at == 4 else h for at, h in enumerate(heads)]
+    picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    pictured = [
+        h.model_copy(update={"attention_map": picture}) if at == 4 else h for at, h in enumerate(heads)
+    ]
     assert opening_head(pictured, [31, 4]) == opening_head(pictured, []) == 4
     assert opening_head(samples.only_nan().heads, []) == 0
     assert opening_head([], []) is None

@@ -30,9 +30,10 @@ def test_a_page_can_be_written_where_torch_cannot_be_imported(tmp_path) -> None:
     program = f"""{BARE}
 sys.modules["torch"] = None
 from pathlib import Path
-from rankwise.auditing.records import AuditRecord, Provenance
+from rankwise.auditing.records import Provenance
+from rankwise.auditing.result import Audit
 from rankwise.report import write_html
-audit = AuditRecord(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
 write_html(audit, Path({str(tmp_path)!r}) / "report.html")
 """
     assert "plotly" not in loaded(program)

@@ -9,7 +9,7 @@ import pytest
 from tests.report import samples
 
 import rankwise as rw
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.errors import InputError
 from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from tests.report import samples
 
-from rankwise.auditing.measures import PICTURED as HEAD_MEASURES
-from rankwise.auditing.measures import outer_fence
-from rankwise.auditing.records import AuditRecord, Finding, Place
+from rankwise.auditing.measure_table import PICTURED as HEAD_MEASURES
+from rankwise.auditing.measure_table import outer_fence
+from rankwise.auditing.records import Finding, HeadId
+from rankwise.auditing.result import Audit
 from rankwise.report import page
 from rankwise.report.panels import HeadsByLayer, make_panels
 from rankwise.report.targets import Target, find_targets
@@ -51,12 +52,12 @@ def test_a_module_that_runs_twice_gets_a_row_for_each_time() -> None:
 
 def test_a_place_takes_what_a_place_leaves_open_as_any() -> None:
     heads = HeadsByLayer(samples.encoder_decoder().heads)
-    assert len(heads.at(Place(stack="decoder.block", layer=4))) == 16
-    assert len(heads.at(Place(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
-    assert heads.at(Place(stack="nowhere")) == heads.at(Place(layer=99)) == []
+    assert len(heads.at(HeadId(stack="decoder.block", layer=4))) == 16
+    assert len(heads.at(HeadId(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
+    assert heads.at(HeadId(stack="nowhere")) == heads.at(HeadId(layer=99)) == []
 
 
-def _target(audit: AuditRecord, **fields: object) -> Target:
+def _target(audit: Audit, **fields: object) -> Target:
     return find_targets([samples.finding(**fields)], audit)[0]
 
 
@@ -95,17 +96,17 @@ def test_the_measure_shown_is_one_the_evidence_names() -> None:
 
 def test_states_are_known_by_their_evidence_or_their_block() -> None:
     audit = samples.encoder()
-    by_block = Place(stack="encoder.layer", layer=3, site="encoder.layer.0")
+    by_block = HeadId(stack="encoder.layer", layer=3, site="encoder.layer.0")
     assert _target(audit, code="NONFINITE", where=by_block, evidence={"sequences": 2.0}).section == "states"
-    by_mixer = Place(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
+    by_mixer = HeadId(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
     assert _target(audit, code="NONFINITE", where=by_mixer, evidence={"sequences": 2.0}).section == "heads"
-    layer = Place(stack="encoder.layer", layer=3)
+    layer = HeadId(stack="encoder.layer", layer=3)
     assert _target(audit, code="NEW", where=layer, evidence={"mean_cosine": 1.0}).section == "states"
     assert _target(audit, code="NEW", where=layer, evidence={"effective_rank": 1.0}).section == "heads"
 
 
 def test_a_finding_about_nothing_in_particular_leads_to_the_provenance() -> None:
-    general = Finding(code="X", severity="info", where=Place(), evidence={}, meaning="", remedy="")
+    general = Finding(code="X", severity="info", where=HeadId(), evidence={}, meaning="", remedy="")
     assert find_targets([general], samples.encoder())[0].section == "provenance"
     assert find_targets([general], samples.empty())[0].section == "provenance"
 

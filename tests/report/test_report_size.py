@@ -6,7 +6,7 @@ from importlib import resources
 import numpy as np
 from tests.report import samples
 
-from rankwise.auditing import MatrixPicture
+from rankwise.auditing import AttentionMap
 from rankwise.report.page import render_html
 from rankwise.report.pages import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
 
@@ -36,8 +36,8 @@ def test_a_page_is_smaller_than_two_megabytes() -> None:
 
 def test_matrices_give_way_where_the_rest_of_the_page_is_large() -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
-    picture = MatrixPicture.of(noise, tokens=64, sources=64)
-    both = {"picture": picture, "second_picture": picture}
+    picture = AttentionMap.of(noise, tokens=64, sources=64)
+    both = {"attention_map": picture, "second_attention_map": picture}
     heads = [head.model_copy(update=both) for head in samples.grid(16, 16)]
     audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
     page = render_html(audit)

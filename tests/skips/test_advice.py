@@ -15,7 +15,7 @@ from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import Finding, Place, Provenance
+from rankwise.auditing import Finding, HeadId, Provenance
 from rankwise.auditing.findings import INACTIVE_TURN
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.skips import advice
@@ -196,8 +196,8 @@ def test_a_block_that_gives_back_what_it_reads_is_found() -> None:
     audit = advised(Stack(blocks).eval(), tokens())
     found = [one for one in audit.findings if one.code == "INACTIVE_BLOCK"]
     assert [one.where.layer for one in found] == [2]
-    assert found[0].evidence["turn"] < INACTIVE_TURN
-    turns = [layer.turn for layer in audit.layers]
+    assert found[0].evidence["relative_update"] < INACTIVE_TURN
+    turns = [layer.relative_update for layer in audit.layers]
     assert turns[0] != turns[0]  # nothing lies before the first state
     assert min(turns[1], turns[3]) > INACTIVE_TURN
 
@@ -215,7 +215,7 @@ def test_a_drowned_mixer_is_found_beside_a_feed_forward_part_at_work() -> None:
         skips[site].fill_(1e5)
     audit = advised(model, batches[0])
     assert switched_off(audit) == [site]
-    assert min(layer.turn for layer in audit.layers[1:]) > INACTIVE_TURN
+    assert min(layer.relative_update for layer in audit.layers[1:]) > INACTIVE_TURN
     (finding,) = [one for one in audit.findings if one.code == "INACTIVE_BLOCK"]
     certified = next(one for one in rw.certify_skip(model, batches[0]).layers if one.site == site)
     assert finding.evidence["mixer_share"] == pytest.approx(certified.price, rel=0.2)
@@ -240,7 +240,7 @@ def test_a_mixer_that_layer_scale_closes_is_found(scale: float) -> None:
     audit = advised(model, batches[0])
     assert [site.startswith("encoder.layer.1.") for site in switched_off(audit)] == [True]
     assert (weight == scale).all()
-    assert min(layer.turn for layer in audit.layers[1:]) > INACTIVE_TURN
+    assert min(layer.relative_update for layer in audit.layers[1:]) > INACTIVE_TURN
 
 
 def test_a_block_that_is_switched_off_is_one_finding() -> None:
@@ -274,7 +274,7 @@ def layer(site: str, scale: float = 1.0, kept: float = 1.0, **numbers: Any) -> S
 
 
 def collapse(site: str, stack: str = "h") -> Finding:
-    where = Place(stack=stack, layer=1, site=site)
+    where = HeadId(stack=stack, layer=1, site=site)
     evidence = {"relative_spread": 0.1}
     return Finding(code="COLLAPSE", severity="error", where=where, evidence=evidence, meaning="", remedy="")
 

@@ -6,30 +6,37 @@ from rankwise.auditing.findings import RULES, check_codes
 from rankwise.auditing.history import History, compare, in_order
 from rankwise.auditing.importance_records import BlockImportance, HeadImportance, ImportanceRecord, Removable
 from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
-from rankwise.auditing.matrix_picture import MatrixPicture
-from rankwise.auditing.numbers import check_method
 from rankwise.auditing.pictures import chosen_heads
-from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Place, Provenance, Unseen
+from rankwise.auditing.records import (
+    AttentionMap,
+    Finding,
+    HeadId,
+    HeadRecord,
+    LayerRecord,
+    Provenance,
+    Unseen,
+)
 from rankwise.auditing.result import Audit
 from rankwise.auditing.run import audit
+from rankwise.auditing.settings import check_method
 from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
     "RULES",
+    "AttentionMap",
     "Audit",
     "AuditError",
     "BaselineSettings",
     "BlockImportance",
     "Comparison",
     "Finding",
+    "HeadId",
     "HeadImportance",
     "HeadRecord",
     "History",
     "ImportanceRecord",
     "InitializationError",
     "LayerRecord",
-    "MatrixPicture",
-    "Place",
     "Provenance",
     "Removable",
     "Unseen",

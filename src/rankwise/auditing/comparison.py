@@ -11,8 +11,9 @@ from pydantic import Field
 from rankwise._internals.records import Count, Number, Record
 from rankwise.auditing.findings import place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
-from rankwise.auditing.records import AuditRecord, Finding, HeadRecord, LayerRecord, Place, Provenance
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
+from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance
+from rankwise.auditing.result import Audit
 
 SCHEMA_VERSION = 3
 """Raised whenever a field of a comparison changes its meaning."""
@@ -28,7 +29,7 @@ AnyMeasure = HeadMeasure | LayerMeasure
 class Change(Record):
     """One measure of one head, or of the token states of one layer, in two audits."""
 
-    where: Place
+    where: HeadId
     measure: str
     before: Number
     after: Number
@@ -102,10 +103,10 @@ class Comparison(Record):
     """Changes of heads and token states, the largest first."""
     findings: list[FindingChange] = Field(default_factory=list)
     """Findings of both audits, sorted: new, worse, better, changed, unchanged, resolved."""
-    matched: list[Place] = Field(default_factory=list)
+    matched: list[HeadId] = Field(default_factory=list)
     """Heads in both audits, as the second audit names them."""
-    only_before: list[Place] = Field(default_factory=list)
-    only_after: list[Place] = Field(default_factory=list)
+    only_before: list[HeadId] = Field(default_factory=list)
+    only_after: list[HeadId] = Field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -148,7 +149,7 @@ class Comparison(Record):
     __str__ = __repr__
 
 
-def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
+def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
     heads, only_heads = _matched_heads(before, after, stacks)
@@ -181,7 +182,7 @@ def compare_two(before: AuditRecord, after: AuditRecord) -> Comparison:
     )
 
 
-def paired_stacks(before: AuditRecord, after: AuditRecord) -> dict[str, str]:
+def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
     """Return the stacks of the second audit by those of the first.
 
     Stacks of equal names are paired. The others are paired in the order of the model if their numbers are
@@ -193,7 +194,7 @@ def paired_stacks(before: AuditRecord, after: AuditRecord) -> dict[str, str]:
     return pairs | (dict(zip(left, right, strict=True)) if len(left) == len(right) else {})
 
 
-def _stacks(audit: AuditRecord) -> list[str]:
+def _stacks(audit: Audit) -> list[str]:
     return list(dict.fromkeys([head.stack for head in audit.heads] + [state.stack for state in audit.layers]))
 
 
@@ -201,7 +202,7 @@ Matched = tuple[list[tuple[R, R]], tuple[list[R], list[R]]]
 """Records of two audits in pairs, and the records that only one of them has."""
 
 
-def _matched_heads(before: AuditRecord, after: AuditRecord, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
+def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
     """Match heads by name, or by number if no name agrees, as for a model that is part of another."""
     named = _matched(before.heads, after.heads, _head_key, {})
     if named[0]:
@@ -269,9 +270,7 @@ def _by_size(change: Change) -> tuple[float, str, int, str, int, str]:
     return -change.size, where.stack, layer, where.site, head, change.measure
 
 
-def layer_means(
-    audit: AuditRecord, stacks: Mapping[str, str] | None = None
-) -> dict[LayerKey, tuple[float, float]]:
+def layer_means(audit: Audit, stacks: Mapping[str, str] | None = None) -> dict[LayerKey, tuple[float, float]]:
     """Return the known measures of each layer with their standard deviations over sequences.
 
     For heads both are means over the heads of the layer. Heads come before token states, in model order.
@@ -295,18 +294,14 @@ def layer_means(
     return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
 
 
-def _heads_by_layer(
-    audit: AuditRecord, stacks: Mapping[str, str]
-) -> dict[tuple[str, int, bool], list[HeadRecord]]:
+def _heads_by_layer(audit: Audit, stacks: Mapping[str, str]) -> dict[tuple[str, int, bool], list[HeadRecord]]:
     layers: dict[tuple[str, int, bool], list[HeadRecord]] = {}
     for head in audit.heads:
         layers.setdefault((stacks.get(head.stack, head.stack), head.layer, head.cross), []).append(head)
     return layers
 
 
-def _layer_changes(
-    before: AuditRecord, after: AuditRecord, stacks: Mapping[str, str]
-) -> Iterator[LayerChange]:
+def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
     """Yield the changes of layers in both audits; of heads only if their mixers are of the same kinds.
 
     Ranks of a softmax matrix and of a diagonal matrix do not compare. Token states always do.
@@ -326,16 +321,16 @@ def _layer_changes(
 
 def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
     """Return the standard deviation over sequences, in the unit of `Measure.value`."""
-    std = record.spread.get(measure.name, math.nan)
+    std = record.std.get(measure.name, math.nan)
     return std / record.smaller if measure.share else std
 
 
-def _totals(before: AuditRecord, after: AuditRecord) -> list[Total]:
+def _totals(before: Audit, after: Audit) -> list[Total]:
     old, new = _sizes_and_means(before), _sizes_and_means(after)
     return [Total(name=name, before=value, after=new[name]) for name, value in old.items()]
 
 
-def _sizes_and_means(audit: AuditRecord) -> dict[str, float]:
+def _sizes_and_means(audit: Audit) -> dict[str, float]:
     last = {layer.stack: layer for layer in sorted(audit.layers, key=lambda layer: layer.layer)}.values()
     numbers = {
         "parameters": audit.provenance.parameters or math.nan,
@@ -350,7 +345,7 @@ def _sizes_and_means(audit: AuditRecord) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def _structure(before: AuditRecord, after: AuditRecord, stacks: Mapping[str, str]) -> list[str]:
+def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> list[str]:
     """Return sentences on the stacks, layers, heads, mixers, masks and widths that differ."""
     found: list[str] = []
     for ours, theirs in stacks.items():
@@ -374,7 +369,7 @@ _OTHER_MIXING = (
 )
 
 
-def _stack_differences(ours: str, theirs: str, before: AuditRecord, after: AuditRecord) -> Iterator[str]:
+def _stack_differences(ours: str, theirs: str, before: Audit, after: Audit) -> Iterator[str]:
     old, new = _heads_of_stack(before, ours), _heads_of_stack(after, theirs)
     name = f" in {theirs!r}" if theirs else ""
     if old and new and len(old) != len(new):
@@ -398,7 +393,7 @@ def _stack_differences(ours: str, theirs: str, before: AuditRecord, after: Audit
         yield f"Width of the token states{name}: {listed[0]} before, {listed[1]} after."
 
 
-def _heads_of_stack(audit: AuditRecord, stack: str) -> dict[int, list[HeadRecord]]:
+def _heads_of_stack(audit: Audit, stack: str) -> dict[int, list[HeadRecord]]:
     layers: dict[int, list[HeadRecord]] = {}
     for head in audit.heads:
         if head.stack == stack:
@@ -407,8 +402,8 @@ def _heads_of_stack(audit: AuditRecord, stack: str) -> dict[int, list[HeadRecord
 
 
 def _warnings(
-    before: AuditRecord,
-    after: AuditRecord,
+    before: Audit,
+    after: Audit,
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     layers: Sequence[tuple[LayerRecord, LayerRecord]],
 ) -> Iterator[str]:
@@ -453,7 +448,7 @@ def _provenance_warnings(before: Provenance, after: Provenance) -> Iterator[str]
             yield f"{subject}: {old or 'unknown'} before, {new or 'unknown'} after. {consequence}"
 
 
-def _baseline_difference(before: AuditRecord, after: AuditRecord) -> list[str]:
+def _baseline_difference(before: Audit, after: Audit) -> list[str]:
     """Return a warning if only one audit has a baseline."""
     if (before.baseline is None) == (after.baseline is None):
         return []
@@ -464,7 +459,7 @@ def _baseline_difference(before: AuditRecord, after: AuditRecord) -> list[str]:
     ]
 
 
-def _cost_differences(before: AuditRecord, after: AuditRecord) -> list[str]:
+def _cost_differences(before: Audit, after: Audit) -> list[str]:
     """Return warnings about costs of removal that do not compare."""
     found = []
     old, new = before.importance, after.importance
@@ -483,7 +478,7 @@ def _cost_differences(before: AuditRecord, after: AuditRecord) -> list[str]:
     return [f"{words} The changes leave costs of removal out." for words in found]
 
 
-def cost_origin(audit: AuditRecord) -> str:
+def cost_origin(audit: Audit) -> str:
     """Return how costs of removal are known: exact, estimated or both; an empty string without costs."""
     known = [head.importance for head in audit.heads if head.importance is not None]
     return " and ".join(sorted({cost.how for cost in known if math.isfinite(cost.cost)}))

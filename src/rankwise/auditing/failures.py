@@ -9,6 +9,7 @@ from torch import nn
 from rankwise._internals.forward import Batch, tensors_of
 from rankwise.auditing.error_hints import fix_hint, label_error
 from rankwise.auditing.result import Audit
+from rankwise.auditing.statistics import AuditStatistics
 from rankwise.errors import RankwiseError
 
 
@@ -21,6 +22,8 @@ class AuditError(RankwiseError):
     def __init__(self, audit: Audit | None, subject: str, *, expected: str, got: str, fix: str) -> None:
         super().__init__(subject, expected=expected, got=got, fix=fix)
         self.audit = audit
+        self.statistics: AuditStatistics | None = None
+        """Statistics behind `audit`, with what records do not hold."""
 
 
 @contextmanager

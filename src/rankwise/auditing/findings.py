@@ -8,21 +8,20 @@ from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 from rankwise._internals.statistics import WIDTH_TOLERANCE
-from rankwise.auditing.baseline_records import BaselineAt
 from rankwise.auditing.importance_findings import (
     describe_removable,
     importances_by_head,
     with_removal_cost,
 )
 from rankwise.auditing.importance_records import ImportanceRecord
-from rankwise.auditing.measures import NULLS
-from rankwise.auditing.mixer_kinds import mixer_kind
+from rankwise.auditing.measure_table import NULLS, mixer_kind
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
+    BaselineAt,
     Finding,
+    HeadId,
     HeadRecord,
     LayerRecord,
-    Place,
     RankAt,
     Severity,
     Unseen,
@@ -204,7 +203,7 @@ def removable(measured: Measured) -> Iterator[Finding]:
     alone = len(found.heads) == 1
     yield _finding(
         "REMOVABLE",
-        Place(stack=first.stack, layer=first.layer, site=first.site, head=first.head) if alone else Place(),
+        HeadId(stack=first.stack, layer=first.layer, site=first.site, head=first.head) if alone else HeadId(),
         {"heads": len(found.heads), "cost": found.cost, "relative": found.relative, "loss": found.loss},
         describe_removable(measured.importance, found),
         tolerance=found.tolerance,
@@ -268,20 +267,20 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "INACTIVE_BLOCK", about="layer", decided_by="turn", worse="lower",
+    "INACTIVE_BLOCK", about="layer", decided_by="relative_update", worse="lower",
     remedy="see how much mixing its λ-skip or LayerScale leaves, `rankwise skip MODEL --text TEXT "
     "--certify`; or {change} and compare the loss",
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks that return their input, because a λ, a LayerScale or a gate suppresses the rest."""
     for layer in measured.layers:
-        if layer.turn < INACTIVE_TURN:
+        if layer.relative_update < INACTIVE_TURN:
             yield _finding(
                 "INACTIVE_BLOCK",
                 layer,
-                _fields(layer, "turn norm"),
-                f"Block {layer.layer - 1} hardly changes its tokens: only {layer.turn:.1g} of what it gives "
-                "is not what it reads, at some scale.",
+                _fields(layer, "relative_update norm"),
+                f"Block {layer.layer - 1} hardly changes its tokens: only {layer.relative_update:.1g} of "
+                "what it gives is not what it reads, at some scale.",
                 "warning",
                 change="take the block out of its list",
             )
@@ -411,7 +410,7 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         at, (initial,) = baseline.band[len(baseline.band) // 2], _references(head)
         evidence |= {
             "baseline": initial,
-            "baseline_std": at.std,
+            "baseline_std": at.seed_std,
             "difference": (at.difference_low + at.difference_high) / 2,
             "margin": at.margin,
             "pairs": at.pairs,
@@ -522,7 +521,7 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         first = modules[0]
         yield _finding(
             "NOT_CAPTURED",
-            Place(site=first.name),
+            HeadId(site=first.name),
             {"modules": len(modules)},
             f"{len(modules)} × {first.type} looks like a mixer and is not in this audit: {first.reason}.",
             "info" if first.reason.startswith("never called") else "warning",
@@ -530,15 +529,15 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def place_of(record: HeadRecord | LayerRecord) -> Place:
+def place_of(record: HeadRecord | LayerRecord) -> HeadId:
     """Return the address of a head or of the token states of a layer."""
     head = record.head if isinstance(record, HeadRecord) else None
-    return Place(stack=record.stack, layer=record.layer, site=record.site, head=head)
+    return HeadId(stack=record.stack, layer=record.layer, site=record.site, head=head)
 
 
 def _finding(
     code: str,
-    where: HeadRecord | LayerRecord | Place,
+    where: HeadRecord | LayerRecord | HeadId,
     evidence: Mapping[str, float | int],
     meaning: str,
     severity: Severity = "info",
@@ -549,7 +548,7 @@ def _finding(
     return Finding(
         code=code,
         severity=severity,
-        where=where if isinstance(where, Place) else place_of(where),
+        where=where if isinstance(where, HeadId) else place_of(where),
         evidence=dict(evidence),
         meaning=meaning,
         remedy=RULES[code].remedy.format(**fields),

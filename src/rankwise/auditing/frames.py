@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rankwise.auditing.importance_records import HeadImportance
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Finding
 from rankwise.errors import InputError, did_you_mean
 
@@ -28,8 +28,8 @@ _MEASURES = {
     "layers": [measure.name for measure in LAYER_MEASURES],
 }
 _BEFORE = {
-    "heads": "stack site layer head kind mask cross sequences nonfinite estimated fallbacks tokens sources "
-    "full_rank width",
+    "heads": "stack site layer head kind mask cross call sequences nonfinite estimated fallbacks tokens "
+    "sources full_rank width",
     "layers": "stack site layer sequences nonfinite tokens width",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",
@@ -85,16 +85,14 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
 def _row(record: Any, always: Iterable[str]) -> Row:
     place = record.where if isinstance(record, Finding) else record
     row = {name: getattr(place if hasattr(place, name) else record, name) for name in always}
-    row |= _named("{}_std", getattr(record, "spread", {})) | _named(
-        "{}_stderr", getattr(record, "stderr", {})
-    )
+    row |= _named("{}_std", getattr(record, "std", {})) | _named("{}_stderr", getattr(record, "stderr", {}))
     row |= _named("evidence_{}", getattr(record, "evidence", {}))
     importance, baseline = (getattr(record, name, None) for name in ("importance", "baseline"))
     if importance is not None:
         row |= _named("importance_{}", dict(importance))
     if baseline is not None:
         row |= {"baseline_seeds": baseline.seeds} | _named("baseline_{}", baseline.mean)
-        row |= _named("baseline_{}_std", baseline.spread) | _named("baseline_{}_seed_std", baseline.std)
+        row |= _named("baseline_{}_std", baseline.std) | _named("baseline_{}_seed_std", baseline.seed_std)
     return row
 
 

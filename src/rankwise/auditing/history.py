@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, overload
 from rankwise._internals.files import write_file
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.frames import Row, csv_text, data_frame, table
-from rankwise.auditing.records import AuditRecord
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError
 
@@ -37,18 +36,18 @@ class History:
 
     def __init__(
         self,
-        entries: Iterable[tuple[int, AuditRecord]] = (),
+        entries: Iterable[tuple[int, Audit]] = (),
         names: Sequence[str] = (),
         *,
         counted: bool = False,
     ) -> None:
         self.counted = counted
-        self._entries: dict[int, tuple[str, AuditRecord]] = {}
+        self._entries: dict[int, tuple[str, Audit]] = {}
         for at, (step, audit) in enumerate(entries):
             self.add(step, audit, names[at] if at < len(names) else "")
 
     @classmethod
-    def of(cls, audits: Sequence[AuditRecord], names: Sequence[str] = ()) -> "History":
+    def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
         """Return audits by the steps in their names, or numbered from 0 in the given order.
 
         Args:
@@ -60,7 +59,7 @@ class History:
         numbers = list(range(len(audits))) if steps is None else steps
         return cls(zip(numbers, audits, strict=True), called, counted=steps is None)
 
-    def add(self, step: int, audit: AuditRecord, name: str = "") -> None:
+    def add(self, step: int, audit: Audit, name: str = "") -> None:
         """Add an audit at its place among the steps.
 
         Args:
@@ -92,7 +91,7 @@ class History:
         return [name for name, _ in self._entries.values()]
 
     @property
-    def audits(self) -> list[AuditRecord]:
+    def audits(self) -> list[Audit]:
         """All audits, in the order of the steps."""
         return [audit for _, audit in self._entries.values()]
 
@@ -106,10 +105,10 @@ class History:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[tuple[int, AuditRecord]]:
+    def __iter__(self) -> Iterator[tuple[int, Audit]]:
         return iter(zip(self.steps, self.audits, strict=True))
 
-    def __getitem__(self, step: int) -> AuditRecord:
+    def __getitem__(self, step: int) -> Audit:
         if step not in self._entries:
             known = ", ".join(map(str, self.steps[:12]))
             raise InputError(
@@ -323,12 +322,10 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 @overload
-def compare(before: AuditRecord, after: AuditRecord) -> Comparison: ...
+def compare(before: Audit, after: Audit) -> Comparison: ...
 @overload
-def compare(
-    before: AuditRecord, after: AuditRecord, third: AuditRecord, /, *more: AuditRecord
-) -> History: ...
-def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comparison | History:
+def compare(before: Audit, after: Audit, third: Audit, /, *more: Audit) -> History: ...
+def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
     """Compare two audits, the largest change first; return more audits as a history.
 
     Heads match by stack, site, layer, head and cross-attention, or by their numbers if no name agrees. Token
@@ -361,14 +358,14 @@ def compare(before: AuditRecord, after: AuditRecord, *more: AuditRecord) -> Comp
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=about, heads=[], layers=[], findings=[])
         >>> compare(audit, audit).is_empty
         True
         >>> compare(audit, audit, audit)
         History(3 audits, 'm' to 'm')
     """
     for number, audit in enumerate((before, after, *more), 1):
-        if not isinstance(audit, AuditRecord):
+        if not isinstance(audit, Audit):
             raise InputError(
                 f"audit {number} of `compare`",
                 expected="an audit",

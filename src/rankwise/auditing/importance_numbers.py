@@ -8,12 +8,12 @@ from rankwise.auditing.importance_records import (
     HeadImportance,
     ImportanceRecord,
     Removable,
-    RemovableHead,
 )
-from rankwise.auditing.site_keys import HeadKey
+from rankwise.auditing.merge_importance import ImportanceStatistics
 from rankwise.errors import InputError
-from rankwise.importance import Importance, ImportanceSettings, Joint
+from rankwise.importance import HeadPlace, Importance, ImportanceSettings, Joint
 from rankwise.importance.results import Estimates
+from rankwise.tracing.head_id import HeadId
 
 ImportanceWanted = bool | Literal["exact"] | ImportanceSettings
 
@@ -42,14 +42,10 @@ def check_importance(wanted: ImportanceWanted, tokenizer: Any = None) -> Importa
     )  # fmt: skip
 
 
-def head_importances(importance: Importance) -> dict[HeadKey, dict[str, Any]]:
-    """The worth of every head, and the cost of its removal, as fields of the record.
-
-    Args:
-        worth: as measured.
-    """
-    found = {
-        site.place(head): HeadImportance(
+def importance_statistics(importance: Importance) -> ImportanceStatistics:
+    """Return the importance of all heads and blocks as records."""
+    heads = {
+        head_id(site.place(head)): HeadImportance(
             **_estimates(site.estimates, head),
             exact=float(site.exact[head]),
             cosine=float(site.cosine[head]),
@@ -58,7 +54,12 @@ def head_importances(importance: Importance) -> dict[HeadKey, dict[str, Any]]:
         for site in importance.sites
         for head in range(site.estimates.heads)
     }
-    return {place: {"importance": head, "removal_cost": head.cost} for place, head in found.items()}
+    return ImportanceStatistics(importance_record(importance), heads)
+
+
+def head_id(place: HeadPlace) -> HeadId:
+    """Return the address of a head."""
+    return HeadId(place.stack, place.layer, place.site, place.occurrence, place.head)
 
 
 def importance_record(importance: Importance) -> ImportanceRecord:
@@ -102,7 +103,7 @@ def importance_record(importance: Importance) -> ImportanceRecord:
 def _removable(joint: Joint) -> Removable:
     gone = joint.removal
     return Removable(
-        heads=[RemovableHead(**place._asdict()) for place in gone.heads],
+        heads=[head_id(place) for place in gone.heads],
         tolerance=joint.tolerance,
         loss=gone.loss,
         cost=gone.cost,

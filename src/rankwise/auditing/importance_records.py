@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rankwise._internals.records import Count, Number, Record
+from rankwise.tracing.head_id import HeadId
 
 
 class HeadImportance(Record):
@@ -51,23 +52,10 @@ class BlockImportance(HeadImportance):
     site: str
 
 
-class RemovableHead(Record):
-    """Which head of which call of which mixer."""
-
-    stack: str
-    layer: Count
-    site: str
-    """The module that mixes."""
-    cross: bool = False
-    occurrence: Count = 0
-    """From 0, where the same mixer runs more than once in a block."""
-    head: Count
-
-
 class Removable(Record):
     """The largest set of heads found that can go together: the model was run without them."""
 
-    heads: list[RemovableHead]
+    heads: list[HeadId]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """The largest cost allowed, as a share of the reference."""
     loss: Number

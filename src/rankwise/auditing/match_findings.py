@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from rankwise._internals.records import Record
 from rankwise.auditing.findings import RULES, about
-from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, HeadRecord, LayerRecord
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord
+from rankwise.auditing.result import Audit
 
 Outcome = Literal["new", "worse", "better", "changed", "unchanged", "resolved"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -46,7 +47,7 @@ class FindingChange(Record):
         return None if math.isnan(old) and math.isnan(new) else (name, old, new)
 
 
-def finding_changes(before: AuditRecord, after: AuditRecord) -> list[FindingChange]:
+def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
     """Return what became of each finding, in the order of `OUTCOMES`.
 
     Two findings match if their code and the subject of its rule are equal, whatever their numbers and
@@ -57,11 +58,11 @@ def finding_changes(before: AuditRecord, after: AuditRecord) -> list[FindingChan
         after: second audit.
 
     Examples:
-        >>> from rankwise.auditing.records import Place, Provenance
+        >>> from rankwise.auditing.records import HeadId, Provenance
         >>> words = {"evidence": {}, "meaning": "", "remedy": ""}
-        >>> sink = Finding(code="SINK", severity="warning", where=Place(layer=2, head=7), **words)
+        >>> sink = Finding(code="SINK", severity="warning", where=HeadId(layer=2, head=7), **words)
         >>> about = Provenance(model="m", delta=0.01)
-        >>> empty = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> empty = Audit(provenance=about, heads=[], layers=[], findings=[])
         >>> [change] = finding_changes(empty, empty.model_copy(update={"findings": [sink]}))
         >>> change.outcome, change.finding
         ('new', Finding(SINK, warning, 'layer 2 head 7': ''))
@@ -109,7 +110,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
 class _Records:
     """Records of an audit that its findings refer to."""
 
-    def __init__(self, audit: AuditRecord) -> None:
+    def __init__(self, audit: Audit) -> None:
         self._heads: dict[tuple[str, int | None, str, int | None], HeadRecord] = {}
         for head in audit.heads:
             self._heads.setdefault((head.stack, head.layer, head.site, head.head), head)
@@ -126,7 +127,7 @@ class _Records:
         where, kind = finding.where, about(finding.code)
         subject: Hashable = where
         if kind in ("mixer", "group"):
-            subject = where.model_copy(update={"head": None})
+            subject = where.at(None)
         elif kind == "model":
             subject = None
         elif kind == "stack":
@@ -146,5 +147,5 @@ class _Records:
             record, name = self._lowest.get(where.stack), rule.shown_by
         if record is None or record.sequences < 2:
             return 0.0
-        std = record.spread.get(name, math.nan)
+        std = record.std.get(name, math.nan)
         return std / math.sqrt(record.sequences) if math.isfinite(std) else 0.0

@@ -1,95 +1,93 @@
-"""What shards of the data say a model loses without its heads, joined: means over all tokens."""
+"""Importance of heads and blocks, which adds up over shards of the data: means over all tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from rankwise._internals.statistics import spearman
+import numpy as np
+
+from rankwise._internals.statistics import Moments, spearman
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.pooled import by_key, weighted_mean
 from rankwise.errors import RecordError
+from rankwise.tracing.head_id import HeadId
 
 NUMBERS = ("gradient", "first_order", "fisher", "curvature", "estimate", "exact", "cosine")
 SETTINGS = ("loss", "unit", "reference_name", "removal", "probes", "seed")
+SUMS = ("sequences", "nonfinite", "counted", "forward", "backward")
 NOT_SEARCHED = "which heads can go together is not known of merged audits: that takes runs on all of the data"
-LEFT_OUT = "worth left out: not all audits that were merged have it"
+
+I = TypeVar("I", bound=HeadImportance)
 
 
-W = TypeVar("W", bound=HeadImportance)
+@dataclass
+class ImportanceStatistics:
+    """Importance of a model on some sequences."""
 
+    record: ImportanceRecord
+    heads: dict[HeadId, HeadImportance]
 
-def merged_importance(importances: Sequence[tuple[W | None, ImportanceRecord | None]]) -> W | None:
-    """The worth of one head or block: its numbers are means over tokens or labels, the cosine over sequences.
+    def merge(self, other: "ImportanceStatistics") -> None:
+        """Add other sequences; no set of removable heads is left, since no pass saw all of the data.
 
-    Args:
-        worths: of each audit, and what it is a part of.
+        Raises:
+            RecordError: if importance was measured with other settings.
+        """
+        first, second = self.record, other.record
+        for field in SETTINGS:
+            values = [getattr(record, field) for record in (first, second)]
+            if values[0] != values[1]:
+                raise RecordError(
+                    "importance of audits to merge",
+                    expected=f"the same {field} in all of them",
+                    got=" and ".join(map(repr, values)),
+                    fix="Audit all shards with the same settings of importance.",
+                )
+        weights = dict.fromkeys(NUMBERS, (first.counted, second.counted))
+        weights["cosine"] = (first.sequences, second.sequences)
 
-    Returns:
-        The mean of all; None where one of the audits does not know it.
-    """
-    there = [(importance, of) for importance, of in importances if importance is not None and of is not None]
-    if len(there) < len(importances):
-        return None
-    numbers = {
-        name: weighted_mean(
-            [
-                (of.sequences if name == "cosine" else of.counted, getattr(importance, name))
-                for importance, of in there
-            ]
+        def joined(one: I, two: I) -> I:
+            numbers = {
+                name: _mean(weights[name], (getattr(one, name), getattr(two, name))) for name in NUMBERS
+            }
+            why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
+            return one.model_copy(update=numbers | {"why_not": why_not})
+
+        self.heads = {
+            at: joined(self.heads[at], head) for at, head in other.heads.items() if at in self.heads
+        }
+        blocks = {(block.stack, block.layer, block.site): block for block in second.blocks}
+        value, reference = (
+            _mean((first.counted, second.counted), (getattr(first, name), getattr(second, name)))
+            for name in ("value", "reference")
         )
-        for name in NUMBERS
-    }
-    why_not = min((importance.why_not for importance, _ in there if importance.why_not), default="")
-    return there[0][0].model_copy(update=numbers | {"why_not": why_not})
+        notes = [note for note in (*first.notes, *second.notes) if note != NOT_SEARCHED]
+        self.record = first.model_copy(
+            update={name: getattr(first, name) + getattr(second, name) for name in SUMS}
+            | {
+                "value": value,
+                "reference": abs(value) if first.reference_name == "the loss" else reference,
+                "blocks": [
+                    joined(block, blocks[block.stack, block.layer, block.site])
+                    for block in first.blocks
+                    if (block.stack, block.layer, block.site) in blocks
+                ],
+                "removable": None,
+                "notes": [*dict.fromkeys(notes), NOT_SEARCHED],
+                "spearman": rank_correlation(list(self.heads.values())),
+            }
+        )
 
 
-def merged_record(records: Sequence[ImportanceRecord]) -> ImportanceRecord:
-    """What is said of all heads together; nothing of sets of heads, which were run on shards only.
-
-    Args:
-        records: of each audit.
-
-    Raises:
-        RecordError: if they were not measured alike.
-    """
-    for field in SETTINGS:
-        values = list(dict.fromkeys(getattr(record, field) for record in records))
-        if len(values) > 1:
-            raise RecordError(
-                "worth of audits to merge",
-                expected=f"the same {field} in all of them",
-                got=" and ".join(map(repr, values)),
-                fix="Audit all shards with the same settings of worth.",
-            )
-    blocks = by_key(
-        [[(block, record) for block in record.blocks] for record in records],
-        lambda pair: (pair[0].stack, pair[0].layer, pair[0].site),
-    )
-    merged = [merged_importance(group) for group in blocks if len(group) == len(records)]
-    value, reference = (
-        weighted_mean([(record.counted, getattr(record, name)) for record in records])
-        for name in ("value", "reference")
-    )
-    sums = ("sequences", "nonfinite", "counted", "forward", "backward")
-    notes = [*(note for record in records for note in record.notes), NOT_SEARCHED]
-    said = {
-        "value": value,
-        "reference": abs(value) if records[0].reference_name == "the loss" else reference,
-        "blocks": [block for block in merged if block is not None],
-        "removable": None,
-        "notes": list(dict.fromkeys(notes)),
-    }
-    return records[0].model_copy(
-        update={name: sum(getattr(record, name) for record in records) for name in sums} | said
-    )
+def _mean(weights: Sequence[float | int], numbers: Sequence[float]) -> float:
+    """Return a weighted mean; NaN if a number with a weight is NaN."""
+    known = np.array(weights, dtype=np.float64)
+    parts = Moments.from_record(known, np.array(numbers, dtype=np.float64), np.full(2, np.nan))
+    whole = Moments(parts.count[:1], parts.mean[:1], parts.m2[:1])
+    whole.merge(Moments(parts.count[1:], parts.mean[1:], parts.m2[1:]))
+    return float(whole.complete(known.sum(keepdims=True)).to_record()[1][0])
 
 
-def with_correlation(importance: ImportanceRecord, heads: Sequence[HeadImportance]) -> ImportanceRecord:
-    """With the rank correlation of estimates and exact costs.
-
-    Args:
-        worth: of all heads.
-        heads: of each.
-    """
-    known = [importance for importance in heads if not importance.why_not]
-    rank = spearman((importance.estimate for importance in known), (importance.exact for importance in known))
-    return importance.model_copy(update={"spearman": rank})
+def rank_correlation(heads: Sequence[HeadImportance]) -> float:
+    """Return the rank correlation of estimates and exact costs."""
+    known = [head for head in heads if not head.why_not]
+    return spearman((head.estimate for head in known), (head.exact for head in known))

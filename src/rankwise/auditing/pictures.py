@@ -1,6 +1,5 @@
 """Pictures of matrices: of two sequences, at most 128×128, longer ones averaged block by block."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankwise._internals.forward import Batch, tensors_of
-from rankwise.auditing.matrix_picture import MOST_SIDE, MatrixPicture
-from rankwise.auditing.records import Finding, HeadRecord
+from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecord
 from rankwise.auditing.token_names import TokenNames, sides
 from rankwise.errors import InputError
 from rankwise.operators import IndexedMixing, MixingOperator
@@ -51,7 +49,7 @@ class Chosen:
         return [
             head
             if (head.stack, head.layer, head.site, head.head) in flagged
-            else head.model_copy(update={"picture": None, "second_picture": None})
+            else head.model_copy(update={"attention_map": None, "second_attention_map": None})
             for head in heads
         ]
 
@@ -111,7 +109,7 @@ def _names(heads: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{layer}:{head}" for layer, head in sorted(heads))
 
 
-def block_averages(operator: MixingOperator, side: int = MOST_SIDE) -> Float[Tensor, "*batch R C"]:
+def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
     """The matrix as a picture: means over blocks of rows and columns, as equal as they can be.
 
     Formula: Eᵀ M F, where the columns of E and F are 1/n on the n rows or columns of a block. M itself is
@@ -160,21 +158,6 @@ def picture_size(batch: Batch | None) -> tuple[int, int] | None:
     return None
 
 
-def patch_grid(tokens: int, picture: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rows and columns of patches of the shape of their picture; None where tokens are no such grid.
-
-    Args:
-        tokens: how many patches there are.
-        picture: height and width of the picture.
-    """
-    if picture is None:
-        return None
-    height, width = picture
-    rows = math.isqrt(tokens * height // width)
-    whole = rows > 0 and tokens % rows == 0 and rows * rows * width == tokens * height
-    return (rows, tokens // rows) if whole else None
-
-
 class PictureTaker:
     """Takes the pictures of one audit.
 
@@ -192,7 +175,7 @@ class PictureTaker:
 
     def take(
         self, site: MixerSite, channels: Sequence[int], batch: Batch | None, before: int = 0
-    ) -> list[dict[int, MatrixPicture]]:
+    ) -> list[dict[int, AttentionMap]]:
         """Pictures of the first sequences of a mixer, each by the place of the head.
 
         Args:
@@ -207,7 +190,7 @@ class PictureTaker:
 
     def _of(
         self, site: MixerSite, at: int, wanted: Sequence[int], batch: Batch | None, sequence: int
-    ) -> dict[int, MatrixPicture]:
+    ) -> dict[int, AttentionMap]:
         """Of one sequence: of its first window, where it has several."""
         row = at * (site.operator.shape[0] // max(site.sequences, 1))
         rows, columns = site.valid_tokens[row], site.valid_sources[row]
@@ -217,7 +200,7 @@ class PictureTaker:
         whole = bool(rows.all() and columns.all())
         part = alone if whole else IndexedMixing(alone, rows, columns)
         tokens, sources = part.shape[-2:]
-        kept: dict[int, MatrixPicture] = {}
+        kept: dict[int, AttentionMap] = {}
         for place in wanted:
             if self._room <= 0:
                 self.notes = [
@@ -226,7 +209,7 @@ class PictureTaker:
                 break
             with torch.no_grad():
                 picture = block_averages(part[:, place : place + 1])[0, 0].float().cpu().numpy()
-            kept[place] = MatrixPicture.of(picture, tokens, sources, *self._texts(site, batch, row, sequence))
+            kept[place] = AttentionMap.of(picture, tokens, sources, *self._texts(site, batch, row, sequence))
             self._room -= len(kept[place].values)
         return kept
 

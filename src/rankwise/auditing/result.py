@@ -2,26 +2,62 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from rankwise._internals.files import write_file
-from rankwise._internals.records import load_record
+from rankwise._internals.records import Record, load_record
+from rankwise.auditing.baseline import head_baselines, layer_baselines
+from rankwise.auditing.findings import diagnose
 from rankwise.auditing.frames import Records, csv_text, data_frame, table
-from rankwise.auditing.records import AuditRecord, HeadRecord, Verdict
+from rankwise.auditing.importance_records import ImportanceRecord
+from rankwise.auditing.provenance import check_mergeable, check_same
+from rankwise.auditing.records import (
+    SCHEMA_VERSION,
+    BaselineRecord,
+    Finding,
+    HeadRecord,
+    LayerRecord,
+    Provenance,
+    Unseen,
+    Verdict,
+)
+from rankwise.auditing.statistics import AuditStatistics, describe_method
 from rankwise.auditing.upgrade import upgraded
 from rankwise.auditing.verdict import verdict_of
-from rankwise.errors import InputError
+from rankwise.errors import InputError, instance_of
+from rankwise.tracing.head_id import HeadId
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
+NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
+ADVISED = "skip connections are to be looked at again: rw.skips.recommend(audit, model, batch)"
 _MOST_NAMES = 6
 """Names that an error lists, at most."""
 
 
-class Audit(AuditRecord):
-    """Everything an audit found: ``heads``, ``layers``, ``findings``, ``uncaptured``, ``provenance``."""
+class Audit(Record):
+    """Everything that an audit found."""
+
+    format: Literal["rankwise-audit"] = "rankwise-audit"
+    schema_version: int = SCHEMA_VERSION
+    complete: bool = True
+    """False if the audit was interrupted or failed."""
+    provenance: Provenance
+    heads: list[HeadRecord]
+    layers: list[LayerRecord]
+    findings: list[Finding]
+    uncaptured: list[Unseen] = Field(default_factory=list)
+    texts: dict[str, list[str]] = Field(default_factory=dict)
+    """Tokens of the sequences that attention maps are of, by the name of the input."""
+    importance: ImportanceRecord | None = None
+    """Loss without heads and blocks; None if it was not requested."""
+    baseline: BaselineRecord | None = None
+    """How the copies at initialization were made; None if no baseline was requested."""
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON.
@@ -53,7 +89,7 @@ class Audit(AuditRecord):
         return load_record(path, cls, "audit.json", upgrade=upgraded)
 
     @classmethod
-    def merge(cls, audits: "Sequence[Audit]") -> "Audit":
+    def merge(cls, audits: "Sequence[Audit]", names: Sequence[str] = ()) -> "Audit":
         """Join audits of shards of the data into the audit of all of it.
 
         Means, standard deviations and counts are those of one audit over all sequences, within rounding, the
@@ -75,6 +111,7 @@ class Audit(AuditRecord):
 
         Args:
             audits: of one model at one δ, each of other sequences.
+            names: names of the audits in errors; their numbers by default.
 
         Raises:
             InputError: if there are none, or one is no audit.
@@ -92,9 +129,59 @@ class Audit(AuditRecord):
             >>> merged.provenance.sequences, merged.provenance.audits
             (6, 3)
         """
-        from rankwise.auditing.merge import merge
+        if not audits:
+            raise InputError(
+                "`Audit.merge`", expected="at least one audit", got="none", fix="Pass a list of audits."
+            )
+        for number, audit in enumerate(audits, 1):
+            instance_of(
+                f"audit {number} of `Audit.merge`", audit, Audit, "an audit",
+                fix="Read a saved one with `rw.Audit.load(path)`.",
+            )  # fmt: skip
+        if len(audits) == 1:
+            return audits[0]
+        _check_mergeable(audits, names or [f"audit {number + 1}" for number in range(len(audits))])
+        whole, *others = map(AuditStatistics.from_audit, audits)
+        for other in others:
+            whole.merge_audit(other)
+        for note, lost in (
+            (NO_BASELINE, any(audit.baseline for audit in audits)),
+            (NO_WIDTH, any(head.required_head_dim >= 0 for audit in audits for head in audit.heads)),
+            (ADVISED, any(audit.provenance.advised for audit in audits)),
+        ):
+            if lost:
+                whole.note(note)
+        return cls.from_statistics(whole)
 
-        return merge(audits)
+    @classmethod
+    def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
+        """Return the audit of statistics: records, their baseline, and findings."""
+        about, measured = statistics.provenance, statistics.importance
+        known: dict[HeadId, dict[str, Any]] = {}
+        for at, head in (measured.heads if measured is not None else {}).items():
+            known[at] = {"importance": head, "removal_cost": head.cost}
+        copies = list(statistics.copies.values())
+        for at, fields in (head_baselines(statistics, copies, about.delta) if copies else {}).items():
+            known[at] = known.get(at, {}) | fields
+        heads = statistics.head_records(about.delta, known, about.audits)
+        baselines = layer_baselines(statistics, copies)
+        layers = [
+            record.model_copy(update={"baseline": baselines.get((record.stack, record.layer))})
+            for record in statistics.layer_records()
+        ]
+        importance = None if measured is None else measured.record
+        made = BaselineRecord(seeds=list(statistics.copies), built=statistics.built)
+        return cls(
+            complete=statistics.complete,
+            provenance=about.model_copy(update={"method": describe_method(heads)}),
+            heads=heads,
+            layers=layers,
+            findings=diagnose(heads, layers, statistics.uncaptured, importance),
+            uncaptured=statistics.uncaptured,
+            texts=statistics.texts,
+            importance=importance,
+            baseline=made if copies else None,
+        )
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report: one file that needs nothing else.
@@ -244,6 +331,23 @@ class Audit(AuditRecord):
             f"Audit({self.provenance.model or 'model'}: {len(self.heads)} heads, {len(self.layers)} layers, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
+
+
+def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
+    check_same("schema_version", [audit.schema_version for audit in audits])
+    check_mergeable([audit.provenance for audit in audits], names)
+    alike: dict[tuple[str, str], list[object]] = {}
+    for audit in audits:
+        for head in audit.heads:
+            alike.setdefault((f"head {head.head} of {head.site!r}, call {head.call}", "kind"), []).append(
+                head.kind
+            )
+        for layer in audit.layers:
+            states = f"token states of {layer.stack!r} after {layer.layer} blocks"
+            for field in ("site", "width"):
+                alike.setdefault((states, field), []).append(getattr(layer, field))
+    for (subject, field), values in alike.items():
+        check_same(field, values, subject=subject)
 
 
 def _known(known: list[int] | list[str]) -> str:

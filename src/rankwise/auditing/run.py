@@ -18,34 +18,36 @@ from rankwise._internals.forward import (
     to_device,
 )
 from rankwise._internals.threads import one_thread
-from rankwise.auditing.baseline_numbers import head_baselines, layer_baselines
-from rankwise.auditing.baseline_records import BaselineRecord
 from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.digests import DataDigest, weights_digest
-from rankwise.auditing.failures import batch_failed, measuring, step_failed
-from rankwise.auditing.findings import diagnose
-from rankwise.auditing.heads import HeadTable
+from rankwise.auditing.failures import AuditError, batch_failed, measuring, step_failed
 from rankwise.auditing.importance_numbers import (
     ImportanceWanted,
     check_importance,
-    head_importances,
-    importance_record,
+    head_id,
+    importance_statistics,
 )
 from rankwise.auditing.initialization import InitialCopies
-from rankwise.auditing.layers import LayerTable
-from rankwise.auditing.numbers import Method, check_method, method_of
-from rankwise.auditing.pictures import Matrices, NoSuchHeadsError, PictureTaker, chosen_heads, picture_size
+from rankwise.auditing.measure import measure_heads, measure_states, sampled
+from rankwise.auditing.merge_importance import ImportanceStatistics
+from rankwise.auditing.pictures import (
+    Chosen,
+    Matrices,
+    NoSuchHeadsError,
+    PictureTaker,
+    chosen_heads,
+    picture_size,
+)
 from rankwise.auditing.provenance import check_provenance, provenance_of
-from rankwise.auditing.records import HeadRecord, Provenance, Unseen
+from rankwise.auditing.records import Provenance, Unseen
 from rankwise.auditing.result import Audit
-from rankwise.auditing.settings import BaselineOption, baseline_settings
-from rankwise.auditing.site_keys import SiteKey
+from rankwise.auditing.settings import BaselineOption, Method, baseline_settings, check_method
+from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
 from rankwise.auditing.token_names import TokenNames
-from rankwise.auditing.widths import leave_moments
 from rankwise.errors import CaptureError, InputError
-from rankwise.importance import Importance, ImportanceSettings, measure_importance
+from rankwise.importance import ImportanceSettings, measure_importance
 from rankwise.measures import DELTA, check_delta
-from rankwise.tracing import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.tracing import HeadId, MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again, without_copies
 
 Progress = Callable[[int, str], None]
@@ -98,7 +100,7 @@ def audit(
             be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: operators named by hand, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
-        matrices: heads that keep a picture of their matrix on the first two sequences (`MatrixPicture`, at
+        matrices: heads that keep a picture of their matrix on the first two sequences (`AttentionMap`, at
             most 128×128, longer sequences averaged block by block): "flagged" (those with a finding), "all",
             "3:7,5:0" (layer:head), or pairs. A product with 128 columns each; 256 MiB at most in all.
         worth: whether to measure what the model loses without each head and block, and which heads can go
@@ -130,6 +132,63 @@ def audit(
         >>> [(head.layer, head.head) for head in result.heads]
         [(0, 0), (0, 1)]
     """
+    run = _run(
+        model,
+        batches,
+        delta,
+        texts=texts,
+        tokenizer=tokenizer,
+        tokens=tokens,
+        batch_size=batch_size,
+        method=method,
+        sites=sites,
+        blocks=blocks,
+        matrices=matrices,
+        importance=importance,
+        baseline=baseline,
+        provenance=provenance,
+        on_progress=on_progress,
+    )
+    return run.result()
+
+
+def collect(
+    model: nn.Module, batches: Iterable[Batch] | None = None, delta: float = DELTA, **settings: Any
+) -> AuditStatistics:
+    """Measure a model and return the statistics from which `finished` makes an audit.
+
+    The arguments and errors are those of `audit`. Statistics of shares of the data merge into those of all of
+    it, with what files do not hold: required head dimensions and the baseline.
+    """
+    return _run(model, batches, delta, **settings).collected()
+
+
+def finished(statistics: AuditStatistics, chosen: Chosen | None) -> Audit:
+    """Return the audit of statistics, with the attention maps that were requested."""
+    audit = Audit.from_statistics(statistics)
+    if chosen is None:
+        return audit
+    return audit.model_copy(update={"heads": chosen.kept(audit.heads, audit.findings)})
+
+
+def _run(
+    model: nn.Module,
+    batches: Iterable[Batch] | None,
+    delta: float,
+    *,
+    texts: str | Sequence[str] | None = None,
+    tokenizer: Callable[..., Any] | None = None,
+    tokens: int = 256,
+    batch_size: int = 4,
+    method: Method = "auto",
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    matrices: Matrices | None = None,
+    importance: ImportanceWanted = False,
+    baseline: BaselineOption = False,
+    provenance: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> "Run":
     check_provenance(provenance or {})
     check_delta(delta)
     model = without_copies(model)
@@ -143,11 +202,13 @@ def audit(
     given = given if settings is None and copies is None else list(given)
     names, chosen = TokenNames(tokenizer), chosen_heads(matrices)
     pictures = None if chosen is None else PictureTaker(chosen, names)
-    heads = HeadTable(delta, check_method(method), names, pictures, each_sequence=copies is not None)
-    run = Run(model, heads, dict(provenance or {}), on_progress, sites=sites, blocks=blocks)
+    run = Run(
+        model, delta, check_method(method), dict(provenance or {}), on_progress, sites=sites, blocks=blocks
+    )
+    run.names, run.pictures, run.each_sequence = names, pictures, copies is not None
     run.notes += notes
     run.over(given, settings, copies)
-    return run.result()
+    return run
 
 
 class Run:
@@ -155,7 +216,8 @@ class Run:
 
     Args:
         model: the model.
-        heads: measures its mixers.
+        delta: threshold of the numerical rank.
+        method: how ranks are computed.
         given: what the user says of the model and its data.
         on_progress: called after each measured site.
         where: what `capture` is told of the model: ``sites`` and ``blocks``.
@@ -164,21 +226,31 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        heads: HeadTable,
+        delta: float,
+        method: Method,
         given: dict[str, Any],
         on_progress: Progress | None,
         **where: Any,
     ) -> None:
-        self.model, self.heads, self.layers = model, heads, LayerTable()
+        self.model, self.delta, self.method = model, delta, method
         self.given, self.where, self.trace = given, where, Trace()
+        self.names, self.each_sequence = TokenNames(), False
+        self.pictures: PictureTaker | None = None
+        self.statistics = ModelStatistics()
+        """Statistics of the whole batches …"""
+        self.batch_statistics = ModelStatistics()
+        """… and of the batch that runs."""
         self.notes: list[str] = []
+        self.measured_in_part: dict[str, None] = {}
         self.batches = self.sequences = 0
         self.data = DataDigest()
         self.complete = True
-        self.importance: Importance | None = None
-        self.fresh: dict[int, tuple[HeadTable, LayerTable]] = {}
-        """What was measured at fresh weights, by the seed."""
+        self.importance: ImportanceStatistics | None = None
+        self.copies: dict[int, ModelStatistics] = {}
+        """Statistics at initialization by seed."""
         self.built = ""
+        self._states: dict[str, StateSite] = {}
+        """The last state of each stack, with which the next is compared."""
         self._current: Any = None
         self._on_progress = on_progress or (lambda batches, site: None)
 
@@ -204,8 +276,10 @@ class Run:
             except (CaptureError, NoSuchHeadsError):
                 raise
             except Exception as error:
-                kept = self.result() if self._keep_what_is_done() else None
-                raise batch_failed(error, self.model, self.batches + 1, self._current, kept) from error
+                kept = self.collected() if self._keep_what_is_done() else None
+                audit = None if kept is None else finished(kept, self._chosen)
+                failure = batch_failed(error, self.model, self.batches + 1, self._current, audit)
+                raise _with_statistics(failure, kept) from error
             if copies is not None and self.complete:
                 self._measure_baseline(batches, copies)
             if importance is not None and self.complete:
@@ -218,10 +292,11 @@ class Run:
             self._current = batch
             check_rows(self.model, batch, self.batches + 1)
             run_model(self.model, to_device(batch, device))
-            for table in (self.heads, self.layers):
-                table.commit()
-            if self.heads.pictures is not None and not self.batches:
-                self.heads.pictures.check((head.layer, head.head) for head in self.heads.records())
+            self._take_batch()
+            if self.pictures is not None and not self.batches:
+                self.pictures.check(
+                    (head.layer, head.head) for head in self.statistics.head_records(self.delta)
+                )
             self.batches += 1
             self.sequences += batch_size(batch)
             self.data.add(batch)
@@ -234,25 +309,56 @@ class Run:
                 fix="Pass a list of batches; an exhausted iterator gives none.",
             )
 
-    def _mixer(self, site: MixerSite) -> None:
-        with measuring(site.name), one_thread():  # what is large goes to several, a matrix each
-            self.heads.add(site, picture_size(self._current), self._current)
+    def _mixer(self, captured: MixerSite) -> None:
+        with measuring(captured.name), one_thread():  # large work goes to several, a matrix each
+            site, channels = sampled(captured)
+            if len(channels) < (whole := captured.operator.shape[-3]):
+                self.measured_in_part[f"{len(channels)} of the {whole} channels of {site.kind} mixers"] = None
+            heads = measure_heads(
+                site,
+                channels,
+                self.delta,
+                self.method,
+                name_tokens=lambda site, columns: self.names.peaks(site, self._current, columns),
+                image=picture_size(self._current),
+                each_sequence=self.each_sequence,
+            )
+            if self.pictures is not None:
+                known = self.statistics.heads.get(heads.mixer)
+                before = 0 if known is None else max(map(len, known.examples.attention_maps))
+                for taken in self.pictures.take(site, channels, self._current, before):
+                    for place, kept in taken.items():
+                        heads.examples.attention_maps[place].append(kept)
+            self.batch_statistics.add_heads(heads)
         self._on_progress(self.batches, site.name)
 
     def _state(self, state: StateSite) -> None:
         with measuring(state.name), one_thread():
-            self.layers.add(state)
+            before, self._states[state.stack] = self._states.get(state.stack), state
+            follows = (
+                before is not None
+                and (before.forward_pass, before.layer + 1) == (state.forward_pass, state.layer)
+                and before.tokens.shape == state.tokens.shape
+            )
+            self.batch_statistics.add_states(measure_states(state, before if follows else None))
         self._on_progress(self.batches, state.name)
+
+    def _take_batch(self) -> None:
+        self.statistics.merge(self.batch_statistics)
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
+        self.batch_statistics = ModelStatistics()
+        self._states.clear()
 
     def _keep_what_is_done(self) -> bool:
         """Whole batches are kept; of a first batch that was not finished, the layers that were."""
         self.complete = False
-        for table in (self.heads, self.layers):
-            if self.batches:
-                table.discard()
-            else:
-                table.commit()
-        return bool(self.heads.records())
+        if self.batches:
+            self._forget_batch()
+        else:
+            self._take_batch()
+        return bool(self.statistics.heads)
 
     def _measure_baseline(self, batches: Iterable[Batch], copies: InitialCopies) -> None:
         self.built = copies.built
@@ -264,86 +370,95 @@ class Run:
                     run.over(batches)
                     if not run.complete:
                         raise KeyboardInterrupt
-                    self.fresh[seed] = run.heads, run.layers
+                    self.copies[seed] = run.statistics
                     del run, model  # one copy at a time
         except KeyboardInterrupt:
-            self.notes.append(f"baseline of {len(self.fresh)} seeds only: interrupted from the keyboard")
+            self.notes.append(f"baseline of {len(self.copies)} seeds only: interrupted from the keyboard")
         except Exception as error:
-            raise step_failed(error, "baseline", "an audit at fresh weights", self.result()) from error
+            failure = step_failed(error, "baseline", "an audit at fresh weights", self.result())
+            raise _with_statistics(failure, self.collected()) from error
 
     def _of_copy(self, model: nn.Module, name: str) -> "Run":
-        heads = HeadTable(self.heads.delta, self.heads.method, each_sequence=True)
-        return Run(
-            model, heads, {}, lambda done, site: self._on_progress(done, f"{name}: {site}"), **self.where
+        run = Run(
+            model,
+            self.delta,
+            self.method,
+            {},
+            lambda done, site: self._on_progress(done, f"{name}: {site}"),
+            **self.where,
         )
+        run.each_sequence = True
+        return run
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
         try:
-            self.importance = measure_importance(
+            importance = measure_importance(
                 self.model,
                 batches,
                 settings,
                 readable=lambda batch: drop_unused_labels(self.model, batch)[0],
-                channels=lambda site: self.heads.channels(SiteKey(*site.place(0)[:5])),
+                channels=lambda site: self._measured(head_id(site.place(0)).at(None)),
                 on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
                 **self.where,
             )
+            self.importance = importance_statistics(importance)
         except KeyboardInterrupt:
             self.notes.append("worth not measured: interrupted from the keyboard")
         except Exception as error:
             wanted = "what the model loses without its heads"
-            raise step_failed(error, "importance", wanted, self.result()) from error
+            failure = step_failed(error, "importance", wanted, self.result())
+            raise _with_statistics(failure, self.collected()) from error
+
+    def _measured(self, mixer: HeadId) -> list[int]:
+        """Return the heads of a mixer that were measured."""
+        known = self.statistics.heads.get(mixer)
+        return [] if known is None else known.heads
 
     def result(self) -> Audit:
-        """What is known so far."""
-        importance = None if self.importance is None else importance_record(self.importance)
-        fresh = list(self.fresh.values())
-        importances = {} if self.importance is None else head_importances(self.importance)
-        baselines = head_baselines(self.heads, [heads for heads, _ in fresh]) if fresh else {}
-        known = {
-            place: importances.get(place, {}) | baselines.get(place, {})
-            for place in {**importances, **baselines}
-        }
-        heads = self.heads.records(known)
-        leave_moments(self.heads.moments)
-        layers = self.layers.records()
-        at_layers = layer_baselines(layers, [layers.records() for _, layers in fresh])
-        layers = [
-            layer.model_copy(update={"baseline": at_layers.get((layer.stack, layer.layer))})
-            for layer in layers
-        ]
+        """Return the audit of what is known so far."""
+        return finished(self.collected(), self._chosen)
+
+    @property
+    def _chosen(self) -> Chosen | None:
+        return None if self.pictures is None else self.pictures.chosen
+
+    def collected(self) -> AuditStatistics:
+        """Return the statistics of all batches, at initialization too, and what is known of their origin."""
         uncaptured = [
             Unseen(name=module.name, type=module.type, reason=module.reason)
             for module in self.trace.uncaptured
         ]
-        findings = diagnose(heads, layers, uncaptured, importance)
-        pictures = self.heads.pictures
-        if pictures is not None:
-            self.notes += [note for note in pictures.missing(heads) if note not in self.notes]
-            heads = pictures.chosen.kept(heads, findings)
-        return Audit(
+        return AuditStatistics(
+            heads=self.statistics.heads,
+            states=self.statistics.states,
+            provenance=self._provenance(),
             complete=self.complete,
-            provenance=self._provenance(heads),
-            heads=heads,
-            layers=layers,
-            findings=findings,
             uncaptured=uncaptured,
-            texts={} if pictures is None else pictures.texts,
-            importance=importance,
-            baseline=BaselineRecord(seeds=list(self.fresh), built=self.built) if fresh else None,
+            texts={} if self.pictures is None else self.pictures.texts,
+            importance=self.importance,
+            built=self.built,
+            copies=self.copies,
         )
 
-    def _provenance(self, heads: list[HeadRecord]) -> Provenance:
+    def _provenance(self) -> Provenance:
+        if self.pictures is not None:
+            missing = self.pictures.missing(self.statistics.head_records(self.delta))
+            self.notes += [note for note in missing if note not in self.notes]
         found = {
-            "delta": self.heads.delta,
-            "method": method_of(heads),
-            "method_asked": self.heads.method,
+            "delta": self.delta,
+            "method_asked": self.method,
             "batches": self.batches,
             "sequences": self.sequences,
             "parts": [self.data.value] if self.data.value else [],
         }
         if "weights" not in self.given:
             found["weights"] = weights_digest(self.model)
-        parts = [f"measured: {part}, spread evenly" for part in self.heads.notes]
+        parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
         given = self.given | {"notes": (*self.notes, *parts, *self.trace.notes, *self.given.get("notes", ()))}
         return provenance_of(self.model, found, given)
+
+
+def _with_statistics(error: Exception, kept: AuditStatistics | None) -> Exception:
+    if isinstance(error, AuditError):
+        error.statistics = kept
+    return error

@@ -120,7 +120,7 @@ class AuditSettings:
         return cls(
             delta=given["delta"],
             tokenizer=tokenizer,
-            method=one_of("`method`", given["method"], get_args(Method)),
+            method=check_method(given["method"]),
             sites=sites,
             blocks=blocks,
             maps=chosen_heads(given.get("matrices")),
@@ -129,6 +129,11 @@ class AuditSettings:
             provenance=dict(provenance),
             on_progress=on_progress,
         )
+
+
+def check_method(method: str) -> Method:
+    """Return a method that exists."""
+    return one_of("`method`", method, get_args(Method))  # type: ignore[return-value]
 
 
 def check_callable(name: str, value: Any) -> None:

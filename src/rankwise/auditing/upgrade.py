@@ -1,24 +1,32 @@
 """Read audits of older schema versions."""
 
+from collections import Counter
 from typing import Any
 
 RENAMED = {
+    "collapse": "token_spread",
     "fresh_effective_rank": "init_effective_rank",
     "fresh_numerical_rank": "init_numerical_rank",
+    "known": "counts",
     "needed_width": "required_head_dim",
     "null_rank": "hardmax_rank",
     "peak_mass": "max_token_mass",
     "peak_token": "max_token",
     "peak_token_sequences": "max_token_sequences",
+    "picture": "attention_map",
     "relative_collapse": "relative_spread",
     "relative_collapse_layer_0": "relative_spread_layer_0",
     "relative_collapse_lowest": "relative_spread_lowest",
     "relative_collapse_lowest_at_1": "relative_spread_lowest_at_1",
+    "second_picture": "second_attention_map",
     "sink_mass": "first_token_mass",
+    "spread": "std",
+    "std": "seed_std",
+    "turn": "relative_update",
     "unseen": "uncaptured",
     "worth": "importance",
 }
-"""Names of fields and measures in version 2, and their names in version 3."""
+"""Names of fields and measures in version 2, and their names in version 3; all are renamed at once."""
 CODES = {
     "ABOVE_NULL": "HIGH_RANK",
     "BELOW_NULL": "LOW_RANK",
@@ -40,17 +48,63 @@ def upgraded(content: dict[str, Any]) -> dict[str, Any]:
     The content may be damaged: validation follows.
     """
     version = content.get("schema_version")
-    if version == 1 and isinstance(content.get("heads"), list):
-        heads = [_from_version_1(head) if isinstance(head, dict) else head for head in content["heads"]]
-        content = content | {"heads": heads}
-    return _renamed(content) | {"schema_version": 3} if version in (1, 2) else content
+    if version not in (1, 2):
+        return content
+    content = _renamed(content) | {"schema_version": 3}
+    calls: dict[tuple[str, ...], int] = {}
+    if isinstance(content.get("heads"), list):
+        counts, occurrences = Counter[str](), Counter[str]()
+        content["heads"] = [
+            _upgraded_head(head, version, counts, occurrences, calls) if isinstance(head, dict) else head
+            for head in content["heads"]
+        ]
+    removable = _at(_at(content, "importance"), "removable")
+    if isinstance(removable.get("heads"), list):
+        removable["heads"] = [
+            _upgraded_place(place, calls) if isinstance(place, dict) else place
+            for place in removable["heads"]
+        ]
+    return content
 
 
-def _from_version_1(head: dict[str, Any]) -> dict[str, Any]:
-    spread = head.get("spread")
-    varied = spread.get("null_rank") if isinstance(spread, dict) else None
-    kept = {name: value for name, value in head.items() if name != "z_score"}
-    return kept | {"random_rank": None} if varied else kept
+def _at(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object inside an object; an empty one if there is none."""
+    value = content.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _upgraded_head(
+    head: dict[str, Any],
+    version: int,
+    counts: Counter[str],
+    occurrences: Counter[str],
+    calls: dict[tuple[str, ...], int],
+) -> dict[str, Any]:
+    """Number the calls of a module by the order of the file, and move counts from `merging` to the head."""
+    if version == 1:
+        varied = _at(head, "std").get("hardmax_rank")
+        head = {name: value for name, value in head.items() if name != "z_score"}
+        head |= {"random_rank": None} if varied else {}
+    merging = dict(_at(head, "merging"))
+    if "counts" in merging:
+        head |= {"counts": merging.pop("counts"), "merging": merging}
+    mixer = str([head.get(name) for name in ("stack", "layer", "site")])
+    call, occurrence = f"{mixer} {head.get('head')}", f"{mixer} {head.get('head')} {head.get('cross')}"
+    calls[mixer, str(head.get("cross", False)), str(occurrences[occurrence])] = counts[call]
+    head = head | {"call": counts[call]}
+    counts[call] += 1
+    occurrences[occurrence] += 1
+    return head
+
+
+def _upgraded_place(place: dict[str, Any], calls: dict[tuple[str, ...], int]) -> dict[str, Any]:
+    """Address a removable head by the call of its module instead of cross-attention and occurrence."""
+    mixer = str([place.get(name) for name in ("stack", "layer", "site")])
+    occurrence = place.get("occurrence", 0)
+    call = calls.get((mixer, str(place.get("cross", False)), str(occurrence)), occurrence)
+    return {name: value for name, value in place.items() if name not in ("cross", "occurrence")} | {
+        "call": call
+    }
 
 
 def _renamed(value: Any) -> Any:

@@ -7,21 +7,22 @@ from rankwise.auditing.findings import RULES
 from rankwise.auditing.records import SEVERITY_ORDER, Action, Verdict
 
 if TYPE_CHECKING:
-    from rankwise.auditing.records import AuditRecord
+    from rankwise.auditing.result import Audit
 
 MOST_ACTIONS = 3
 _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 
-def verdict_of(audit: "AuditRecord") -> Verdict:
+def verdict_of(audit: "Audit") -> Verdict:
     """Return how many findings of each severity an audit has, and what to do about the most severe.
 
     A code causes one action, from its first finding, unless its rule says that no action follows.
 
     Examples:
-        >>> from rankwise.auditing.records import AuditRecord, Provenance
+        >>> from rankwise.auditing.records import Provenance
+        >>> from rankwise.auditing.result import Audit
         >>> about = Provenance(model="m", delta=0.01)
-        >>> verdict_of(AuditRecord(provenance=about, heads=[], layers=[], findings=[])).sentence
+        >>> verdict_of(Audit(provenance=about, heads=[], layers=[], findings=[])).sentence
         'No findings.'
     """
     counts = Counter(finding.severity for finding in audit.findings)

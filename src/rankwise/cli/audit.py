@@ -215,7 +215,6 @@ def _check_processes(
     several = f"{processes.world} processes"
     wrong = {
         "several models": (len(models) > 1, "Audit them one after the other, or by `rankwise sweep`."),
-        "--baseline": (baseline, "Audit the baseline in one process."),
         "--device-map": (device_map is not None, "One process spreads the model over all devices."),
     }
     for what, (asked, fix) in wrong.items():
@@ -247,7 +246,6 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
         InputError: if the audit of the report would replace one of them.
     """
     from rankwise.auditing import Audit
-    from rankwise.auditing.merge import merge
     from rankwise.cli.output import new_folder, write_report
     from rankwise.errors import InputError
 
@@ -263,7 +261,7 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
                 fix="Name another folder: the merged audit would replace it.",
             )
     with new_folder(out):
-        merged = merge(audits, [str(path) for path in paths])
+        merged = Audit.merge(audits, [str(path) for path in paths])
         write_report(merged, out)
     return merged
 

@@ -13,8 +13,8 @@ from rankwise.cli.load_data import Inputs, inputs_for
 from rankwise.cli.load_model import Subject, load_subject
 
 if TYPE_CHECKING:
-    from rankwise.auditing import Audit
-    from rankwise.auditing.numbers import Method
+    from rankwise.auditing.settings import Method
+    from rankwise.auditing.statistics import AuditStatistics
     from rankwise.importance import ImportanceSettings
 
 FLAGS = (
@@ -141,8 +141,8 @@ def run(
     ready: Ready,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, str], None] | None = None,
-) -> "Audit":
-    """Audit the model of a task on its data.
+) -> "AuditStatistics":
+    """Measure the model of a task on its data.
 
     Args:
         ready: the task, prepared.
@@ -152,8 +152,8 @@ def run(
     Raises:
         AuditError: as `rankwise.audit`.
     """
-    from rankwise.auditing import audit
     from rankwise.auditing.digests import weights_digest
+    from rankwise.auditing.run import collect
     from rankwise.cli.load_model import demo_model, demo_text
 
     task, subject = ready.task, ready.subject
@@ -165,7 +165,7 @@ def run(
         "notes": ready.notes,
         "weights": weights_digest(subject.model, subject.drawn),
     }
-    return audit(
+    return collect(
         subject.model,
         _keeping_first(ready.inputs.batches, ready.first),
         task.delta,
@@ -185,7 +185,10 @@ def audit_text(task: AuditTask) -> str:
     Args:
         task: what is asked for.
     """
-    return run(prepare(task)).model_dump_json(indent=1) + "\n"
+    from rankwise.auditing import chosen_heads
+    from rankwise.auditing.run import finished
+
+    return finished(run(prepare(task)), chosen_heads(task.matrices)).model_dump_json(indent=1) + "\n"
 
 
 def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:

@@ -3,8 +3,8 @@
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.auditing import Audit
-    from rankwise.auditing.widths import HeadMoments
+    from rankwise.auditing.statistics import AuditStatistics
     from rankwise.cli.audit_job import AuditTask, Ready
     from rankwise.cli.torchrun import Processes
 
@@ -27,13 +27,11 @@ NEEDS_ALL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 @dataclass
 class Found:
-    """What a process found of its sequences."""
+    """What a process found on its sequences."""
 
-    audit: "Audit | None" = None
+    statistics: "AuditStatistics | None" = None
     failure: Exception | None = None
     interrupted: bool = False
-    moments: "HeadMoments" = field(default_factory=list)
-    """Of each head of the audit, where several processes share the sequences."""
 
 
 def audit_one(
@@ -55,6 +53,8 @@ def audit_one(
         RankwiseError: if it failed, in any of the processes; what was measured is written before.
         typer.Exit: after Ctrl-C, and in all processes but the first.
     """
+    from rankwise.auditing import chosen_heads
+    from rankwise.auditing.run import finished
     from rankwise.auditing.text_inputs import Shard
     from rankwise.cli.audit_job import prepare
     from rankwise.cli.output import show_progress, write_report
@@ -71,19 +71,21 @@ def audit_one(
     with show_progress() as say:
         found = _measured(ready, facts, processes, say)
         if processes.several:
-            found = _joined(found, task, out, processes)
-        stopped = found.interrupted
-        if found.audit is not None and found.audit.complete and not stopped:
-            found.audit, stopped = _advised(found.audit, ready.subject.model, ready.first[0], say)
-    if found.audit is not None:
-        write_report(found.audit, out, brief=brief)
+            found = _joined(found, out, processes)
+        stopped, audit = found.interrupted, None
+        if found.statistics is not None:
+            audit = finished(found.statistics, chosen_heads(task.matrices))
+            if audit.complete and not stopped:
+                audit, stopped = _advised(audit, ready.subject.model, ready.first[0], say)
+    if audit is not None:
+        write_report(audit, out, brief=brief)
     if found.failure is not None:
         raise found.failure
-    if found.audit is None:
+    if audit is None:
         raise KeyboardInterrupt
-    if stopped or not found.audit.complete:
+    if stopped or not audit.complete:
         raise typer.Exit(INTERRUPTED)
-    return found.audit
+    return audit
 
 
 def _of_this_process(matrices: str | None, processes: "Processes") -> str | None:
@@ -129,23 +131,17 @@ def _measured(
 ) -> Found:
     """What this process finds; of several, whatever happens the others are to hear of it."""
     from rankwise.auditing import AuditError
-    from rankwise.auditing.widths import keeping_moments
     from rankwise.cli.audit_job import run
 
     sequences = len(range(processes.rank, ready.task.sequences, processes.world))
-    moments: HeadMoments = []
-    keeping: AbstractContextManager[HeadMoments] = (
-        keeping_moments() if processes.several else nullcontext(moments)
-    )
     try:
         if processes.several and ready.is_empty:
             return Found()
-        with keeping as moments:
-            audit = run(ready, facts, lambda done, site: say(_doing(done, sequences, site)))
+        statistics = run(ready, facts, lambda done, site: say(_doing(done, sequences, site)))
     except AuditError as error:
-        if error.audit is None and not processes.several:
+        if error.statistics is None and not processes.several:
             raise
-        return Found(error.audit, error, moments=moments)
+        return Found(error.statistics, error)
     except KeyboardInterrupt:
         if not processes.several:
             raise
@@ -154,37 +150,39 @@ def _measured(
         if not processes.several:
             raise
         return Found(failure=error)
-    return Found(audit, interrupted=processes.several and not audit.complete, moments=moments)
+    return Found(statistics, interrupted=processes.several and not statistics.complete)
 
 
 def _doing(done: int, sequences: int, what: str) -> str:
     return what if what.startswith("importance") else f"batch {done + 1} (of {sequences} sequences): {what}"
 
 
-def _joined(found: Found, task: "AuditTask", out: Path, processes: "Processes") -> Found:
+def _joined(found: Found, out: Path, processes: "Processes") -> Found:
     """In the first process, what all of them found; the others leave."""
+    from rankwise.auditing import Audit
+
     said = None if found.failure is None else processes.said(found.failure)
-    found.audit = None if found.audit is None else _of_share(found.audit, processes)
-    text = "" if found.audit is None else found.audit.model_dump_json()
+    if found.statistics is not None:
+        _name_share(found.statistics, processes)
     try:
-        shares = processes.to_first((text, said, found.interrupted, found.moments))
+        shares = processes.to_first((found.statistics, said, found.interrupted))
     except RankwiseError as error:
-        if found.audit is not None:
-            path = _rescued(found.audit, out / f"process-{processes.rank}.json")
+        if found.statistics is not None:
+            audit = Audit.from_statistics(found.statistics)
+            path = _rescued(audit, out / f"process-{processes.rank}.json")
             kept = f"What process {processes.rank} measured is kept: {path}"
             with suppress(OSError):
                 print(f"rankwise: {kept}", file=sys.__stderr__, flush=True)
         raise error from found.failure
     if not processes.first:
         raise typer.Exit
-    return merged_shares(shares, task.matrices, found.failure, processes.interrupted)
+    return merged_shares(shares, found.failure, processes.interrupted)
 
 
-def _of_share(audit: "Audit", processes: "Processes") -> "Audit":
-    """A repeated line of a text may give two processes the same sequences: here these are no mistake."""
-    parts = [f"{part}-{processes.rank}of{processes.world}" for part in audit.provenance.parts]
-    about = audit.provenance.model_copy(update={"parts": parts})
-    return audit.model_copy(update={"provenance": about})
+def _name_share(statistics: "AuditStatistics", processes: "Processes") -> None:
+    """Name the data of a share: two processes may have the same sequences, from repeated lines of a text."""
+    parts = [f"{part}-{processes.rank}of{processes.world}" for part in statistics.provenance.parts]
+    statistics.provenance = statistics.provenance.model_copy(update={"parts": parts})
 
 
 def _rescued(audit: "Audit", path: Path) -> Path:
@@ -194,43 +192,34 @@ def _rescued(audit: "Audit", path: Path) -> Path:
         return audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / path.name)
 
 
-Share = tuple[str, dict[str, str] | None, bool, "HeadMoments"]
-"""What a process found: its audit as JSON, its error, whether it was interrupted, and moments of heads."""
+Share = tuple["AuditStatistics | None", dict[str, str] | None, bool]
+"""What a process found: its statistics, its error, and whether it was interrupted."""
 
 
-def merged_shares(
-    shares: Sequence[Share], matrices: str | None, own: Exception | None = None, interrupted: bool = False
-) -> Found:
-    """The audit of all sequences, and the first error.
+def merged_shares(shares: Sequence[Share], own: Exception | None = None, interrupted: bool = False) -> Found:
+    """Return the statistics of all sequences, and the first error.
 
     Args:
-        shares: of each process; some may have had no sequences.
-        matrices: heads whose picture is kept.
-        own: the error of this process.
-        interrupted: whether Ctrl-C came while they were collected.
+        shares: what each process found; some may have had no sequences.
+        own: error of this process.
+        interrupted: True if Ctrl-C came while they were collected.
     """
-    from rankwise.auditing import Audit, chosen_heads
-    from rankwise.auditing.merge import merge
     from rankwise.cli.torchrun import raise_first
 
-    stopped = interrupted or any(one for _, _, one, _ in shares)
+    stopped = interrupted or any(one for *_, one in shares)
     failure: Exception | None = None
     try:
-        raise_first([said for _, said, _, _ in shares], own)
+        raise_first([said for _, said, _ in shares], own)
     except RankwiseError as error:
         failure = error
-    audits = [Audit.model_validate_json(text) for text, *_ in shares if text]
-    if not audits:
+    whole, *others = [statistics for statistics, *_ in shares if statistics is not None] or [None]
+    if whole is None:
         return Found(None, failure, stopped)
-    merged = merge(audits, moments=[moments for text, _, _, moments in shares if text])
-    chosen = chosen_heads(matrices)
-    heads = merged.heads if chosen is None else chosen.kept(merged.heads, merged.findings)
-    notes = [*merged.provenance.notes, f"sequences shared by {len(shares)} processes"]
-    about = merged.provenance.model_copy(update={"notes": notes})
-    whole = merged.complete and failure is None and not stopped
-    return Found(
-        merged.model_copy(update={"heads": heads, "provenance": about, "complete": whole}), failure, stopped
-    )
+    for other in others:
+        whole.merge_audit(other)
+    whole.note(f"sequences shared by {len(shares)} processes")
+    whole.complete = whole.complete and failure is None and not stopped
+    return Found(whole, failure, stopped)
 
 
 def _advised(

@@ -1,7 +1,6 @@
 """Runs of a model on its batches: whole with gates, and without some heads."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -39,13 +38,10 @@ class _Sites:
 
     def __init__(self) -> None:
         self.of_calls: dict[CallId, CalledSite] = {}
-        self._calls: Counter[tuple[Any, ...]] = Counter()
 
     def add(self, site: MixerSite) -> None:
         """One more."""
-        key = (site.forward_pass, site.stack, site.layer, site.name, site.cross)
-        place = (site.stack, site.layer, site.name, site.cross, self._calls[key])
-        self._calls[key] += 1
+        place = (site.stack, site.layer, site.name, site.cross, site.call)
         self.of_calls[site.call_id] = CalledSite(*place, site.kind, site.operator.shape[-3])
 
 

@@ -20,7 +20,7 @@ from rankwise.auditing.comparison import layer_means
 from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
-from rankwise.auditing.records import AuditRecord, Finding
+from rankwise.auditing.records import Finding
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
 from rankwise.errors import InputError, whole_number
 from rankwise.monitor.folder import AuditFolder
@@ -245,7 +245,7 @@ class RankMonitor:
             )
 
 
-def scalars(audit: AuditRecord, prefix: str = "rank") -> dict[str, float]:
+def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
     """Name the numbers of an audit for a logger: ``prefix/of_measure/stack.layer``.
 
     State 0 of a stack is the input of its first block, as in `LayerRecord`. Numbers that are not finite are
@@ -254,7 +254,7 @@ def scalars(audit: AuditRecord, prefix: str = "rank") -> dict[str, float]:
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
-        >>> scalars(AuditRecord(provenance=about, heads=[], layers=[], findings=[]))
+        >>> scalars(Audit(provenance=about, heads=[], layers=[], findings=[]))
         {'rank/findings/error': 0.0, 'rank/findings/warning': 0.0}
     """
     named: dict[str, float] = {}

@@ -10,8 +10,8 @@ from rankwise._internals.records import format_number
 from rankwise.auditing.comparison import Change, Comparison, LayerChange
 from rankwise.auditing.findings import about
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES
-from rankwise.auditing.records import Place
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.records import HeadId
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import count, model_name, plain, title
 
@@ -122,7 +122,7 @@ def finding_words(change: FindingChange) -> str:
     return ", ".join(facts)
 
 
-def _print_places(words: str, places: Sequence[Place], console: Console) -> None:
+def _print_places(words: str, places: Sequence[HeadId], console: Console) -> None:
     if not places:
         return
     named = [str(place) if place.head is not None else f"{place}, states" for place in places[:_MOST_PLACES]]

@@ -9,8 +9,8 @@ from rankwise._internals.files import write_file
 from rankwise._internals.records import format_number
 from rankwise.auditing.comparison import Change, Comparison, LayerChange
 from rankwise.auditing.match_findings import OUTCOMES
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
-from rankwise.auditing.records import Place
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
+from rankwise.auditing.records import HeadId
 from rankwise.report.comparison import change_words, finding_words
 from rankwise.report.pages import render_page
 from rankwise.report.text import SEVERITIES, model_name, title
@@ -112,11 +112,11 @@ def difference_maps(comparison: Comparison) -> tuple[list[dict[str, Any]], list[
     return maps, [known[name].title for name in names[max(room, 1) :]]
 
 
-def _key(place: Place) -> tuple[str, str, int | None, int | None]:
+def _key(place: HeadId) -> tuple[str, str, int | None, int | None]:
     return place.stack, place.site, place.layer, place.head
 
 
-def _map(measure: HeadMeasure, changed: dict[Any, Change], places: Sequence[Place]) -> dict[str, Any]:
+def _map(measure: HeadMeasure, changed: dict[Any, Change], places: Sequence[HeadId]) -> dict[str, Any]:
     rows: dict[tuple[str, str, int | None], dict[int, dict[str, str]]] = {}
     for place in places:
         cells = rows.setdefault((place.stack, place.site, place.layer), {})
@@ -129,7 +129,7 @@ def _map(measure: HeadMeasure, changed: dict[Any, Change], places: Sequence[Plac
     return {"title": measure.title, "formula": measure.formula, "rows": lines}
 
 
-def _cell(place: Place, change: Change | None) -> dict[str, str]:
+def _cell(place: HeadId, change: Change | None) -> dict[str, str]:
     """Its colour: one hue for more, another for less, deeper for a larger share of the range."""
     where = f"layer {place.layer}, head {place.head}"
     if change is None:

@@ -12,8 +12,9 @@ from rankwise._internals.records import format_number
 from rankwise.auditing.agreement import estimate_words
 from rankwise.auditing.importance_findings import whole_words
 from rankwise.auditing.importance_records import ImportanceRecord
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share
-from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share
+from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.auditing.result import Audit
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import (
@@ -38,7 +39,7 @@ _NULLS = {"random": random_share, "uniform": uniform_share}
 """Beside the barrier, shown where they are known."""
 
 
-def render_console(audit: AuditRecord, console: Console | None = None) -> None:
+def render_console(audit: Audit, console: Console | None = None) -> None:
     """Print an audit: its findings, a table of the layers, and where the numbers come from.
 
     Args:
@@ -48,7 +49,7 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=about, heads=[], layers=[], findings=[])
         >>> render_console(audit, Console(width=60))
         Rankwise audit  m
         0 sequences · δ = 0.01
@@ -78,7 +79,7 @@ def render_console(audit: AuditRecord, console: Console | None = None) -> None:
         _print_provenance(audit, out)
 
 
-def console_text(audit: AuditRecord, width: int = 100) -> str:
+def console_text(audit: Audit, width: int = 100) -> str:
     """What `render_console` prints, as text without colours.
 
     Args:
@@ -90,7 +91,7 @@ def console_text(audit: AuditRecord, width: int = 100) -> str:
     return file.getvalue()
 
 
-def _print_header(audit: AuditRecord, console: Console) -> None:
+def _print_header(audit: Audit, console: Console) -> None:
     about = audit.provenance
     console.print(
         line(("Rankwise audit", "bold"), (model_name(about.model), "bold cyan"), separator="  "),
@@ -105,7 +106,7 @@ def _print_header(audit: AuditRecord, console: Console) -> None:
         console.print(line(("INCOMPLETE", "bold black on yellow"), (stopped, "yellow"), separator="  "))
 
 
-def _tables(audit: AuditRecord) -> list[tuple[Text, Table]]:
+def _tables(audit: Audit) -> list[tuple[Text, Table]]:
     stacks = dict.fromkeys(layer.stack for layer in audit.layers)
     heads = [_head_table(panel, audit.heads) for panel in make_panels(audit.heads)]
     return heads + [_state_table(stack, audit.layers) for stack in stacks]
@@ -193,7 +194,7 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 
 
-def _print_importance(audit: AuditRecord, importance: ImportanceRecord, console: Console) -> None:
+def _print_importance(audit: Audit, importance: ImportanceRecord, console: Console) -> None:
     """What was lost, and how far the estimates of removal hold."""
     removed = (
         f"a removed head is replaced by {'zero' if importance.removal == 'zero' else 'its mean over tokens'}"
@@ -212,7 +213,7 @@ def _print_importance(audit: AuditRecord, importance: ImportanceRecord, console:
     console.print()
 
 
-def _print_unseen(audit: AuditRecord, console: Console) -> None:
+def _print_unseen(audit: Audit, console: Console) -> None:
     if not audit.uncaptured:
         return
     names = ", ".join(module.name for module in audit.uncaptured[:_MOST_NAMES])
@@ -222,7 +223,7 @@ def _print_unseen(audit: AuditRecord, console: Console) -> None:
     console.print()
 
 
-def _print_provenance(audit: AuditRecord, console: Console) -> None:
+def _print_provenance(audit: Audit, console: Console) -> None:
     about = audit.provenance
     kept = f"{about.model_dtype} measured in" if about.model_dtype else "measured in"
     batches = f"in {count(about.batches, 'batch', 'batches')}" if about.batches else ""

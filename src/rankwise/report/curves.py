@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measures import DRAWN, LAYER_MEASURES, LayerMeasure
+from rankwise.auditing.measure_table import DRAWN, LAYER_MEASURES, LayerMeasure
 from rankwise.auditing.records import LayerRecord
 
 _MOST_TICKS = 8
@@ -55,7 +55,7 @@ def _draw_measure(measure: LayerMeasure, layers: Sequence[LayerRecord], stacks: 
 
 def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
     """One edge of the band, kept within what the measure can be; on the line where no spread is known."""
-    spread = layer.spread.get(measure.name, math.nan)
+    spread = layer.std.get(measure.name, math.nan)
     value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
     low, high = measure.ends(layer)
     return (
@@ -66,7 +66,7 @@ def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
 
 
 def _hover(measure: LayerMeasure, layer: LayerRecord) -> str:
-    spread = layer.spread.get(measure.name, math.nan)
+    spread = layer.std.get(measure.name, math.nan)
     around = f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
     when = "input" if layer.layer == 0 else f"after block {layer.layer}"
     return (

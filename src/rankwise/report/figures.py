@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measures import (
+from rankwise.auditing.measure_table import (
     DRAWN,
     HEAD_MEASURES,
     LAYER_MEASURES,
@@ -14,7 +14,8 @@ from rankwise.auditing.measures import (
     LayerMeasure,
     Measure,
 )
-from rankwise.auditing.records import AuditRecord, HeadRecord, LayerRecord
+from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, did_you_mean
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.text import model_name
@@ -28,7 +29,7 @@ _ROW, _AROUND, _TALLEST = 26, 110, 1400
 """Pixels of a layer, around a map, and of a figure at most."""
 
 
-def plot_heads(audit: AuditRecord, measure: str) -> "go.Figure":
+def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     """Draw a heat map of one measure of every head: a map for each stack, layers down and heads across.
 
     Args:
@@ -58,7 +59,7 @@ def plot_heads(audit: AuditRecord, measure: str) -> "go.Figure":
     return figure
 
 
-def plot_depth(audit: AuditRecord, measure: str | None = None) -> "go.Figure":
+def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
     """Draw measures of the token states through depth: a line for each stack, one standard deviation around.
 
     Args:
@@ -132,7 +133,7 @@ def _said(head: HeadRecord, measure: HeadMeasure) -> str:
 
 
 def _around(record: HeadRecord | LayerRecord, measure: Measure) -> str:
-    spread = record.spread.get(measure.name, math.nan)
+    spread = record.std.get(measure.name, math.nan)
     if measure.share and isinstance(record, HeadRecord):
         spread /= record.smaller
     return f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
@@ -140,7 +141,7 @@ def _around(record: HeadRecord | LayerRecord, measure: Measure) -> str:
 
 def _line(stack: str, layers: Sequence[LayerRecord], measure: LayerMeasure) -> dict[str, Any]:
     mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
-    around = [layer.spread.get(measure.name, math.nan) for layer in mine]
+    around = [layer.std.get(measure.name, math.nan) for layer in mine]
     return {
         "x": [layer.layer for layer in mine],
         "y": [_finite(measure.value(layer)) for layer in mine],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankwise.auditing.measures import HEAD_MEASURES, NULLS, HeadMeasure, share
+from rankwise.auditing.measure_table import HEAD_MEASURES, NULLS, HeadMeasure, share
 from rankwise.auditing.records import HeadRecord
 from rankwise.report.pages import short
 from rankwise.report.references import Reference, references_of
@@ -119,7 +119,7 @@ def _fresh(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
     known = [
         (math.nan, math.nan)
         if (fresh := head.baseline) is None
-        else (fresh.mean.get(field, math.nan), fresh.std.get(field, math.nan))
+        else (fresh.mean.get(field, math.nan), fresh.seed_std.get(field, math.nan))
         for head in heads
         for field in [measure.shown_field(head)]
     ]
@@ -169,4 +169,4 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
 
 def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
     """Of a share it is not known: the deviation of a rank holds that of the lengths of sequences."""
-    return math.nan if measure.share else head.spread.get(measure.name, math.nan)
+    return math.nan if measure.share else head.std.get(measure.name, math.nan)

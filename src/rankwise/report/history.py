@@ -9,8 +9,8 @@ from rich.text import Text
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.history import steps_of
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, Measure
-from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
+from rankwise.auditing.result import Audit
 from rankwise.report.terminal import line, new_table, spelled_out
 from rankwise.report.text import SEVERITIES, count, mean, model_name, plain
 
@@ -60,7 +60,7 @@ def render_history(history: "History", console: Console | None = None) -> None:
         out.print(table)
 
 
-def audit_words(audit: AuditRecord) -> list[str]:
+def audit_words(audit: Audit) -> list[str]:
     """What a row says of an audit: its heads, their means, its last states, its findings.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise._internals.files import write_file
 from rankwise.auditing.comparison import LayerKey
 from rankwise.auditing.findings import about
-from rankwise.auditing.measures import DRAWN, PICTURED, HeadMeasure, LayerMeasure
+from rankwise.auditing.measure_table import DRAWN, PICTURED, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import SEVERITY_ORDER, Finding
 from rankwise.report.comparison_page import finding_groups
 from rankwise.report.history import HEADS, STATES, audit_words

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from html import escape
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measures import HEAD_MEASURES, HeadMeasure
-from rankwise.auditing.records import AuditRecord, HeadRecord
+from rankwise.auditing.measure_table import HEAD_MEASURES, HeadMeasure
+from rankwise.auditing.records import HeadRecord
+from rankwise.auditing.result import Audit
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.text import SEVERITIES, count, mean, model_name
 
@@ -17,7 +18,7 @@ _MEASURES = [measure for measure in HEAD_MEASURES if measure.name in _COLUMNS]
 _CELL = "padding:0 .3em;text-align:right"
 
 
-def notebook_html(audit: AuditRecord) -> str:
+def notebook_html(audit: Audit) -> str:
     """Write an audit as a piece of HTML: a table of the layers, and the rank of every head as a colour.
 
     Everything in it is escaped; it holds no script and asks the network for nothing.
@@ -28,7 +29,7 @@ def notebook_html(audit: AuditRecord) -> str:
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="<b>", delta=0.01)
-        >>> text = notebook_html(AuditRecord(provenance=about, heads=[], layers=[], findings=[]))
+        >>> text = notebook_html(Audit(provenance=about, heads=[], layers=[], findings=[]))
         >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")
         '&lt;b&gt;<br>0 heads · 0 sequences · δ = 0.01 · no findings</div>'
     """
@@ -36,7 +37,7 @@ def notebook_html(audit: AuditRecord) -> str:
     return "".join([f"<div>{_header(audit)}", *(_panel(panel, audit.heads) for panel in panels), "</div>"])
 
 
-def _header(audit: AuditRecord) -> str:
+def _header(audit: Audit) -> str:
     about = audit.provenance
     numbers = {severity: sum(f.severity == severity for f in audit.findings) for severity in SEVERITIES}
     findings = ", ".join(count(n, *SEVERITIES[severity]) for severity, n in numbers.items() if n)

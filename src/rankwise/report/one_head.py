@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.auditing.records import AuditRecord, HeadRecord, MatrixPicture
+from rankwise.auditing.records import AttentionMap, HeadRecord
+from rankwise.auditing.result import Audit
 from rankwise.report.pages import short
 from rankwise.report.text import rank_share
 
@@ -60,7 +61,7 @@ def _code(share: float) -> int:
 
 
 def pack_pictures(
-    audit: AuditRecord, flagged: Sequence[int] = (), room: int | None = None
+    audit: Audit, flagged: Sequence[int] = (), room: int | None = None
 ) -> tuple[dict[int, list[dict[str, Any]]], int]:
     """Pack the matrices that heads have kept, by the index of the head, the first sequence first.
 
@@ -78,8 +79,8 @@ def pack_pictures(
     room = PICTURES_BYTES if room is None else room
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
     sequences = [
-        [audit.heads[index].picture for index in order],
-        [audit.heads[index].second_picture for index in order],
+        [audit.heads[index].attention_map for index in order],
+        [audit.heads[index].second_attention_map for index in order],
     ]
     kept = [
         (at, index, picture)
@@ -108,7 +109,7 @@ def _size(picture: dict[str, Any]) -> int:
     return len(json.dumps(picture)) + 2
 
 
-def coarser(picture: MatrixPicture, side: int) -> MatrixPicture:
+def coarser(picture: AttentionMap, side: int) -> AttentionMap:
     """A picture of at most so many rows and columns: means over the same tokens as `block_averages` takes.
 
     Args:
@@ -117,7 +118,7 @@ def coarser(picture: MatrixPicture, side: int) -> MatrixPicture:
 
     Examples:
         >>> import numpy as np
-        >>> round(float(coarser(MatrixPicture.of(np.eye(2, dtype=np.float32), 3, 3), 1).matrix()[0, 0]), 2)
+        >>> round(float(coarser(AttentionMap.of(np.eye(2, dtype=np.float32), 3, 3), 1).matrix()[0, 0]), 2)
         0.56
     """
     if max(picture.rows, picture.columns) <= side:
@@ -126,7 +127,7 @@ def coarser(picture: MatrixPicture, side: int) -> MatrixPicture:
     for size in (picture.tokens, picture.sources):
         matrix = _merged(matrix, size, side).T
     names = picture.row_tokens, picture.column_tokens
-    return MatrixPicture.of(matrix.astype(np.float32), picture.tokens, picture.sources, *names)
+    return AttentionMap.of(matrix.astype(np.float32), picture.tokens, picture.sources, *names)
 
 
 def _merged(matrix: NDArray[np.float64], size: int, side: int) -> NDArray[np.float64]:
@@ -140,7 +141,7 @@ def _merged(matrix: NDArray[np.float64], size: int, side: int) -> NDArray[np.flo
     return sums / np.add.reduceat(of_row, starts)[:, None]
 
 
-def _packed(picture: MatrixPicture, steps: int) -> dict[str, Any]:
+def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
     matrix = picture.matrix().astype(np.float64)
     share = matrix / (picture.largest or 1.0)
     root = np.sign(share) * np.sqrt(np.abs(share))
@@ -167,8 +168,8 @@ def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | N
     Returns:
         Its index; None where there is no head.
     """
-    pictured = [at for at, head in enumerate(heads) if head.picture is not None]
-    both = [at for at in flagged if heads[at].picture is not None]
+    pictured = [at for at, head in enumerate(heads) if head.attention_map is not None]
+    both = [at for at in flagged if heads[at].attention_map is not None]
     known = [at for at, head in enumerate(heads) if math.isfinite(rank_share(head))]
     lowest = sorted(known, key=lambda at: rank_share(heads[at]))
     found = [*both, *sorted(pictured, key=lambda at: _nan_last(rank_share(heads[at]))), *flagged, *lowest]

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rankwise._internals.files import write_file
-from rankwise.auditing.measures import DRAWN
-from rankwise.auditing.records import AuditRecord, HeadRecord
+from rankwise.auditing.measure_table import DRAWN
+from rankwise.auditing.records import HeadRecord
+from rankwise.auditing.result import Audit
 from rankwise.report.curves import draw_depth, state_table
 from rankwise.report.head_columns import head_columns
 from rankwise.report.heatmap import draw_panel
@@ -32,7 +33,7 @@ _SCRIPTS = (
 )
 
 
-def write_html(audit: AuditRecord, path: Path) -> Path:
+def write_html(audit: Audit, path: Path) -> Path:
     """Write an audit as one self-contained HTML file.
 
     The file holds its scripts, styles and data; it asks the network for nothing, and a policy in it forbids
@@ -53,7 +54,7 @@ def write_html(audit: AuditRecord, path: Path) -> Path:
         >>> import tempfile
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = AuditRecord(provenance=about, heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=about, heads=[], layers=[], findings=[])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_html(audit, Path(folder)).name
         'index.html'
@@ -62,7 +63,7 @@ def write_html(audit: AuditRecord, path: Path) -> Path:
     return write_file(path, render_html(audit), "report")
 
 
-def render_html(audit: AuditRecord) -> str:
+def render_html(audit: Audit) -> str:
     """Render the page that `write_html` writes.
 
     Args:
@@ -106,20 +107,20 @@ def render_html(audit: AuditRecord) -> str:
     return text
 
 
-def _spectra(audit: AuditRecord, points: int = 64) -> dict[str, Any]:
+def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
     own = [head.spectrum for head in audit.heads]
     fresh = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
     packed = pack_spectra(fresh, points) if any(fresh) else None
     return {"spectra": pack_spectra(own, points), "fresh_spectra": packed}
 
 
-def _pictures(audit: AuditRecord, flagged: Sequence[int], room: int | None = None) -> dict[str, Any]:
+def _pictures(audit: Audit, flagged: Sequence[int], room: int | None = None) -> dict[str, Any]:
     pictures, left_out = pack_pictures(audit, flagged, room)
     here = sum(map(len, pictures.values()))
     return {"pictures": without_nan(pictures), "pictures_here": here, "pictures_left_out": left_out}
 
 
-def page_context(audit: AuditRecord) -> dict[str, Any]:
+def page_context(audit: Audit) -> dict[str, Any]:
     """Gather everything the template prints; nothing in it is escaped yet.
 
     Args:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.mixer_kinds import mixer_kind
-from rankwise.auditing.records import HeadRecord, Place
+from rankwise.auditing.measure_table import mixer_kind
+from rankwise.auditing.records import HeadId, HeadRecord
 from rankwise.errors import RecordError
 from rankwise.report.text import mean
 
@@ -123,7 +123,7 @@ class HeadsByLayer:
             self._layers.setdefault(head.layer, []).append(index)
             self._numbers.setdefault((head.layer, head.head), []).append(index)
 
-    def at(self, place: Place) -> list[int]:
+    def at(self, place: HeadId) -> list[int]:
         """Indices of the heads at a place; what it leaves open, all of them match.
 
         Args:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankwise.auditing.measures import NULL_NOTES, NULLS, HeadMeasure, share
+from rankwise.auditing.measure_table import NULL_NOTES, NULLS, HeadMeasure, share
 from rankwise.auditing.records import HeadRecord
 from rankwise.report.pages import short
 from rankwise.report.text import count

@@ -9,13 +9,13 @@ from rankwise._internals.statistics import spearman
 from rankwise.auditing.agreement import estimate_words
 from rankwise.auditing.importance_findings import share_words, whole_words
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
-from rankwise.auditing.records import AuditRecord
+from rankwise.auditing.result import Audit
 from rankwise.report.pages import short
 
 COST = "removal_cost"
 
 
-def scatter(audit: AuditRecord, columns: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
+def scatter(audit: Audit, columns: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """Name the columns that can stand against the cost of removal, with their rank correlations.
 
     Args:
@@ -35,7 +35,7 @@ def scatter(audit: AuditRecord, columns: Mapping[str, Sequence[float]]) -> dict[
     }
 
 
-def head_costs(audit: AuditRecord) -> dict[str, Any] | None:
+def head_costs(audit: Audit) -> dict[str, Any] | None:
     """What removing each head costs, for the head that is open: both ways where both are known.
 
     Args:
@@ -57,14 +57,14 @@ def head_costs(audit: AuditRecord) -> dict[str, Any] | None:
     }
 
 
-def _is_exact(audit: AuditRecord) -> bool:
+def _is_exact(audit: Audit) -> bool:
     return all(
         head.importance is None or head.importance.why_not or head.importance.how == "exact"
         for head in audit.heads
     )
 
 
-def importance_words(audit: AuditRecord) -> dict[str, Any] | None:
+def importance_words(audit: Audit) -> dict[str, Any] | None:
     """What the page says of worth: plain text, not escaped.
 
     Args:

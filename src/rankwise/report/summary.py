@@ -4,12 +4,13 @@ import math
 from collections.abc import Sequence
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measures import HEAD_MEASURES, NULLS, share
-from rankwise.auditing.records import AuditRecord, Finding
+from rankwise.auditing.measure_table import HEAD_MEASURES, NULLS, share
+from rankwise.auditing.records import Finding
+from rankwise.auditing.result import Audit
 from rankwise.report.text import count, mean, rank_share
 
 
-def summary(audit: AuditRecord) -> list[tuple[str, str, str]]:
+def summary(audit: Audit) -> list[tuple[str, str, str]]:
     """Name the few numbers to know first: what, how much, and what to hold against it.
 
     Args:
@@ -53,7 +54,7 @@ def _nan_last(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def origin(audit: AuditRecord) -> list[tuple[str, str]]:
+def origin(audit: Audit) -> list[tuple[str, str]]:
     """Name the model, the data and the versions, as far as they are known.
 
     Args:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import RULES, about
-from rankwise.auditing.measures import DRAWN, NULLS, PICTURED
-from rankwise.auditing.records import AuditRecord, Finding, Place, Severity
+from rankwise.auditing.measure_table import DRAWN, NULLS, PICTURED
+from rankwise.auditing.records import Finding, HeadId, Severity
+from rankwise.auditing.result import Audit
 from rankwise.report.panels import HeadsByLayer, Panel
 from rankwise.report.text import SEVERITIES, pieces, title
 
@@ -48,7 +49,7 @@ class Target:
         }
 
 
-def find_targets(findings: Sequence[Finding], audit: AuditRecord) -> list[Target]:
+def find_targets(findings: Sequence[Finding], audit: Audit) -> list[Target]:
     """Say what a reader should see on following each of some findings.
 
     Args:
@@ -63,14 +64,14 @@ def find_targets(findings: Sequence[Finding], audit: AuditRecord) -> list[Target
     return [_target(finding, audit, layers) for finding in findings]
 
 
-def _target(finding: Finding, audit: AuditRecord, layers: HeadsByLayer) -> Target:
+def _target(finding: Finding, audit: Audit, layers: HeadsByLayer) -> Target:
     where = finding.where
     if about(finding.code) == "modules":
         return Target("uncaptured")
     named = bool(where.stack or where.site) or where.layer is not None or where.head is not None
     heads = layers.at(where) if named else []
     for number in finding.heads:
-        spoken_of = layers.at(where.model_copy(update={"head": number}))
+        spoken_of = layers.at(where.at(number))
         heads += [index for index in spoken_of if index not in heads]
     if about(finding.code) == "model":
         heads = [index for place in _removable(audit) for index in layers.at(place)]
@@ -87,17 +88,17 @@ def _about(finding: Finding, heads: Sequence[int]) -> str:
         return ""
     if about(finding.code) == "model":
         return f"the set of {len(heads)} heads"
-    return str(finding.where.model_copy(update={"head": None}))
+    return str(finding.where.at(None))
 
 
-def _removable(audit: AuditRecord) -> list[Place]:
+def _removable(audit: Audit) -> list[HeadId]:
     """The heads that can go together."""
     found = None if audit.importance is None else audit.importance.removable
     heads = [] if found is None else found.heads
-    return [Place(stack=head.stack, layer=head.layer, site=head.site, head=head.head) for head in heads]
+    return [HeadId(stack=head.stack, layer=head.layer, site=head.site, head=head.head) for head in heads]
 
 
-def _is_about_states(finding: Finding, audit: AuditRecord, heads: Sequence[int]) -> bool:
+def _is_about_states(finding: Finding, audit: Audit, heads: Sequence[int]) -> bool:
     """By its evidence, or by a site that is a block which wrote a state and no mixer."""
     where = finding.where
     known = [state.site for state in audit.layers if (state.stack, state.layer) == (where.stack, where.layer)]

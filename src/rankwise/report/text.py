@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-from rankwise.auditing.measures import HEAD_MEASURES, LAYER_MEASURES, share
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, share
 from rankwise.auditing.records import HeadRecord, Severity
 
 SEVERITIES: dict[Severity, tuple[str, str]] = {

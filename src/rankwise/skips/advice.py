@@ -21,7 +21,8 @@ from rankwise._internals.forward import (
 )
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES
-from rankwise.auditing.records import SEVERITY_ORDER, AuditRecord, Finding, Place
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId
+from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, RankwiseError
 from rankwise.skips.certify import NoResidualError, certify_skip
 from rankwise.skips.own_skips import own_skips, with_own_remedy
@@ -31,7 +32,7 @@ from rankwise.skips.skip_sums import skip_sums
 from rankwise.skips.skips import name_sites, skips_of
 from rankwise.skips.verify import unhooked
 
-AuditT = TypeVar("AuditT", bound=AuditRecord)
+AuditT = TypeVar("AuditT", bound=Audit)
 
 SAMPLE = 4
 """Sequences of a dict that are looked at."""
@@ -155,7 +156,7 @@ def _check(audit: object, model: object, batch: object) -> None:
     wrong = _wrong(audit, model, batch)
     if wrong is not None:
         raise wrong
-    assert isinstance(audit, AuditRecord)
+    assert isinstance(audit, Audit)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if audit.provenance.model_class not in ("", kind):
         raise InputError(
@@ -172,7 +173,7 @@ def _check(audit: object, model: object, batch: object) -> None:
 
 def _wrong(audit: object, model: object, batch: object) -> InputError | None:
     """Arguments that are something else altogether, and what to pass in their stead."""
-    if not isinstance(audit, AuditRecord):
+    if not isinstance(audit, Audit):
         fix = "Pass what `rw.audit(model, batches)` gave, or `rw.Audit.load(path)`."
         return InputError("`audit`", expected="an audit", got=_kind(audit), fix=fix)
     if not isinstance(model, nn.Module):
@@ -224,7 +225,7 @@ def _drowned_mixer(site: str, share: float) -> Finding:
     return Finding(
         code="INACTIVE_BLOCK",
         severity="warning",
-        where=Place(site=site),
+        where=HeadId(site=site),
         evidence={"mixer_share": share},
         meaning=f"The mixer at {site or 'the model itself'} adds hardly anything to its tokens: "
         f"{share:.1g} of what its skip connection gives.",

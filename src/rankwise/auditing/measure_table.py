@@ -9,10 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import quantiles
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from rankwise._internals.records import MISSING, Number, Record, format_number
-from rankwise.auditing.mixer_kinds import mixer_kind
 
 Bounds = Callable[[Any], tuple[float, float]]
 """The ends of the range that a measure can have in a record."""
@@ -32,6 +31,43 @@ NULL_NOTES = {
     "not the least rank there is.",
 }
 """One sentence on each: what it is, and what it is not."""
+
+
+class MixerKind(NamedTuple):
+    """What holds for every matrix of a kind of operator; the default is that of state-space mixers."""
+
+    rows_are_means: bool = False
+    """Whether every row is a mean over tokens: random winners under its mask are a null for its rank."""
+    scale_is_known: bool = False
+    """Whether entries are shares: δ in their unit means the same in every layer. Others have signs."""
+    mixes_tokens: bool = True
+    """Whether a row has more than its own token: if not, measures of rows follow from the kind alone."""
+    state_space: bool = True
+    """Whether there may be a matrix for every channel, thousands, alike by the dozen: some are measured."""
+
+
+_ATTENTION = MixerKind(rows_are_means=True, scale_is_known=True, state_space=False)
+
+MIXER_KINDS = {
+    "softmax": _ATTENTION,
+    "dense": _ATTENTION,
+    "linear": _ATTENTION,
+    "diagonal": MixerKind(scale_is_known=True, mixes_tokens=False, state_space=False),
+}
+"""By `MixingOperator.kind`, which records hold; all others are as the default."""
+
+
+def mixer_kind(kind: str) -> MixerKind:
+    """What holds for a kind of operator.
+
+    Args:
+        kind: as a record holds it.
+
+    Examples:
+        >>> mixer_kind("softmax").rows_are_means, mixer_kind("selective").rows_are_means
+        (True, False)
+    """
+    return MIXER_KINDS.get(kind, MixerKind())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +417,7 @@ class LayerMeasures(Record):
         cost="O(T D)",
         function="token_norm",
     )]
-    collapse: Annotated[Number, LayerMeasure(
+    token_spread: Annotated[Number, LayerMeasure(
         title="Collapse μ", symbol="μ", formula="‖Y − 1ȳᵀ‖_F", range="[0, ‖Y‖_F]", low="all tokens the same",
         high="the mean token is 0", digits=3, cost="O(T D)",
         function="token_spread", options={"normalized": False},
@@ -406,7 +442,7 @@ class LayerMeasures(Record):
         meaning="How many directions the tokens span: 1 where they lie on a line.",
         function="state_effective_rank",
     )]
-    turn: Annotated[Number, LayerMeasure(
+    relative_update: Annotated[Number, LayerMeasure(
         title="Turn", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0", range="[0, 1]",
         low="the block only scales what it reads", high="nothing is left of it", digits=3, cost="O(T D)",
         bounds=_unit,

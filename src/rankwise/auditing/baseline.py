@@ -1,0 +1,129 @@
+"""Statistics of a model and of its copies at initialization to the baseline of every head and layer."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rankwise._internals.statistics import Floats, t_quantile
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.records import Baseline, BaselineAt, HeadRecord, LayerRecord
+from rankwise.auditing.statistics import HeadStatistics, ModelStatistics
+from rankwise.tracing.head_id import HeadId
+
+OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
+"""Measures that a baseline has: those of the matrix."""
+OF_LAYERS = [row.name for row in LAYER_MEASURES]
+NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
+FEWEST_PAIRS = 3
+"""Pairs of a sequence and a seed below which no deviation is known."""
+
+
+def head_baselines(
+    own: ModelStatistics, copies: Sequence[ModelStatistics], delta: float
+) -> dict[HeadId, dict[str, Any]]:
+    """Return fields of the record of each head that copies have, too: its baseline and its initial ranks.
+
+    Args:
+        own: statistics of the model, with the ranks of each sequence.
+        copies: statistics of each copy, over the same sequences in the same order.
+        delta: threshold of the numerical rank.
+    """
+    known = [_heads(copy, delta) for copy in copies]
+    fields = {}
+    for address, (record, ranks) in _heads(own, delta).items():
+        found = [heads[address] for heads in known if address in heads and heads[address][0].sequences]
+        if found:
+            baseline = _of_head(record, ranks, [head for head, _ in found], [ranks for _, ranks in found])
+            fields[address] = {
+                "baseline": baseline,
+                "init_numerical_rank": baseline.mean[NUMERICAL_RANK.shown_field(record)],
+                "init_effective_rank": baseline.mean["effective_rank"],
+            }
+    return fields
+
+
+def layer_baselines(
+    own: ModelStatistics, copies: Sequence[ModelStatistics]
+) -> dict[tuple[str, int], Baseline]:
+    """Return the baseline of every layer that the copies have, too, by its stack and number."""
+    baselines = {}
+    for address in own.states:
+        records = [copy.states[address].to_record() for copy in copies if address in copy.states]
+        records = [record for record in records if record.sequences]
+        if records:
+            baselines[address] = Baseline(seeds=len(records), **_moments(records, OF_LAYERS))
+    return baselines
+
+
+def _heads(statistics: ModelStatistics, delta: float) -> dict[HeadId, tuple[HeadRecord, Floats]]:
+    """Return the record of each head as it was captured, and its ranks (N, 5, 2) by sequence."""
+    return {
+        mixer.at(record.head): (record, ranks[:, at])
+        for mixer, heads in statistics.heads.items()
+        for ranks in [_sequence_ranks(heads)]
+        for at, record in enumerate(heads.to_records(delta))
+    }
+
+
+def _sequence_ranks(heads: HeadStatistics) -> Floats:
+    assert heads.sequence_ranks is not None
+    return np.concatenate(heads.sequence_ranks)
+
+
+def _of_head(
+    record: HeadRecord, ranks: Floats, copies: Sequence[HeadRecord], copy_ranks: Sequence[Floats]
+) -> Baseline:
+    spectra = [head.spectrum for head in copies if len(head.spectrum) == len(record.spectrum)]
+    same = [other for other in copy_ranks if other.shape == ranks.shape]
+    fields: dict[str, Any] = {"seeds": len(copies), **_moments(copies, OF_HEADS)}
+    if same:
+        at = enumerate(point.delta for point in record.band)
+        fields["band"] = [
+            _at(delta, ranks[:, step], [other[:, step] for other in same]) for step, delta in at
+        ]
+    if spectra:
+        fields["spectrum"] = np.mean(spectra, axis=0).tolist()
+    return Baseline.model_validate(fields)
+
+
+def _moments(
+    copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequence[str]
+) -> Mapping[str, dict[str, float]]:
+    means = {name: np.array([getattr(record, name) for record in copies]) for name in names}
+    stds = {name: np.array([record.std.get(name, math.nan) for record in copies]) for name in names}
+    return {
+        "mean": {name: _mean(values) for name, values in means.items()},
+        "seed_std": {name: _std(values) for name, values in means.items()},
+        "std": {name: _mean(values) for name, values in stds.items()},
+    }
+
+
+def _at(delta: float, own: Floats, copies: Sequence[Floats]) -> BaselineAt:
+    """Compare the model and its copies at one threshold by intervals of the ranks (N, 2) of the sequences."""
+    seeds = np.stack(copies)  # (seeds, N, 2)
+    middle = seeds.mean(-1)
+    differences = own.mean(-1) - middle  # (seeds, N)
+    pairs = int(np.isfinite(differences).sum())
+    enough = pairs >= FEWEST_PAIRS and len(copies) > 1
+    return BaselineAt(
+        delta=delta,
+        rank_low=_mean(seeds[..., 0]),
+        rank_high=_mean(seeds[..., 1]),
+        seed_std=_std(np.array([_mean(numbers) for numbers in middle])),
+        difference_low=_mean(own[:, 0] - seeds[..., 1]),
+        difference_high=_mean(own[:, 1] - seeds[..., 0]),
+        margin=t_quantile(pairs - 1) * _std(differences) if enough else math.nan,
+        pairs=pairs,
+    )
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else math.nan
+
+
+def _std(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.std(ddof=1)) if known.size > 1 else math.nan

@@ -1,0 +1,140 @@
+"""What the records of heads show of single sequences: mask, spectrum, memberships, tokens, attention maps."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rankwise.auditing.records import AttentionMap
+
+TOKENS_KEPT = 16
+"""Names per kind that a record keeps of the tokens at the peak of a head: a sink has one, or a few."""
+
+
+@dataclass
+class Examples:
+    """What is shown of the heads of one mixer call; each list has one item per head."""
+
+    longest: list[float]
+    """Tokens of the longest sequence; the mask is that of it, 0 if no sequence has tokens."""
+    masks: list[str]
+    spectra: list[list[float]]
+    """Singular values of the first sequence; empty if they were not computed."""
+    memberships: list[list[float]]
+    """Memberships of the tokens of the first sequence; empty if the mixer has none."""
+    grids: list[tuple[int, int] | None]
+    """Rows and columns of these tokens if they are patches of an image."""
+    named: list[int]
+    """Sequences whose token at the peak has a name."""
+    names: list[list[Counter[str]]] | None
+    """Sequences per name, by the kinds of names that `peak_name` returns; None in files that hold none."""
+    attention_maps: list[list[AttentionMap]] = field(default_factory=list)
+    """Maps of the first two sequences."""
+
+    @classmethod
+    def empty(cls, heads: int) -> "Examples":
+        """Return the examples of no sequences."""
+        return cls(
+            longest=[0.0] * heads,
+            masks=["full"] * heads,
+            spectra=[[] for _ in range(heads)],
+            memberships=[[] for _ in range(heads)],
+            grids=[None] * heads,
+            named=[0] * heads,
+            names=[[] for _ in range(heads)],
+            attention_maps=[[] for _ in range(heads)],
+        )
+
+    def see_length(self, tokens: float, masks: Sequence[str]) -> None:
+        """Take the masks of another sequence if it is longer; of equal lengths the first name counts."""
+        for head, mask in enumerate(masks):
+            if tokens > self.longest[head]:
+                self.longest[head], self.masks[head] = tokens, mask
+            elif tokens == self.longest[head] and tokens:
+                self.masks[head] = min(self.masks[head], mask)
+
+    def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Count the names of the tokens at the peak, (sequences, heads, kinds); empty if there is none."""
+        assert self.names is not None
+        for heads in sequences:
+            for head, kinds in enumerate(heads):
+                self.named[head] += bool(kinds)
+                _count(self.names[head], [{name: 1} for name in kinds])
+
+    def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
+        """Add the examples of other sequences, which follow.
+
+        Args:
+            other: examples of the same heads.
+            attention_maps: False if the maps are of another audit, whose tokens have other names.
+        """
+        if self.names is None or other.names is None:
+            self.names = None
+        else:
+            for mine, others in zip(self.names, other.names, strict=True):
+                _count(mine, others)
+        for head in range(len(self.longest)):
+            if other.longest[head] > self.longest[head]:
+                self.longest[head], self.masks[head] = other.longest[head], other.masks[head]
+            elif other.longest[head] == self.longest[head] > 0:
+                self.masks[head] = min(self.masks[head], other.masks[head])
+            if not self.memberships[head]:
+                self.memberships[head], self.grids[head] = other.memberships[head], other.grids[head]
+            self.spectra[head] = self.spectra[head] or other.spectra[head]
+            self.named[head] += other.named[head]
+            if attention_maps:
+                self.attention_maps[head] = (self.attention_maps[head] + other.attention_maps[head])[:2]
+
+    def peak(self, head: int) -> tuple[str, int]:
+        """Return the name that most sequences share and how many do; an empty name below half of them.
+
+        Of names that are equally frequent, the more telling kind counts.
+
+        Examples:
+            >>> examples = Examples.empty(1)
+            >>> examples.add_names([[["[SEP], token 9", "token 9", "[SEP]"]]])
+            >>> examples.add_names([[["[SEP], token 3", "token 3", "[SEP]"]]])
+            >>> examples.peak(0)
+            ('[SEP]', 2)
+        """
+        best = ("", 0)
+        for kind in self.names[head] if self.names is not None else []:
+            name, count = min(kind.items(), key=lambda item: (-item[1], item[0]), default=best)
+            best = (name, count) if count > best[1] and 2 * count >= self.named[head] else best
+        return best
+
+    def grid(self, head: int) -> tuple[int, int] | None:
+        """Return the grid of a whole membership map; the first tokens of a longer sequence are no image."""
+        return self.grids[head] if len(self.memberships[head]) == self.longest[head] else None
+
+
+def _count(counts: list[Counter[str]], more: Sequence[Mapping[str, int]]) -> None:
+    counts += [Counter() for _ in more[len(counts) :]]
+    for kind, added in zip(counts, more, strict=False):
+        kind.update(added)
+
+
+def most_common(counts: Sequence[Mapping[str, int]], number: int = TOKENS_KEPT) -> list[dict[str, int]]:
+    """Return the most frequent names of each kind; of equally frequent ones, in alphabetical order.
+
+    Examples:
+        >>> most_common([{"b": 2, "a": 2, "c": 3}])
+        [{'c': 3, 'a': 2, 'b': 2}]
+    """
+    ordered = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in counts)
+    return [dict(names[:number]) for names in ordered]
+
+
+def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return rows and columns of patches of the shape of their image; None if no grid has so many tokens.
+
+    Args:
+        tokens: number of patches.
+        image: height and width of the image.
+    """
+    if image is None:
+        return None
+    height, width = image
+    rows = math.isqrt(tokens * height // width)
+    whole = rows > 0 and tokens % rows == 0 and rows * rows * width == tokens * height
+    return (rows, tokens // rows) if whole else None

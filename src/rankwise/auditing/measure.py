@@ -1,0 +1,362 @@
+"""One call of a mixer, or the token states after one block, to statistics over its sequences."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankwise import measures
+from rankwise._internals.statistics import Floats
+from rankwise._internals.threads import map_threads
+from rankwise.auditing.examples import patch_grid
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, mixer_kind
+from rankwise.auditing.records import BAND, thresholds
+from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
+from rankwise.auditing.settings import Method
+from rankwise.auditing.statistics import (
+    ERRORS,
+    MEANS,
+    PROBES,
+    RANKS,
+    SEED,
+    STEPS,
+    HeadStatistics,
+    StateStatistics,
+)
+from rankwise.operators import (
+    DenseMixing,
+    DiagonalMixing,
+    IndexedMixing,
+    MixingOperator,
+    SoftmaxMixing,
+    sample_channels,
+)
+from rankwise.tracing import MixerSite, StateSite
+
+EXACT_BYTES = 2**29
+"""Bytes of one float64 matrix: T = S = 8,192. Decomposing it takes four times as much, 2 GiB, which a machine
+of 8 GB has next to a model; for twice the tokens it would not. Memory is the limit, not speed: exact ranks
+are the faster ones here (docs/how-to/long-contexts.md).
+"""
+MATRIX_BYTES = 2**28
+"""Bytes of float64 matrices formed at once, or one matrix if it takes more: small ones are batched."""
+SPECTRUM_POINTS = 64
+"""Singular values per head that a record keeps."""
+MAP_TOKENS = 1024
+"""Tokens of a membership map."""
+MANY_HEADS = 128
+"""A state-space mixer with more matrices than this has one per channel …"""
+MAX_CHANNELS = 16
+"""… of which this many are measured, chosen evenly by a fixed seed."""
+FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
+NameTokens = Callable[[MixerSite, Sequence[Sequence[int]]], list[list[list[str]]]]
+"""Names the tokens in given columns, by sequence, head and kind of name."""
+
+
+@dataclass
+class HeadBatch:
+    """The heads of some sequences (or windows) of one length; NaN for what is unknown or undefined."""
+
+    means: dict[str, Floats]
+    """The fields `MEANS` of records, (B, H) each."""
+    ranks: dict[str, Floats]
+    """The fields `RANKS`, (B, H, 5) each."""
+    stderr: dict[str, Floats]
+    """Standard errors of `ERRORS`, (B, H) each."""
+    estimated: Floats
+    fallbacks: Floats
+    """(B, H): 1 if ranks were estimated; 1 if the exact count was too close and the SVD decided."""
+    distances: Floats
+    """(B, H, H)."""
+    masks: list[list[Mask]]
+    spectra: list[list[list[float]]]
+    memberships: list[list[list[float]]]
+    """By sequence and head; empty if they are not computed or the mixer has none."""
+    peaks: list[list[int]]
+    """Column with the largest mean share of a row, padding not counted; −1 for none."""
+
+
+def sampled(site: MixerSite) -> tuple[MixerSite, list[int]]:
+    """Return the site with the heads that are measured, and their numbers."""
+    heads = site.operator.shape[-3]
+    if heads <= MANY_HEADS or not mixer_kind(site.kind).state_space:
+        return site, list(range(heads))
+    channels = sample_channels(site.operator, MAX_CHANNELS)
+    return replace(site, operator=site.operator[:, channels]), channels.tolist()
+
+
+def measure_heads(
+    site: MixerSite,
+    heads: list[int],
+    delta: float,
+    method: Method,
+    *,
+    name_tokens: NameTokens | None = None,
+    image: tuple[int, int] | None = None,
+    each_sequence: bool = False,
+) -> HeadStatistics:
+    """Measure every head and sequence of a mixer call.
+
+    Args:
+        site: mixer call, with the heads that `sampled` returned.
+        heads: their numbers.
+        delta: threshold of the numerical rank.
+        method: how ranks are computed.
+        name_tokens: names the tokens at the peaks of heads.
+        image: height and width of the model's input if it is an image.
+        each_sequence: keep the ranks of each sequence, for a baseline.
+    """
+    statistics = HeadStatistics.empty(site.head_id(), site.kind, site.cross, heads)
+    batches = list(_batches(site, delta, method))
+    starts = np.arange(0, site.operator.shape[0], max(1, site.operator.shape[0] // max(site.sequences, 1)))
+
+    def by_sequence(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
+        return _over_windows(np.concatenate(parts), starts, skip_nan=skip_nan)
+
+    broken = np.isnan(by_sequence([batch.means["sigma_max"] for batch in batches], skip_nan=False))
+    statistics.nonfinite = broken.sum(0).astype(np.float64)
+
+    def finite(values: Floats) -> Floats:
+        return np.where(broken.reshape(*broken.shape, *[1] * (values.ndim - 2)), np.nan, values)
+
+    for name, moments in statistics.measures.items():
+        moments.add(finite(by_sequence([batch.means[name] for batch in batches])))
+    for name, moments in statistics.stderr.items():
+        moments.add(finite(by_sequence([batch.stderr[name] for batch in batches])))
+    ranks = {
+        name: finite(by_sequence([batch.ranks[name] for batch in batches], skip_nan=False)) for name in RANKS
+    }
+    for name, values in ranks.items():
+        getattr(statistics.ranks, name).add(values)
+    for name in ("estimated", "fallbacks"):
+        setattr(statistics, name, np.nansum(finite(by_sequence([getattr(b, name) for b in batches])), axis=0))
+    assert statistics.distances is not None
+    statistics.distances.add(by_sequence([batch.distances for batch in batches]))
+    if each_sequence:
+        statistics.sequence_ranks = [np.stack([ranks["rank_low"], ranks["rank_high"]], axis=-1)]
+    if isinstance(site.operator, SoftmaxMixing):
+        sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
+        parts = (sums.query, sums.key, sums.rows, sums.columns)
+        statistics.logits = measures.LogitMoments(*(part.cpu() for part in parts))
+        statistics.head_dim = site.operator.query.shape[-1]
+    _add_examples(statistics, batches, image)
+    if name_tokens is not None:
+        statistics.examples.add_names(
+            name_tokens(site, [peaks for batch in batches for peaks in batch.peaks])
+        )
+    return statistics
+
+
+def _over_windows(values: Floats, starts: np.ndarray, *, skip_nan: bool) -> Floats:
+    """Return means over the windows of each sequence; NaN if all are NaN, or any if NaN is not skipped."""
+    if len(starts) == len(values):
+        return values
+    known = ~np.isnan(values)
+    count = np.add.reduceat(known, starts, axis=0, dtype=np.float64)
+    mean = np.add.reduceat(np.where(known, values, 0.0), starts, axis=0) / np.maximum(count, 1)
+    windows = np.diff([*starts, len(values)]).reshape(-1, *[1] * (values.ndim - 1))
+    return np.where(count < (1 if skip_nan else windows), np.nan, mean)
+
+
+def _add_examples(
+    statistics: HeadStatistics, batches: list[HeadBatch], image: tuple[int, int] | None
+) -> None:
+    examples = statistics.examples
+    for batch in batches:
+        for at, masks in enumerate(batch.masks):
+            tokens = float(batch.means["tokens"][at, 0])
+            examples.see_length(tokens, [mask.name for mask in masks])
+        for spectra in batch.spectra:
+            examples.spectra = [old or new for old, new in zip(examples.spectra, spectra, strict=True)]
+        for maps in batch.memberships:
+            examples.memberships = [old or new for old, new in zip(examples.memberships, maps, strict=True)]
+    examples.grids = [patch_grid(len(shares), image) if shares else None for shares in examples.memberships]
+
+
+def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatch]:
+    operator = site.operator
+    sequences, heads, tokens, sources = operator.shape
+    whole = bool(site.valid_tokens.all()) and bool(site.valid_sources.all())
+    if whole and not is_estimated(operator, method):
+        at_once = max(1, MATRIX_BYTES // (8 * heads * tokens * sources))
+        for start in range(0, sequences, at_once):
+            index = slice(start, start + at_once)
+            yield _measure(site, index, operator[index], delta, method)
+        return
+    for at in range(sequences):  # each of its own length
+        rows, columns = site.valid_tokens[at], site.valid_sources[at]
+        if rows.any() and columns.any():
+            sequence = operator[at : at + 1]
+            sequence = sequence if whole else IndexedMixing(sequence, rows, columns)
+            yield _measure(site, slice(at, at + 1), sequence, delta, method)
+        else:
+            yield _without_tokens(heads)
+
+
+def is_estimated(operator: MixingOperator, method: Method) -> bool:
+    """Return True if the ranks of matrices of this size are estimated."""
+    return method == "estimate" or (method == "auto" and _matrix_bytes(operator) > EXACT_BYTES)
+
+
+def _matrix_bytes(operator: MixingOperator) -> int:
+    return 8 * math.prod(operator.shape[-2:])
+
+
+def _measure(
+    site: MixerSite, index: slice, operator: MixingOperator, delta: float, method: Method
+) -> HeadBatch:
+    sequences, heads, tokens, sources = operator.shape
+    estimated = is_estimated(operator, method)
+    spectra: list[list[list[float]]] = []
+    fallback: Tensor | float = 0.0
+    formed, at = operator, (delta, *thresholds(delta))
+    if estimated:
+        ranks = measures.estimate_spectrum(operator, PROBES, STEPS, SEED).estimates(at)
+    else:
+        formed, summary = _decomposed(operator, delta)
+        ranks, fallback = summary.estimates(at), summary.used_svd
+        spectra = _spectra(summary.singular_values)
+    numerical, *band = ranks.numerical
+    mean, rate, memberships = _memberships(site, index)
+    values = measures.evaluate({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
+
+    def full(value: Tensor | float | int) -> Floats:
+        if isinstance(value, Tensor):
+            return value.double().cpu().numpy()
+        return np.full((sequences, heads), float(value))
+
+    named = dict(zip(ERRORS, (numerical, *ranks[1:]), strict=True))
+    found: dict[str, Tensor | float | int] = {
+        "tokens": tokens,
+        "sources": sources,
+        "full_rank": min(tokens, sources),
+    }
+    found |= {name: estimate.value for name, estimate in named.items()}
+    found |= {"membership": mean, "coding_rate": rate}
+    found |= {name: values[function] for name, function in FUNCTIONS.items()}
+    masks = masks_of(operator)
+    unknown = np.full((sequences, heads, len(BAND)), np.nan)
+    references = {"random_rank": unknown, "uniform_rank": unknown}
+    if mixer_kind(site.kind).rows_are_means:
+        found["hardmax_rank"], references = reference_ranks(operator, masks, delta)
+    bounds = {"numerical_rank": "value", "rank_low": "low", "rank_high": "high"}
+    counts = {
+        name: np.stack([full(getattr(rank, bound)) for rank in band], axis=-1)
+        for name, bound in bounds.items()
+    }
+    return HeadBatch(
+        means={name: full(found.get(name, math.nan)) for name in MEANS},
+        ranks=counts | references,
+        stderr={name: full(estimate.stderr) for name, estimate in named.items()},
+        estimated=full(float(estimated)),
+        fallbacks=full(fallback),
+        distances=values["head_distance"].cpu().numpy(),
+        masks=masks,
+        spectra=spectra,
+        memberships=memberships,
+        peaks=values["max_token_index"].tolist(),
+    )
+
+
+def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator, measures.RankSummary]:
+    """Return the matrices, formed if all fit, and their ranks: one decomposition for all thresholds."""
+    together = MATRIX_BYTES // _matrix_bytes(operator)
+    if together >= math.prod(operator.shape[:2]):
+        operator, together = DenseMixing(_formed(operator)), operator.shape[1]
+    parts = [
+        measures.rank_summary(
+            operator[:, start : start + max(1, together)], delta, also_at=thresholds(delta), relative=True
+        )
+        for start in range(0, operator.shape[1], max(1, together))
+    ]
+    return operator, measures.RankSummary(
+        *(torch.cat(numbers, dim=1) for numbers in zip(*parts, strict=True))
+    )
+
+
+def _formed(operator: MixingOperator) -> Tensor:
+    """Return the matrices; on a CPU, sequences are formed in parallel."""
+    if operator.device.type != "cpu" or operator.shape[0] < 2:
+        return operator.dense(torch.float64)
+    matrices = torch.empty(operator.shape, dtype=torch.float64)
+
+    def form(at: int) -> None:
+        matrices[at : at + 1] = operator[at : at + 1].dense(torch.float64)
+
+    map_threads(form, range(operator.shape[0]))
+    return matrices
+
+
+def _spectra(sigma: Tensor) -> list[list[list[float]]]:
+    kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
+    return _rounded(sigma[:1, :, kept.to(sigma.device)])
+
+
+def _memberships(
+    site: MixerSite, index: slice
+) -> tuple[Tensor | float, Tensor | float, list[list[list[float]]]]:
+    """Return the mean membership and coding rate of each head, and the memberships of single tokens."""
+    operator = site.operator[index]
+    if not isinstance(operator, DiagonalMixing):
+        return math.nan, math.nan, []
+    rows, shares = site.valid_tokens[index], operator.diagonal.double()
+    real = rows[:, None].to(shares.device)
+    mean = shares.masked_fill(~real, 0).sum(-1) / real.sum(-1)
+    rate: Tensor | float = math.nan
+    if site.projection is not None:
+        rate = measures.variational_rate(site.projection[index], operator.diagonal, rows)
+    shown = rows[0].to(shares.device) & ~shares[0, 0].isnan()
+    return mean, rate, _rounded(shares[:1, :, shown][..., :MAP_TOKENS])
+
+
+def _rounded(numbers: Tensor) -> list[list[list[float]]]:
+    return [
+        [[float(f"{number:.6g}") for number in head] for head in sequence] for sequence in numbers.tolist()
+    ]
+
+
+def _without_tokens(heads: int) -> HeadBatch:
+    unknown = np.full((1, heads), np.nan)
+    band = np.full((1, heads, len(BAND)), np.nan)
+    return HeadBatch(
+        means=dict.fromkeys(MEANS, unknown),
+        ranks=dict.fromkeys(RANKS, band),
+        stderr=dict.fromkeys(ERRORS, unknown),
+        estimated=unknown,
+        fallbacks=unknown,
+        distances=np.full((1, heads, heads), np.nan),
+        masks=[],
+        spectra=[],
+        memberships=[],
+        peaks=[[-1] * heads],
+    )
+
+
+def measure_states(state: StateSite, before: StateSite | None) -> StateStatistics:
+    """Measure every sequence of the token states after a block.
+
+    Args:
+        state: the token states.
+        before: the states that the block read, with as many tokens; None if they are unknown.
+    """
+    tokens, mask = state.tokens, state.mask
+    real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+    values: dict[str, Tensor] = {
+        row.name: measures.MEASURES[row.function].function(tokens, mask, **row.options)
+        for row in LAYER_MEASURES
+        if row.function
+    }
+    values["tokens"] = real.sum(-1).double()
+    if before is None:
+        values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
+    else:
+        values["relative_update"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
+    broken = values["norm"].isnan().cpu()
+    statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
+    statistics.nonfinite = int(broken.sum())
+    for name, moments in statistics.measures.items():
+        moments.add(values[name].cpu().masked_fill(broken, torch.nan)[:, None].numpy())
+    return statistics

@@ -1,0 +1,167 @@
+"""Masks of heads, read block by block, and ranks of hardmax, random and uniform heads under them."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from rankwise._internals.statistics import Floats
+from rankwise.auditing.records import BAND, thresholds
+from rankwise.operators import IndexedMixing, MixingOperator, SoftmaxMixing
+from rankwise.theory import interpolated_random_rank, rank_barrier_of_rows, uniform_rank
+
+MaskName = Literal["full", "causal", "window", "other"]
+
+BLOCK_ENTRIES = 2**22
+"""Entries of a mask that are read together."""
+
+
+class Mask(NamedTuple):
+    """What rows may see."""
+
+    name: MaskName
+    base: str = ""
+    """Mask around a window: "full" or "causal"."""
+    window: int | None = None
+
+
+class Reach(NamedTuple):
+    """The first and last column that each row may see, and how many it sees."""
+
+    first: Int64[Tensor, "*batch T"]
+    last: Int64[Tensor, "*batch T"]
+    seen: Int64[Tensor, "*batch T"]
+    sources: int
+
+
+def reference_ranks(
+    operator: MixingOperator, masks: list[list[Mask]], delta: float
+) -> tuple[Float64[Tensor, "B H"], dict[str, Floats]]:
+    """Return the hardmax rank at δ, and the random and uniform rank at each δ of the band, (B, H, 5).
+
+    Each is of the length of the sequences, under the mask of the head; NaN if it is unknown.
+
+    Args:
+        operator: matrices (B, H, T, S).
+        masks: their masks, by `masks_of`.
+        delta: threshold of the numerical rank; beyond 1 the hardmax rank is NaN.
+    """
+    tokens, sources = operator.shape[-2:]
+    inner = operator.operator if isinstance(operator, IndexedMixing) else operator
+    width, scale = (inner.query.shape[-1], inner.scale) if isinstance(inner, SoftmaxMixing) else (None, None)
+    hardmax = hardmax_rank(operator) if delta <= 1 else torch.full(operator.shape[:2], torch.nan).double()
+    known = {
+        mask: [
+            (
+                random_rank(tokens, sources, mask, width, scale, threshold),
+                uniform_rank_under(mask, tokens, sources, threshold),
+            )
+            for threshold in thresholds(delta)
+        ]
+        for mask in {mask for heads in masks for mask in heads}
+    }
+    ranks = np.array([[known[mask] for mask in heads] for heads in masks], dtype=np.float64)
+    ranks = ranks.reshape(*operator.shape[:2], len(BAND), 2)
+    return hardmax, {"random_rank": ranks[..., 0], "uniform_rank": ranks[..., 1]}
+
+
+def hardmax_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
+    """Return `rank_barrier` under the mask of each matrix (..., H, T, S), which is never formed."""
+    return rank_barrier_of_rows(_blocks(operator)).expand(operator.shape[:-2])
+
+
+def random_rank(
+    tokens: int, sources: int, mask: Mask, width: int | None, scale: float | None, delta: float
+) -> float:
+    """Return the mean rank of softmax attention with random queries and keys; NaN if it is unknown.
+
+    Args:
+        tokens: rows T.
+        sources: columns S.
+        mask: the mask.
+        width: K; None if the model formed its weights itself.
+        scale: factor of the logits.
+        delta: threshold of the rank.
+    """
+    name = _named(mask, tokens, sources)
+    if name is None or width is None or scale is None or scale <= 0:
+        return math.nan
+    columns = None if tokens == sources else sources
+    return interpolated_random_rank(
+        tokens, width, name, mask.window, temperature=1 / scale, delta=delta, sources=columns
+    ).mean
+
+
+def uniform_rank_under(mask: Mask, tokens: int, sources: int, delta: float) -> float:
+    """Return the rank of equal weights on all that a row may see; NaN if it is unknown."""
+    name = _named(mask, tokens, sources)
+    return math.nan if name is None else uniform_rank(tokens, name, mask.window, delta, sources)
+
+
+def _named(mask: Mask, tokens: int, sources: int) -> str | None:
+    """Return the name of a mask in `rankwise.theory`, to which its window is passed separately."""
+    name = mask.base if mask.name == "window" else mask.name
+    square = tokens == sources
+    if name not in ("full", "causal") or not (square or (name == "full" and mask.window is None)):
+        return None
+    return name
+
+
+def masks_of(operator: MixingOperator) -> list[list[Mask]]:
+    """Return the mask of each head of each sequence of an operator (B, H, T, S)."""
+    sources, heads = operator.shape[-1], operator.shape[1]
+    column = torch.arange(sources, device=operator.device)
+    blocks = []
+    for block in _blocks(operator):
+        first = torch.where(block, column, sources).amin(-1)
+        blocks.append((first, torch.where(block, column, -1).amax(-1), block.sum(-1)))
+    most = max(reach[0].shape[1] for reach in blocks)
+    first, last, count = (
+        torch.cat([part.expand(-1, most, -1) for part in parts], -1).cpu()
+        for parts in zip(*blocks, strict=True)
+    )
+    named = [
+        [mask_of(Reach(first[b, h], last[b, h], count[b, h], sources)) for h in range(most)]
+        for b in range(first.shape[0])
+    ]
+    return [masks * (heads // most) for masks in named]
+
+
+def mask_of(reach: Reach) -> Mask:
+    """Name what the rows of one head may see: everything, all up to themselves, a band or something else."""
+    first, last, seen, sources = reach
+    rows = torch.arange(len(seen))
+    seeing = seen > 0
+    if bool((seen == sources).all()):
+        return Mask("full")
+    if not bool(seeing.any()):
+        return Mask("other")
+    low, high = int((first - rows)[seeing].min()), int((last - rows)[seeing].max())
+    if _is_band(reach, rows, -len(seen), sources - len(seen)):
+        return Mask("causal")
+    if not _is_band(reach, rows, low, high):
+        return Mask("other")
+    base = {0: "causal", -low: "full"}.get(high, "")
+    return Mask("window", base, 1 - low)
+
+
+def _is_band(reach: Reach, rows: Tensor, low: int, high: int) -> bool:
+    """Return True if row t sees columns t + low … t + high, as far as they exist, and no other."""
+    first, last = (rows + low).clamp(min=0), (rows + high).clamp(max=reach.sources - 1)
+    count = (last - first + 1).clamp(min=0)
+    same = (reach.first == first) & (reach.last == last)
+    return bool(((reach.seen == count) & (same | (count == 0))).all())
+
+
+def _blocks(operator: MixingOperator) -> Iterator[Bool[Tensor, "B H R S"]]:
+    """Yield rows of the support; with one head if all heads see alike, as they mostly do."""
+    *batch, tokens, sources = operator.shape
+    step = max(1, BLOCK_ENTRIES // (math.prod(batch) * sources))
+    for start in range(0, tokens, step):
+        block = operator.support_rows(start, min(start + step, tokens))
+        alike = block.stride(-3) == 0 or bool((block == block[..., :1, :, :]).all())
+        yield block[..., :1, :, :] if alike else block

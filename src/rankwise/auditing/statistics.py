@@ -1,0 +1,556 @@
+"""Statistics of heads and token states; batches, shards, processes and saved audits share one `merge`."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rankwise._internals.statistics import Floats, Moments
+from rankwise.auditing.examples import TOKENS_KEPT, Examples, most_common
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.merge_importance import ImportanceStatistics
+from rankwise.auditing.provenance import joined
+from rankwise.auditing.records import (
+    BAND,
+    HeadRecord,
+    LayerRecord,
+    MergeData,
+    Provenance,
+    RankAt,
+    Unseen,
+    thresholds,
+)
+from rankwise.errors import RecordError, ShapeError
+from rankwise.tracing.head_id import HeadId
+
+if TYPE_CHECKING:
+    from rankwise.auditing.result import Audit
+    from rankwise.measures import LogitMoments
+
+PROBES, STEPS, SEED = 16, 64, 0
+"""Random vectors, steps and seed of every estimate."""
+DELTA_INDEX = BAND.index(1.0)
+"""Place of δ itself in the band."""
+MEANS = (
+    *("tokens", "sources", "full_rank", "hardmax_rank"),
+    *(row.name for row in HEAD_MEASURES if not row.late and row.name != "numerical_rank"),
+)
+"""Fields of a record that are means over the sequences in which they are known."""
+SIZES = ("tokens", "sources", "full_rank")
+"""Those of them that no record has a standard deviation of."""
+RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
+"""Fields with a value at each δ of the band; a mean is known only if all sequences have one."""
+ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
+"""Measures with a standard error if they are estimated."""
+NEVER_CALLED = "never called"
+LEFT_OUT = "importance left out: not all audits that were merged have it"
+STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
+
+
+@dataclass
+class BandRanks:
+    """Ranks at the δ of the band, (H, 5) each, under the names of the fields of a record."""
+
+    numerical_rank: Moments
+    rank_low: Moments
+    rank_high: Moments
+    random_rank: Moments
+    uniform_rank: Moments
+
+    @classmethod
+    def empty(cls, heads: int) -> "BandRanks":
+        """Return the ranks of no sequences."""
+        return cls(*(Moments.empty(heads, len(BAND)) for _ in RANKS))
+
+
+@dataclass
+class HeadStatistics:
+    """Statistics of the heads of one mixer call over sequences."""
+
+    mixer: HeadId
+    kind: str
+    cross: bool
+    heads: list[int]
+    """Numbers of the heads: not consecutive if channels are sampled."""
+    measures: dict[str, Moments]
+    """The fields `MEANS` of a record, (H,) each."""
+    ranks: BandRanks
+    stderr: dict[str, Moments]
+    """Standard errors of `ERRORS`, (H,) each; 0 for exact ranks."""
+    distances: Moments | None
+    """Distances of pairs of heads, (H, H); None if an older file has none."""
+    nonfinite: Floats
+    estimated: Floats
+    fallbacks: Floats
+    """Sequences, (H,) each; a fraction of a sequence if it has several windows."""
+    examples: Examples
+    head_dim: int | None = None
+    logits: "LogitMoments | None" = None
+    """None if queries and keys are unknown, as in files."""
+    sequence_ranks: list[Floats] | None = None
+    """Lower and upper rank of each sequence at each δ, parts of (N, H, 5, 2); kept for a baseline alone."""
+
+    @classmethod
+    def empty(cls, mixer: HeadId, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
+        """Return the statistics of no sequences."""
+        number = len(heads)
+        return cls(
+            mixer=mixer,
+            kind=kind,
+            cross=cross,
+            heads=heads,
+            measures={name: Moments.empty(number) for name in MEANS},
+            ranks=BandRanks.empty(number),
+            stderr={name: Moments.empty(number) for name in ERRORS},
+            distances=Moments.empty(number, number),
+            nonfinite=np.zeros(number),
+            estimated=np.zeros(number),
+            fallbacks=np.zeros(number),
+            examples=Examples.empty(number),
+        )
+
+    def merge(self, other: "HeadStatistics", *, attention_maps: bool = True) -> None:
+        """Add the statistics of other sequences.
+
+        Args:
+            other: statistics of the same heads.
+            attention_maps: False if the attention maps of `other` are left out.
+
+        Raises:
+            ShapeError: if the heads differ.
+        """
+        if self.heads != other.heads:
+            raise ShapeError(
+                f"heads of {self.mixer.site!r}",
+                expected=f"{len(self.heads)}, as in the sequences before",
+                got=str(len(other.heads)),
+                fix="Audit batches one by one if the model changes its heads; merge audits of one model.",
+            )
+        for mine, others in (
+            *((self.measures[name], other.measures[name]) for name in MEANS),
+            *((getattr(self.ranks, name), getattr(other.ranks, name)) for name in RANKS),
+            *((self.stderr[name], other.stderr[name]) for name in ERRORS),
+        ):
+            mine.merge(others)
+        if self.distances is None or other.distances is None:
+            self.distances = None
+        else:
+            self.distances.merge(other.distances)
+        self.nonfinite = self.nonfinite + other.nonfinite
+        self.estimated = self.estimated + other.estimated
+        self.fallbacks = self.fallbacks + other.fallbacks
+        self.examples.merge(other.examples, attention_maps=attention_maps)
+        self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
+        if self.logits is None or other.logits is None:
+            self.logits = self.logits or other.logits
+        else:
+            self.logits = self.logits + other.logits
+        if self.sequence_ranks is None or other.sequence_ranks is None:
+            self.sequence_ranks = None
+        else:
+            self.sequence_ranks = self.sequence_ranks + other.sequence_ranks
+
+    def to_records(self, delta: float, audits: int = 1) -> list[HeadRecord]:
+        """Return the records of the heads.
+
+        Args:
+            delta: threshold of the numerical rank.
+            audits: how many audits were merged; a record keeps `TOKENS_KEPT` names for each.
+        """
+        finite = self.measures["sigma_max"].count
+        numbers = {name: moments.to_record() for name, moments in self.measures.items()}
+        band = {name: getattr(self.ranks, name).complete(finite[:, None]).to_record() for name in RANKS}
+        numbers |= {name: tuple(part[:, DELTA_INDEX] for part in parts) for name, parts in band.items()}
+        errors = {name: moments.to_record() for name, moments in self.stderr.items()}
+        nearest, distance = self._nearest()
+        needed = self._required_head_dims()
+        records = []
+        for at, number in enumerate(self.heads):
+            sequences, estimated = int(finite[at]), round(float(self.estimated[at]))
+            counts = {name: int(numbers[name][0][at]) for name in MEANS}
+            counts |= {f"stderr of {name}": int(errors[name][0][at]) for name in ERRORS}
+            peak, peak_sequences = self.examples.peak(at)
+            first, second = [*self.examples.attention_maps[at], None, None][:2]
+            fields: dict[str, Any] = {name: float(mean[at]) for name, (_, mean, _) in numbers.items()}
+            records.append(
+                HeadRecord(
+                    **fields,
+                    stack=self.mixer.stack,
+                    site=self.mixer.site,
+                    layer=self.mixer.layer or 0,
+                    call=self.mixer.call,
+                    head=number,
+                    kind=self.kind,
+                    mask=self.examples.masks[at],  # type: ignore[arg-type]
+                    cross=self.cross,
+                    sequences=sequences,
+                    nonfinite=int(self.nonfinite[at]),
+                    estimated=estimated,
+                    fallbacks=round(float(self.fallbacks[at])),
+                    width=self.head_dim,
+                    band=_band(delta, sequences, float(fields["hardmax_rank"]), band, at),
+                    membership_map=self.examples.memberships[at],
+                    membership_grid=self.examples.grid(at),
+                    nearest_head=nearest[at],
+                    nearest_distance=float(distance[at]),
+                    required_head_dim=float(needed[at]),
+                    std={name: float(std[at]) for name, (_, _, std) in numbers.items() if name not in SIZES},
+                    stderr={name: float(errors[name][1][at]) for name in ERRORS} if estimated else {},
+                    counts={name: count for name, count in counts.items() if 0 < count < sequences},
+                    max_token=peak,
+                    max_token_sequences=peak_sequences,
+                    attention_map=first,
+                    second_attention_map=second,
+                    spectrum=self.examples.spectra[at],
+                    merging=self._merge_data(at, audits),
+                )
+            )
+        return records
+
+    @classmethod
+    def from_records(cls, records: Sequence[HeadRecord], delta: float) -> "HeadStatistics":
+        """Return the statistics that the records of one mixer call hold.
+
+        Args:
+            records: records of the heads.
+            delta: threshold of the numerical rank.
+        """
+        first = records[0]
+        sequences = np.array([record.sequences for record in records], dtype=np.float64)
+
+        def moments(name: str) -> Moments:
+            count = [record.counts.get(name, record.sequences) for record in records]
+            mean = [getattr(record, name) for record in records]
+            std = [record.std.get(name, math.nan) for record in records]
+            return Moments.from_record(*np.array([count, mean, std], dtype=np.float64))
+
+        def error(name: str) -> Moments:
+            count = [record.counts.get(f"stderr of {name}", record.sequences) for record in records]
+            mean = [record.stderr.get(name, math.nan if record.estimated else 0.0) for record in records]
+            return Moments.from_record(*np.array([count, mean, np.full(len(mean), np.nan)]))
+
+        return cls(
+            mixer=first.id.at(None),
+            kind=first.kind,
+            cross=first.cross,
+            heads=[record.head for record in records],
+            measures={name: moments(name) for name in MEANS},
+            ranks=BandRanks(*(_ranks_of(records, name, sequences, delta) for name in RANKS)),
+            stderr={name: error(name) for name in ERRORS},
+            distances=_distances_of(records),
+            nonfinite=np.array([float(record.nonfinite) for record in records]),
+            estimated=np.array([float(record.estimated) for record in records]),
+            fallbacks=np.array([float(record.fallbacks) for record in records]),
+            examples=_examples_of(records),
+            head_dim=first.width,
+        )
+
+    def _nearest(self) -> tuple[list[int | None], Floats]:
+        """Return the nearest head of each head on average over all sequences, and its distance."""
+        unknown = np.full(len(self.heads), np.nan)
+        if self.distances is None:
+            return [None] * len(self.heads), unknown
+        distance = self.distances.to_record()[1].copy()
+        np.fill_diagonal(distance, np.nan)
+        known = ~np.isnan(distance).all(-1)
+        place = np.where(np.isnan(distance), np.inf, distance).argmin(-1)
+        least = np.where(known, np.take_along_axis(distance, place[:, None], -1)[:, 0], np.nan)
+        return [self.heads[at] if there else None for at, there in zip(place, known, strict=True)], least
+
+    def _required_head_dims(self) -> Floats:
+        if self.logits is None:
+            return np.full(len(self.heads), np.nan)
+        from rankwise.measures import required_head_dim
+
+        needed: Floats = required_head_dim(self.logits).cpu().numpy()
+        return needed
+
+    def _merge_data(self, at: int, audits: int) -> MergeData | None:
+        names = self.examples.names
+        if self.distances is None or names is None:
+            return None
+        alone = [at] if "*" in self.mixer.site else slice(None)  # heads of modules of their own
+        count, mean, _ = (part[at].copy() for part in self.distances.to_record())
+        mean[at] = np.nan
+        return MergeData(
+            longest=int(self.examples.longest[at]),
+            distances=mean[alone].tolist(),
+            pairs=count[alone].astype(int).tolist(),
+            named=self.examples.named[at],
+            names=most_common(names[at], TOKENS_KEPT * audits),
+        )
+
+
+def _band(
+    delta: float, sequences: int, hardmax: float, band: Mapping[str, tuple[Floats, ...]], at: int
+) -> list[RankAt]:
+    """Return the ranks of a head at each δ of the band that all of its sequences have."""
+    return [
+        RankAt(
+            delta=threshold,
+            hardmax_rank=hardmax if threshold <= 1 else math.nan,
+            **{name: float(mean[at, step]) for name, (_, mean, _) in band.items()},
+        )
+        for step, threshold in enumerate(thresholds(delta))
+        if not sequences or not math.isnan(band["rank_low"][1][at, step])
+    ]
+
+
+def _ranks_of(records: Sequence[HeadRecord], name: str, sequences: Floats, delta: float) -> Moments:
+    mean = np.full((len(records), len(BAND)), np.nan)
+    std = mean.copy()
+    for at, record in enumerate(records):
+        points = {point.delta: getattr(point, name) for point in record.band}
+        mean[at] = [points.get(threshold, math.nan) for threshold in thresholds(delta)]
+        mean[at, DELTA_INDEX] = getattr(record, name)
+        std[at, DELTA_INDEX] = record.std.get(name, math.nan)
+    return Moments.from_record(np.broadcast_to(sequences[:, None], mean.shape), mean, std)
+
+
+def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
+    heads = len(records)
+    count, mean = np.zeros((heads, heads)), np.full((heads, heads), np.nan)
+    for at, record in enumerate(records):
+        if record.merging is None:
+            return None
+        held = len(record.merging.distances)
+        if held not in (1, heads) or len(record.merging.pairs) != held:
+            raise RecordError(
+                f"heads of {record.site!r}",
+                expected=f"distances to {heads} heads",
+                got=f"{held} distances and {len(record.merging.pairs)} counts",
+                fix="The file is damaged; run `rankwise audit` again.",
+            )
+        to = slice(None) if held == heads else [at]  # heads of modules of their own know no other
+        count[at, to], mean[at, to] = record.merging.pairs, record.merging.distances
+    np.fill_diagonal(mean, 0.0)
+    return Moments.from_record(count, mean, np.full_like(mean, np.nan))
+
+
+def _examples_of(records: Sequence[HeadRecord]) -> Examples:
+    held = [record.merging for record in records]
+    names = [[Counter(kind) for kind in data.names] for data in held if data is not None]
+    return Examples(
+        longest=[
+            0.0 if not record.sequences else record.tokens if data is None else float(data.longest)
+            for record, data in zip(records, held, strict=True)
+        ],
+        masks=[record.mask for record in records],
+        spectra=[record.spectrum for record in records],
+        memberships=[record.membership_map for record in records],
+        grids=[record.membership_grid for record in records],
+        named=[0 if data is None else data.named for data in held],
+        names=names if len(names) == len(records) else None,
+        attention_maps=[
+            [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
+            for record in records
+        ],
+    )
+
+
+@dataclass
+class StateStatistics:
+    """Statistics of the token states after one block over sequences."""
+
+    stack: str
+    site: str
+    layer: int
+    width: int
+    measures: dict[str, Moments] = field(default_factory=lambda: {name: Moments.empty(1) for name in STATES})
+    """The fields `STATES` of a record, (1,) each."""
+    nonfinite: int = 0
+
+    def merge(self, other: "StateStatistics") -> None:
+        """Add the statistics of other sequences."""
+        for name, moments in self.measures.items():
+            moments.merge(other.measures[name])
+        self.nonfinite += other.nonfinite
+
+    def to_record(self) -> LayerRecord:
+        """Return the record of the token states."""
+        numbers = {name: moments.to_record() for name, moments in self.measures.items()}
+        sequences = int(self.measures["norm"].count[0])
+        counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
+        means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
+        return LayerRecord(
+            **means,
+            stack=self.stack,
+            site=self.site,
+            layer=self.layer,
+            width=self.width,
+            sequences=sequences,
+            nonfinite=self.nonfinite,
+            std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
+            counts={name: count for name, count in counts.items() if 0 < count < sequences},
+        )
+
+    @classmethod
+    def from_record(cls, record: LayerRecord) -> "StateStatistics":
+        """Return the statistics that a record holds."""
+        measures = {
+            name: Moments.from_record(
+                np.array([float(record.counts.get(name, record.sequences))]),
+                np.array([getattr(record, name)]),
+                np.array([record.std.get(name, math.nan)]),
+            )
+            for name in STATES
+        }
+        return cls(record.stack, record.site, record.layer, record.width, measures, record.nonfinite)
+
+
+@dataclass
+class ModelStatistics:
+    """Statistics of all heads and token states of a model."""
+
+    heads: dict[HeadId, HeadStatistics] = field(default_factory=dict)
+    """By the address of the mixer call."""
+    states: dict[tuple[str, int], StateStatistics] = field(default_factory=dict)
+    """By stack and layer."""
+
+    def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
+        """Merge the statistics of a mixer call."""
+        if (known := self.heads.setdefault(heads.mixer, heads)) is not heads:
+            known.merge(heads, attention_maps=attention_maps)
+
+    def add_states(self, states: StateStatistics) -> None:
+        """Merge the statistics of token states."""
+        if (known := self.states.setdefault((states.stack, states.layer), states)) is not states:
+            known.merge(states)
+
+    def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
+        """Add the statistics of other sequences; objects of `other` may become part of this one."""
+        for heads in other.heads.values():
+            self.add_heads(heads, attention_maps=attention_maps)
+        for states in other.states.values():
+            self.add_states(states)
+
+    def head_records(
+        self, delta: float, known: Mapping[HeadId, Mapping[str, Any]] | None = None, audits: int = 1
+    ) -> list[HeadRecord]:
+        """Return the records of all heads, in the order of the model.
+
+        Mixers with one head each whose names differ in the last number are the heads of one list of modules:
+        they become heads of one site, whose name has ``*`` for the number.
+
+        Args:
+            delta: threshold of the numerical rank.
+            known: further fields by the address of the head, as it was captured.
+            audits: how many audits were merged.
+        """
+        alone = Counter(_pattern(mixer) for mixer, heads in self.heads.items() if len(heads.heads) == 1)
+        met: Counter[HeadId] = Counter()
+        records: list[HeadRecord] = []
+        for mixer, heads in self.heads.items():
+            own = [
+                record.model_copy(update=dict((known or {}).get(mixer.at(record.head), {})))
+                for record in heads.to_records(delta, audits)
+            ]
+            together = _pattern(mixer)
+            if len(own) == 1 and alone[together] > 1:
+                own = [own[0].model_copy(update={"site": together.site, "head": met[together]})]
+                met[together] += 1
+            records += own
+        return records
+
+    def layer_records(self) -> list[LayerRecord]:
+        """Return the records of all token states, in the order of the model."""
+        return [states.to_record() for states in self.states.values()]
+
+
+def _pattern(mixer: HeadId) -> HeadId:
+    return replace(mixer, site=re.sub(r"\d+(?=\D*$)", "*", mixer.site))
+
+
+def describe_method(heads: Sequence[HeadRecord]) -> str:
+    """Return in words how the ranks of an audit were computed."""
+    sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
+    if not estimated:
+        return "exact"
+    how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}"
+    if estimated == sequences:
+        return how
+    return f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
+
+
+@dataclass
+class AuditStatistics(ModelStatistics):
+    """Statistics from which an audit is made, and those of the same sequences at initialization."""
+
+    provenance: Provenance = field(kw_only=True)
+    complete: bool = True
+    uncaptured: list[Unseen] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    """Tokens of the sequences that attention maps are of."""
+    importance: ImportanceStatistics | None = None
+    built: str = ""
+    """How the copies at initialization were built."""
+    copies: dict[int, ModelStatistics] = field(default_factory=dict)
+    """Copies at initialization by seed."""
+
+    def merge_audit(self, other: "AuditStatistics") -> None:
+        """Add an audit of other sequences: a shard, a process, or a saved audit.
+
+        Copies at initialization are kept if both audits have the seed. Attention maps are of the first audit
+        that has any.
+        """
+        mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
+        self.merge(other, attention_maps=not mapped)
+        self.texts = self.texts if mapped else other.texts
+        self.provenance = joined(self.provenance, other.provenance)
+        self.complete = self.complete and other.complete
+        self.uncaptured = _uncaptured(self.uncaptured, other.uncaptured)
+        if self.importance is None or other.importance is None:
+            if self.importance is not other.importance:
+                self.note(LEFT_OUT)
+            self.importance = None
+        else:
+            self.importance.merge(other.importance)
+        self.copies = {seed: copy for seed, copy in self.copies.items() if seed in other.copies}
+        for seed, copy in self.copies.items():
+            copy.merge(other.copies[seed])
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        notes = list(dict.fromkeys([*self.provenance.notes, text]))
+        self.provenance = self.provenance.model_copy(update={"notes": notes})
+
+    @classmethod
+    def from_audit(cls, audit: "Audit") -> "AuditStatistics":
+        """Return what a saved audit holds; its baseline and required head dimensions are lost."""
+        groups: dict[HeadId, list[HeadRecord]] = {}
+        for record in audit.heads:
+            groups.setdefault(record.id.at(None), []).append(record)
+        delta = audit.provenance.delta
+        importance = None
+        if audit.importance is not None:
+            known = {record.id: record.importance for record in audit.heads if record.importance is not None}
+            importance = ImportanceStatistics(audit.importance, known)
+        return cls(
+            heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in groups.items()},
+            states={
+                (record.stack, record.layer): StateStatistics.from_record(record) for record in audit.layers
+            },
+            provenance=audit.provenance,
+            complete=audit.complete,
+            uncaptured=audit.uncaptured,
+            texts=audit.texts,
+            importance=importance,
+        )
+
+
+def _uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list[Unseen]:
+    """Return modules that an audit could not capture, and those that none of them called."""
+    found: dict[str, list[Unseen]] = {}
+    for module in (*first, *second):
+        found.setdefault(module.name, []).append(module)
+    both = {module.name for module in first} & {module.name for module in second}
+    kept = []
+    for name, modules in found.items():
+        called = [module for module in modules if not module.reason.startswith(NEVER_CALLED)]
+        if called or name in both:
+            kept.append(min(called or modules, key=lambda module: module.reason))
+    return kept
