@@ -104,6 +104,7 @@ def test_surgery_reads_what_an_audit_says_and_runs_one_for_a_remedy_alone() -> N
     }
     assert {part for parts in found.values() for part in parts} == {
         ".records",
+        ".result",
         ".findings",
         ".error_hints",
         ".run",
