@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[Path, Change, str]] = {
     "5 heads": (
         LANGUAGE,
         with_(transformer__h__0__attn__temp=torch.ones(5, 1)),
-        r"divides the width 48, got 5. Its sizes",
+        r"divides the width 48, got 5. No released model",
     ),
     "sparse": (
         LANGUAGE,

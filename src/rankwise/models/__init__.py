@@ -38,24 +38,8 @@ AutoModelForSequenceClassification.register(ToSTConfig, ToSTForSequenceClassific
 AutoModelForImageClassification.register(ToSTConfig, ToSTForImageClassification, exist_ok=True)
 
 __all__ = [
-    "MIXERS",
-    "PRESETS",
-    "S4D",
-    "LinearAttention",
-    "Mamba",
-    "Mamba2",
-    "Mixer",
-    "MixerCache",
-    "MixerOutput",
-    "SoftmaxAttention",
-    "ToSTConfig",
-    "ToSTForCausalLM",
-    "ToSTForImageClassification",
-    "ToSTForSequenceClassification",
-    "ToSTModel",
-    "TokenStatisticsAttention",
-    "load_released_tost",
-    "parameter_groups",
-    "preset",
-    "save_model",
-]
+    "MIXERS", "PRESETS", "S4D", "LinearAttention", "Mamba", "Mamba2", "Mixer", "MixerCache", "MixerOutput",
+    "SoftmaxAttention", "ToSTConfig", "ToSTForCausalLM", "ToSTForImageClassification",
+    "ToSTForSequenceClassification", "ToSTModel", "TokenStatisticsAttention", "load_released_tost",
+    "parameter_groups", "preset", "save_model",
+]  # fmt: skip

@@ -108,7 +108,7 @@ class Block(GradientCheckpointingLayer):
         state: MixerState | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], MixerState | None]:
-        """Return the new token states and the mixer's state; arguments are those of `Mixer.forward`."""
+        """Return the new token states and the mixer's state; arguments as in `Mixer.forward`."""
         x = hidden_states
         mixer_input = x if self.post_norm else self.mixer_norm(x)
         mixed, state = self.mixer(mixer_input, attention_mask, state, return_state=return_state)

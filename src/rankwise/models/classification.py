@@ -15,7 +15,7 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
     """`ToSTModel`, one vector per sequence, and a linear head.
 
-    The vector is that of the last real token, or the mean of the real tokens: ``pooling`` of the
+    The vector is the state of the last real token, or the mean over real tokens: ``pooling`` of the
     configuration.
 
     Examples:

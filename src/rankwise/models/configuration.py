@@ -50,7 +50,7 @@ class ToSTConfig(PreTrainedConfig):
         intermediate_size: width of the feed-forward part; 4 D by default, 0 for no such part.
         hidden_act: activation of the feed-forward part, by transformers' name.
         max_position_embeddings: number of tokens with learned positions.
-        layer_types: mixer of each layer, names of `rankwise.models.MIXERS`; one name stands for all layers;
+        layer_types: mixer of each layer, names of `rankwise.models.MIXERS`; one name applies to all layers;
             ``tssa`` by default.
         mixer_options: further arguments of the mixers, by names in ``layer_types``.
         causal: each token reads only itself and earlier tokens.
@@ -58,7 +58,7 @@ class ToSTConfig(PreTrainedConfig):
         half_life: causal TSSA with decayed sums: number of tokens after which a token counts half, for all
             heads or per head, None for a head without decay; `rankwise.ops.half_lives` makes a ladder. None
             for no decay, as released.
-        position_bias: causal TSSA's learned bias by position, as released; by default it is there unless the
+        position_bias: causal TSSA's learned bias by position, as released; present by default unless the
             sums decay or memberships are uniform.
         position_embeddings: ``learned``, or ``none`` for no bound on the length.
         norm: ``layer``, ``rms`` or ``none``.

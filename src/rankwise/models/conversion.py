@@ -31,12 +31,6 @@ WRAPPERS = (COMPILED_PREFIX, "module.")
 
 MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-BICUBIC = 3
-"""Pillow's number of the filter."""
-RESIZE_RATIO = 256 / 224
-"""Shorter side before the crop, divided by the side of the crop."""
-
 
 def load_released_tost(
     path: str | Path, *, tokens_norm: bool = True
@@ -153,7 +147,7 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
         f"checkpoint {path}, weight {_plain(name)}",
         expected="a dense tensor of floating-point numbers",
         got=got,
-        fix="The released files hold no other weights.",
+        fix="Released files hold nothing else.",
     )
 
 
@@ -179,7 +173,7 @@ def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedMod
             f"checkpoint {path}, {error.subject}",
             expected=error.expected,
             got=error.got,
-            fix="Its sizes are not those of a released model.",
+            fix="No released model has such sizes.",
         ) from None
     raise _foreign(path, f"names such as {_listed(sorted(weights))}")
 
@@ -267,14 +261,14 @@ def image_processor_config(config: ToSTConfig) -> dict[str, Any]:
     return {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
-        "size": {"shortest_edge": round(RESIZE_RATIO * side)},
-        "resample": BICUBIC,
+        "size": {"shortest_edge": round(256 / 224 * side)},
+        "resample": 3,  # bicubic
         "do_center_crop": True,
         "crop_size": {"height": side, "width": side},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(IMAGENET_MEAN),
-        "image_std": list(IMAGENET_STD),
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
         "do_convert_rgb": True,
     }

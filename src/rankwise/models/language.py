@@ -39,14 +39,6 @@ class ToSTModel(ToSTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding of tokens."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding of tokens."""
-        self.embed_tokens = value
-
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -187,14 +179,6 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
                 fix="The model creates its own MixerCache: leave it out.",
             )
         super()._prepare_cache_for_generation(generation_config, *others)
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """Return the head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the head."""
-        self.lm_head = new_embeddings
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from rankwise.models.mixers import MixerState
 class MixerCache(Cache):
     """One mixer state per layer, in transformers' interface.
 
-    States of TSSA and other mixers of fixed size do not grow with the tokens; those of softmax layers do.
+    States of softmax layers grow with the tokens, states of all other mixers do not.
     Nothing is changed in place, so a copy of the list of states is a copy of the cache.
 
     Args:
@@ -107,6 +107,6 @@ class MixerCache(Cache):
         )
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by what a function returns for it."""
+        """Replace every tensor by a function of it."""
         self.states = [None if s is None else tuple(change(tensor) for tensor in s) for s in self.states]
         self.counts = None if self.counts is None else change(self.counts)

@@ -34,7 +34,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Args:
         model: any module.
-        weight_decay: weight decay of the first group; that of the second is 0.
+        weight_decay: weight decay of the first group; the second has 0.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))

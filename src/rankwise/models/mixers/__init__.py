@@ -50,15 +50,6 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
 
 
 __all__ = [
-    "MIXERS",
-    "S4D",
-    "LinearAttention",
-    "Mamba",
-    "Mamba2",
-    "Mixer",
-    "MixerOutput",
-    "MixerState",
-    "SoftmaxAttention",
-    "TokenStatisticsAttention",
-    "build_mixer",
-]
+    "MIXERS", "S4D", "LinearAttention", "Mamba", "Mamba2", "Mixer", "MixerOutput", "MixerState",
+    "SoftmaxAttention", "TokenStatisticsAttention", "build_mixer",
+]  # fmt: skip

@@ -14,7 +14,7 @@ class LinearAttention(Mixer):
     """Multi-head linear attention, φ(x) = elu(x) + 1.
 
     Formula: M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask), with z the row sums, or 1. Without a causal mask its rank is
-    at most ``feature_dim``. Normalized rows are averages, as in softmax. A masked token is no source.
+    at most ``feature_dim``. Normalized rows are averages, as in softmax. A masked token is not a source.
     Cost: O(T F V) time and O(T (F + V)) memory per head; the decoding state has F (V + 1) numbers per head.
     Source: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
     Attention", ICML 2020, equations 5, 7 and 9.
@@ -77,9 +77,8 @@ class LinearAttention(Mixer):
             query, key, value = _with_state(state, query, key, value.to(wide))
         operator = LinearAttentionMixing(query, key, self.causal, self.normalized)
         final = (key.mT @ value.to(wide), key.sum(-2)) if return_state else None
-        return MixingStep(
-            operator if state is None else drop_state_rows(operator, self.feature_dim), value, final
-        )
+        operator = operator if state is None else drop_state_rows(operator, self.feature_dim)
+        return MixingStep(operator, value, final)
 
 
 def _with_state(
@@ -89,9 +88,5 @@ def _with_state(
     summed, weight = state
     seen = weight[..., None] > 0
     mean = torch.where(seen, summed / torch.where(seen, weight[..., None], 1.0), 0.0)
-    silent = query.new_zeros(*query.shape[:-2], weight.shape[-1], query.shape[-1])
-    return (
-        torch.cat([silent, query], -2),
-        prepend_sources(weight.diag_embed(), key),
-        prepend_sources(mean, value),
-    )
+    query = F.pad(query, (0, 0, weight.shape[-1], 0))
+    return query, prepend_sources(weight.diag_embed(), key), prepend_sources(mean, value)

@@ -29,8 +29,8 @@ class Mamba(RecurrentMixer):
 
     Formula: ``M_d[t, s] = Σ_n c_t[n] exp(−a[d, n] Σ_{s < r ≤ t} Δ_r[d]) b_s[n] Δ_s[d]``, one matrix for each
     of the ``expand``·D channels, which take the place of heads. The D-term and the gate of the published
-    block are left out: the block has a λ-skip and a gate. A masked token has Δ = 0: it is no source, and
-    nothing decays.
+    block are left out: the block has a λ-skip and a gate. A masked token has Δ = 0: it is not a source,
+    and nothing decays.
     Cost: O(T N) time and O(T + N) memory per channel, token by token; the state has N + conv_tokens − 1
     numbers per channel for any T.
     Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", COLM 2024,
@@ -108,9 +108,8 @@ class Mamba(RecurrentMixer):
             value = prepend_sources(past[..., None], value.to(wide))
         operator = SelectiveMixing(c, b, rate, step)
         final = (_final_state(b, rate, step, value), inputs) if return_state else None
-        return MixingStep(
-            operator if past is None else drop_state_rows(operator, self.state_dim), value, final
-        )
+        operator = operator if past is None else drop_state_rows(operator, self.state_dim)
+        return MixingStep(operator, value, final)
 
 
 def _final_state(b: Tensor, rate: Tensor, step: Tensor, value: Tensor) -> Float[Tensor, "B D N"]:

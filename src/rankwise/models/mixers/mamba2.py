@@ -24,7 +24,7 @@ class Mamba2(RecurrentMixer):
 
     Formula: ``M[t, s] = c_t·b_s (Π_{s < r ≤ t} exp(−Δ_r a)) Δ_s``, one a > 0 per head. The D-term and the
     gate of the published block are left out: the block has a λ-skip and a gate. A masked token has Δ = 0: it
-    is no source, and nothing decays.
+    is not a source, and nothing decays.
     Cost: O(T N V) time and O(T (N + V)) memory per head; the state has
     H N V + (H V + 2 G N)·(conv_tokens − 1) numbers for any T.
     Source: T. Dao and A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
@@ -104,6 +104,5 @@ class Mamba2(RecurrentMixer):
         if return_state:
             b = b.repeat_interleave(self.num_heads // self.groups, 1)
             final = (final_state(b, decay, step, value), inputs)
-        return MixingStep(
-            operator if past is None else drop_state_rows(operator, self.state_dim), value, final
-        )
+        operator = operator if past is None else drop_state_rows(operator, self.state_dim)
+        return MixingStep(operator, value, final)

@@ -11,7 +11,7 @@ from rankwise.errors import InputError, ShapeError, in_range, whole_number
 from rankwise.operators import MixingOperator
 
 MixerState = tuple[Tensor, ...]
-"""What a mixer keeps for decoding: tensors whose first axis is the batch, never changed in place."""
+"""Memory of a mixer for decoding: tensors whose first axis is the batch, never changed in place."""
 
 
 class MixerOutput(NamedTuple):
@@ -81,8 +81,8 @@ class Mixer(nn.Module, ABC):
 
         Args:
             hidden_states: tokens of this call.
-            attention_mask: true or 1 for real tokens, all by default. A masked token influences no other
-                token, and its own output is meaningless.
+            attention_mask: true or 1 for real tokens, all by default. A masked token does not influence
+                other tokens, and its own output is meaningless.
             state: state that an earlier call returned, to continue from there.
             return_state: whether to return a state.
         """
@@ -109,7 +109,7 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> Float[Tensor, "B H S V"]:
-        """Return the values that M is applied to, those of a state first."""
+        """Return the values that M is applied to; values of a state come first."""
         return self._mixing(hidden_states, token_mask(attention_mask, hidden_states), state, False).values
 
     def _add_output(self, width: int, hidden_size: int, bias: bool, dropout: float) -> None:
@@ -164,14 +164,7 @@ def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 def head_dim_of(subject: str, hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return the width of a head: `head_dim`, or `hidden_size` / `num_heads` if it is None.
-
-    Args:
-        subject: name of what has the heads, for errors.
-        hidden_size: D.
-        num_heads: H.
-        head_dim: K, or None.
-    """
+    """Return the width of a head: `head_dim`, or `hidden_size` / `num_heads` if it is None."""
     for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
         if size is not None:
             whole_number(f"{subject} `{name}`", size)

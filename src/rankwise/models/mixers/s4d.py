@@ -19,7 +19,7 @@ class S4D(RecurrentMixer):
 
     Formula: ``M_d[t, s] = 2 Re Σ_n c_n (exp(Δ a_n) − 1)/a_n · exp((t − s) Δ a_n)`` for s ≤ t, independent of
     the input. The D-term of the published layer is left out: the block has a λ-skip.
-    A masked token is no source, and no time passes at it.
+    A masked token is not a source, and no time passes at it.
     Cost: O(T (N + log T)) time and O(T) memory per channel. A call that continues from a state, or has
     padding between real tokens, forms its matrices: O(T²) per sequence and channel. The state has 2 N numbers
     per channel for any T.
@@ -95,7 +95,7 @@ class S4D(RecurrentMixer):
         return MixingStep(DenseMixing(matrix, visible), value, final)
 
     def _system(self, wide: torch.dtype) -> tuple[Complex[Tensor, "D N"], Complex[Tensor, "D N"]]:
-        """Return Δ a, the logarithm of what a token multiplies states by, and Δ c, which reads them."""
+        """Return Δ a, the logarithm of the states' factor per token, and Δ c, which reads them."""
         a = torch.complex(-self.log_rate.to(wide).exp(), self.frequency.to(wide))
         step = self.log_step.to(wide).exp()[:, None]
         return a * step, torch.view_as_complex(self.read.to(wide).contiguous()) * step

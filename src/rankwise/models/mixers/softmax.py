@@ -62,12 +62,8 @@ class SoftmaxAttention(Mixer):
         self.query_dim = query_dim if query_dim is not None else self.head_dim
         self.rotary_base = rotary_base
         if rotary_base is not None:
-            in_range(
-                "SoftmaxAttention `rotary_base`",
-                rotary_base,
-                "(0, inf)",
-                fix=f"Use {ROPE_BASE:g}, or None for no rotary positions.",
-            )
+            fix = f"Use {ROPE_BASE:g}, or None for no rotary positions."
+            in_range("SoftmaxAttention `rotary_base`", rotary_base, "(0, inf)", fix=fix)
             if self.query_dim % 2:
                 raise InputError(
                     "SoftmaxAttention `rotary_base`",
@@ -112,10 +108,7 @@ class SoftmaxAttention(Mixer):
     def _attention(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, all keys and values, which tokens are real, and the attention mask.
-
-        The attention mask is None if causality alone decides.
-        """
+        """Return queries, all keys, values and real tokens, and a mask, None if causality alone decides."""
         real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         valid = real if mask is None else mask
         query, key, value = (

@@ -164,7 +164,7 @@ class TokenStatisticsAttention(Mixer):
         attention_mask: Shaped[Tensor, "B T"] | None = None,
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return Π, each token's membership in each head; a token's sum to 1, those of padding to 0."""
+        """Return Π, each token's membership in each head; they sum to 1 per token, to 0 for padding."""
         call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
         return call.statistics.membership
 
@@ -224,7 +224,7 @@ class MembershipScan(nn.Module):
     Formula: ``M_h[t, u] = δ_tu Π_u + c_t·b_u exp(-a_h Σ_{u < r ≤ t} Π_r) Π_u`` for u ≤ t, on the values
     ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so a product is a cosine. This is
     Mamba-2's operator with the membership Π_r as its step: a head forgets only when its own tokens arrive. A
-    masked token, whose Π is 0, is no source and lets nothing decay. a_h > 0 is learned.
+    masked token has Π = 0: it is not a source, and nothing decays. a_h > 0 is learned.
     Cost: O(T F K) per head; the state has F K numbers per head for any T.
     Source: none, this is an option of this package; the scan follows T. Dao and A. Gu, "Transformers are
     SSMs", ICML 2024, section 6.
@@ -247,7 +247,7 @@ class MembershipScan(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the rates to those of the initial half-lives."""
+        """Set the rates by the initial half-lives."""
         rate = torch.tensor(2.0).log() * self.heads / torch.tensor(self.start)
         init.copy_(self.log_rate, rate.log().to(self.log_rate.dtype))
 
