@@ -77,8 +77,8 @@ class LinearAttention(Mixer):
             query, key, value = _with_state(state, query, key, value.to(wide))
         operator = LinearAttentionMixing(query, key, self.causal, self.normalized)
         final = (key.mT @ value.to(wide), key.sum(-2)) if return_state else None
-        operator = operator if state is None else drop_state_rows(operator, self.feature_dim)
-        return MixingStep(operator, value, final)
+        states = 0 if state is None else self.feature_dim
+        return MixingStep(drop_state_rows(operator, states), value, final)
 
 
 def _with_state(

@@ -108,8 +108,8 @@ class Mamba(RecurrentMixer):
             value = prepend_sources(past[..., None], value.to(wide))
         operator = SelectiveMixing(c, b, rate, step)
         final = (_final_state(b, rate, step, value), inputs) if return_state else None
-        operator = operator if past is None else drop_state_rows(operator, self.state_dim)
-        return MixingStep(operator, value, final)
+        states = 0 if past is None else self.state_dim
+        return MixingStep(drop_state_rows(operator, states), value, final)
 
 
 def _final_state(b: Tensor, rate: Tensor, step: Tensor, value: Tensor) -> Float[Tensor, "B D N"]:

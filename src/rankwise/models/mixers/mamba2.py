@@ -104,5 +104,5 @@ class Mamba2(RecurrentMixer):
         if return_state:
             b = b.repeat_interleave(self.num_heads // self.groups, 1)
             final = (final_state(b, decay, step, value), inputs)
-        operator = operator if past is None else drop_state_rows(operator, self.state_dim)
-        return MixingStep(operator, value, final)
+        states = 0 if past is None else self.state_dim
+        return MixingStep(drop_state_rows(operator, states), value, final)

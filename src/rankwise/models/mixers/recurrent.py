@@ -122,6 +122,8 @@ def prepend_sources(
 
 def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
     """Return the operator without the rows of the state sources in front; every column stays."""
+    if not states:
+        return operator
     rows, columns = (
         torch.ones(size, dtype=torch.bool, device=operator.device) for size in operator.shape[-2:]
     )
