@@ -98,19 +98,22 @@ class TokenStatisticsAttention(Mixer):
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
         # A tuple, not a buffer, which `model.half()` would round.
         self.half_life = None if half_life is None else _check_half_life(half_life, num_heads, causal)
-        for option, value in (
-            ("max_positions", max_positions),
-            ("conv_tokens", conv_tokens),
-            ("features", features),
-        ):
-            positions = option == "max_positions"
-            if value < 0 or (value and not (causal and (membership == "softmax" or not positions))):
+        options = {"max_positions": max_positions, "conv_tokens": conv_tokens, "features": features}
+        for option, value in options.items():
+            if value < 0 or (value and not causal):
                 raise InputError(
                     f"TokenStatisticsAttention `{option}`",
-                    expected="0, or more with causal=True" + " and softmax memberships" * positions,
-                    got=f"{value}, causal={causal}" + f", membership={membership!r}" * positions,
+                    expected="0, or more with causal=True",
+                    got=f"{value}, causal={causal}",
                     fix=f"Leave {option} out.",
                 )
+        if max_positions and membership != "softmax":
+            raise InputError(
+                "TokenStatisticsAttention `max_positions`",
+                expected="0 with uniform memberships",
+                got=f"{max_positions}",
+                fix="Leave max_positions out.",
+            )
         self.in_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
         # Uniform memberships do not depend on a temperature.
