@@ -20,7 +20,7 @@ from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError
-from rankwise.measures.registry import MEASURES, as_matrices
+from rankwise.measures.registry import MEASURES, as_matrices, as_operator
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -139,6 +139,14 @@ def test_an_operator_made_in_low_precision_is_formed_in_float64():
     got = as_matrices(SoftmaxMixing(q, q), "`matrix`")
     wanted = torch.softmax(q.double() @ q.double().mT / math.sqrt(3), -1)
     close(got, wanted, rtol=64 * torch.finfo(torch.float64).eps)
+
+
+@pytest.mark.parametrize("wrap", [DenseMixing, lambda matrix: matrix], ids=["operator", "tensor"])
+def test_dense_matrices_are_cast_where_they_are_read_and_not_copied(wrap):
+    matrix = torch.ones(2, 3, 3, dtype=torch.float32)
+    operator = as_operator(wrap(matrix), "`matrix`")
+    assert operator.dtype == torch.float32
+    assert operator.rows(0, 3).data_ptr() == matrix.data_ptr()
 
 
 def test_heads_are_measured_through_an_operator_too():
