@@ -62,7 +62,7 @@ class SpectrumEstimate:
         """Estimate the number of singular values ≥ δ.
 
         The value is a number if quadrature leaves at most a twentieth of it open, or half of one. If more
-        singular values are too close to δ to be told apart, it is NaN, and the interval is the answer.
+        singular values are too close to δ to be counted, it is NaN, and the interval is the answer.
         Cost: no product; per matrix ``probes`` decompositions of order ``steps``.
 
         Args:
@@ -202,7 +202,7 @@ class _MatrixEstimate:
         return value, value * math.hypot(bracket.half_width, bracket.stderr), low, high
 
     def _entropy(self, trace: Callable[[Function], Bracket]) -> tuple[float, Bracket]:
-        """Return H = log Σσ + Σ(−σ log σ)/Σσ and the trace whose errors are those of H to first order."""
+        """Return H = log Σσ + Σ(−σ log σ)/Σσ and the trace with the errors of H to first order."""
         total, entropy = trace(torch.sqrt).value, trace(_sigma_entropy).value
         slope = 1 - entropy / total
 

@@ -161,7 +161,7 @@ def required_head_dim(
     Range: [0, K]; 0 = scores so small that rows weigh their tokens evenly. It does not change with a rotation
     of queries and keys, with c·q and k/c, or with a vector that is added to every key. NaN without tokens, or
     if moments are not finite. It is at most the number of tokens: use several tokens per channel.
-    Accuracy: peaked rows weigh few of the logits that count here, so it is usually an overestimate for them
+    Accuracy: peaked rows weigh few of the logits that count here, and it is usually an overestimate for them
     (docs/how-to/findings.md).
     Cost: O(K³) in addition to `logit_moments`.
     Source: KQ-SVD, arXiv 2512.05916, for the best logits of a rank; the tolerance in nats is this project's.

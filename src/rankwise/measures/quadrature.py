@@ -99,7 +99,8 @@ class TraceEstimator:
         )
 
     def by_ritz(self, function: Function) -> Bracket:
-        """Return the bracket from Σ f(θ) over all Ritz values to that plus what the missing energy can add.
+        """Return the bracket from Σ f(θ) over all Ritz values to that plus the most that the missing energy
+        can add.
 
         It holds for concave f ≥ 0: the eigenvalues of a matrix majorize the eigenvalues of its diagonal
         blocks.

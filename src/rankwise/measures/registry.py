@@ -32,10 +32,10 @@ class Measure(NamedTuple):
 
     Attributes:
         function: the function.
-        of: "matrices" (..., T, S), each by itself; "heads" (..., H, T, S), all heads of a layer together;
+        of: "matrices" (..., T, S), each alone; "heads" (..., H, T, S), all heads of a layer together;
             "tokens" (B, T, D), token states.
         degree: k in f(c·M) = cᵏ·f(M) for c > 0; None if something else has a size, such as δ.
-        statistics: what the function reads from a walk over the rows; none if it does not walk.
+        statistics: statistics of rows that the function reads; none if it does not walk over the rows.
     """
 
     function: Callable[..., Any]
