@@ -278,7 +278,7 @@ def test_the_same_model_in_another_is_matched_by_numbers() -> None:
     comparison = rw.compare(audit, inside)
     assert paired_stacks(audit, inside) == {"encoder.layer": "bert.encoder.layer"}
     assert (comparison.heads, comparison.layers, comparison.changes) == (72, 7, [])
-    assert comparison.structure == ["The stack 'encoder.layer' is held against 'bert.encoder.layer'."]
+    assert comparison.structure == ["The stack 'encoder.layer' is compared with 'bert.encoder.layer'."]
     assert not any(change.change for change in comparison.by_layer)
 
 

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import rankwise as rw
 from rankwise.auditing.agreement import AN_ORDER, OF_BLOCKS, agreement, estimate_words
-from rankwise.auditing.findings import diagnose, with_removal_costs
+from rankwise.auditing.findings import diagnose
+from rankwise.auditing.importance_findings import with_removal_costs
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.cli import app
@@ -123,15 +124,16 @@ def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
         one.model_copy(update={"importance": HeadImportance(**{how: cost})})
         for one, cost in ((first, 0.002), (second, 0.3))
     ]
-    (known,) = with_removal_costs([finding], heads, importance_record())
+    (known,) = with_removal_costs([finding], {code: "mixer"}, heads, importance_record())
     estimated = "The estimated cost of removal is" if how == "estimate" else ""
     assert f"{estimated or 'Without one of them the loss changes by'} +0.1% to +15.0%" in known.meaning
     assert "removal_cost" not in known.evidence  # of the head that the finding is placed at
     assert known.evidence["most_removal_cost"] == 0.3
     assert ("exact" in known.remedy) == (how == "estimate")
-    (alone,) = with_removal_costs([finding.model_copy(update={"heads": []})], heads, importance_record())
+    single = finding.model_copy(update={"heads": []})
+    (alone,) = with_removal_costs([single], {code: "mixer"}, heads, importance_record())
     assert f"{estimated or 'Without it the loss changes by'} +0.10%" in alone.meaning
-    half = with_removal_costs([finding], heads[:1], importance_record())
+    half = with_removal_costs([finding], {code: "mixer"}, heads[:1], importance_record())
     assert half == [finding]  # of one of them nothing is known
 
 

@@ -212,7 +212,7 @@ def test_advice_in_one_audit_alone_is_a_warning_where_it_found_something() -> No
     found = advised.model_copy(update={"findings": [*audit.findings, drowned]})
     for first, second in ((audit, found), (found, audit)):
         (warning,) = compare(first, second).warnings
-        assert warning.startswith("Only one of the audits was advised")
+        assert warning.startswith("Only one of the audits was examined")
     assert compare(found, found).warnings == []
 
 
@@ -223,10 +223,10 @@ def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
     assert warning.startswith("The sequences are not equally long: 128 tokens on average before, 244.7 after")
     causal = with_heads(audit, {3: {"mask": "causal"}, 4: {"kind": "linear"}})
     assert compare(audit, causal).warnings == [
-        "2 of 72 heads have another kind or mask: their null is another."
+        "2 of 72 heads have another kind or mask: their references differ."
     ]
     cut = audit.model_copy(update={"complete": False})
-    assert compare(audit, cut).warnings == ["The audit after is incomplete: it read only a part of its data."]
+    assert compare(audit, cut).warnings == ["The audit after is incomplete: it read only part of its data."]
 
 
 def with_importance(costs: list[float], *, exact: bool = False, **fields: object) -> Audit:
@@ -257,9 +257,9 @@ def test_a_cost_of_removal_is_measured_by_the_loss(value: float, share: float) -
     [
         (
             {"loss": "how far the output moves", "unit": "of its squared norm"},
-            "The loss of worth differs",
+            "The loss of importance differs",
         ),
-        ({"removal": "mean"}, "What takes a removed head's place differs: zero before, mean after"),
+        ({"removal": "mean"}, "The replacement of removed heads differs: zero before, mean after"),
         ({"exact": True}, "Costs of removal are estimated before, exact after"),
     ],
 )
@@ -267,7 +267,7 @@ def test_costs_of_two_quantities_are_left_out_by_name(fields: dict[str, Any], sa
     comparison = compare(with_importance([0.1, 0.2]), with_importance([0.3, 0.2], **fields))
     (warning,) = comparison.warnings
     assert warning.startswith(said)
-    assert "leave costs of removal out" in warning
+    assert "leave out costs of removal" in warning
     assert not [one for one in (*comparison.changes, *comparison.by_layer) if one.measure == "removal_cost"]
 
 

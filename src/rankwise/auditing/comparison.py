@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -153,7 +153,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
     heads, only_heads = _matched_heads(before, after, stacks)
-    layers, only_layers = _matched(before.layers, after.layers, _layer_key, stacks)
+    layers, only_layers = _matched(before.layers, after.layers, "stack layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
     left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
@@ -174,7 +174,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         by_layer=[
             change for change in _layer_changes(before, after, stacks) if change.measure not in left_out
         ],
-        changes=sorted(changes, key=_by_size),
+        changes=sorted(changes, key=lambda change: (-change.size, change.where.sort_key, change.measure)),
         findings=finding_changes(before, after),
         matched=[place_of(head) for _, head in heads],
         only_before=[*map(place_of, only_heads[0]), *map(place_of, only_layers[0])],
@@ -204,45 +204,29 @@ Matched = tuple[list[tuple[R, R]], tuple[list[R], list[R]]]
 
 def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
     """Match heads by name, or by number if no name agrees, as for a model that is part of another."""
-    named = _matched(before.heads, after.heads, _head_key, {})
+    named = _matched(before.heads, after.heads, "stack site layer call head cross", {})
     if named[0]:
         return named
-    numbered = _matched(before.heads, after.heads, _number_key, stacks)
+    numbered = _matched(before.heads, after.heads, "stack layer call head cross kind", stacks)
     return numbered if numbered[0] else named
 
 
-def _head_key(head: HeadRecord) -> tuple[Any, ...]:
-    return head.stack, head.layer, head.head, head.cross, head.site
+def _matched(first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]) -> Matched[R]:
+    """Match records by their fields, the first of which is the stack; equal records by their order."""
+    ours, theirs = _by_fields(first, fields, stacks), _by_fields(second, fields, {})
+    both = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    only_ours = [record for key, record in ours.items() if key not in theirs]
+    return both, (only_ours, [record for key, record in theirs.items() if key not in ours])
 
 
-def _number_key(head: HeadRecord) -> tuple[Any, ...]:
-    return head.stack, head.layer, head.head, head.cross, head.kind
-
-
-def _layer_key(state: LayerRecord) -> tuple[Any, ...]:
-    return state.stack, state.layer
-
-
-def _matched(
-    first: Sequence[R], second: Sequence[R], key: Callable[[R], tuple[Any, ...]], stacks: Mapping[str, str]
-) -> Matched[R]:
-    """Match records by a key that begins with the stack; records with equal keys by their order."""
-    ours, theirs = _by_key(first, key, stacks), _by_key(second, key, {})
-    both = [(ours[name], theirs[name]) for name in ours if name in theirs]
-    only_ours = [record for name, record in ours.items() if name not in theirs]
-    return both, (only_ours, [record for name, record in theirs.items() if name not in ours])
-
-
-def _by_key(
-    records: Sequence[R], key: Callable[[R], tuple[Any, ...]], stacks: Mapping[str, str]
-) -> dict[Hashable, R]:
+def _by_fields(records: Sequence[R], fields: str, stacks: Mapping[str, str]) -> dict[Hashable, R]:
     seen: Counter[Hashable] = Counter()
     found: dict[Hashable, R] = {}
     for record in records:
-        stack, *others = key(record)
-        name = (stacks.get(stack, stack), *others)
-        found[name, seen[name]] = record
-        seen[name] += 1
+        stack, *others = (getattr(record, name) for name in fields.split())
+        key = (stacks.get(stack, stack), *others)
+        found[key, seen[key]] = record
+        seen[key] += 1
     return found
 
 
@@ -262,12 +246,6 @@ def _changes(
         yield Change(
             where=place_of(after), measure=measure.name, before=old, after=new, change=change, size=size
         )
-
-
-def _by_size(change: Change) -> tuple[float, str, int, str, int, str]:
-    where = change.where
-    layer, head = (-1 if number is None else number for number in (where.layer, where.head))
-    return -change.size, where.stack, layer, where.site, head, change.measure
 
 
 def layer_means(audit: Audit, stacks: Mapping[str, str] | None = None) -> dict[LayerKey, tuple[float, float]]:
@@ -350,7 +328,7 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> list[s
     found: list[str] = []
     for ours, theirs in stacks.items():
         if ours != theirs:
-            found.append(f"The stack {ours or 'model'!r} is held against {theirs or 'model'!r}.")
+            found.append(f"The stack {ours or 'model'!r} is compared with {theirs or 'model'!r}.")
         found += _stack_differences(ours, theirs, before, after)
     for name, audit, known in (("before", before, set(stacks)), ("after", after, set(stacks.values()))):
         alone = [stack for stack in _stacks(audit) if stack not in known]
@@ -364,13 +342,18 @@ _FACTS: dict[str, Callable[[Sequence[HeadRecord]], str]] = {
     "Masks": lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)),
 }
 _OTHER_MIXING = (
-    " Ranks of different kinds of operators are no two values of one quantity: of these layers the token "
-    "states are compared, and totals."
+    " Ranks of different kinds of operators do not compare: only the token states and totals of these layers "
+    "are compared."
 )
 
 
 def _stack_differences(ours: str, theirs: str, before: Audit, after: Audit) -> Iterator[str]:
-    old, new = _heads_of_stack(before, ours), _heads_of_stack(after, theirs)
+    old: dict[int, list[HeadRecord]] = {}
+    new: dict[int, list[HeadRecord]] = {}
+    for layers, audit, stack in ((old, before, ours), (new, after, theirs)):
+        for head in audit.heads:
+            if head.stack == stack:
+                layers.setdefault(head.layer, []).append(head)
     name = f" in {theirs!r}" if theirs else ""
     if old and new and len(old) != len(new):
         yield f"Layers that mix{name}: {len(old)} before, {len(new)} after."
@@ -393,14 +376,6 @@ def _stack_differences(ours: str, theirs: str, before: Audit, after: Audit) -> I
         yield f"Width of the token states{name}: {listed[0]} before, {listed[1]} after."
 
 
-def _heads_of_stack(audit: Audit, stack: str) -> dict[int, list[HeadRecord]]:
-    layers: dict[int, list[HeadRecord]] = {}
-    for head in audit.heads:
-        if head.stack == stack:
-            layers.setdefault(head.layer, []).append(head)
-    return layers
-
-
 def _warnings(
     before: Audit,
     after: Audit,
@@ -417,26 +392,26 @@ def _warnings(
         )
     other = sum((a.kind, a.mask) != (b.kind, b.mask) for a, b in heads)
     if other:
-        yield f"{other} of {len(heads)} heads have another kind or mask: their null is another."
+        yield f"{other} of {len(heads)} heads have another kind or mask: their references differ."
     findings = (*before.findings, *after.findings)
     examined = any("mixer_share" in finding.evidence for finding in findings)
     if examined and before.provenance.advised != after.provenance.advised:
         yield (
-            "Only one of the audits was advised (`rw.skips.recommend`): the other was not asked for drowned "
+            "Only one of the audits was examined by `rw.skips.recommend`; the other cannot name suppressed "
             "mixers."
         )
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
-            yield f"The audit {name} is incomplete: it read only a part of its data."
+            yield f"The audit {name} is incomplete: it read only part of its data."
     if before.heads and after.heads and not heads:
         yield "No head of one audit is in the other. Are they of the same architecture?"
 
 
 _PROVENANCE = {
-    "delta": ("δ differs", "Numerical ranks count by different thresholds."),
-    "method": ("The method differs", "A part of the changes may be the error of an estimate."),
-    "measure_dtype": ("The dtype of the measures differs", "A part of the changes may be rounding."),
-    "data": ("The data differ", "A part of the changes may be that of the data."),
+    "delta": ("δ differs", "Numerical ranks use different thresholds."),
+    "method": ("The method differs", "Some changes may be errors of estimates."),
+    "measure_dtype": ("The dtype of the measures differs", "Some changes may be rounding."),
+    "data": ("The data differ", "Some changes may come from the data."),
     "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
 }
 
@@ -454,8 +429,8 @@ def _baseline_difference(before: Audit, after: Audit) -> list[str]:
         return []
     alone, other = ("after", "before") if before.baseline is None else ("before", "after")
     return [
-        f"Only the audit {alone} has a baseline: the changes leave what heads measure at fresh weights out. "
-        f"Its HIGH_RANK and LOW_RANK are against fresh weights, those of the audit {other} against the nulls."
+        f"Only the audit {alone} has a baseline: changes leave out measures at initialization. Its HIGH_RANK "
+        f"and LOW_RANK compare with initialization; in the audit {other} they compare with reference ranks."
     ]
 
 
@@ -466,16 +441,16 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
     if old is None or new is None:
         if old is not new:
             name = "after" if old is None else "before"
-            found = [f"Only the audit {name} measured worth: the other was not asked for removable heads."]
+            found = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
     else:
         origins = [cost_origin(audit) or "unknown" for audit in (before, after)]
         facts: dict[str, list[str]] = {
-            "The loss of worth differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
-            "What takes a removed head's place differs:": [old.removal, new.removal],
+            "The loss of importance differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
+            "The replacement of removed heads differs:": [old.removal, new.removal],
             "Costs of removal are": origins,
         }
         found = [f"{words} {one} before, {two} after." for words, (one, two) in facts.items() if one != two]
-    return [f"{words} The changes leave costs of removal out." for words in found]
+    return [f"{words} Changes leave out costs of removal." for words in found]
 
 
 def cost_origin(audit: Audit) -> str:

@@ -4,70 +4,61 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Literal, TypeVar
 
+from rankwise._internals.records import Record
 from rankwise._internals.statistics import WIDTH_TOLERANCE
-from rankwise.auditing.importance_findings import (
-    describe_removable,
-    importances_by_head,
-    with_removal_cost,
-)
+from rankwise.auditing.importance_findings import describe_removable, with_removal_costs
 from rankwise.auditing.importance_records import ImportanceRecord
 from rankwise.auditing.measure_table import NULLS, mixer_kind
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
-    BaselineAt,
+    Baseline,
     Finding,
     HeadId,
     HeadRecord,
     LayerRecord,
-    RankAt,
     Severity,
     Unseen,
 )
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import one_of
 
 R = TypeVar("R")
 K = TypeVar("K", bound=Hashable)
 
+# Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
-"""Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows."""
+# For shorter sequences SINK and CONSTANT are notes: mass that 20 tokens leave to one may spread among 500.
 STRUCTURE_TOKENS = 64
-"""For shorter sequences, SINK and CONSTANT are notes: the mass that 20 tokens leave to one token may be
-spread among 500."""
+# Nine tenths of every row are on one token, so the head passes on little else.
 SINK_MASS = 0.9
-"""Nine tenths of every row are on one token, so the head passes on little else."""
-CONSTANT_STABLE_RANK = 1.1
-"""At most a tenth of the energy of the strongest direction lies outside it …"""
-CONSTANT_DISTANCE = 0.3
-"""… and at most 9 % (0.3²) of the energy distinguishes rows."""
+# At most a tenth of the energy of the strongest direction is outside it, and at most 9 % (0.3²) of the energy
+# distinguishes rows.
+CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
+# M − I has 1 % of the joint energy of M and I, so about 1 % of a row is on other tokens.
 IDENTITY_DISTANCE = 0.1
-"""M − I has 1 % of the joint energy of M and I, so about 1 % of a row is on other tokens."""
+# The difference of two heads has 1 % of their joint energy.
 DUPLICATE_DISTANCE = 0.1
-"""The difference of two heads has 1 % of their joint energy."""
+# Bounds of the numerical rank relative to every known reference, at every threshold of the band. The hardmax
+# rank has a standard deviation below 8 % for T ≥ 32. The references are uninformed heads at temperature 0, at
+# the head's own and at an infinite temperature; at other temperatures the rank is between them. Without a
+# mask uniform attention has rank 1, and no rank is lower.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-"""Bounds of the numerical rank relative to every known reference, at every threshold of the band.
-
-The standard deviation of a hardmax rank is below 8 % for T ≥ 32. The references are uninformed heads at
-temperature 0, at the head's own temperature and at an infinite one. A rank between two references is that of
-an uninformed head at another temperature. Without a mask uniform attention has rank 1, and no rank is lower.
-"""
+# μ/‖Y‖ at which 9 % and 1 % of the energy of the token states distinguish tokens.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
-"""μ/‖Y‖ at which 9 % and 1 % of the energy of the token states distinguish tokens."""
+# A collapse has also halved the μ/‖Y‖ of the input, because inputs may be similar to begin with.
 COLLAPSE_FALL = 0.5
-"""A collapse has also halved the μ/‖Y‖ of the input, because inputs may be similar to begin with."""
+# 1e-4 of the energy of the output of a block or mixer is its own; the rest is its input.
 INACTIVE_TURN = 0.01
-"""1e-4 of the energy of the output of a block or mixer is its own; the rest is its input."""
+# Share of the head dimension: half of the channels can be removed, with a margin of a tenth for the error of
+# the second-order KL (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
-"""Share of the head dimension: half of the channels can be removed, with a margin of a tenth for the error of
-the second-order KL (docs/how-to/findings.md)."""
+# With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
+# (Marchenko and Pastur): from 1/4 to 9/4. Fewer tokens require a small head dimension in any head.
 TOKENS_PER_CHANNEL = 4
-"""With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
-(Marchenko and Pastur): from 1/4 to 9/4. Fewer tokens require a small head dimension in any head."""
-
+# Part of a linear map reads each attention head, whatever its library calls that map.
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
-"""Part of a linear map reads each attention head, whatever its library calls that map."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +73,22 @@ class Measured:
     @cached_property
     def mixers(self) -> list[list[HeadRecord]]:
         """Heads grouped by mixer."""
-        return _grouped(self.heads, lambda head: (head.stack, head.layer, head.site, head.cross))
+        return _grouped(self.heads, lambda head: (head.id.at(None), head.cross))
 
 
 Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
-Find = TypeVar("Find", bound=Callable[..., Iterator[Finding]])
+Find = Callable[..., Iterator[Finding]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Properties of all findings with one code."""
 
-    find: Callable[..., Iterator[Finding]]
+    find: Find
     """Yields the findings of `Measured`, or of one `HeadRecord` if the rule is about a head."""
     about: Subject
-    """Subject of the finding; two audits have the same finding if code and subject are equal.
-
-    A ``group`` is several heads of a mixer, equal to another group that has two of them. A finding about
-    ``modules`` is about all modules of a class that were not captured for one reason.
-    """
+    """Subject of the finding; two audits have the same finding if code and subject are equal. Groups of heads
+    are equal if they share two; ``modules`` are all of a class that were not captured for one reason."""
     decided_by: str
     """Key of the evidence that decides how strong the finding is."""
     worse: Literal["higher", "lower", "neither"]
@@ -112,7 +100,7 @@ class Rule:
     causes_action: bool = True
     """False if the finding describes the model and no action follows."""
     with_costs: bool = False
-    """True if the finding states the cost of removing its heads, where it was measured."""
+    """True if the finding states the cost of removing its heads if that is known."""
 
 
 RULES: dict[str, Rule] = {}
@@ -135,14 +123,7 @@ def diagnose(
     uncaptured: Sequence[Unseen],
     importance: ImportanceRecord | None = None,
 ) -> list[Finding]:
-    """Return all findings, sorted by severity, then in the order of the rules and of the model.
-
-    Args:
-        heads: records of the heads.
-        layers: records of the token states.
-        uncaptured: modules that were not captured.
-        importance: costs of removal; findings about heads then state them.
-    """
+    """Return all findings, sorted by severity, then in the order of the rules and of the model."""
     measured = Measured(heads, layers, uncaptured, importance)
     rules = {id(rule.find): rule for rule in RULES.values()}.values()
     found: list[Finding] = []
@@ -151,20 +132,9 @@ def diagnose(
         for subject in heads if about_heads else [measured]:
             found += (finding for find in finds for finding in find(subject))
     if importance is not None:
-        found = with_removal_costs(found, heads, importance)
+        priced = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
+        found = with_removal_costs(found, priced, heads, importance)
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
-
-
-def with_removal_costs(
-    findings: Sequence[Finding], heads: Sequence[HeadRecord], importance: ImportanceRecord
-) -> list[Finding]:
-    """Return findings that state the cost of removing their heads, where their rule says so."""
-    known = importances_by_head(heads)
-    return [
-        with_removal_cost(finding, rule.about, known, importance) if rule.with_costs else finding
-        for finding in findings
-        for rule in [RULES[finding.code]]
-    ]
 
 
 def about(code: str) -> Subject | Literal[""]:
@@ -173,21 +143,8 @@ def about(code: str) -> Subject | Literal[""]:
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
-    """Return the codes of findings in upper case.
-
-    Args:
-        codes: codes in any case, with hyphens or underscores.
-
-    Raises:
-        InputError: if no finding has one of the codes; names the nearest code.
-    """
-    known = [code.upper().replace("-", "_") for code in codes]
-    for code in known:
-        if code not in RULES:
-            raise InputError(
-                f"code {code}", expected="a code of a finding", got=code, fix=did_you_mean(code, list(RULES))
-            )
-    return known
+    """Return codes in upper case with underscores; raise an `InputError` that names similar codes."""
+    return [one_of("code", code.upper().replace("-", "_"), RULES) for code in codes]
 
 
 @rule(
@@ -196,18 +153,14 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 )  # fmt: skip
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
-    found = None if measured.importance is None else measured.importance.removable
-    if measured.importance is None or found is None or not found.heads:
-        return
-    first = found.heads[0]
-    alone = len(found.heads) == 1
-    yield _finding(
-        "REMOVABLE",
-        HeadId(stack=first.stack, layer=first.layer, site=first.site, head=first.head) if alone else HeadId(),
-        {"heads": len(found.heads), "cost": found.cost, "relative": found.relative, "loss": found.loss},
-        describe_removable(measured.importance, found),
-        tolerance=found.tolerance,
-    )
+    importance = measured.importance
+    if importance is not None and importance.removable is not None and importance.removable.heads:
+        found = importance.removable
+        first, *others = found.heads
+        where = HeadId() if others else first
+        evidence = {"heads": len(found.heads), **_fields(found, "cost relative loss")}
+        words = describe_removable(importance, found)
+        yield _finding("REMOVABLE", where, evidence, words, tolerance=found.tolerance)
 
 
 @rule(
@@ -222,19 +175,13 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
     for mixer in measured.mixers:
         broken = [head for head in mixer if head.nonfinite]
         if broken:
-            yield _finding(
-                "NONFINITE",
-                broken[0],
-                {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)},
-                f"Attention of {broken[0].site or 'the model itself'}: {meaning}",
-                "error",
-                broken,
-            )
+            evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
+            words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
+            yield _finding("NONFINITE", broken[0], evidence, words, "error", broken)
     for layer in measured.layers:
         if layer.nonfinite:
-            evidence = {"sequences": layer.nonfinite}
-            said = f"Token states after {layer.layer} blocks: {meaning}"
-            yield _finding("NONFINITE", layer, evidence, said, "error")
+            words = f"Token states after {layer.layer} blocks: {meaning}"
+            yield _finding("NONFINITE", layer, {"sequences": layer.nonfinite}, words, "error")
 
 
 @rule(
@@ -251,19 +198,13 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         if not low or math.isnan(first):
             continue
         start, lowest = low[0], min(layer.relative_spread for layer in low)
-        yield _finding(
-            "COLLAPSE",
-            start,
-            {
-                "relative_spread": start.relative_spread,
-                "relative_spread_layer_0": first,
-                "relative_spread_lowest": lowest,
-                "mean_cosine": start.mean_cosine,
-            },
+        bounds = {"relative_spread_layer_0": first, "relative_spread_lowest": lowest}
+        evidence = {"relative_spread": start.relative_spread, **bounds, "mean_cosine": start.mean_cosine}
+        words = (
             f"Tokens become alike: after {start.layer} blocks μ/‖Y‖ is {start.relative_spread:.2g}, where "
-            f"the first block reads {first:.2g}.",
-            "error" if lowest < COLLAPSE_ERROR else "warning",
+            f"the first block reads {first:.2g}."
         )
+        yield _finding("COLLAPSE", start, evidence, words, "error" if lowest < COLLAPSE_ERROR else "warning")
 
 
 @rule(
@@ -275,15 +216,13 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks that return their input, because a λ, a LayerScale or a gate suppresses the rest."""
     for layer in measured.layers:
         if layer.relative_update < INACTIVE_TURN:
-            yield _finding(
-                "INACTIVE_BLOCK",
-                layer,
-                _fields(layer, "relative_update norm"),
+            words = (
                 f"Block {layer.layer - 1} hardly changes its tokens: only {layer.relative_update:.1g} of "
-                "what it gives is not what it reads, at some scale.",
-                "warning",
-                change="take the block out of its list",
+                "what it gives is not what it reads, at some scale."
             )
+            change = "take the block out of its list"
+            evidence = _fields(layer, "relative_update norm")
+            yield _finding("INACTIVE_BLOCK", layer, evidence, words, "warning", change=change)
 
 
 @rule(
@@ -293,14 +232,12 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
 def sink(head: HeadRecord) -> Iterator[Finding]:
     """Find a head that spends nine tenths of every row on one token."""
     if _is_judged(head) and head.max_token_mass > SINK_MASS:
-        yield _finding(
-            "SINK",
-            head,
-            _fields(head, "max_token_mass first_token_mass row_entropy"),
+        words = (
             f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average: the head passes on "
-            f"little else.{_length_note(head)}",
-            _structure_severity(head),
+            f"little else.{_length_note(head)}"
         )
+        evidence = _fields(head, "max_token_mass first_token_mass row_entropy")
+        yield _finding("SINK", head, evidence, words, "info" if _length_note(head) else "warning")
 
 
 @rule(
@@ -311,13 +248,9 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose rows are nearly equal, unless it is a sink."""
     alike = head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE
     if _is_judged(head) and alike and not head.max_token_mass > SINK_MASS:
-        yield _finding(
-            "CONSTANT",
-            head,
-            _fields(head, "stable_rank row_distance"),
-            f"All rows are nearly the same: every token gets the same average.{_length_note(head)}",
-            _structure_severity(head),
-        )
+        words = f"All rows are nearly the same: every token gets the same average.{_length_note(head)}"
+        evidence = _fields(head, "stable_rank row_distance")
+        yield _finding("CONSTANT", head, evidence, words, "info" if _length_note(head) else "warning")
 
 
 @rule(
@@ -328,17 +261,13 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
 def identity(head: HeadRecord) -> Iterator[Finding]:
     """Find a head that mixes nothing."""
     if _is_judged(head) and head.identity_distance < IDENTITY_DISTANCE:
-        yield _finding(
-            "IDENTITY",
-            head,
-            _fields(head, "identity_distance effective_rank"),
-            f"Every token keeps to itself: the head mixes nothing.{_length_note(head)}",
-        )
+        words = f"Every token keeps to itself: the head mixes nothing.{_length_note(head)}"
+        yield _finding("IDENTITY", head, _fields(head, "identity_distance effective_rank"), words)
 
 
 @rule(
     "DUPLICATE_HEADS", about="group", decided_by="heads", worse="higher", shown_by="nearest_distance",
-    remedy="give {which} the {weights} of one of them, and compare the loss", with_costs=True,
+    remedy="give {which} of one of them, and compare the loss", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads of a mixer that mix alike: each head and its nearest head, joined.
@@ -348,26 +277,26 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """
     for mixer in measured.mixers:
         by_number = {head.head: head for head in mixer if not mixer_kind(head.kind).state_space}
+        finds = [rule.find for rule in RULES.values() if rule.about == "head"]
+        explained = {head.head for head in mixer for find in finds for _ in find(head)}
         groups: dict[int, set[int]] = {}
         distances: dict[int, float] = {}
         for head in by_number.values():
             other = by_number.get(-1 if head.nearest_head is None else head.nearest_head)
             if other is None or _tokens(head) < MIN_TOKENS or not head.nearest_distance < DUPLICATE_DISTANCE:
                 continue
-            if not (_has_finding(head) and _has_finding(other)):
+            if not {head.head, other.head} <= explained:
                 joined = groups.get(head.head, {head.head}) | groups.get(other.head, {other.head})
                 groups.update(dict.fromkeys(joined, joined))
                 distances[head.head] = head.nearest_distance
         for group in {min(group): sorted(group) for _, group in sorted(groups.items())}.values():
-            yield _finding(
-                "DUPLICATE_HEADS",
-                by_number[group[0]],
-                {"heads": len(group), "nearest_distance": max(distances.get(at, 0.0) for at in group)},
-                f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way.",
-                heads=[by_number[at] for at in group],
-                which="both" if len(group) == 2 else "all",
-                weights="query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights",
-            )
+            alike = [by_number[at] for at in group]
+            largest = max(distances.get(at, 0.0) for at in group)
+            evidence = {"heads": len(group), "nearest_distance": largest}
+            words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
+            which = "both the" if len(group) == 2 else "all the"
+            which += " query and key weights" if mixer[0].kind in ("softmax", "linear") else " weights"
+            yield _finding("DUPLICATE_HEADS", alike[0], evidence, words, heads=alike, which=which)
 
 
 @rule(
@@ -376,27 +305,21 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     causes_action=False,
 )  # fmt: skip
 def unusual_rank(measured: Measured) -> Iterator[Finding]:
-    """Find heads with more or less rank than at initialization, or else than every reference rank.
-
-    Most heads of a trained model have more rank or less than the references.
-    """
+    """Find heads with more or less rank than at initialization, or else than every reference rank."""
     for mixer in measured.mixers:
         long = [head for head in mixer if _tokens(head) >= MIN_TOKENS]
-        for judged in (
-            [head for head in long if has_baseline(head)],
-            [head for head in long if not has_baseline(head) and _references(head)],
-        ):
-            for code in ("HIGH_RANK", "LOW_RANK"):
-                found = [head for head in judged if rank_code(head) == code]
-                if found:
-                    yield _rank_finding(code, found, len(judged))
+        with_baseline = [head for head in long if _baseline(head)]
+        others = [head for head in long if not _baseline(head) and _references(head)]
+        for judged, code in product((with_baseline, others), ("HIGH_RANK", "LOW_RANK")):
+            found = [head for head in judged if rank_code(head) == code]
+            if found:
+                yield _rank_finding(code, found, len(judged))
 
 
 def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
-    head = max(found, key=_distance_from_references)
-    rank, baseline = _middle_rank(head), head.baseline if has_baseline(head) else None
-    band: Sequence[RankAt | BaselineAt] = head.band if baseline is None else baseline.band
-    deltas = {"delta_low": band[0].delta, "delta_high": band[-1].delta}
+    head = max(found, key=lambda head: min(_log_ratio(head, rank) for rank in _references(head)))
+    rank, baseline = _middle_rank(head), _baseline(head)
+    deltas = {"delta_low": head.band[0].delta, "delta_high": head.band[-1].delta}
     span = "{delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
     evidence: dict[str, float | int] = {"heads": len(found), "of": judged, "numerical_rank": rank}
     references = head.band[len(head.band) // 2].nulls
@@ -409,13 +332,10 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
     else:
         at, (initial,) = baseline.band[len(baseline.band) // 2], _references(head)
         evidence |= {
-            "baseline": initial,
-            "baseline_std": at.seed_std,
-            "difference": (at.difference_low + at.difference_high) / 2,
-            "margin": at.margin,
-            "pairs": at.pairs,
-            "seeds": baseline.seeds,
-        }
+            "baseline": initial, "baseline_std": at.seed_std,
+            "difference": (at.difference_low + at.difference_high) / 2, "margin": at.margin,
+            "pairs": at.pairs, "seeds": baseline.seeds,
+        }  # fmt: skip
         words += (
             f" {'more' if code == 'HIGH_RANK' else 'less'} rank than the same heads at fresh weights on the "
             f"same data: head {head.head} has {rank:.0f} of {head.smaller:.0f}, fresh {initial:.0f}; over "
@@ -426,9 +346,10 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
     return _finding(code, head, evidence, words, heads=found, question=question, option=option)
 
 
-def has_baseline(head: HeadRecord) -> bool:
-    """Return whether the rank at initialization, its standard deviation and the scale of M are known."""
-    return mixer_kind(head.kind).scale_is_known and head.baseline is not None and head.baseline.judged
+def _baseline(head: HeadRecord) -> Baseline | None:
+    """Return the baseline of a head if its standard deviation and the scale of M are known."""
+    known = head.baseline is not None and head.baseline.judged and mixer_kind(head.kind).scale_is_known
+    return head.baseline if known else None
 
 
 def rank_code(head: HeadRecord) -> str | None:
@@ -436,8 +357,9 @@ def rank_code(head: HeadRecord) -> str | None:
 
     The reference is the same head at initialization if the audit judges it, else every known reference rank.
     """
-    if head.baseline is not None and has_baseline(head):
-        points = head.baseline.band
+    baseline = _baseline(head)
+    if baseline is not None:
+        points = baseline.band
         high = all(point.difference_low > point.margin for point in points)
         low = all(-point.difference_high > point.margin for point in points)
     else:
@@ -449,17 +371,16 @@ def rank_code(head: HeadRecord) -> str | None:
 
 def _references(head: HeadRecord) -> list[float]:
     """Return the ranks at δ that the rank of a head is compared with; none if a threshold has none."""
-    if head.baseline is not None and has_baseline(head):
-        at = head.baseline.band[len(head.baseline.band) // 2]
+    baseline = _baseline(head)
+    if baseline is not None:
+        at = baseline.band[len(baseline.band) // 2]
         return [(at.rank_low + at.rank_high) / 2]
     known = bool(head.band) and all(at.nulls for at in head.band)
     return list(head.band[len(head.band) // 2].nulls.values()) if known else []
 
 
-def _distance_from_references(head: HeadRecord) -> float:
-    """Return the logarithmic distance to the nearest reference at δ."""
-    rank = _middle_rank(head)
-    return min(abs(math.log((rank + 1) / (reference + 1))) for reference in _references(head))
+def _log_ratio(head: HeadRecord, reference: float) -> float:
+    return abs(math.log((_middle_rank(head) + 1) / (reference + 1)))
 
 
 def _middle_rank(head: HeadRecord) -> float:
@@ -478,29 +399,23 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
     Heads that require none weigh all tokens evenly, as at initialization, and are left out.
     """
     for mixer in measured.mixers:
-        known = {head.head: head.width or 0 for head in mixer if _has_enough_tokens(head)}
-        judged = [head for head in mixer if head.head in known]
-        found = [head for head in judged if 1 <= head.required_head_dim <= OVERSIZED_HEADS * known[head.head]]
+        judged = [head for head in mixer if _has_enough_tokens(head)]
+        found = [
+            head for head in judged if 1 <= head.required_head_dim <= OVERSIZED_HEADS * (head.width or 0)
+        ]
         if found:
-            least = min(found, key=lambda head: head.required_head_dim / known[head.head])
-            width = known[least.head]
-            yield _finding(
-                "OVERSIZED_HEADS",
-                least,
-                {
-                    "heads": len(found),
-                    "of": len(judged),
-                    "width": width,
-                    "required_head_dim": least.required_head_dim,
-                    "tolerance": WIDTH_TOLERANCE,
-                },
+            head = min(found, key=lambda head: head.required_head_dim / (head.width or 1))
+            required, width = head.required_head_dim, head.width or 0
+            evidence = {
+                "heads": len(found), "of": len(judged), "width": width, "required_head_dim": required,
+                "tolerance": WIDTH_TOLERANCE,
+            }  # fmt: skip
+            words = (
                 f"{len(found)} of {len(judged)} heads need less than half the width of their queries and "
-                f"keys: head {least.head} {least.required_head_dim:.0f} of {width}. With it attention stays "
-                f"within {WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed "
-                "evenly).",
-                heads=found,
-                tolerance=WIDTH_TOLERANCE,
+                f"keys: head {head.head} {required:.0f} of {width}. With it attention stays within "
+                f"{WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed evenly)."
             )
+            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, tolerance=WIDTH_TOLERANCE)
 
 
 def _has_enough_tokens(head: HeadRecord) -> bool:
@@ -518,21 +433,16 @@ def _has_enough_tokens(head: HeadRecord) -> bool:
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
     for modules in _grouped(measured.uncaptured, lambda module: (module.type, module.reason)):
-        first = modules[0]
-        yield _finding(
-            "NOT_CAPTURED",
-            HeadId(site=first.name),
-            {"modules": len(modules)},
-            f"{len(modules)} × {first.type} looks like a mixer and is not in this audit: {first.reason}.",
-            "info" if first.reason.startswith("never called") else "warning",
-            name=first.name,
-        )
+        first, number = modules[0], len(modules)
+        words = f"{number} × {first.type} looks like a mixer and is not in this audit: {first.reason}."
+        severity: Severity = "info" if first.reason.startswith("never called") else "warning"
+        where = HeadId(site=first.name)
+        yield _finding("NOT_CAPTURED", where, {"modules": number}, words, severity, name=first.name)
 
 
 def place_of(record: HeadRecord | LayerRecord) -> HeadId:
     """Return the address of a head or of the token states of a layer."""
-    head = record.head if isinstance(record, HeadRecord) else None
-    return HeadId(stack=record.stack, layer=record.layer, site=record.site, head=head)
+    return record.id if isinstance(record, HeadRecord) else HeadId(record.stack, record.layer, record.site)
 
 
 def _finding(
@@ -542,21 +452,17 @@ def _finding(
     meaning: str,
     severity: Severity = "info",
     heads: Sequence[HeadRecord] = (),
-    **fields: object,
+    **fields: str | float,
 ) -> Finding:
-    """Make a finding with the remedy of its rule, whose fields are filled in."""
+    """Return a finding with the remedy of its rule, whose fields are filled in."""
+    place = where if isinstance(where, HeadId) else place_of(where)
     return Finding(
-        code=code,
-        severity=severity,
-        where=where if isinstance(where, HeadId) else place_of(where),
-        evidence=dict(evidence),
-        meaning=meaning,
-        remedy=RULES[code].remedy.format(**fields),
-        heads=[head.head for head in heads],
-    )
+        code=code, severity=severity, where=place, evidence=dict(evidence), meaning=meaning,
+        remedy=RULES[code].remedy.format(**fields), heads=[head.head for head in heads],
+    )  # fmt: skip
 
 
-def _fields(record: HeadRecord | LayerRecord, names: str) -> dict[str, float]:
+def _fields(record: Record, names: str) -> dict[str, float]:
     return {name: getattr(record, name) for name in names.split()}
 
 
@@ -574,15 +480,6 @@ def _tokens(head: HeadRecord) -> float:
 
 def _is_judged(head: HeadRecord) -> bool:
     return _tokens(head) >= MIN_TOKENS and not math.isnan(head.stable_rank)
-
-
-def _has_finding(head: HeadRecord) -> bool:
-    finds = {id(rule.find): rule.find for rule in RULES.values() if rule.about == "head"}.values()
-    return any(True for find in finds for _ in find(head))
-
-
-def _structure_severity(head: HeadRecord) -> Severity:
-    return "warning" if _tokens(head) >= STRUCTURE_TOKENS else "info"
 
 
 def _length_note(head: HeadRecord) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord, Removable
-from rankwise.auditing.records import Finding, HeadRecord
+from rankwise.auditing.records import Finding, HeadId, HeadRecord
 
 EXACTLY = (
     "remove heads one by one, `rankwise audit MODEL --text TEXT --importance exact --out DIR`, in Python "
@@ -17,34 +17,37 @@ ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
 """Largest share of the reference that counts as removable, if no set of heads was searched for."""
 
-Importances = Mapping[tuple[str, int | None, str, int | None], Sequence[HeadImportance | None]]
-"""Importance of the heads at each stack, layer, site and number: several if a mixer runs several times."""
 
-
-def importances_by_head(heads: Sequence[HeadRecord]) -> Importances:
-    """Return the importance of each head by its stack, layer, site and number."""
-    found: dict[tuple[str, int | None, str, int | None], list[HeadImportance | None]] = {}
-    for head in heads:
-        found.setdefault((head.stack, head.layer, head.site, head.head), []).append(head.importance)
-    return found
-
-
-def with_removal_cost(
-    finding: Finding, about: str, known: Importances, importance: ImportanceRecord
-) -> Finding:
-    """Return a finding that states the cost of removing its heads; as it is if a cost is unknown.
+def with_removal_costs(
+    findings: Sequence[Finding],
+    about: Mapping[str, str],
+    heads: Sequence[HeadRecord],
+    importance: ImportanceRecord,
+) -> list[Finding]:
+    """Return findings that state the cost of removing their heads, if all these costs are known.
 
     Args:
-        finding: finding about one head or several.
-        about: subject of its rule: ``head``, ``group`` or ``mixer``.
-        known: importance of all heads.
+        findings: findings with any codes.
+        about: subject (``head``, ``group`` or ``mixer``) of the codes that state costs.
+        heads: records of all heads.
         importance: reference of the costs.
     """
-    where, costs, exact = finding.where, [], True
-    numbers: Sequence[int | None] = finding.heads or [where.head]
+    known = {head.id: head.importance for head in heads}
+    return [
+        _with_removal_cost(finding, about[finding.code], known, importance)
+        if finding.code in about
+        else finding
+        for finding in findings
+    ]
+
+
+def _with_removal_cost(
+    finding: Finding, about: str, known: Mapping[HeadId, HeadImportance | None], importance: ImportanceRecord
+) -> Finding:
+    costs, exact = [], True
+    numbers: Sequence[int | None] = finding.heads or [finding.where.head]
     for number in numbers:
-        calls = known.get((where.stack, where.layer, where.site, number), ())
-        head = calls[0] if len(calls) == 1 else None
+        head = known.get(finding.where.at(number))
         if head is None or math.isnan(head.cost):
             return finding
         costs.append(head.cost)

@@ -111,9 +111,7 @@ class _Records:
     """Records of an audit that its findings refer to."""
 
     def __init__(self, audit: Audit) -> None:
-        self._heads: dict[tuple[str, int | None, str, int | None], HeadRecord] = {}
-        for head in audit.heads:
-            self._heads.setdefault((head.stack, head.layer, head.site, head.head), head)
+        self._heads = {head.id: head for head in audit.heads}
         self._layers: dict[tuple[str, int | None], LayerRecord] = {}
         self._lowest: dict[str, LayerRecord] = {}
         for layer in audit.layers:
@@ -142,7 +140,7 @@ class _Records:
         record: HeadRecord | LayerRecord | None = self._layers.get((where.stack, where.layer))
         name = rule.decided_by
         if where.head is not None:
-            record = self._heads.get((where.stack, where.layer, where.site, where.head))
+            record = self._heads.get(where)
         elif rule.about == "stack":
             record, name = self._lowest.get(where.stack), rule.shown_by
         if record is None or record.sequences < 2:
