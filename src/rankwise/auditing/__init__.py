@@ -1,25 +1,38 @@
-"""Audits: capture, measures and theory over batches, streaming."""
+"""Audits: batches → statistics → records → findings; comparisons and histories of audits.
 
-from rankwise.auditing.comparison import Comparison
-from rankwise.auditing.failures import AuditError
-from rankwise.auditing.findings import RULES, check_codes
-from rankwise.auditing.history import History, compare, in_order
-from rankwise.auditing.importance_records import BlockImportance, HeadImportance, ImportanceRecord, Removable
-from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
-from rankwise.auditing.pictures import chosen_heads
-from rankwise.auditing.records import (
-    AttentionMap,
-    Finding,
-    HeadId,
-    HeadRecord,
-    LayerRecord,
-    Provenance,
-    Unseen,
-)
-from rankwise.auditing.result import Audit
-from rankwise.auditing.run import audit
-from rankwise.auditing.settings import check_method
-from rankwise.auditing.text_inputs import text_batches
+Names are imported on first use: audits are loaded, merged and compared without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from rankwise._internals.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rankwise.auditing.comparison import Comparison
+    from rankwise.auditing.failures import AuditError
+    from rankwise.auditing.findings import RULES, check_codes
+    from rankwise.auditing.history import History, compare, in_order
+    from rankwise.auditing.importance_records import (
+        BlockImportance,
+        HeadImportance,
+        ImportanceRecord,
+        Removable,
+    )
+    from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
+    from rankwise.auditing.pictures import chosen_heads
+    from rankwise.auditing.records import (
+        AttentionMap,
+        Finding,
+        HeadId,
+        HeadRecord,
+        LayerRecord,
+        Provenance,
+        Unseen,
+    )
+    from rankwise.auditing.result import Audit
+    from rankwise.auditing.run import audit
+    from rankwise.auditing.settings import check_method
+    from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
     "RULES",
@@ -49,3 +62,21 @@ __all__ = [
     "reinitialized",
     "text_batches",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "comparison": ("Comparison",),
+        "failures": ("AuditError",),
+        "findings": ("RULES", "check_codes"),
+        "history": ("History", "compare", "in_order"),
+        "importance_records": ("BlockImportance", "HeadImportance", "ImportanceRecord", "Removable"),
+        "initialization": ("BaselineSettings", "InitializationError", "reinitialized"),
+        "pictures": ("chosen_heads",),
+        "records": ("AttentionMap", "Finding", "HeadId", "HeadRecord", "LayerRecord", "Provenance", "Unseen"),
+        "result": ("Audit",),
+        "run": ("audit",),
+        "settings": ("check_method",),
+        "text_inputs": ("text_batches",),
+    },
+)
