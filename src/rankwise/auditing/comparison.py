@@ -183,7 +183,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
-    """Return the stacks of the second audit by those of the first.
+    """Map stacks of the first audit to stacks of the second.
 
     Stacks of equal names are paired. The others are paired in the order of the model if their numbers are
     equal, because other authors name stacks differently.
@@ -212,7 +212,7 @@ def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Ma
 
 
 def _matched(first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]) -> Matched[R]:
-    """Match records by their fields, the first of which is the stack; equal records by their order."""
+    """Match records by their fields, of which the first is the stack, and equal records by their order."""
     ours, theirs = _by_fields(first, fields, stacks), _by_fields(second, fields, {})
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
     only_ours = [record for key, record in ours.items() if key not in theirs]
@@ -280,7 +280,7 @@ def _heads_by_layer(audit: Audit, stacks: Mapping[str, str]) -> dict[tuple[str, 
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
-    """Yield the changes of layers in both audits; of heads only if their mixers are of the same kinds.
+    """Yield the changes of layers in both audits; heads need mixers of the same kinds.
 
     Ranks of a softmax matrix and of a diagonal matrix do not compare. Token states always do.
     """

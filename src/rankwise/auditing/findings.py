@@ -189,7 +189,7 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
     shown_by="relative_spread", remedy="rw.skips.recommend(audit, model, batch)",
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
-    """Find stacks in which tokens become alike."""
+    """Find stacks in which tokens become similar."""
     for group in _grouped(measured.layers, lambda layer: layer.stack):
         states = [layer for layer in group if layer.tokens >= MIN_TOKENS]
         first = states[0].relative_spread if states else math.nan
@@ -270,10 +270,10 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
     remedy="give {which} of one of them, and compare the loss", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
-    """Find groups of attention heads of a mixer that mix alike: each head and its nearest head, joined.
+    """Find groups of attention heads of a mixer that mix the same way, joined through nearest heads.
 
     Two heads that each have a finding of their own are not joined. Channels of state-space mixers are left
-    out, because dozens of them are alike.
+    out, because dozens of them are similar.
     """
     for mixer in measured.mixers:
         by_number = {head.head: head for head in mixer if not mixer_kind(head.kind).state_space}

@@ -285,7 +285,7 @@ def folder_name(name: str) -> str:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return the one number in which names differ, such as that of ``run/checkpoint-500``.
+    """Return the one number in which names differ, such as 500 in ``run/checkpoint-500``.
 
     Args:
         names: names of models, checkpoints or folders.
