@@ -43,7 +43,8 @@ def test_importance_is_saved_loaded_and_framed(audit, tmp_path):
 
 
 def test_the_set_of_an_audit_can_be_run_again(audit):
-    heads = [HeadPlace(**head.model_dump()) for head in audit.importance.removable.heads]
+    removable = audit.importance.removable.heads
+    heads = [HeadPlace(one.stack, one.layer, one.site, False, one.call, one.head) for one in removable]
     found = ablation_cost(language_model(), [{"input_ids": ids(2, 12)}], heads)
     assert found.cost == pytest.approx(audit.importance.removable.cost, abs=1e-12)
     assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
