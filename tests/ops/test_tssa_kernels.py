@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
 from rankwise.ops import TSSAState, cpu_causal, cpu_chunks, cpu_compile, tssa
-from rankwise.ops.arguments import Call
 from rankwise.ops.cpu_compile import Loop
 
+causalities = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 
 
@@ -53,36 +53,35 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(case):
     assert max(errors(got, wanted).values()) < ROUNDING
 
 
-@pytest.fixture(params=[2, 3], ids=["two threads", "three threads"])
-def small_pieces(monkeypatch, request):
-    """Sequences cut into pieces of one or two chunks, for two threads and for more; gives how many."""
-    monkeypatch.setattr(cpu_chunks, "PIECE", 96)
-    monkeypatch.setattr(cpu_compile, "SMALL", 0)
+def with_threads(monkeypatch, count, case):
+    """Return outputs and gradients of a case with so many threads, however small it is."""
+    monkeypatch.setattr(cpu_compile, "TWO_THREADS_FROM", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
+    try:
+        return outputs_and_gradients(case, "cpu")
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
     ("stated", "decayed", "masked", "packed"),
     [(a, b, c, a ^ b ^ c) for a, b, c in product([False, True], repeat=3)],  # any three, every way
 )
-def test_pieces_of_a_sequence_meet_as_if_they_were_one(small_pieces, stated, decayed, masked, packed):
+def test_results_are_those_of_the_reference_and_equal_bits_with_any_number_of_threads(
+    stated, decayed, masked, packed, monkeypatch
+):
     cuts = (0, 0, 30, 330, 700) if packed else None
-    shape = (5 - small_pieces if cuts is None else 1, 700, 3, 5)  # rows that do not go evenly into threads
-    case = Case(
-        shape=shape, causal=True, masked=masked, decayed=decayed, stated=stated, biased=stated, cuts=cuts
-    )
-    assert (
-        max(errors(outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")).values())
-        < ROUNDING
-    )
-    if not (stated or decayed):
-        case.options["causal"] = False
-        got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
-        assert max(errors(got, wanted).values()) < ROUNDING
+    shape = (1 if packed else 3, 700, 3, 5)  # heads and chunks that do not go evenly into threads
+    for causal in {True, stated or decayed}:
+        options = {"causal": causal, "stated": stated, "decayed": decayed, "biased": stated}
+        case = Case(shape, masked=masked, cuts=cuts, **options)
+        one = with_threads(monkeypatch, 1, case)
+        assert max(errors(one, outputs_and_gradients(case, "reference")).values()) < ROUNDING
+        for count in (2, 2, 3):
+            again = with_threads(monkeypatch, count, case)
+            assert all(torch.equal(again[name], x) for name, x in one.items())
 
 
 class Recorded(Loop):
@@ -92,9 +91,9 @@ class Recorded(Loop):
         self.done, self.by, self.fail = [], set(), fail
 
     def of(self, *given):
-        return self.run
+        return self.note
 
-    def run(self, low, high):
+    def note(self, low, high):
         self.by.add(threading.get_ident())
         if self.fail is not None:
             raise self.fail
@@ -104,13 +103,13 @@ class Recorded(Loop):
 @pytest.mark.parametrize("failure", [IndexError("within the work"), KeyboardInterrupt()], ids=repr)
 def test_a_failure_on_any_thread_reaches_the_caller(failure):
     with pytest.raises(type(failure)):
-        cpu_compile.run_tasks(Recorded(failure), (), 8, 2)
+        Recorded(failure).run((), 8, 2)
 
 
 @pytest.mark.parametrize(("count", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
 def test_every_task_is_done_once(count, workers):
     loop = Recorded()
-    cpu_compile.run_tasks(loop, (), count, workers)
+    loop.run((), count, workers)
     assert sorted(loop.done) == list(range(count))
     assert len(loop.by) <= workers
 
@@ -121,7 +120,7 @@ def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     held = cpu_compile._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
     begun.wait(60)
     loop = Recorded()
-    cpu_compile.run_tasks(loop, (), 9, 2)
+    loop.run((), 9, 2)
     over.set()
     assert held.result()
     assert sorted(loop.done) == list(range(9))
@@ -132,38 +131,22 @@ def test_as_many_threads_as_torch_uses_but_no_more_than_cores(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for cores, expected in ((2, 2), (64, 8), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert cpu_compile.threads_for(cpu_compile.SMALL) == expected
-        assert cpu_compile.threads_for(cpu_compile.SMALL - 1) == 1
+        assert cpu_compile.threads_for(cpu_compile.TWO_THREADS_FROM) == expected
+        assert cpu_compile.threads_for(cpu_compile.TWO_THREADS_FROM - 1) == 1
 
 
 WIDTHS = [1, 5, 23, 48, 60, 63, 128, 256]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@causalities
 def test_every_head_width(width, causal):
     case = Case(shape=(1, 70, 2, width), causal=causal, seed=width)
     got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
     assert max(errors(got, wanted).values()) < ROUNDING
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_threads_change_nothing_but_the_order_of_sums(causal, monkeypatch):
-    case = Case(shape=(1, 5000, 5, 24), causal=causal, decayed=causal)
-    assert case.w.numel() >= cpu_compile.SMALL
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = outputs_and_gradients(case, "cpu")
-        torch.set_num_threads(3)
-        three = outputs_and_gradients(case, "cpu")
-    finally:
-        torch.set_num_threads(before)
-    assert max(errors(three, one).values()) < ROUNDING
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@causalities
 def test_any_strides(causal):
     case = Case(shape=(2, 20, 3, 8), causal=causal)
     straight = outputs(case.run("cpu"))
@@ -173,7 +156,7 @@ def test_any_strides(causal):
     assert all(torch.equal(turned[name], x) for name, x in straight.items())
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@causalities
 def test_kernels_write_every_number_they_return(causal, monkeypatch):
     case = Case(shape=(2, 70, 3, 5), causal=causal, masked=True)
     wanted = outputs_and_gradients(case, "cpu")
@@ -204,24 +187,6 @@ def test_kernels_write_every_number_they_return(causal, monkeypatch):
     assert max(errors(got, wanted).values()) == 0
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_runs_do_not_differ(small_pieces, causal):
-    case = Case(shape=(1, 700, 3, 5), causal=causal, masked=True)
-    first = outputs_and_gradients(case, "cpu")
-    for _ in range(10):
-        again = outputs_and_gradients(case, "cpu")
-        assert all(torch.equal(again[name], first[name]) for name in first)
-
-
-def problem(tokens: int) -> Call:
-    return Call(torch.ones(1, tokens, 1, 1), None, None, None, None, None, None, causal=True)
-
-
-def test_what_is_kept_of_pieces_does_not_grow_with_the_text(small_pieces):
-    counts = [len(cpu_chunks._pieces(problem(t), small_pieces).first) for t in (16_384, 65_536)]
-    assert counts == [16 * small_pieces] * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_tokens_are_counted_in_int64(dtype):
     state = TSSAState.zeros(1, 2, 3)._replace(seen=torch.tensor([100], dtype=dtype))
@@ -231,7 +196,7 @@ def test_tokens_are_counted_in_int64(dtype):
 
 
 def test_loops_are_compiled_without_the_interpreter_lock_once_for_each_set_of_dtypes():
-    loops = (cpu_chunks.sum_squares, cpu_causal.assign)
+    loops = (cpu_chunks.add_chunks, cpu_causal.assign)
     made = []
     for _ in range(2):  # the second time nothing is compiled; other tests may have compiled more before
         for dtype in (torch.float32, torch.float64):

@@ -1,12 +1,14 @@
-"""The compiled loops that add up weighted squares, which may decay, and carry their sums through a sequence.
+"""Chunks of a call, the unit of work on a CPU, and the compiled loops that both operations share.
 
-Arrays: w (M, H, K) with M the tokens of all sequences; mask (M,) or empty; power (CHUNK + 2, H) and rate (H,)
-as in `flat_problem.FlatCall.tokens`. Piece i is the tokens first[i] ≤ t < last[i] of sequence owner[i].
-Sums run in chunks: a float64 total at the chunk's start times a power of λ, plus what the chunk added.
+Each sequence is cut into chunks of at most `CHUNK` tokens. A loop adds up each chunk, `ChunkedCall.carry`
+adds up the chunks in float64, and the next loop visits each chunk with the sums at its start. So chunks can
+be visited in any order and by any thread, and a sum over T tokens has the rounding error of 64 additions.
+
+Arrays in loops: w (M, H, K), where M counts the tokens of all sequences; mask (M,) or empty; power
+(CHUNK + 2, H) and rate (H,) of `ChunkedCall`; chunk i is the tokens first[i] ≤ t < last[i] of sequence[i].
 """
 
 from functools import lru_cache
-from itertools import pairwise
 from math import exp
 from typing import Any, NamedTuple, no_type_check
 
@@ -15,61 +17,168 @@ import torch
 from torch import Tensor
 
 from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
-from rankwise.ops.cpu_compile import CHUNK, Loop, inlined, run_tasks, threads_for
+from rankwise.ops.cpu_compile import Loop, inlined, threads_for
+
+CHUNK = 64
+"""Tokens that are added in the dtype of the sums before they are added to a float64 sum."""
+NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
+
+
+class Chunks(NamedTuple):
+    """Tokens first ≤ t < last of each chunk and its sequence, each (C,); no chunk spans two sequences."""
+
+    first: np.ndarray
+    last: np.ndarray
+    sequence: np.ndarray
+
+
+class ChunkedCall:
+    """A call as numpy arrays.
+
+    Attributes:
+        call: the call.
+        dtype: dtype of the sums.
+        w: w in that dtype, (M, H, K).
+        temperature: temperatures, (H,); empty for uniform memberships.
+        tokens: mask, (M,) or empty; λ^0 … λ^CHUNK per head in the dtype of the sums, and in a last row the
+            part of λ that this dtype loses, (CHUNK + 2, H); λ in float64, (H,).
+        chunks: the chunks.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.dtype = call, sum_dtype(call.w.dtype)
+        # a copy: torch cannot free memory that numpy shares, and FSDP2 frees weights between passes
+        temperature = None if call.temperature is None else call.temperature.clone()
+        self.w, self.temperature = flat(call.w, self.dtype), flat(temperature, self.dtype, axes=1)
+        rates = [1.0] * self.w.shape[1] if call.rate is None else call.rate.tolist()
+        self.tokens = (flat(call.mask, torch.bool, axes=1), *_powers(tuple(rates), self.dtype))
+        batch, tokens = call.w.shape[:2]
+        ends = range(0, batch * tokens + 1, tokens) if call.bounds is None else call.bounds.tolist()
+        self.chunks = _chunks(tuple(ends))
+        self.threads = threads_for(self.w.size)
+
+    def run(self, loop: Loop, *arrays: Any) -> None:
+        """Run a loop over all chunks."""
+        loop.run(arrays, len(self.chunks.first), self.threads)
+
+    def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """Allocate a sum per chunk, (C, H, K), and a number per chunk and head in float64, (C, H, 1)."""
+        count, shape = len(self.chunks.first), self.w.shape[1:]
+        return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
+
+    def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return Σ weight w² and Σ weight of each chunk; without weights, weight is 1."""
+        squares, masses = self.empty_sums()
+        weight = flat(None, self.dtype) if weight is None else weight
+        self.run(add_chunks, self.w, weight, *self.tokens, *self.chunks[:2], squares, masses)
+        return squares, masses
+
+    def carry(
+        self, added: np.ndarray, start: np.ndarray, backward: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sums at the start of each chunk (its end, if backward) and after each sequence.
+
+        The former overwrite ``added``, the sums of each chunk; ``start`` is (N, H, …) in float64.
+        """
+        mask, _, rate = self.tokens
+        end = start.copy()
+        arrays = (added, start, mask, rate, *self.chunks, end, backward)
+        carry_heads.run(arrays, added.shape[1], self.threads)
+        return added, end
+
+    def total(self, added: np.ndarray) -> np.ndarray:
+        """Return the sum over the chunks of each sequence in the dtype of the sums, (N, H, …)."""
+        start = np.zeros((self.call.sequences, *added.shape[1:]))
+        return self.carry(added, start)[1].astype(self.w.dtype)
+
+    @staticmethod
+    def wide(sums: Sums) -> list[np.ndarray]:
+        """Return sums per sequence in float64: (N, H, K) twice and (N, H, 1)."""
+        energy, assigned, mass = (array(part, torch.float64) for part in sums)
+        return [energy, assigned, mass[..., None]]
+
+    def narrow(self, energy: np.ndarray, assigned: np.ndarray, mass: np.ndarray) -> Sums:
+        """Return sums per sequence as tensors in the dtype of the sums."""
+        return Sums(*(tensor(part, self.dtype) for part in (energy, assigned, mass[..., 0])))
+
+    def per_token(self, x: np.ndarray) -> Tensor:
+        """Return an array of (M, H) as a tensor of (B, T, H)."""
+        return torch.from_numpy(x.reshape(self.call.w.shape[:3]))
+
+    def new(self) -> Tensor:
+        """Allocate a tensor like w by numpy, which asks the system for large pages, unlike torch.
+
+        The first write to 25 MB in small pages can take longer than all of TSSA.
+        """
+        return torch.from_numpy(np.empty(self.call.w.shape, self.w.dtype))
+
+
+def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
+    """Return the numbers of a tensor; copy them only if the dtype changes or the memory is not contiguous."""
+    return np.ascontiguousarray(as_dtype(x.detach(), dtype).numpy())
+
+
+def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
+    """Return (B, T, …) as (M, …); None as an empty array with so many axes."""
+    if x is None:
+        return np.zeros((0,) * axes, NUMPY[dtype])
+    return array(x, dtype).reshape(-1, *x.shape[2:])
+
+
+def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Return a small array as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(x, NUMPY[dtype]))
+
+
+@lru_cache(256)
+def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return the table of powers of λ with what the dtype loses, and λ in float64."""
+    rate = np.array(rates)
+    lost = rate - rate.astype(NUMPY[dtype])
+    return np.concatenate([rate ** np.arange(CHUNK + 1)[:, None], lost[None]]).astype(NUMPY[dtype]), rate
+
+
+@lru_cache(256)
+def _chunks(ends: tuple[int, ...]) -> Chunks:
+    """Cut sequences with these boundaries into chunks."""
+    bounds = np.array(ends, np.int64)
+    counts = -(-np.diff(bounds) // CHUNK)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]
+    first = bounds[sequence] + CHUNK * within
+    return Chunks(first, np.minimum(first + CHUNK, bounds[sequence + 1]), sequence)
+
+
+# --- running sums -------------------------------------------------------------------------------------------
 
 
 @inlined
 @no_type_check
 def factors(power, age, h):
-    """What sums of a head shrink by: λ, what it lost when rounded, and λ^age."""
+    """Return the factors by which the sums of a head decay: λ, the lost part of λ, and λ^age."""
     return power[1, h], power[CHUNK + 1, h], power[age, h]
 
 
 @no_type_check
 def _kept(x, factors):
-    """X λ."""
+    """Return x λ."""
     return x * factors[0] + x * factors[1]
 
 
-kept = inlined(_kept, {"contract"})  # nothing reordered: x (λ + lost) would be x λ again
+kept = inlined(_kept, {"contract"})  # not reordered: x (λ + lost) would be x λ again
 
 
 @inlined
 @no_type_check
-def add_row(row, weight, sums, factors):
-    """Add one token's weight · w² to sums that decay."""
-    for k in range(len(row)):
-        sums[k] = kept(sums[k], factors) + weight * (row[k] * row[k])
-
-
-@inlined
-@no_type_check
-def add_rows(w, weight, mask, power, rate, at, to, sums, mass):
-    """The same for the tokens at ≤ t < to, and Σ weight; no weights are 1. Gives how many are real."""
-    age, by = 0, w.dtype.type(1)
-    for t in range(at, to):
-        if mask.size > 0 and not mask[t]:
-            continue
-        age += 1
-        for h in range(w.shape[1]):
-            if weight.size > 0:
-                by = weight[t, h]
-            add_row(w[t, h], by, sums[h], factors(power, 0, h))
-            mass[h, 0] = mass[h, 0] * rate[h] + by
-    return age
-
-
-@inlined
-@no_type_check
-def tokens_between(mask, at, to):
-    """How many of the tokens at ≤ t < to are real."""
-    return mask[at:to].sum() if mask.size > 0 else to - at
+def tokens_between(mask, first, last):
+    """Return the number of real tokens first ≤ t < last."""
+    return mask[first:last].sum() if mask.size > 0 else last - first
 
 
 @inlined
 @no_type_check
 def project_row(row, vector):
-    """Σ_k vector_k w_k²."""
+    """Return Σ_k vector_k w_k²."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         out += row[k] * row[k] * vector[k]
@@ -78,59 +187,70 @@ def project_row(row, vector):
 
 @inlined
 @no_type_check
-def fold(total, local, rate, age):
-    """What a chunk of ``age`` tokens added goes into the totals, and is zero again."""
-    for h in range(len(total)):
-        shrink = rate[h] ** age
-        for k in range(total.shape[1]):
-            total[h, k] = total[h, k] * shrink + local[h, k]
-            local[h, k] = 0
+def add_row(row, weight, sums, factors):
+    """Add weight · w² of one token to decaying sums."""
+    for k in range(len(row)):
+        sums[k] = kept(sums[k], factors) + weight * (row[k] * row[k])
+
+
+@inlined
+@no_type_check
+def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
+    """Set sums and mass to Σ weight w² and Σ weight of a chunk; without weights, weight is 1."""
+    by = w.dtype.type(1)
+    sums[:] = 0
+    mass[:] = 0
+    for t in range(first, last):
+        if mask.size > 0 and not mask[t]:
+            continue
+        for h in range(w.shape[1]):
+            if weight.size > 0:
+                by = weight[t, h]
+            add_row(w[t, h], by, sums[h], factors(power, 0, h))
+            mass[h, 0] = mass[h, 0] * rate[h] + by
 
 
 @Loop
 @no_type_check
-def sum_squares(w, weight, mask, power, rate, first, last, totals, masses, low, high):
-    """totals[i] = Σ weight w² and masses[i] = Σ weight of the pieces low ≤ i < high, after their last."""
-    local = np.zeros(w.shape[1:], w.dtype)
+def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, high):
+    """Run `add_chunk` on chunks."""
     for i in range(low, high):
-        totals[i] = 0
-        masses[i] = 0
-        for c in range(first[i], last[i], CHUNK):
-            age = add_rows(w, weight, mask, power, rate, c, min(c + CHUNK, last[i]), local, masses[i])
-            fold(totals[i], local, rate, age)
+        add_chunk(w, weight, mask, power, rate, first[i], last[i], squares[i], masses[i])
 
 
 @Loop
 @no_type_check
-def carry_sums(total, start, mask, rate, first, last, owner, begin, end, backward):
-    """The sums before every piece, from those before its sequence and what pieces add; and the last.
+def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, low, high):
+    """Replace what each chunk adds by the sums at its start, for the heads low ≤ h < high.
 
-    Backward, the pieces come in reverse order, and "before" is after. ``begin`` may be ``total``.
+    Backward, chunks come in reverse order, and the sums at the end of a chunk are written.
     """
-    sums = np.zeros(total.shape[1:])
-    count = len(total)
+    sums = np.zeros((high - low, added.shape[2]))
+    count = len(added)
     for j in range(count):
         i = count - 1 - j if backward else j
-        ahead = i - 1 if backward else i + 1
-        behind = i + 1 if backward else i - 1
-        if j == 0 or owner[i] != owner[behind]:
-            sums[:] = start[owner[i]]
+        previous, following = (i + 1, i - 1) if backward else (i - 1, i + 1)
+        if j == 0 or sequence[i] != sequence[previous]:
+            sums[:] = start[sequence[i], low:high]
         age = tokens_between(mask, first[i], last[i])
-        for h in range(len(sums)):
-            shrink = rate[h] ** age
+        for h in range(low, high):
+            decay = 1.0 if rate[h] == 1 else rate[h] ** age
             for k in range(sums.shape[1]):
-                old = sums[h, k]
-                sums[h, k] = old * shrink + total[i, h, k]
-                begin[i, h, k] = old
-        if j == count - 1 or owner[i] != owner[ahead]:
-            end[owner[i]] = sums
+                old = sums[h - low, k]
+                sums[h - low, k] = old * decay + added[i, h, k]
+                added[i, h, k] = old
+        if j == count - 1 or sequence[i] != sequence[following]:
+            end[sequence[i], low:high] = sums
+
+
+# --- memberships --------------------------------------------------------------------------------------------
 
 
 @no_type_check
 def _exp32(x):
-    """e^x in float32 for x ≤ 0 to 2 ulp, 0 below e^-87: 2^n e^r with |r| ≤ ln 2 / 2.
+    """Return e^x in float32 for x ≤ 0, to 2 ulp, and 0 below e^-87: 2^n e^r with |r| ≤ ln 2 / 2.
 
-    Unlike `exp`, a call, it leaves a loop that can be vectorised.
+    `exp` is a call; a loop with this function can be vectorized.
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
@@ -143,13 +263,13 @@ def _exp32(x):
     return real(0) if x < real(-87) else y * two_to_n
 
 
-exp32 = inlined(_exp32, {"contract"})  # nothing reordered: the two parts would be one again
+exp32 = inlined(_exp32, {"contract"})  # not reordered: the two parts of ln 2 would be added
 
 
 @inlined
 @no_type_check
 def exponentials(row):
-    """e^x of every number of a row, none above 0, in place."""
+    """Replace the numbers of a row, none above 0, by e^x."""
     if row.itemsize == 4:
         for i in range(len(row)):
             row[i] = exp32(row[i])
@@ -160,26 +280,26 @@ def exponentials(row):
 
 @inlined
 @no_type_check
-def softmax_rows(score, temperature, mask, out, low, high):
-    """Π[t,·] = softmax over heads of temperature · score, 1/H without a temperature; zero where masked.
+def softmax_rows(score, temperature, mask, out, first, last):
+    """Write the memberships of tokens: softmax over heads of temperature · score; 0 at padding.
 
-    ``out`` may be ``score``.
+    Without a temperature they are 1/H. ``out`` may be ``score``.
     """
     heads = score.shape[1]
     zero, one = score.dtype.type(0), score.dtype.type(1)
     if temperature.size == 0:
-        out[low:high] = one / heads
+        out[first:last] = one / heads
     else:
-        for t in range(low, high):
+        for t in range(first, last):
             top = temperature[0] * score[t, 0]
             for h in range(heads):
                 out[t, h] = temperature[h] * score[t, h]
-                if not out[t, h] <= top:
+                if not out[t, h] <= top:  # NaN becomes the top
                     top = out[t, h]
             for h in range(heads):
                 out[t, h] -= top
-        exponentials(out[low:high].reshape(-1))
-        for t in range(low, high):
+        exponentials(out[first:last].reshape(-1))
+        for t in range(first, last):
             total = zero
             for h in range(heads):
                 total += out[t, h]
@@ -187,151 +307,27 @@ def softmax_rows(score, temperature, mask, out, low, high):
             for h in range(heads):
                 out[t, h] *= each
     if mask.size > 0:
-        for t in range(low, high):
+        for t in range(first, last):
             if not mask[t]:
                 out[t] = zero
 
 
 @inlined
 @no_type_check
-def softmax_rows_back(membership, given, score, temperature, out, of_temperature, low, high):
-    """Gradient of the scores from that of Π: temperature · Π (g - Σ_h Π g); adds up that of the temperature.
+def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
+    """Write the gradients of the scores, temperature · Π (g - Σ_h Π g), and add those of the temperature.
 
-    Without a temperature Π is no function of them: zeros.
+    Without a temperature both are 0.
     """
     heads = membership.shape[1]
-    for t in range(low, high):
+    for t in range(first, last):
         if temperature.size == 0:
-            out[t] = 0
+            d_score[t] = 0
             continue
         mean = membership.dtype.type(0)
         for h in range(heads):
-            mean += membership[t, h] * given[t, h]
+            mean += membership[t, h] * d_membership[t, h]
         for h in range(heads):
-            slope = membership[t, h] * (given[t, h] - mean)
-            of_temperature[h] += slope * score[t, h]
-            out[t, h] = slope * temperature[h]
-
-
-NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-PIECE = 256
-"""Tokens of a piece at least: below that, handing out work costs more than doing it."""
-
-
-def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    """The numbers of a tensor, without a copy where the dtype is right and the memory in order."""
-    return np.ascontiguousarray(as_dtype(x.detach(), dtype).numpy())
-
-
-def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
-    """(B, T, …) as (M, …), M the tokens of all rows; None as an empty array of so many axes."""
-    if x is None:
-        return np.zeros((0,) * axes, NUMPY[dtype])
-    return array(x, dtype).reshape(-1, *x.shape[2:])
-
-
-def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor not yet written, in memory from numpy: it asks the system for large pages, torch does not.
-
-    The first touch of 25 MB in small pages can take longer than all of TSSA on them.
-    """
-    return torch.from_numpy(np.empty(shape, NUMPY[dtype]))
-
-
-def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A small array as a tensor of that dtype."""
-    return torch.from_numpy(np.ascontiguousarray(x, NUMPY[dtype]))
-
-
-class Pieces(NamedTuple):
-    """Runs of tokens first ≤ t < last, and their sequences; each (P,)."""
-
-    first: np.ndarray
-    last: np.ndarray
-    owner: np.ndarray
-
-
-class FlatCall:
-    """Arrays, pieces and number of threads of a call.
-
-    Attributes:
-        dtype: of the sums.
-        x: w in that dtype, (M, H, K).
-        temperature: (H,), or (0,) for uniform memberships.
-        tokens: the mask, (M,) or (0,); λ^0 … λ^CHUNK of every head in the dtype of the sums, and what λ lost
-            when it was rounded, as that would add up in 64 products, (CHUNK + 2, H); λ in float64, (H,).
-        runs: the pieces.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.call, self.dtype = call, sum_dtype(call.w.dtype)
-        # a copy: torch does not free memory that an array shares, as FSDP2 must with weights between passes
-        weights = None if call.temperature is None else call.temperature.clone()
-        self.x, self.temperature = flat(call.w, self.dtype), flat(weights, self.dtype, axes=1)
-        rate = np.ones(self.x.shape[1]) if call.rate is None else array(call.rate, torch.float64)
-        self.tokens = (flat(call.mask, torch.bool, axes=1), _powers(rate, self.dtype), rate)
-        self.workers = threads_for(self.x.size)
-        self.runs = _pieces(call, self.workers)
-
-    def room(self, pieces: int | None = None, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
-        """Room for what pieces add up: (P, H, K), and one number a head in float64, (P, H, 1)."""
-        count = len(self.runs.first) if pieces is None else pieces
-        return np.empty((count, *self.x.shape[1:]), dtype), np.empty((count, self.x.shape[1], 1))
-
-    def memberships(self, keep: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Room for scores and for memberships: the same where scores are not to be kept."""
-        membership = np.empty(self.x.shape[:2], self.x.dtype)
-        return np.empty_like(membership) if keep else membership, membership
-
-    def run(self, loop: Loop, *given: Any, tasks: int | None = None) -> None:
-        """Run a loop over all pieces, or as many tasks."""
-        run_tasks(loop, given, len(self.runs.first) if tasks is None else tasks, self.workers)
-
-    @staticmethod
-    def sums(sums: Sums) -> list[np.ndarray]:
-        """Sums of every sequence in float64: (N, H, K) twice and (N, H, 1)."""
-        energy, assigned, mass = (array(part, torch.float64) for part in sums)
-        return [energy, assigned, mass[..., None]]
-
-    def carry(
-        self, total: np.ndarray, start: np.ndarray, backward: bool = False, runs: Pieces | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The sums before every piece and after every sequence; backward: the other way round.
-
-        Of what each piece adds, (P, H, …), to sums where the way begins, (N, H, …).
-        """
-        mask, _, rate = self.tokens
-        begin, end = np.empty_like(total), start.copy()
-        carry_sums(total, start, mask, rate, *(runs or self.runs), begin, end, backward)
-        return begin, end
-
-    def chunks(self) -> tuple[Pieces, np.ndarray, np.ndarray]:
-        """Chunks, as smaller pieces; first chunk and last chunk (not included) of every piece."""
-        runs, piece = self.runs, np.arange(len(self.runs.first))
-        cut = _runs((*runs.first.tolist(), len(self.x)), CHUNK)
-        low, high = (np.searchsorted(cut.owner, piece, side) for side in ("left", "right"))
-        return cut._replace(owner=runs.owner[cut.owner]), low, high
-
-
-def _powers(own: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    table = own ** np.arange(CHUNK + 1)[:, None]
-    lost = own - own.astype(NUMPY[dtype])
-    return np.concatenate([table, lost[None]]).astype(NUMPY[dtype])
-
-
-def _pieces(call: Call, workers: int) -> Pieces:
-    """As many as keep all threads busy to the end."""
-    batch, tokens = call.w.shape[:2]
-    size = max(PIECE, -(-batch * tokens // (16 * workers))) if workers > 1 else batch * tokens
-    bounds = range(0, batch * tokens + 1, tokens) if call.bounds is None else call.bounds.tolist()
-    return _runs(tuple(bounds), size)
-
-
-@lru_cache(256)
-def _runs(ends: tuple[int, ...], size: int) -> Pieces:
-    runs = [
-        (low, min(low + size, stop), n)
-        for n, (start, stop) in enumerate(pairwise(ends))
-        for low in range(start, stop, size)
-    ]
-    return Pieces(*np.array(runs, np.int64).reshape(-1, 3).T.copy())
+            d_logit = membership[t, h] * (d_membership[t, h] - mean)
+            d_temperature[h] += d_logit * score[t, h]
+            d_score[t, h] = d_logit * temperature[h]
