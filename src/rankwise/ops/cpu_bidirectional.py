@@ -66,8 +66,8 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     known = (factor, d_moment, inverse, d_energy, tokens[0], *chunks)
     work.run(tokens_back, w, d_output, membership, d_score, *known, flat(dw, dtype))
     empty = [saved.score.new_empty(0) for _ in range(4)]
-    d_temperature = tensor(d_temperature.sum(0), dtype)
-    return Gradients(as_dtype(dw, call.w.dtype), d_temperature, empty[0], Sums(*empty[1:]))
+    tau = tensor(d_temperature.sum(0), dtype)
+    return Gradients(as_dtype(dw, call.w.dtype), tau, empty[0], Sums(*empty[1:]))
 
 
 def _inverse(energy: np.ndarray) -> np.ndarray:

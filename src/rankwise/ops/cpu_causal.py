@@ -70,11 +70,11 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     found = (d_membership, d_score, d_temperature, d_energies)
     work.run(memberships_back, *read, d_after, d_after_mass, *found)
     d_energies, d_energy = work.carry(d_energies, d_end[0], backward=True)
-    read = (w, d_score, membership, *where, energies, ENERGY_EPS, d_energies, d_after)
-    work.run(scores_back, *read, flat(dw, dtype))
-    d_temperature, d_offset = tensor(d_temperature.sum(0), dtype), work.per_token(d_score)
+    rest = (energies, ENERGY_EPS, d_energies, d_after, flat(dw, dtype))
+    work.run(scores_back, w, d_score, membership, *where, *rest)
+    tau = tensor(d_temperature.sum(0), dtype)
     d_start = work.narrow(d_energy, d_assigned, d_mass)
-    return Gradients(as_dtype(dw, call.w.dtype), d_temperature, d_offset, d_start)
+    return Gradients(as_dtype(dw, call.w.dtype), tau, work.per_token(d_score), d_start)
 
 
 @inlined
