@@ -15,8 +15,8 @@ from rankwise.ops import triton_bidirectional as bidirectional
 from rankwise.ops import triton_causal as causal
 from rankwise.ops import triton_chunks as chunks
 
-COMMON = {"mask": "*i1", "first": "*i64", "last": "*i64", "owner": "*i64", "decay": "*fp64", "eps": "fp32"}
-HALF = {"w", "given", "out"}  # in the dtype of w
+COMMON = {"mask": "*i1", "first": "*i64", "last": "*i64", "sequence": "*i64", "decay": "*fp64", "eps": "fp32"}
+HALF = {"w", "d_output", "out"}  # in the dtype of w
 
 
 def compiled(kernel, half, width, **switches):

@@ -1,8 +1,8 @@
-"""How the tokens are cut into chunks, the launch of kernels over them, and what the kernels share.
+"""Chunks of a call on a GPU, the launch of Triton kernels over them, and functions that the kernels share.
 
-A program takes one chunk of BT tokens and one head; BK ≥ K channels lie in a row. Within a chunk, running
-sums are cumulative sums, or products with the triangle of the powers of λ. The age of a token is the number
-of real tokens of the chunk up to it: padding lets nothing decay. Memberships are plain torch.
+A program handles one chunk of BT tokens and one head, with BK ≥ K channels. Within a chunk, running sums are
+cumulative sums or products with the triangle of the powers of λ. The age of a token is the number of real
+tokens of the chunk up to it, because padding decays nothing. Memberships are computed in plain torch.
 """
 
 from typing import Any, no_type_check
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from rankwise.ops.arguments import Call, sum_dtype
 
-LEAST = -2000.0
-"""Of log2 λ: 2 to it is 0 in float64 too, but no tokens' worth of it is still 1, which of -∞ is NaN."""
+MIN_LOG2_RATE = -2000.0
+"""Lower bound of log2 λ: its power of 2 is 0, but 0 times it is 0, and 0 · -∞ would be NaN."""
 
 
 @triton.jit
 @no_type_check
-def places(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Which tokens are there and real, offsets in (M, H) and (M, H, K), entries that are real and there."""
+def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
+    """Return tokens in the chunk, real tokens, offsets in (M, H) and (M, H, K), and entries of both."""
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
     inside = t < tl.load(last + c)
@@ -36,8 +36,8 @@ def places(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: 
 
 @triton.jit
 @no_type_check
-def aged(real, decay, h, DECAYED: tl.constexpr):
-    """Ages, and log2 λ of the head."""
+def ages_of(real, decay, h, DECAYED: tl.constexpr):
+    """Return the ages of tokens and log2 λ of the head."""
     age = tl.cumsum(real.to(tl.float32), 0)
     if DECAYED:  # noqa: SIM108 - Triton takes the branch while it compiles
         rate = tl.load(decay + h)
@@ -49,51 +49,59 @@ def aged(real, decay, h, DECAYED: tl.constexpr):
 @triton.jit
 @no_type_check
 def power(rate, age, x):
-    """λ^age in the dtype of x."""
+    """Return λ^age in the dtype of x."""
     return tl.exp2(rate * age.to(tl.float64)).to(x.dtype)
 
 
 @triton.jit
 @no_type_check
-def running(x, age, real, rate, DECAYED: tl.constexpr):
-    """Σ_{u ≤ t} λ^(age_t - age_u) x_u."""
-    if DECAYED:
-        finite = tl.abs(x) < float("inf")  # 0 · NaN in the product would take it to the tokens before
+def triangle(x, age, real, rate, REVERSE: tl.constexpr):
+    """Return λ^|age_t - age_u| for tokens t and real tokens u ≤ t (u ≥ t, if REVERSE), otherwise 0."""
+    t = tl.arange(0, x.shape[0])
+    if REVERSE:
+        gap = age[None, :] - age[:, None]
+        order = t[:, None] <= t[None, :]
+    else:
         gap = age[:, None] - age[None, :]
-        # after the diagonal, and of two tokens of one age only the real one counts itself
-        below = (gap >= 0) & (tl.arange(0, x.shape[0])[:, None] >= tl.arange(0, x.shape[0])[None, :])
-        weight = tl.where(below & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
-        total = tl.dot(
-            weight.to(x.dtype), tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype
-        )
+        order = t[:, None] >= t[None, :]  # of tokens of one age, only the real one counts itself
+    weight = tl.where((gap >= 0) & order & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
+    return weight.to(x.dtype)
+
+
+@triton.jit
+@no_type_check
+def running(x, age, real, rate, DECAYED: tl.constexpr):
+    """Return Σ_{u ≤ t} λ^(age_t - age_u) x_u."""
+    if DECAYED:
+        finite = tl.abs(x) < float("inf")  # in the product, 0 · NaN would reach earlier tokens
+        weight = triangle(x, age, real, rate, False)
+        total = tl.dot(weight, tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype)
         return total + tl.cumsum(tl.where(finite, 0.0, x), 0)
     return tl.cumsum(x, 0)
 
 
 @triton.jit
 @no_type_check
-def coming(x, age, real, rate, DECAYED: tl.constexpr):
-    """Σ_{u ≥ t} λ^(age_u - age_t) x_u."""
+def reverse_running(x, age, real, rate, DECAYED: tl.constexpr):
+    """Return Σ_{u ≥ t} λ^(age_u - age_t) x_u."""
     if DECAYED:
-        gap = age[None, :] - age[:, None]
-        above = (gap >= 0) & (tl.arange(0, x.shape[0])[:, None] <= tl.arange(0, x.shape[0])[None, :])
-        weight = tl.where(above & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
-        return tl.dot(weight.to(x.dtype), x, input_precision="ieee", out_dtype=x.dtype)
+        weight = triangle(x, age, real, rate, True)
+        return tl.dot(weight, x, input_precision="ieee", out_dtype=x.dtype)
     return tl.cumsum(x, 0, reverse=True)
 
 
 @triton.jit
 @no_type_check
 def sums_kernel(
-    w, mask, first, last, owner, decay, weight, total, mass,
+    w, mask, first, last, sequence, decay, weight, total, mass,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk adds to Σ weight w² and to Σ weight, at its end."""
+    """Write what a chunk adds to Σ weight w² and to Σ weight at its end."""
     c, h = tl.program_id(0), tl.program_id(1)
-    _inside, real, row, cell, known, _ = places(mask, first, last, H, K, BT, BK, MASKED)
+    _inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(total.dtype.element_ty)
-    age, rate = aged(real, decay, h, DECAYED)
+    age, rate = ages_of(real, decay, h, DECAYED)
     by = tl.where(real, 1.0, 0.0).to(x.dtype)
     if WEIGHTED:
         by = tl.load(weight + row, mask=real, other=0.0)
@@ -110,7 +118,7 @@ def carry_kernel(
     sums, ages, start, at, end, begin, decay,
     H, X, BX: tl.constexpr, BACKWARD: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Sums at each chunk of a sequence, in float64, from what the chunks add."""
+    """Write the sums at each chunk of a sequence, added in float64, from what the chunks add."""
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
     low, high = tl.load(begin + n), tl.load(begin + n + 1)
@@ -128,14 +136,14 @@ def carry_kernel(
 
 
 class Chunks:
-    """One call's tokens, cut into chunks that never span two sequences.
+    """The tokens of a call in C chunks; no chunk spans two sequences.
 
     Attributes:
         first: first token of each chunk, (C,).
-        last: token after its last, (C,).
-        owner: its sequence, (C,).
-        begin: first chunk of each sequence, and the number of chunks, (N + 1,).
-        size: tokens of a chunk at most, BT; a power of 2, at least 16.
+        last: token after the last one of each chunk, (C,).
+        sequence: sequence of each chunk, (C,).
+        begin: first chunk of each sequence, and C, (N + 1,).
+        size: largest number of tokens of a chunk, BT; a power of 2, at least 16.
         channels: K rounded up to a power of 2, at least 16, BK.
     """
 
@@ -144,104 +152,82 @@ class Chunks:
         self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
         self.heads, self.width = w.shape[2], w.shape[3]
         self.channels = max(16, 1 << (self.width - 1).bit_length())
-        most = 64 if call.rate is None else 32  # a triangle of powers of λ costs BT² a chunk
+        most = 64 if call.rate is None else 32  # a triangle costs BT² per chunk
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if call.mask is None else call.mask.contiguous()
         if call.bounds is not None:
             bounds = call.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            self.count = int(self.begin[-1])  # must be read back; of rows of equal length it is known
+            self.count = int(self.begin[-1])  # waits for the GPU; rows of equal length need no reading
         else:
             batch, tokens = w.shape[:2]
             each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
             bounds, self.begin, self.count = rows * tokens, rows * each, batch * each
         index = torch.arange(self.count, device=w.device)
-        self.owner = torch.searchsorted(self.begin, index, right=True) - 1
-        self.first = bounds[self.owner] + (index - self.begin[self.owner]) * self.size
-        self.last = torch.minimum(self.first + self.size, bounds[self.owner + 1])
+        self.sequence = torch.searchsorted(self.begin, index, right=True) - 1
+        self.first = bounds[self.sequence] + (index - self.begin[self.sequence]) * self.size
+        self.last = torch.minimum(self.first + self.size, bounds[self.sequence + 1])
+        self.ages = self.last - self.first  # real tokens of each chunk
+        if self.mask is not None:
+            upto = torch.nn.functional.pad(self.mask.flatten().cumsum(0), (1, 0))
+            self.ages = upto[self.last] - upto[self.first]
         self.rate = call.rate
         self.decay = torch.zeros(1, device=w.device, dtype=torch.float64)
         if call.rate is not None:
             rate = call.rate.to(w.device, torch.float64)
-            self.decay = torch.log2(rate).clamp(min=LEAST).contiguous()
+            self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for every chunk and head.
-
-        Args:
-            kernel: compiled by Triton; its first arguments are those of every kernel here.
-            arrays: its own.
-            switches: its own constants.
-        """
+        """Run a kernel for every chunk and head, with its own arrays and constants after the common ones."""
         masked = self.mask is not None
+        mask = self.mask if masked else self.w  # w is not read
         kernel[(self.count, self.heads)](
-            self.w,
-            self.mask if masked else self.w,
-            self.first,
-            self.last,
-            self.owner,
-            self.decay,
-            *arrays,
-            H=self.heads,
-            K=self.width,
-            BT=self.size,
-            BK=self.channels,
-            MASKED=masked,
-            DECAYED=self.rate is not None,
-            **switches,
-        )
+            self.w, mask, self.first, self.last, self.sequence, self.decay, *arrays,
+            H=self.heads, K=self.width, BT=self.size, BK=self.channels, MASKED=masked,
+            DECAYED=self.rate is not None, **switches,
+        )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What every chunk adds to Σ weight w², (C, H, K), and to Σ weight, (C, H); no weight means 1."""
+        """Return Σ weight w² and Σ weight of each chunk; without weights, weight is 1."""
         total, mass = self.per_chunk()
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)
         return total, mass
 
     def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Room for sums by chunk, head and channel, and by chunk and head."""
-        shape = (self.count, self.heads, self.width)
-        sums = torch.empty(shape, dtype=self.dtype, device=self.w.device)
-        return sums, torch.empty(shape[:2], dtype=self.dtype, device=self.w.device)
+        """Allocate sums per chunk, (C, H, K) and (C, H, 1)."""
+        sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
+        return sums, sums.new_empty((self.count, self.heads, 1))
 
-    def carry(
-        self, sums: Tensor, ages: Tensor, start: Tensor, backward: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """From what each chunk adds to the sums at its start (its end, if backward) and after the last.
+    def carry(self, sums: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the sums at the start of each chunk (its end, if backward) and after each sequence.
 
-        Args:
-            sums: what each chunk adds, (C, H, X).
-            ages: tokens by which it decays what was before, (C,).
-            start: sums to begin with, (N, H, X).
-            backward: from the last chunk of a sequence to its first.
-
-        Returns:
-            (C, H, X) and (N, H, X).
+        ``sums`` is what each chunk adds, (C, H, X); ``start`` is (N, H, X).
         """
         at, end = torch.empty_like(sums), torch.empty_like(start, memory_format=torch.contiguous_format)
         width = sums.shape[2]
         block = max(16, 1 << (width - 1).bit_length())
         carry_kernel[(len(start), self.heads)](
-            sums, ages, start.contiguous(), at, end, self.begin, self.decay,
+            sums, self.ages, start.contiguous(), at, end, self.begin, self.decay,
             H=self.heads, X=width, BX=block, BACKWARD=backward, DECAYED=self.rate is not None,
         )  # fmt: skip
         return at, end
 
-    def ages(self) -> Tensor:
-        """Real tokens of every chunk, (C,)."""
-        if self.mask is None:
-            return self.last - self.first
-        upto = torch.nn.functional.pad(self.mask.flatten().cumsum(0), (1, 0))
-        return upto[self.last] - upto[self.first]
+    def total(self, sums: Tensor) -> Tensor:
+        """Return the sum over the chunks of each sequence, (N, H, X)."""
+        return self.carry(sums, sums.new_zeros(len(self.begin) - 1, *sums.shape[1:]))[1]
 
-    def tokens(self) -> Tensor:
-        """Room for a number by token and head, (B, T, H)."""
-        return torch.empty(self.w.shape[:3], dtype=self.dtype, device=self.w.device)
+    def per_token(self) -> Tensor:
+        """Allocate a number per token and head, (B, T, H)."""
+        return self.w.new_empty(self.w.shape[:3], dtype=self.dtype)
 
 
 def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
-    """Softmax over heads of temperature · score, or 1/H without a temperature; 0 where masked."""
+    """Return softmax over heads of temperature · score, or 1/H without a temperature; 0 at padding.
+
+    Unless scores are kept, they are overwritten.
+    """
     if temperature is None:
         out = torch.full_like(score, 1 / score.shape[-1])
     else:
@@ -251,11 +237,11 @@ def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, 
     return out if mask is None else out.masked_fill_(~mask[..., None], 0.0)
 
 
-def scores_back(
-    given: Tensor, membership: Tensor, score: Tensor, temperature: Tensor | None
+def softmax_back(
+    d_membership: Tensor, membership: Tensor, score: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the score and of the temperature from that of Π."""
+    """Return the gradients of the score and of the temperature."""
     if temperature is None:
         return torch.zeros_like(score), score.new_zeros(score.shape[-1])
-    logits = membership * (given - (membership * given).sum(-1, keepdim=True))
-    return logits * temperature, (logits * score).sum((0, 1))
+    d_logit = membership * (d_membership - (membership * d_membership).sum(-1, keepdim=True))
+    return d_logit * temperature, (d_logit * score).sum((0, 1))
