@@ -44,8 +44,8 @@ class Layout:
 class HeadAxes:
     """Where the heads lie in what a mixer gave: how to turn it to (B, H, T, V), and back."""
 
-    turned: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
+    to_heads: Callable[[Tensor], Tensor]
+    from_heads: Callable[[Tensor], Tensor]
 
 
 def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
@@ -132,7 +132,7 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
     return min((size for size, _ in given if size and batch % size == 0), default=batch)
 
 
-def shown_as(
+def find_batch_first(
     tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
 ) -> Callable[[Tensor], Tensor] | None:
     """How to turn the states that a block reads into (B, T, D), by the shapes of the mixers inside it.

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from rankwise.tracing.axes import shown_as
+from rankwise.tracing.axes import find_batch_first
 from rankwise.tracing.block_stacks import BY_HAND, BlockCall, BlockStacks
-from rankwise.tracing.mixing_calls import OWN_MASK, told_mask
+from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens, same, snapshot, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite
@@ -23,15 +23,15 @@ class BlockCandidate:
     call: ModuleCall
     stack: str
     rank: int
-    given: Tensor
+    input: Tensor
     """What it reads."""
-    before: Tensor
+    input_copy: Tensor
     """The same, safe from changes in place."""
     linked: bool
     """Whether it reads what the block before it gave."""
-    apart: bool
+    separate_tower: bool
     """Whether a like module with blocks inside ran before it, and gave something else."""
-    gave: Tensor | None = None
+    output: Tensor | None = None
     block: BlockCall | None = None
     """It as a block, if it has the shape of one."""
     open: list["BlockCandidate"] = field(default_factory=list)
@@ -52,8 +52,8 @@ class BlockCandidate:
 
     def reads_as(self, inner: "BlockCandidate") -> bool:
         """Whether a call inside it reads what it reads and gives what it gives."""
-        ends = inner.gave is not None and self.gave is not None and same(self.gave, inner.gave)
-        return ends and same(self.given, inner.given)
+        ends = inner.output is not None and self.output is not None and same(self.output, inner.output)
+        return ends and same(self.input, inner.input)
 
     def yields_to_inner(self) -> bool:
         """Whether the calls inside it are the blocks: a lone one only if it is all there is to it.
@@ -120,7 +120,7 @@ class BlockFinder:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def learned(self, call: ModuleCall) -> None:
+    def arguments_known(self, call: ModuleCall) -> None:
         """PyTorch's own layer has ended: what it was given by name is known, and unchanged, only now."""
         if is_torch_layer(call.module) and not any(candidate.call is call for candidate in self._candidates):
             self.entered(call)
@@ -138,8 +138,8 @@ class BlockFinder:
     def _candidate(self, call: ModuleCall, given: Tensor) -> BlockCandidate:
         stack, outer = self._stack(call.name), self._innermost()
         blocks = self._stacks.continues(stack, self._owner(), given)
-        known = blocks.snapshot if blocks is not None and same(blocks.gave, given) else None
-        follows = outer is not None and any(same(inner.gave, given) for inner in outer.offered(stack))
+        known = blocks.snapshot if blocks is not None and same(blocks.output, given) else None
+        follows = outer is not None and any(same(inner.output, given) for inner in outer.offered(stack))
         other = self._gave.get(stack)
         return BlockCandidate(
             call,
@@ -148,7 +148,7 @@ class BlockFinder:
             given,
             snapshot(given) if known is None else known,
             linked=blocks is not None or follows,
-            apart=other is not None and not same(other, given),
+            separate_tower=other is not None and not same(other, given),
         )
 
     def left(self, call: ModuleCall) -> None:
@@ -159,13 +159,13 @@ class BlockFinder:
             self._stacks.drop(call.serial)
             return
         if candidate is not None:
-            candidate.gave = _given_back(call, candidate)
+            candidate.output = _given_back(call, candidate)
             self._ended(candidate)
         self._stacks.close(call.serial, tensors_of(call.output))
 
     def _ended(self, candidate: BlockCandidate) -> None:
         call, outer = candidate.call, self._innermost()
-        if not call.pending and not candidate.settled and call.name not in self._expected:
+        if not call.unplaced_mixers and not candidate.settled and call.name not in self._expected:
             self._carry_on(candidate, outer)
             return
         candidate.block = self._block(candidate)
@@ -177,44 +177,44 @@ class BlockFinder:
         if outer is None or self._inner.get(candidate.stack):
             self._settle(candidate.block)
             return
-        self._hand_up(call.pending, candidate.stack, candidate.block.owner)
+        self._hand_up(call.unplaced_mixers, candidate.stack, candidate.block.owner)
         if outer.rank >= candidate.rank and candidate.stack not in self._inner:
             self._offer(outer, candidate)
 
     def _carry_on(self, candidate: BlockCandidate, outer: BlockCandidate | None) -> None:
         """An item without a mixer: it may carry the stream on between two that have one."""
-        gave = candidate.gave
+        gave = candidate.output
         if outer is not None:
             outer.plain.add((candidate.stack, candidate.kind))
-        blocks = self._stacks.continues(candidate.stack, self._owner(), candidate.given)
-        if blocks is None or gave is None or gave.shape != candidate.given.shape:
+        blocks = self._stacks.continues(candidate.stack, self._owner(), candidate.input)
+        if blocks is None or gave is None or gave.shape != candidate.input.shape:
             self._barren.add(candidate.call.name)
         else:
-            blocks.carry(candidate.given, gave, candidate.kind)
+            blocks.carry(candidate.input, gave, candidate.kind)
 
     def _block(self, candidate: BlockCandidate) -> BlockCall | None:
         """The call as a block, if it has the shape of one."""
-        call, gave = candidate.call, candidate.gave
+        call, gave = candidate.call, candidate.output
         if candidate.settled or gave is None:
             return None
-        if not (candidate.given.is_nested or gave.is_nested) and candidate.given.shape != gave.shape:
+        if not (candidate.input.is_nested or gave.is_nested) and candidate.input.shape != gave.shape:
             return None
-        shown = shown_as(candidate.before, call.module, call.pending)
-        if shown is None:
+        to_batch_first = find_batch_first(candidate.input_copy, call.module, call.unplaced_mixers)
+        if to_batch_first is None:
             return None
         return BlockCall(
             call.name,
             candidate.kind,
             candidate.stack,
             self._owner(),
-            candidate.before,
+            candidate.input_copy,
             gave,
-            shown,
-            self._mask(call, shown(candidate.before)),
-            list(call.pending),
+            to_batch_first,
+            self._mask(call, to_batch_first(candidate.input_copy)),
+            list(call.unplaced_mixers),
             self._stacks.forward_pass,
             candidate.linked,
-            apart=not candidate.linked and any(outer.apart for outer in self._candidates),
+            separate_tower=not candidate.linked and any(outer.separate_tower for outer in self._candidates),
         )
 
     # --- which of the nested calls is the block -----------------------------------------------------------
@@ -223,7 +223,7 @@ class BlockFinder:
         """What may be a block inside what may be one: wait until a second one, or the end, tells."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
-        if any(same(other.given, candidate.given) for other in others):  # side by side
+        if any(same(other.input, candidate.input) for other in others):  # side by side
             self._inner[candidate.stack] = False
             outer.open = [inner for inner in outer.open if inner.stack != candidate.stack]
         elif others and outer.rank > 0:  # one after the other, in no list of blocks
@@ -234,9 +234,9 @@ class BlockFinder:
         self._candidates.append(candidate)
         self._settle_inside(candidate)
         self._candidates.pop()
-        if candidate.settled and candidate.gave is not None:
-            self._gave[candidate.stack] = candidate.gave
-        self._hand_up(candidate.call.pending, candidate.stack, self._owner())
+        if candidate.settled and candidate.output is not None:
+            self._gave[candidate.stack] = candidate.output
+        self._hand_up(candidate.call.unplaced_mixers, candidate.stack, self._owner())
 
     def _settle_inside(self, outer: BlockCandidate) -> None:
         if len(outer.open) > 1:
@@ -250,13 +250,15 @@ class BlockFinder:
         mine = {id(mixer) for mixer in block.mixers}
         for around in self._candidates:
             around.settled = True
-            around.call.pending = [mixer for mixer in around.call.pending if id(mixer) not in mine]
+            around.call.unplaced_mixers = [
+                mixer for mixer in around.call.unplaced_mixers if id(mixer) not in mine
+            ]
         self._stacks.add(block)
 
     def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
         """No block, or none for now: its mixers belong to whatever is around it."""
         if self._candidates:
-            self._candidates[-1].call.pending.extend(mixers)
+            self._candidates[-1].call.unplaced_mixers.extend(mixers)
         elif mixers:
             self._stacks.add_bare(mixers, stack, owner)
 
@@ -285,17 +287,17 @@ class BlockFinder:
         return stack_of(name, "" if owning is None else owning.name)
 
     def _mask(self, call: ModuleCall, tokens: Tensor) -> Tensor | None:
-        for site in call.pending:
+        for site in call.unplaced_mixers:
             if not site.cross and site.valid_tokens.shape == tokens.shape[:2]:
                 return site.valid_tokens
-        return told_mask(self._calls.running, OWN_MASK, *tokens.shape[:2])
+        return find_token_mask(self._calls.running, OWN_MASK, *tokens.shape[:2])
 
 
 def _given_back(call: ModuleCall, candidate: BlockCandidate) -> Tensor | None:
     """What a call gave; one that returns nothing may have changed what it was given in place."""
     if call.output is None:
-        return None if torch.equal(candidate.before, candidate.given) else candidate.given
-    return first_tokens(call.output, axes=candidate.given.dim())
+        return None if torch.equal(candidate.input_copy, candidate.input) else candidate.input
+    return first_tokens(call.output, axes=candidate.input.dim())
 
 
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:

@@ -31,17 +31,17 @@ class BlockCall:
     stack: str
     owner: int
     """Which call of which module ran the blocks one after the other."""
-    before: Tensor
+    input_copy: Tensor
     """What it read, safe from changes in place."""
-    gave: Tensor
-    shown: Callable[[Tensor], Tensor]
+    output: Tensor
+    to_batch_first: Callable[[Tensor], Tensor]
     """From tokens as the model lays them out to (B, T, D)."""
     mask: Tensor | None
     mixers: list[MixerSite]
     forward_pass: int
     linked: bool
     """Whether it read what the block before it gave."""
-    apart: bool
+    separate_tower: bool
     """Whether it belongs to another tower than the block before it."""
 
 
@@ -53,7 +53,7 @@ class BlockStack:
     owner: int
     layers: int = 0
     last: BlockCall | None = None
-    gave: Tensor | None = None
+    output: Tensor | None = None
     """What the last of them gave, to be compared with what is read next."""
     snapshot: Tensor | None = None
     """The same, safe from changes in place."""
@@ -70,12 +70,12 @@ class BlockStack:
 
     def keep(self, gave: Tensor) -> None:
         """Remember what the last block, or what carries its stream on, gave."""
-        self.gave, self.snapshot, self.read = gave, snapshot(gave), False
+        self.output, self.snapshot, self.read = gave, snapshot(gave), False
         self.passed_on, self.passing = None, set()
 
     def carry(self, given: Tensor, gave: Tensor, kind: type) -> None:
         """An item without a mixer read this stream and gave something of its shape."""
-        if kind in self.carriers and same(self.gave, given):
+        if kind in self.carriers and same(self.output, given):
             self.keep(gave)
         else:
             self.passed_on = gave
@@ -83,7 +83,7 @@ class BlockStack:
 
     def follows(self, tokens: Tensor) -> bool:
         """Whether these tokens are what came out last."""
-        return same(self.gave, tokens) or same(self.passed_on, tokens)
+        return same(self.output, tokens) or same(self.passed_on, tokens)
 
 
 class BlockStacks:
@@ -124,7 +124,7 @@ class BlockStacks:
     def reads(self, tensors: list[Tensor]) -> None:
         """A module was called with these tensors."""
         for blocks in self._open.values():
-            if not blocks.read and any(same(blocks.gave, tensor) for tensor in tensors):
+            if not blocks.read and any(same(blocks.output, tensor) for tensor in tensors):
                 blocks.read = True
 
     def add(self, block: BlockCall) -> None:
@@ -133,14 +133,14 @@ class BlockStacks:
         if blocks.layers:
             blocks.linked += block.linked
             blocks.broken += not block.linked
-        self._state(blocks, blocks.last or block, block.shown(block.before), block)
+        self._state(blocks, blocks.last or block, block.to_batch_first(block.input_copy), block)
         for mixer in block.mixers:
             self._place(mixer, blocks)
         self._note_seen(block.stack, block.name, block.forward_pass)
         blocks.layers += 1
         blocks.carriers |= {block.kind} | (blocks.passing if block.linked else set())
-        blocks.keep(block.gave)
-        blocks.last = replace(block, mixers=[], before=block.gave)
+        blocks.keep(block.output)
+        blocks.last = replace(block, mixers=[], input_copy=block.output)
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
         """Mixers ran where no block was found: they make a layer of their own, without states."""
@@ -153,7 +153,7 @@ class BlockStacks:
         """The module that ran the blocks is done (or all are): hand on their last states."""
         for stack, blocks in list(self._open.items()):
             if owner is None or blocks.owner == owner:
-                blocks.read = blocks.read or any(same(blocks.gave, tensor) for tensor in given or ())
+                blocks.read = blocks.read or any(same(blocks.output, tensor) for tensor in given or ())
                 self._last_state(blocks)
                 del self._open[stack]
 
@@ -175,7 +175,7 @@ class BlockStacks:
 
     def _blocks_of(self, block: BlockCall) -> BlockStack:
         blocks = self._open.get(block.stack)
-        if blocks is not None and blocks.owner == block.owner and not block.apart:
+        if blocks is not None and blocks.owner == block.owner and not block.separate_tower:
             return blocks
         stack, seen = block.stack, self._seen.get(block.stack)
         if seen is not None and block.name not in seen[0]:  # a tower beside the first
@@ -199,7 +199,7 @@ class BlockStacks:
             return
         read = blocks.read or blocks.owner == BY_HAND
         if blocks.linked or (read and not blocks.broken):
-            self._state(blocks, blocks.last, blocks.last.shown(blocks.snapshot), blocks.last)
+            self._state(blocks, blocks.last, blocks.last.to_batch_first(blocks.snapshot), blocks.last)
             return
         note = (OUTSIDE if blocks.broken else UNREAD).format(stack=blocks.stack)
         if note not in self._notes:

@@ -1,16 +1,17 @@
-"""`capture`: a context in which a model's mixing operators and token states are seen as it runs.
+"""`capture`: records the mixing operators and token states of a model while it runs.
 
-What happens in a call of a module, in this order, and who writes what into its `ModuleCall`:
+A call of a module goes through these steps, each of which writes into its `ModuleCall`:
 
 1. `ModuleCalls` sees it begin: name, module, args, kwargs, serial; ``called_inside`` of the call around it.
-2. `capture._entered`: a new forward pass, if it is the outermost; ``guards``: the function mode is off in
-   PyTorch's own layers; `AdapterReader.entered`: ``adapter``; `BlockFinder.entered`: may it be a block?
-3. It runs. `AttentionMode` reports attention, of which `capture._add` makes a site: ``mixed_inside`` of all
-   calls under way; `BlockFinder.add`: ``pending``. It reports other mixing, too: ``others``.
-4. `ModuleCalls` sees it end: kwargs, output, raised; it closes ``guards``.
-5. `capture._left`: `BlockFinder.learned`; what it mixed with is added as in 3, if that is read off the call
-   itself (a site by hand, an adapter, PyTorch's own layer); an adapter that reads a call around it gets it in
-   ``inner``; `BlockFinder.left`: a block takes its ``pending``, `BlockStacks` hands sites and states on.
+2. `capture._entered`: a new forward pass, if it is the outermost call; ``exit_stack``: function mode
+   off in PyTorch's layers; `AdapterReader.entered`: ``adapter``; `BlockFinder.entered`: may it be a block?
+3. It runs. `AttentionMode` reports attention, and `capture._add` makes a site of it: ``mixed_inside`` of all
+   calls under way; `BlockFinder.add`: ``unplaced_mixers``. It also reports other mixing: ``other_mixing``.
+4. `ModuleCalls` sees it end: kwargs, output, raised; it closes ``exit_stack``.
+5. `capture._left`: `BlockFinder.arguments_known`; `Substitution.left`; `capture._read` adds a site as in 3 if
+   the call itself says what it mixed with (``sites=``, an adapter, PyTorch's own layer), or keeps the call in
+   ``inner`` of an outer call that an adapter reads; `BlockFinder.left`: a block takes its
+   ``unplaced_mixers``, and `BlockStacks` reports its sites and states.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,24 +25,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rankwise._internals.torch_private import original_of, without_torch_function
-from rankwise.errors import ShapeError
+from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import AdapterReader
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
-from rankwise.tracing.explicit_softmax import Mixed
+from rankwise.tracing.explicit_softmax import SoftmaxProduct
 from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
 from rankwise.tracing.mixing_calls import (
     WITHIN_TOKENS,
     MixingCall,
+    explicit_mixing,
     fused_arguments,
     fused_mixing,
     mixer_site,
     why_no_tokens,
-    written_mixing,
 )
 from rankwise.tracing.model_checks import (
     NO_STATES,
@@ -49,7 +50,6 @@ from rankwise.tracing.model_checks import (
     SHARD,
     check_capturable,
     check_sites,
-    check_unused,
     checked_operator,
     dropout_note,
     is_shard,
@@ -67,39 +67,39 @@ from rankwise.tracing.torch_layers import (
     why_not_known,
 )
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
-from rankwise.tracing.uncaptured import mixed_without_operator, mixer_like, uncaptured_modules, whose_tokens
+from rankwise.tracing.uncaptured import Sightings, mixer_like, uncaptured_modules, whose_tokens
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
-"""From a module, its arguments and its output to the operator it applied."""
+"""Function of a module, its arguments and its output that returns the operator of the call."""
 
 
 class _Added(NamedTuple):
-    """A call that mixed, and the site made of it."""
+    """A call that mixed tokens, and its site."""
 
     mixing: MixingCall
     site: MixerSite
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
-    r"""See every mixing operator and every token state of a model while it runs.
+    r"""Record every mixing operator and every token state of a model while it runs.
 
-    The computation is left alone: outputs are bit-identical with and without it, the attention backend is not
-    switched, and whatever was installed is removed however the block ends.
+    The computation is unchanged: outputs are bit-identical with and without a capture, and the attention
+    backend is not switched. However the block ends, all hooks are removed.
 
     Args:
         model: any `torch.nn.Module`.
-        on_mixer: called with each `MixerSite` as soon as its block has run; with it, the trace keeps none.
-        on_state: called with each `StateSite`; with it, the trace keeps none.
-        sites: operators named by hand: module name → function of (module, args, kwargs, output) that returns
-            a `MixingOperator` of shape (B, H, T, S).
+        on_mixer: called with each `MixerSite` as soon as its block has run; the trace then keeps no mixers.
+        on_state: called with each `StateSite`; the trace then keeps no states.
+        sites: functions by module name that return the operator of a call, of shape (B, H, T, S), from
+            (module, args, kwargs, output).
         blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
-        values: keep also what each operator was applied to and what the model got from it.
+        values: keep also what each operator was applied to, and its output.
         intervention: replaces outputs of heads and blocks; with it the computation is that of another
             model. PyTorch's own layers leave their inference fast path.
 
     Raises:
-        CaptureError: when the block ends and the model was not called, or no mixer was seen in it; on
-            entry, if the model is compiled or scripted, or its layers are split over processes.
+        CaptureError: on entry, if the model is compiled or scripted, or its layers are split over processes;
+            on exit, if the model was not called or no mixer was found.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -136,31 +136,33 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._block_pattern = blocks
         self._stack = ExitStack()
         self._entered_once = False
-        self._captured: set[str] = set()
-        self._left_out: dict[str, str] = {}
-        self._others: dict[str, str] = {}
+        self._sightings = Sightings()
         self._outermost: set[str] = set()
         self._mixers = self._states = 0
 
     def __enter__(self) -> Trace:
-        """Start to watch the model."""
-        check_unused(self._entered_once)
+        """Start to record."""
+        if self._entered_once:
+            raise CaptureError(
+                "`capture`", expected="one `with` block for each", got="a capture that was started before",
+                fix="Make a new one: `with rw.capture(model) as trace: ...`; captures may be nested.",
+            )  # fmt: skip
         self._entered_once = True
         self._trace.notes.extend(training_notes(self._model))
         self._mode = AttentionMode(
             self._fused,
             self._functional,
-            self._mixed,
+            self._explicit,
             self._mixed_otherwise,
             by_heads=None if self._intervention is None else self._functional_by_heads,
         )
-        quiet = names_in_torch_layers(self._model)
-        self._calls = ModuleCalls(self._model, quiet, on_enter=self._entered, on_leave=self._left)
+        hookless = names_in_torch_layers(self._model)
+        self._calls = ModuleCalls(self._model, hookless, on_enter=self._entered, on_leave=self._left)
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
         modules = self._model.named_modules()
         adapters = {name: found for name, module in modules if (found := adapter_of(module)) is not None}
-        self._reader = AdapterReader(adapters, self._calls, self._values)
+        self._reader = AdapterReader(adapters, self._calls, self._sightings, self._values)
         self._mixer_like = mixer_like(self._model) | set(adapters)
         self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
         self._blocks = BlockFinder(
@@ -177,29 +179,24 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remove everything; say what was not seen."""
+        """Remove the hooks and list what was not captured."""
         self._stack.close()
         self._mode.weights.clear()
         if kind is None:
             self._blocks.finish()
             if self._mixers and not self._states:
                 self._note(NO_STATES)
-        for name, reason in self._reader.left_out:
-            self._left_out.setdefault(name, reason)
-            if name in self._captured:
+        for name, reason in self._sightings.not_exact:
+            if name in self._sightings.captured:
                 self._note(f"other calls of a mixer that was captured were left out: {reason}")
+        candidates = self._mixer_like | set(self._sites)
         self._trace.uncaptured = uncaptured_modules(
-            self._model,
-            self._mixer_like | set(self._sites),
-            self._captured,
-            self._calls.called,
-            self._left_out,
-            self._others,
+            self._model, candidates, self._calls.called, self._sightings
         )
-        if self._calls.elsewhere:
+        if self._calls.in_other_thread:
             self._note(OTHER_THREAD)
         if kind is None and not self._mixers:
-            raise nothing_found(self._model, self._trace, self._calls, ran=bool(self._captured))
+            raise nothing_found(self._model, self._trace, self._calls, ran=bool(self._sightings.captured))
 
     # --- what the hooks and the mode report ---------------------------------------------------------------
 
@@ -207,7 +204,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if len(self._calls.running) == 1:
             self._begin(call)
         torch_layer = is_torch_layer(call.module) or is_torch_encoder(call.module)
-        call.guards.enter_context(self._mode.switched(on=self._substitution.on or not torch_layer))
+        call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not torch_layer))
         if not self._named_by_hand():
             self._reader.entered(call)
             self._substitution.entered(call)
@@ -223,22 +220,22 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._outermost.add(call.name)
 
     def _left(self, call: ModuleCall) -> None:
-        self._blocks.learned(call)
+        self._blocks.arguments_known(call)
         if not call.raised and not self._named_by_hand():
             self._substitution.left(call)
         if not call.raised:
             self._read(call)
-            self._others |= mixed_without_operator(call, self._captured, self._blocks.may_be(call.name))
-        # Last: a mixer that is itself a block must be known by now.
+            self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
+        # last, because a mixer that is itself a block must be known by now
         self._blocks.left(call)
 
     def _read(self, call: ModuleCall) -> None:
         if call.name in self._sites:
-            with self._apart(None):
+            with self._outside_model(None):
                 made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
             self._add(checked_operator(made, call.name), kind=made.kind)
         elif self._reader.inside:
-            with self._apart(None):
+            with self._outside_model(None):
                 mixing = self._reader.left(call)
             if mixing is not None:
                 self._add(mixing, kind=mixing.operator.kind, call_id=call.call_id)
@@ -250,10 +247,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                     calls = self._up_to_torch_layer()
                     self._try(partial(layer_mixing, *given), *call.tensors[:1], calls=calls)
             else:
-                self._left_out.setdefault(call.name, reason)
+                self._sightings.leave_out(call.name, reason)
 
     def _up_to_torch_layer(self) -> list[ModuleCall]:
-        """Calls under way, up to the outermost of PyTorch's own layers: the mixer, fast path or not."""
+        """Return the calls under way up to the outermost of PyTorch's own layers, which is the mixer."""
         running = self._calls.running
         own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
         return running[: own + 1]
@@ -263,23 +260,23 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return running[-2] if len(running) > 1 else None
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        if not self._calls.running or self._read_otherwise():
+        if not self._calls.running or self._mode_ignores():
             return None
         given = fused_arguments(args, kwargs)
         if given.get("dropout_p", 0.0) > 0:
             self._note(dropout_note("fused attention"))
         read = partial(fused_mixing, given, output, self._calls.running[-1])
-        return self._changed(self._try(read, output, given["query"]), output)
+        return self._replace(self._try(read, output, given["query"]), output)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._calls.running and not self._read_otherwise():
+        if self._calls.running and not self._mode_ignores():
             with torch.no_grad():
                 call = self._calls.running[-1]
                 self._try(partial(functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The functional form with changed heads."""
-        if not self._calls.running or self._read_otherwise():
+        """Run `multi_head_attention_forward` with heads replaced."""
+        if not self._calls.running or self._mode_ignores():
             return functional.multi_head_attention_forward(*args, **kwargs)
         calls = self._up_to_torch_layer()
         outer = calls[-2] if len(calls) > 1 and is_torch_layer(calls[-1].module) else calls[-1]
@@ -287,45 +284,45 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             read = partial(functional_mixing, args, kwargs, outer)
             added = self._try(read, *calls[-1].tensors[:1], calls=calls)
         with without_torch_function():
-            return attention_by_heads(args, kwargs, lambda heads: self._changed_heads(added, heads))
+            return attention_by_heads(args, kwargs, lambda heads: self._replace_heads(added, heads))
 
-    def _mixed(self, mixed: Mixed, output: Tensor) -> Tensor | None:
-        if not self._calls.running or self._read_otherwise():
+    def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
+        if not self._calls.running or self._mode_ignores():
             return None
-        reason = why_no_tokens(mixed, self._calls.running)
+        call = self._calls.running[-1]
+        reason = why_no_tokens(product, self._calls.running)
         if reason is None:
-            read = partial(written_mixing, mixed, self._calls.running[-1])
-            return self._changed(self._try(read, mixed.matrix), output)
+            return self._replace(self._try(partial(explicit_mixing, product, call), product.matrix), output)
         if reason not in WITHIN_TOKENS:
-            self._left_out.setdefault(self._calls.running[-1].name, reason)
+            self._sightings.leave_out(call.name, reason)
         return None
 
-    def _changed(self, added: "_Added | None", output: Tensor) -> Tensor | None:
-        """What the model is to go on with in the place of what a mixer gave."""
-        if added is None or added.mixing.axes is None or not self._substitution.on:
+    def _replace(self, added: _Added | None, output: Tensor) -> Tensor | None:
+        """Return what the intervention puts in place of the output of a mixer; None keeps the output."""
+        axes = None if added is None else added.mixing.axes
+        if axes is None or not self._substitution.on:
             return None
-        changed = self._changed_heads(added, added.mixing.axes.turned(output))
-        return None if changed is None else added.mixing.axes.back(changed)
+        heads = self._replace_heads(added, axes.to_heads(output))
+        return None if heads is None else axes.from_heads(heads)
 
-    def _changed_heads(self, added: "_Added | None", heads: Tensor) -> Tensor | None:
+    def _replace_heads(self, added: _Added | None, heads: Tensor) -> Tensor | None:
         if added is None:
             return None
-        site = added.site
-        return self._substitution.heads(HeadOutputs(site.call_id, heads, site.valid_tokens))
+        return self._substitution.heads(HeadOutputs(added.site.call_id, heads, added.site.valid_tokens))
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
-        if self._calls.running and not self._read_otherwise():
+        if self._calls.running and not self._mode_ignores():
             reader = whose_tokens(self._calls.running, what, lengths)
             if reader is not None:
-                reader.others.setdefault(self._calls.running[-1].name, what)
+                reader.other_mixing.setdefault(self._calls.running[-1].name, what)
 
     # --- from a call to a site ----------------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
         return any(call.name in self._sites for call in self._calls.running)
 
-    def _read_otherwise(self) -> bool:
-        """Whether what is running is no business of the function mode."""
+    def _mode_ignores(self) -> bool:
+        """Return True inside calls that are read as a whole: the function mode must ignore their parts."""
         return self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:
@@ -337,21 +334,21 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         read: Callable[[], MixingCall | None],
         *tensors: Tensor,
         calls: Sequence[ModuleCall] | None = None,
-    ) -> "_Added | None":
-        """Add what a call mixed with; a call that cannot be read must not stop the model."""
+    ) -> _Added | None:
+        """Add the operator of a call; a call that cannot be read must not stop the model."""
         name = (calls or self._calls.running)[-1].name
         if any(is_shard(tensor) for tensor in tensors):
-            self._left_out.setdefault(name, SHARD)
+            self._sightings.leave_out(name, SHARD)
             return None
         if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
-            self._left_out.setdefault(name, "it was called with no tokens or no sequences")
+            self._sightings.leave_out(name, "it was called with no tokens or no sequences")
             return None
         try:
             mixing = read()
         except torch.OutOfMemoryError:
             raise
         except (ShapeError, RuntimeError) as error:
-            self._left_out.setdefault(name, f"attention was seen inside it in a way we cannot read: {error}")
+            self._sightings.leave_out(name, f"attention was seen inside it in a way we cannot read: {error}")
         else:
             return None if mixing is None else self._add(mixing, calls=calls)
         return None
@@ -362,30 +359,30 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         kind: str = "softmax",
         calls: Sequence[ModuleCall] | None = None,
         call_id: CallId | None = None,
-    ) -> "_Added":
+    ) -> _Added:
         around = calls or self._calls.running
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
         site = mixer_site(mixing, around, kind, self._stacks.forward_pass, self._values, number)
         for call in self._calls.running:
             call.mixed_inside = True
-        self._captured.add(site.name)
+        self._sightings.captured.add(site.name)
         self._blocks.add(site)
         return _Added(mixing, site)
 
     def _emit_mixer(self, site: MixerSite) -> None:
         self._mixers += 1
-        with self._apart(site.operator.device):
+        with self._outside_model(site.operator.device):
             self._on_mixer(site)
 
     def _emit_state(self, state: StateSite) -> None:
         self._states += 1
-        with self._apart(state.tokens.device):
+        with self._outside_model(state.tokens.device):
             self._on_state(state)
 
-    def _apart(self, device: torch.device | None) -> ExitStack:
-        """Keep measures out of the model's run: no mode, no hook, no gradient; on a device, no autocast."""
+    def _outside_model(self, device: torch.device | None) -> ExitStack:
+        """Run without mode, hooks and gradients, as outside of the model; with a device, without autocast."""
         stack = ExitStack()
-        stack.enter_context(self._calls.still())
+        stack.enter_context(self._calls.paused())
         stack.enter_context(without_torch_function())
         stack.enter_context(torch.no_grad())
         if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):

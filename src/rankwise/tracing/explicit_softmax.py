@@ -84,7 +84,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class SoftmaxProduct:
     """A product of attention weights with values."""
 
     matrix: Tensor
@@ -116,10 +116,12 @@ class SoftmaxFollower:
         self._compared: Any = WeakIdKeyDictionary()
         self._masks = Masks()
 
-    def saw(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Mixed | None:
+    def observe(
+        self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> SoftmaxProduct | None:
         """Take note of one call; the mixing it completes, if it does."""
         if func is Tensor.__setitem__:
-            self._written_into(*args[:3])
+            self._assigned(*args[:3])
         if not isinstance(out, Tensor):
             return None
         if func in SOFTMAX or func in LOG_SOFTMAX:
@@ -140,12 +142,12 @@ class SoftmaxFollower:
             mixed = None
         self._note_comparison(func, tensors, args, out)
         if out in self._compared:
-            self._masks.saw(func, args, kwargs, out, self._compared)
+            self._masks.observe(func, args, kwargs, out, self._compared)
         if mixed is None and self._weights:
             self._follow(func, args, kwargs, out)
         return mixed
 
-    def goes_on(self, out: Tensor, changed: Tensor) -> None:
+    def replace_product(self, out: Tensor, changed: Tensor) -> None:
         """The model goes on with another tensor in the place of one that it got."""
         if out in self._compared:
             self._compared[changed] = True
@@ -201,14 +203,14 @@ class SoftmaxFollower:
             down = weights.sums_down and not _turns(func, args, kwargs, source)
             self._weights[out] = Weights(None, allowed, weights.compared, intact=False, sums_down=down)
 
-    def _written_into(self, tensor: Tensor, where: object, value: object) -> None:
+    def _assigned(self, tensor: Tensor, where: object, value: object) -> None:
         weights = self._known(tensor)
         if weights is not None:
             self._weights[tensor] = replace(weights, probabilities=None, intact=False)
         elif tensor in self._compared:
-            self._masks.written_into(tensor, where, value)
+            self._masks.assigned(tensor, where, value)
 
-    def _product(self, tensors: list[Tensor], out: Tensor) -> Mixed | None:
+    def _product(self, tensors: list[Tensor], out: Tensor) -> SoftmaxProduct | None:
         if len(tensors) != 2:
             return None
         first, second = tensors
@@ -227,7 +229,7 @@ class SoftmaxFollower:
         turned = (*straight[:-2], straight[-1], straight[-2])
         return replace(self._mixed(changed, second.mT, first, first.mT, out.mT), axes=turned)
 
-    def _einsum(self, args: tuple[Any, ...], out: Tensor) -> Mixed | None:
+    def _einsum(self, args: tuple[Any, ...], out: Tensor) -> SoftmaxProduct | None:
         read = read_einsum(args) if self._weights else None
         if read is None:
             return None
@@ -246,9 +248,11 @@ class SoftmaxFollower:
             return replace(self._mixed(weights, operand, other, values, output), axes=axes)
         return None
 
-    def _mixed(self, weights: Weights, operand: Tensor, given: Tensor, values: Tensor, out: Tensor) -> Mixed:
+    def _mixed(
+        self, weights: Weights, operand: Tensor, given: Tensor, values: Tensor, out: Tensor
+    ) -> SoftmaxProduct:
         finest = _or(weights.probabilities, operand) if weights.intact else operand
-        return Mixed(
+        return SoftmaxProduct(
             finest if finest.shape == operand.shape else finest.reshape(operand.shape),
             values,
             out,

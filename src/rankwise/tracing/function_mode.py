@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rankwise._internals.torch_private import pop_mode, push_mode, without_torch_function
-from rankwise.tracing.explicit_softmax import Mixed, SoftmaxFollower
+from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
 from rankwise.tracing.uncaptured import FUNCTIONS, mixed_lengths
 
 FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
-MixedListener = Callable[[Mixed, Tensor], Tensor | None]
+ProductListener = Callable[[SoftmaxProduct, Tensor], Tensor | None]
 ByHeads = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 OtherListener = Callable[[str, set[int]], None]
 
@@ -38,7 +38,7 @@ class AttentionMode(TorchFunctionMode):
         self,
         on_fused: FusedListener,
         on_functional: FusedListener,
-        on_mixed: MixedListener,
+        on_mixed: ProductListener,
         on_other: OtherListener,
         by_heads: ByHeads | None = None,
     ) -> None:
@@ -73,11 +73,11 @@ class AttentionMode(TorchFunctionMode):
             if listener is not None:
                 changed = listener(args, kwargs, out)
                 return out if changed is None else changed
-            mixed = self.weights.saw(func, args, kwargs, out)
+            mixed = self.weights.observe(func, args, kwargs, out)
             if mixed is not None:
                 changed = self._on_mixed(mixed, out)
                 if changed is not None:
-                    self.weights.goes_on(out, changed)
+                    self.weights.replace_product(out, changed)
                     return changed
             elif func in FUNCTIONS:
                 self._on_other(*mixed_lengths(func, args, kwargs, out))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankwise.tracing.adapters.base import Adapter
 from rankwise.tracing.head_id import CallCounter, CallId
-from rankwise.tracing.mixing_calls import OWN_MASK, told_mask
+from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 
 
@@ -93,7 +93,7 @@ class Substitution:
             return
         if call.name in self._intervention.blocks:
             read = _stream(call)
-            call.read = None if read is None else read.clone()
+            call.input_copy = None if read is None else read.clone()
         self._joined_heads(call)
 
     def left(self, call: ModuleCall) -> None:
@@ -111,7 +111,7 @@ class Substitution:
 
     def _block(self, call: ModuleCall) -> None:
         assert self._intervention is not None
-        read = _stream(call) if call.read is None else call.read
+        read = _stream(call) if call.input_copy is None else call.input_copy
         gave = None if read is None else first_tokens(call.output, axes=read.dim())
         if read is None or gave is None or gave.shape != read.shape:
             return
@@ -137,7 +137,7 @@ class Substitution:
         if mixer.call_id is None:
             mixer.call_id = self._counter.count(mixer.name)
         batch, tokens, width = joined.shape
-        real = told_mask(self._calls.running, OWN_MASK, batch, tokens)
+        real = find_token_mask(self._calls.running, OWN_MASK, batch, tokens)
         real = joined.new_ones(batch, tokens).bool() if real is None else real.to(joined.device)
         values = joined.unflatten(-1, (heads or width, -1)).transpose(1, 2)
         changed = self._intervention.on_heads(HeadOutputs(mixer.call_id, values, real))

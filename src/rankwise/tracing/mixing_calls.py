@@ -20,7 +20,7 @@ from rankwise.tracing.axes import (
     sequences_behind,
     unpacked_groups,
 )
-from rankwise.tracing.explicit_softmax import Mixed
+from rankwise.tracing.explicit_softmax import SoftmaxProduct
 from rankwise.tracing.head_id import CallId
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names, same, snapshot
 from rankwise.tracing.trace import MixerSite
@@ -100,7 +100,7 @@ def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> Mix
     return MixingCall(operator, layout(value), layout(output.detach()), axes=axes)
 
 
-def written_mixing(mixed: Mixed, call: ModuleCall) -> MixingCall:
+def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     """What a softmax written by hand applied."""
     layout = layout_of(mixed.matrix.shape, call)
     matrix, allowed = mixed.matrix.detach(), None
@@ -114,7 +114,7 @@ def written_mixing(mixed: Mixed, call: ModuleCall) -> MixingCall:
     return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output, axes=axes)
 
 
-def why_no_tokens(mixed: Mixed, calls: Sequence[ModuleCall]) -> str | None:
+def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
     """Why a softmax that met values mixes no tokens, or None where it does.
 
     Routers, linear attention, channel attention and code books have a softmax before a product, too. A mixer
@@ -152,7 +152,7 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
     return each_token and any(tensor.shape[:-1] == (*leading, columns) for tensor in given)
 
 
-def _are_channels(mixed: Mixed, calls: Sequence[ModuleCall]) -> bool:
+def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     """Whether columns times heads make up a width, and what a token would be as wide as does not.
 
     A matrix with a row for each token that the module was given is no evidence, however wide a token is.
@@ -272,22 +272,22 @@ def valid_positions(
     given a second stream of tokens that its keys may come from.
     """
     batch, _, tokens, sources = operator.shape
-    columns = told_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
+    columns = find_token_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
     told = columns is not None
     if not told and operator.may_hide_columns:
         columns = operator.support().any(-2).any(-2)
     if cross:
-        rows = told_mask(calls, OWN_MASK, batch, tokens, past_none=True)
+        rows = find_token_mask(calls, OWN_MASK, batch, tokens, past_none=True)
     elif tokens == sources and (told or not _has_second_stream(calls[-1])):
         rows = columns
     elif tokens == sources:  # keys may come from the second stream: rows stay until someone tells
         rows = None
     else:  # with a cache, rows are the last of the tokens that the mask speaks of
-        rows = told_mask(calls, OWN_MASK, batch, at_least=tokens)
+        rows = find_token_mask(calls, OWN_MASK, batch, at_least=tokens)
     return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
 
 
-def told_mask(
+def find_token_mask(
     calls: Sequence[ModuleCall],
     name: str,
     batch: int,

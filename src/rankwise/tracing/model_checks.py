@@ -67,24 +67,6 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if is_compiled(module)]
 
 
-def check_unused(entered: bool) -> None:
-    """Refuse to start one capture twice.
-
-    Args:
-        entered: whether it was started before.
-
-    Raises:
-        CaptureError: if it was.
-    """
-    if entered:
-        raise CaptureError(
-            "`capture`",
-            expected="one `with` block for each",
-            got="a capture that was started before",
-            fix="Make a new one: `with rw.capture(model) as trace: ...`; captures may be nested.",
-        )
-
-
 def checked_operator(given: object, site: str) -> MixingCall:
     """What a function given in ``sites`` returned, if it is an operator of shape (B, H, T, S).
 
@@ -123,7 +105,7 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
             got="mixers only in calls that raised",
             fix="Let the error out of the model, or mend what raised it.",
         )
-    if not calls.called and calls.elsewhere:
+    if not calls.called and calls.in_other_thread:
         return CaptureError(
             "`capture`",
             expected="the model to run in the thread that entered the block",

@@ -41,18 +41,18 @@ class ModuleCall:
     """Whether it ended with an error."""
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     """The error that was being handled when it was called, if there was one."""
-    guards: ExitStack = field(default_factory=ExitStack)
-    pending: list[Any] = field(default_factory=list)
+    exit_stack: ExitStack = field(default_factory=ExitStack)
+    unplaced_mixers: list[Any] = field(default_factory=list)
     """Mixers captured inside it that belong to no block yet."""
     called_inside: bool = False
     """Whether a module inside it was called."""
     mixed_inside: bool = False
     """Whether a mixer inside it was captured."""
-    others: dict[str, str] = field(default_factory=dict)
+    other_mixing: dict[str, str] = field(default_factory=dict)
     """Names of modules inside it, or its own, that mixed its tokens without attention, with what they did."""
     adapter: Any = None
     """What reads its operator when it ends, if anything does."""
-    read: Tensor | None = None
+    input_copy: Tensor | None = None
     """What a block that is to be changed read, safe from changes in place."""
     call_id: CallId | None = None
     """Number of its mixer, if its heads were seen before it ended."""
@@ -121,7 +121,7 @@ class ModuleCalls:
 
     Args:
         model: the model to follow.
-        quiet: names of the modules that must carry no hook.
+        hookless: names of the modules that must carry no hook.
         on_enter: called with each call when it begins.
         on_leave: called with each call when it has ended, with its output, or with ``raised``.
     """
@@ -129,7 +129,7 @@ class ModuleCalls:
     def __init__(
         self,
         model: nn.Module,
-        quiet: frozenset[str] = frozenset(),
+        hookless: frozenset[str] = frozenset(),
         *,
         on_enter: Listener | None = None,
         on_leave: Listener | None = None,
@@ -138,13 +138,13 @@ class ModuleCalls:
         self.called: set[str] = set()
         self._on_enter, self._on_leave = on_enter, on_leave
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._quiet = {id(module) for name, module in model.named_modules() if name in quiet}
+        self._hookless = {id(module) for name, module in model.named_modules() if name in hookless}
         self._model = model
         self._thread = threading.get_ident()
-        self.elsewhere = False
+        self.in_other_thread = False
         """Whether the model was called in another thread, where our function mode is not active."""
         self._serial = count()
-        self._still = False
+        self._paused = False
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -152,17 +152,17 @@ class ModuleCalls:
         handles = []
         try:
             for module in self._model.modules():
-                if id(module) not in self._quiet:
+                if id(module) not in self._hookless:
                     handles.append(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                     handles.append(
                         module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True)
                     )
-            if self._quiet:
+            if self._hookless:
                 register = nn.modules.module
-                handles.append(register.register_module_forward_pre_hook(self._enter_quiet))
+                handles.append(register.register_module_forward_pre_hook(self._enter_hookless))
                 handles.append(
                     register.register_module_forward_hook(
-                        self._leave_quiet, with_kwargs=True, always_call=True
+                        self._leave_hookless, with_kwargs=True, always_call=True
                     )
                 )
             yield
@@ -173,18 +173,20 @@ class ModuleCalls:
             self._drop_above(0)
 
     @contextmanager
-    def still(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Calls until the block ends are none of the model's own: take no note of them."""
-        before, self._still = self._still, True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._still = before
+            self._paused = before
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments
     ) -> tuple[tuple[Any, ...], Arguments] | None:
-        if in_backward() or self._in_other_thread() or self._still:  # a checkpointed block runs a second time
+        if (
+            in_backward() or self._in_other_thread() or self._paused
+        ):  # a checkpointed block runs a second time
             return None
         if module is self._model:  # whatever is still here was left behind by a call that never ended
             self._drop_above(0)
@@ -201,7 +203,7 @@ class ModuleCalls:
         if (
             in_backward()
             or self._in_other_thread()
-            or self._still
+            or self._paused
             or not any(call.module is module for call in self.running)
         ):
             return None
@@ -209,7 +211,7 @@ class ModuleCalls:
         while self.running[-1].module is not module:
             self._drop_above(len(self.running) - 1)
         call = self.running[-1]
-        call.guards.close()
+        call.exit_stack.close()
         call.kwargs, call.output = kwargs, output
         # PyTorch gives None for the output of a call that raised, and so do some modules themselves.
         call.raised = output is None and sys.exc_info()[1] is not call.handled
@@ -222,19 +224,19 @@ class ModuleCalls:
 
     def _in_other_thread(self) -> bool:
         other = threading.get_ident() != self._thread
-        self.elsewhere = self.elsewhere or other
+        self.in_other_thread = self.in_other_thread or other
         return other
 
     def _drop_above(self, height: int) -> None:
         while len(self.running) > height:
-            self.running.pop().guards.close()
+            self.running.pop().exit_stack.close()
 
-    def _enter_quiet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if id(module) in self._quiet:
+    def _enter_hookless(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if id(module) in self._hookless:
             self._enter(module, args, {})
 
-    def _leave_quiet(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        if id(module) not in self._quiet:
+    def _leave_hookless(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        if id(module) not in self._hookless:
             return None
         *kwargs, output = rest  # PyTorch leaves the keyword arguments out where the module raised
         return self._leave(module, args, kwargs[0] if kwargs else {}, output)

@@ -74,7 +74,7 @@ class Masks:
     def __init__(self) -> None:
         self._hidden: Any = WeakIdKeyDictionary()
 
-    def saw(
+    def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
     ) -> None:
         """Take note of a call that gave scores; ``compared`` knows the scores among its arguments."""
@@ -91,7 +91,7 @@ class Masks:
         if parts:
             self._hidden[out] = tuple(dict.fromkeys(parts))
 
-    def written_into(self, scores: Tensor, where: object, value: object) -> None:
+    def assigned(self, scores: Tensor, where: object, value: object) -> None:
         """Take note of ``scores[where] = value``."""
         if isinstance(where, Tensor) and where.dtype == torch.bool and _low(value):
             added = Entries(scores.shape, _beside(where, scores))

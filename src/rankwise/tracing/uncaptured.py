@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -134,45 +135,65 @@ def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> M
     return None
 
 
-def mixed_without_operator(call: ModuleCall, captured: set[str], is_block: bool) -> dict[str, str]:
-    """The modules in a call that has ended that mixed its tokens without attention, with what they did.
+@dataclass
+class Sightings:
+    """What was seen of the modules of a model while it ran, by their names."""
 
-    They count where the call gives back a vector for each token that it read. A module in which a mixer was
-    captured does not: what else it does, such as a short convolution before a scan, belongs to that mixer.
-    Of a block, which may hold several mixers, what it calls beside the captured one counts.
-    """
-    if not call.others or (call.mixed_inside and not is_block) or EMBEDS.search(type(call.module).__name__):
-        return {}
-    given, gave = call.tokens, first_tokens(call.output)
-    if given is None or gave is None or gave.is_nested or given.shape[:2] != gave.shape[:2]:
-        return {}
-    return {
-        inner if call.mixed_inside else call.name: what
-        for inner, what in call.others.items()
-        if not (call.mixed_inside and any(_related(inner, site) for site in captured))
-    }
+    captured: set[str] = field(default_factory=set)
+    """Modules in which a mixer was captured."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Modules in which a mixer was seen but not captured, with the first reason."""
+    not_exact: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Modules with a call whose operator no adapter could read, with every reason."""
+    other_mixing: dict[str, str] = field(default_factory=dict)
+    """Modules that mixed tokens without attention, with what they did."""
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note why a mixer was not captured."""
+        self.left_out.setdefault(name, reason)
+
+    def note_other_mixing(self, call: ModuleCall, is_block: bool) -> None:
+        """Note the modules of a finished call that mixed tokens without attention.
+
+        They count if the call returns a vector for each token that it read. A module with a captured mixer
+        does not count: other mixing, such as a short convolution before a scan, belongs to that mixer. In a
+        block, which may hold several mixers, modules next to the captured one count.
+        """
+        if not call.other_mixing or (call.mixed_inside and not is_block):
+            return
+        tokens, output = call.tokens, first_tokens(call.output)
+        if EMBEDS.search(type(call.module).__name__) or tokens is None or output is None:
+            return
+        if output.is_nested or tokens.shape[:2] != output.shape[:2]:
+            return
+        for inner, what in call.other_mixing.items():
+            if not call.mixed_inside:
+                self.other_mixing[call.name] = what
+            elif not any(_related(inner, site) for site in self.captured):
+                self.other_mixing[inner] = what
+
+    def reasons(self) -> dict[str, str]:
+        """Return the first reason why a mixer of each module was not captured."""
+        known = dict(self.left_out)
+        for name, reason in self.not_exact:
+            known.setdefault(name, reason)
+        return known
 
 
 def uncaptured_modules(
-    model: nn.Module,
-    candidates: set[str],
-    captured: set[str],
-    called: set[str],
-    known: Mapping[str, str],
-    others: Mapping[str, str],
+    model: nn.Module, candidates: set[str], called: set[str], sightings: Sightings
 ) -> list[UncapturedModule]:
-    """The mixer-like modules in and around which nothing was captured, outermost only.
+    """Return the outermost modules that look like mixers, with no captured mixer in or around them.
 
     Args:
         model: the model.
-        candidates: names of the modules that look like mixers, or were named by hand.
-        captured: names of the modules in which a mixer was captured.
+        candidates: names of modules that look like mixers, or were named by the user.
         called: names of the modules that were called.
-        known: names of modules in which something was seen and left out, with the reason.
-        others: names of modules that mixed tokens without attention, with what they did.
+        sightings: what was seen of them.
     """
+    known, others = sightings.reasons(), sightings.other_mixing
     candidates = candidates | set(known) | set(others)
-    seen = {name for name in candidates if any(_related(name, site) for site in captured)}
+    seen = {name for name in candidates if any(_related(name, site) for site in sightings.captured)}
     missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
     outermost: list[str] = []
     for name in missing:

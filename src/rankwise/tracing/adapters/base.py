@@ -13,7 +13,7 @@ from rankwise.errors import RankwiseError
 from rankwise.operators import MixingOperator
 from rankwise.tracing.mixing_calls import CACHE_ARGUMENTS, MixingCall
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
-from rankwise.tracing.uncaptured import why_no_operator
+from rankwise.tracing.uncaptured import Sightings, why_no_operator
 
 FUSED = (
     "a fused kernel ran in place of its own inside, so that what it mixed with was not seen; call "
@@ -197,13 +197,15 @@ class AdapterReader:
     Args:
         adapters: adapter of each module that an adapter reads, by the name of the module.
         calls: calls under way.
+        sightings: told why operators are not exact.
         values: ask for what operators are applied to.
     """
 
-    def __init__(self, adapters: Mapping[str, Adapter], calls: ModuleCalls, values: bool) -> None:
-        self._adapters, self._calls, self._values = adapters, calls, values
-        self.left_out: dict[tuple[str, str], None] = {}
-        """Names of modules with a call whose operator was not exact, with the reason."""
+    def __init__(
+        self, adapters: Mapping[str, Adapter], calls: ModuleCalls, sightings: Sightings, values: bool
+    ) -> None:
+        self._adapters, self._calls, self._sightings = adapters, calls, sightings
+        self._values = values
 
     @property
     def inside(self) -> bool:
@@ -245,7 +247,7 @@ class AdapterReader:
         return None
 
     def _leave_out(self, call: ModuleCall, reason: str) -> None:
-        self.left_out[call.name, reason] = None
+        self._sightings.not_exact[call.name, reason] = None
 
     def _keep(self, call: ModuleCall) -> None:
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
