@@ -149,7 +149,7 @@ def test_where_the_residual_is_added_outside_states_are_what_the_sublayers_read(
         assert not any(torch.equal(state.tokens, gave[other][0]) for other in names)
     assert [site.layer for site in trace.mixers] == [0, 1, 2]
     (note,) = trace.notes
-    assert "the residual is added outside of them" in note
+    assert "the residual is added outside" in note
     assert "the last state is missing" in note
 
 
@@ -157,7 +157,7 @@ def test_a_lone_sublayer_gives_no_state_that_nobody_read():
     trace = captured(ResidualOutside(1), hidden())
     assert [state.layer for state in trace.states] == [0]
     (note,) = trace.notes
-    assert "nothing read what its only block gives" in note
+    assert "nothing read the output of its only block" in note
 
 
 def test_items_without_a_mixer_carry_the_stream_on():

@@ -1,4 +1,4 @@
-"""Which axes hold sequences, heads, tokens and channels: in attention calls, token states and einsums."""
+"""Axes of sequences, heads, tokens and channels in attention calls and token states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from rankwise.tracing.module_calls import ModuleCall, first_tokens
 from rankwise.tracing.trace import MixerSite
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
-"""What modules call their number of heads."""
+"""Attributes with which modules count their heads."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one attention call lays out sequences and heads on its leading axes.
+    """Sequences and heads on the leading axes of an attention call.
 
     Args:
-        axes: how many leading axes there are.
-        batch: how many sequences (or windows) they hold; the rest are heads.
-        split: with three leading axes or more, how many of them are the batch.
+        axes: number of leading axes.
+        batch: number of sequences (or windows) that they hold; the rest are heads.
+        split: with three leading axes or more, number of axes that are the batch.
     """
 
     axes: int
@@ -30,7 +30,7 @@ class Layout:
     split: int = 1
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """(…, T, ·) → (B, H, T, ·); a tensor with fewer heads keeps its own number of them."""
+        """Turn (…, T, ·) into (B, H, T, ·); a tensor with fewer heads keeps their number."""
         if self.axes == 0:
             return tensor[None, None]
         if self.axes == 1:
@@ -42,18 +42,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class HeadAxes:
-    """Where the heads lie in what a mixer gave: how to turn it to (B, H, T, V), and back."""
+    """Functions from the output of a mixer to heads (B, H, T, V), and back."""
 
     to_heads: Callable[[Tensor], Tensor]
     from_heads: Callable[[Tensor], Tensor]
 
 
 def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
-    """Of an output whose axes come in another order than (…, T, V).
+    """Return the place of the heads in an output with axes in another order than (…, T, V).
 
     Args:
-        axes: where (…, T, V) are found in it.
-        layout: of its leading axes, once they are in order.
+        axes: positions of (…, T, V) in the output.
+        layout: layout of its leading axes in this order.
     """
     home = sorted(range(len(axes)), key=lambda at: axes[at])
     shape: list[int] = []
@@ -67,11 +67,11 @@ def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
 
 
 def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
-    """The layout of an attention call from the shape of its queries (or weights), (…, T, ·).
+    """Return the layout of an attention call from the shape of its queries or weights, (…, T, ·).
 
-    One leading axis holds B·H with the heads inside, as far as the batch and the head count that the module
-    states tell. Three or more hold sequences and heads in groups (B, Hkv, groups), or sequences in windows
-    (B, windows, H): they are groups where the module was given as many tokens as the call has rows.
+    One leading axis holds B·H, heads innermost; the batch and the head count of the module separate them.
+    Three or more axes hold sequences and grouped heads (B, Hkv, groups), or sequences in windows (B, windows,
+    H). They are groups if the module received as many tokens as the call has rows.
     """
     *leading, tokens, _ = shape
     if len(leading) == 1:
@@ -85,7 +85,7 @@ def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
 
 
 def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
-    """(B, T) of the tokens a module was called with; a module that keeps tokens first is read as such."""
+    """Return (B, T) of the tokens that a module received; tokens may be on the first axis."""
     given = call.tokens
     if given is None:
         flat = first_tokens(call.tensors, axes=2)
@@ -97,7 +97,7 @@ def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
 
 
 def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
-    """Heads among B·H, or in an unbatched call H, matrices."""
+    """Return the number of heads among B·H matrices, or H matrices in an unbatched call."""
     given = given_shape(call, tokens)
     batch = given[0] if given else None
     stated = next(
@@ -111,9 +111,9 @@ def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
 
 
 def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
-    """Undo transformers' packing of one query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
+    """Undo transformers' packing of a single query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
 
-    For a single token it lays the query heads that share a key head where tokens belong.
+    For one token it puts the query heads that share a key head on the axis of the tokens.
     """
     groups = getattr(call.module, "num_key_value_groups", 1)
     tokens = call.tokens
@@ -124,7 +124,7 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
-    """Sequences in the batch axis: an outer module that saw fewer of them cut them into windows."""
+    """Return the number of sequences in the batch axis: an outer module may cut them into windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Two axes are (B, F) as often as (T, D), and one sequence has one window unless three axes say otherwise.
     deep = [call for call in calls if call.tokens is not None]
@@ -135,10 +135,10 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
 def find_batch_first(
     tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
 ) -> Callable[[Tensor], Tensor] | None:
-    """How to turn the states that a block reads into (B, T, D), by the shapes of the mixers inside it.
+    """Return the function from the states of a block to (B, T, D), by the shapes of the mixers inside it.
 
     Models may keep tokens on the first axis, have no batch axis, or nest sequences of different lengths. None
-    where two axes are no token states.
+    if two axes are not token states.
     """
     shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
     if tokens.is_nested:
@@ -152,7 +152,7 @@ def find_batch_first(
 
 
 def padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A nested tensor as a padded one with its mask; anything else as it is."""
+    """Return a nested tensor as a padded tensor with its mask; any other tensor unchanged."""
     if not tokens.is_nested:
         return tokens, None
     lengths = torch.tensor([item.shape[0] for item in tokens.unbind()], device=tokens.device)

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, found as it runs."""
+"""`BlockFinder` finds the repeated blocks of a model while it runs."""
 
 import re
 from collections import Counter
@@ -24,43 +24,43 @@ class BlockCandidate:
     stack: str
     rank: int
     input: Tensor
-    """What it reads."""
+    """"""
     input_copy: Tensor
-    """The same, safe from changes in place."""
+    """Input, safe from changes in place."""
     linked: bool
-    """Whether it reads what the block before it gave."""
+    """True if its input is the output of the block before it."""
     separate_tower: bool
-    """Whether a like module with blocks inside ran before it, and gave something else."""
+    """True if this starts another tower of like modules."""
     output: Tensor | None = None
     block: BlockCall | None = None
-    """It as a block, if it has the shape of one."""
+    """The call as a block, if it has the shape of one."""
     open: list["BlockCandidate"] = field(default_factory=list)
-    """Calls inside it that may be blocks in its stead."""
+    """Calls inside it that may be the blocks instead."""
     plain: set[tuple[str, type]] = field(default_factory=set)
-    """Stacks and classes of the calls inside it that held no mixer."""
+    """Stacks and classes of the calls inside it without a mixer."""
     settled: bool = False
-    """Whether blocks were found inside it, so that it is none."""
+    """True if blocks were found inside it, so that it is not a block."""
 
     @property
     def kind(self) -> type:
-        """Its module's class."""
+        """Class of the module."""
         return type(self.call.module)
 
     def offered(self, stack: str) -> list["BlockCandidate"]:
-        """The calls inside it of one stack that may be blocks in its stead."""
+        """Return the calls of a stack inside it that may be the blocks instead."""
         return [inner for inner in self.open if inner.stack == stack]
 
     def reads_as(self, inner: "BlockCandidate") -> bool:
-        """Whether a call inside it reads what it reads and gives what it gives."""
+        """Return True if a call inside it has the same input and output."""
         ends = inner.output is not None and self.output is not None and same(self.output, inner.output)
         return ends and same(self.input, inner.input)
 
     def yields_to_inner(self) -> bool:
-        """Whether the calls inside it are the blocks: a lone one only if it is all there is to it.
+        """Return True if the calls inside it are the blocks.
 
-        Several are if each reads what the block before it gave, as in a stage of blocks; not if others of
-        their class hold no mixer, as where sublayers for attention and for the feed-forward part come in one
-        list.
+        A lone call is if it has the same input and output. Several calls are if each reads the output of the
+        call before it, as in a stage of blocks, unless others of their class hold no mixer, as in a list of
+        alternating attention and feed-forward sublayers.
         """
         if len(self.open) == 1:
             return self.reads_as(self.open[0])
@@ -69,19 +69,19 @@ class BlockCandidate:
 
 
 class BlockFinder:
-    """Finds the blocks of a running model, and hands on what belongs to each.
+    """Finds the blocks of a running model, and reports the mixers of each.
 
     A block is an item of a list of like modules (``encoder.layer.3``, ``transformer.h.0``) that has a mixer
-    inside and gives back states of the shape it was given. Where such items lie inside one another, the inner
-    ones are blocks if each reads what the block before it gave, as in stages of blocks; if they run side by
-    side, as heads do, or there is only one, the outer module is the block.
+    inside and returns states of the shape of its input. If such items are nested, the inner items are blocks
+    if each reads the output of the item before it, as in stages of blocks. If they run in parallel, as heads
+    do, or only one exists, the outer module is the block.
 
     Args:
         model: the model.
-        calls: its running calls.
-        stacks: what numbers the blocks.
-        mixer_like: names of modules that look like mixers: their block counts even if they stay unseen.
-        pattern: names of the blocks, with shell wildcards, where the user gives them.
+        calls: calls under way.
+        stacks: numbers the blocks.
+        mixer_like: names of modules that look like mixers: their block counts even if they are not captured.
+        pattern: names of the blocks, with shell wildcards, if the user names them.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class BlockFinder:
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
-        """Of stacks inside what may be a block: whether they are the blocks."""
+        """For stacks inside a possible block: True if they are the blocks."""
         self._barren: set[str] = set()
-        """Names that had no mixer when they were called: what they read need not be kept."""
+        """Names of modules without a mixer in an earlier call: their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
-        """What the last module that had blocks inside gave, by its stack."""
+        """Output of the last module with blocks inside, by its stack."""
 
     def may_be(self, name: str) -> bool:
-        """Whether a module of this name may be a block."""
+        """Return True if a module of this name may be a block."""
         return name in self._rank
 
     def add(self, mixer: MixerSite) -> None:
-        """A mixer ran: keep it until its block is known, or hand it on where there can be none."""
+        """Keep a mixer until its block is known, or report it if it has none."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
 
     def finish(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._candidates.clear()
         self._gave.clear()
         self._stacks.close()
@@ -121,12 +121,12 @@ class BlockFinder:
     # --- calls --------------------------------------------------------------------------------------------
 
     def arguments_known(self, call: ModuleCall) -> None:
-        """PyTorch's own layer has ended: what it was given by name is known, and unchanged, only now."""
+        """Enter a call of PyTorch's own layer when it ends: only now are its arguments by name known."""
         if is_torch_layer(call.module) and not any(candidate.call is call for candidate in self._candidates):
             self.entered(call)
 
     def entered(self, call: ModuleCall) -> None:
-        """A call begins: it may be a block."""
+        """Note a call that begins, if it may be a block."""
         self._drop_stale()
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
@@ -152,7 +152,7 @@ class BlockFinder:
         )
 
     def left(self, call: ModuleCall) -> None:
-        """A call has ended, and what mixed in it is known."""
+        """Decide about a call that has ended, now that the mixers inside it are known."""
         self._drop_stale()
         candidate = self._candidates.pop() if self._candidates and self._candidates[-1].call is call else None
         if call.raised:
@@ -182,7 +182,7 @@ class BlockFinder:
             self._offer(outer, candidate)
 
     def _carry_on(self, candidate: BlockCandidate, outer: BlockCandidate | None) -> None:
-        """An item without a mixer: it may carry the stream on between two that have one."""
+        """Note a module without a mixer, which may pass the stream on between two blocks."""
         gave = candidate.output
         if outer is not None:
             outer.plain.add((candidate.stack, candidate.kind))
@@ -193,7 +193,7 @@ class BlockFinder:
             blocks.carry(candidate.input, gave, candidate.kind)
 
     def _block(self, candidate: BlockCandidate) -> BlockCall | None:
-        """The call as a block, if it has the shape of one."""
+        """Return the call as a block, if it has the shape of one."""
         call, gave = candidate.call, candidate.output
         if candidate.settled or gave is None:
             return None
@@ -220,7 +220,7 @@ class BlockFinder:
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
-        """What may be a block inside what may be one: wait until a second one, or the end, tells."""
+        """Keep a possible block inside another: a second one, or the end, decides."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
         if any(same(other.input, candidate.input) for other in others):  # side by side
@@ -230,7 +230,7 @@ class BlockFinder:
             self._settle_inside(outer)
 
     def _yield(self, candidate: BlockCandidate) -> None:
-        """No block itself: what may be one inside it is, and what else mixed there belongs around it."""
+        """Make blocks of the calls inside; other mixers inside belong to the outer module."""
         self._candidates.append(candidate)
         self._settle_inside(candidate)
         self._candidates.pop()
@@ -256,7 +256,7 @@ class BlockFinder:
         self._stacks.add(block)
 
     def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
-        """No block, or none for now: its mixers belong to whatever is around it."""
+        """Pass mixers to the candidate around, or report them without a block."""
         if self._candidates:
             self._candidates[-1].call.unplaced_mixers.extend(mixers)
         elif mixers:
@@ -265,7 +265,7 @@ class BlockFinder:
     # --- what is around -----------------------------------------------------------------------------------
 
     def _drop_stale(self) -> None:
-        """Forget calls that ended without telling."""
+        """Drop calls that ended without notice."""
         running = {call.serial for call in self._calls.running}
         self._candidates = [candidate for candidate in self._candidates if candidate.call.serial in running]
 
@@ -273,7 +273,7 @@ class BlockFinder:
         return self._candidates[-1] if self._candidates else None
 
     def _owning(self) -> ModuleCall | None:
-        """The innermost call around that is no candidate: it runs the blocks one after the other."""
+        """Return the innermost outer call that is not a candidate: it runs the blocks."""
         visited = {candidate.call.serial for candidate in self._candidates}
         around = self._calls.running[:-1]
         return next((call for call in reversed(around) if call.serial not in visited), None)
@@ -294,16 +294,16 @@ class BlockFinder:
 
 
 def _given_back(call: ModuleCall, candidate: BlockCandidate) -> Tensor | None:
-    """What a call gave; one that returns nothing may have changed what it was given in place."""
+    """Return the output of a call; a call that returns nothing may have changed its input in place."""
     if call.output is None:
         return None if torch.equal(candidate.input_copy, candidate.input) else candidate.input
     return first_tokens(call.output, axes=candidate.input.dim())
 
 
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
-    """Names that may be blocks, with their rank: 0 before 1 before 2.
+    """Return the names that may be blocks, with their rank; a lower rank takes precedence.
 
-    0: items of a list in which their class recurs (or that has one item), and names given by hand; 1:
+    0: items of a list in which their class recurs (or with one item), and names chosen by the user; 1:
     numbered attributes of one class (``block1``, ``block2``); 2: items of a mixed list, such as the
     alternating layers of a hybrid.
     """
@@ -325,13 +325,13 @@ def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a name fits a pattern with shell wildcards; a ``*`` stays within one part of the name."""
+    """Return True if a name fits a pattern with wildcards; a ``*`` stays within one part of the name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def stack_of(name: str, owner: str = "") -> str:
-    """The stack a block belongs to: ``encoder.layer.3`` → ``encoder.layer``, ``block2`` → ``block*``.
+    """Return the stack of a block: ``encoder.layer.3`` → ``encoder.layer``, ``block2`` → ``block*``.
 
     Numbers of outer lists become ``*``, ``stages.1.blocks.0`` → ``stages.*.blocks``, unless they are in the
     name of the module that runs the blocks.
@@ -345,5 +345,5 @@ def stack_of(name: str, owner: str = "") -> str:
 
 
 def enclosing(names: set[str], candidates: dict[str, int]) -> set[str]:
-    """The candidates that are, or hold, one of the names."""
+    """Return the candidates that are, or hold, one of the names."""
     return {outer for outer in candidates if any(f"{name}.".startswith(f"{outer}.") for name in names)}

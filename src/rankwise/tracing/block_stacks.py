@@ -1,4 +1,4 @@
-"""BlockFinder that ran one after the other: their layers, and the token states between them."""
+"""Stacks of blocks that run one after the other: their layers, and the token states between them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,69 +12,69 @@ from rankwise.tracing.trace import MixerSite, StateSite
 BY_HAND = -1
 """Owner of blocks that the user calls one by one."""
 OUTSIDE = (
-    "{stack}: what one block gives is not what the next one reads, so the residual is added outside of them; "
-    "token states are what each block read, and the last state is missing"
+    "{stack}: the output of a block is not the input of the next block, so the residual is added outside; "
+    "token states are the inputs of the blocks, and the last state is missing"
 )
 UNREAD = (
-    "{stack}: nothing read what its only block gives, so the residual may be added outside of it; the token "
+    "{stack}: nothing read the output of its only block, so the residual may be added outside; the token "
     "state after it is left out"
 )
 
 
 @dataclass
 class BlockCall:
-    """A block that ran: what it read and gave, and the mixers inside it."""
+    """A call of a block, with the mixers inside it."""
 
     name: str
     kind: type
-    """Its module's class."""
+    """Class of the module."""
     stack: str
     owner: int
-    """Which call of which module ran the blocks one after the other."""
+    """Serial of the call that runs the blocks one after the other."""
     input_copy: Tensor
-    """What it read, safe from changes in place."""
+    """Input, safe from changes in place."""
     output: Tensor
     to_batch_first: Callable[[Tensor], Tensor]
-    """From tokens as the model lays them out to (B, T, D)."""
+    """Function from tokens in the axes of the model to (B, T, D)."""
     mask: Tensor | None
     mixers: list[MixerSite]
     forward_pass: int
     linked: bool
-    """Whether it read what the block before it gave."""
+    """True if its input is the output of the block before it."""
     separate_tower: bool
-    """Whether it belongs to another tower than the block before it."""
+    """True if it belongs to another tower than the block before it."""
 
 
 @dataclass
 class BlockStack:
-    """The blocks of one stack, in the order they ran."""
+    """Blocks of a stack, in the order in which they ran."""
 
     stack: str
     owner: int
     layers: int = 0
     last: BlockCall | None = None
     output: Tensor | None = None
-    """What the last of them gave, to be compared with what is read next."""
+    """Output of the last block, to be compared with the next input."""
     snapshot: Tensor | None = None
-    """The same, safe from changes in place."""
+    """Copy of the output, safe from changes in place."""
     linked: int = 0
     broken: int = 0
     read: bool = False
-    """Whether any module read what the last block gave."""
+    """True if a module read the output of the last block."""
 
     carriers: set[type] = field(default_factory=set)
-    """Kinds of items that carry the stream on from block to block."""
+    """Classes of modules that pass the residual stream from block to block."""
     passed_on: Tensor | None = None
-    """What items after the last block gave that may or may not carry the stream on, such as a final norm."""
+    """Output of a module after the last block that may pass the stream on, such as a final norm."""
     passing: set[type] = field(default_factory=set)
 
     def keep(self, gave: Tensor) -> None:
-        """Remember what the last block, or what carries its stream on, gave."""
+        """Keep the output of the last block, or of a module that passes the stream on."""
         self.output, self.snapshot, self.read = gave, snapshot(gave), False
         self.passed_on, self.passing = None, set()
 
     def carry(self, given: Tensor, gave: Tensor, kind: type) -> None:
-        """An item without a mixer read this stream and gave something of its shape."""
+        """Note a module without a mixer that read the stream; its output has the same shape."""
         if kind in self.carriers and same(self.output, given):
             self.keep(gave)
         else:
@@ -82,21 +82,21 @@ class BlockStack:
             self.passing.add(kind)
 
     def follows(self, tokens: Tensor) -> bool:
-        """Whether these tokens are what came out last."""
+        """Return True if these tokens are the last output."""
         return same(self.output, tokens) or same(self.passed_on, tokens)
 
 
 class BlockStacks:
-    """Numbers blocks as they run, and hands on their mixers and the states between them.
+    """Numbers blocks as they run, and reports their mixers and the token states between them.
 
-    Layer i reads state i, so states 0, 1, … are what each block read; the last is what the last block gave,
-    if blocks do read what the blocks before them gave. A stack that its module runs again, on other tokens,
-    starts at layer 0 again, as a new run.
+    Layer i reads state i, so states 0, 1, … are the inputs of the blocks. The last state is the output of the
+    last block, if blocks read the outputs of the blocks before them. A stack that runs again, on other
+    tokens, is a new forward pass and starts at layer 0.
 
     Args:
-        on_mixer: called with each mixer, its place known.
+        on_mixer: called with each mixer, its layer known.
         on_state: called with each state.
-        notes: where to say what a reader must know.
+        notes: list of notes for the reader.
     """
 
     def __init__(
@@ -116,19 +116,19 @@ class BlockStacks:
         """Calls so far, by forward pass, stack, layer and module: a stack may be closed and opened again."""
 
     def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
-        """The blocks whose last block gave these tokens, if there is one."""
+        """Return the stack whose last output is these tokens."""
         blocks = self._open.get(stack)
         linked = blocks is not None and blocks.owner == owner and blocks.follows(tokens)
         return blocks if linked else None
 
     def reads(self, tensors: list[Tensor]) -> None:
-        """A module was called with these tensors."""
+        """Note that a module was called with these tensors."""
         for blocks in self._open.values():
             if not blocks.read and any(same(blocks.output, tensor) for tensor in tensors):
                 blocks.read = True
 
     def add(self, block: BlockCall) -> None:
-        """A block ran."""
+        """Add a block that ran."""
         blocks = self._blocks_of(block)
         if blocks.layers:
             blocks.linked += block.linked
@@ -143,14 +143,14 @@ class BlockStacks:
         blocks.last = replace(block, mixers=[], input_copy=block.output)
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
-        """Mixers ran where no block was found: they make a layer of their own, without states."""
+        """Add mixers outside of blocks, as a layer without states."""
         blocks = self._open.setdefault(stack, BlockStack(stack, owner))
         for mixer in mixers:
             self._place(mixer, blocks)
         blocks.layers += 1
 
     def close(self, owner: int | None = None, given: list[Tensor] | None = None) -> None:
-        """The module that ran the blocks is done (or all are): hand on their last states."""
+        """Report the last states of the stacks that a call ran, or of all stacks."""
         for stack, blocks in list(self._open.items()):
             if owner is None or blocks.owner == owner:
                 blocks.read = blocks.read or any(same(blocks.output, tensor) for tensor in given or ())
@@ -158,17 +158,17 @@ class BlockStacks:
                 del self._open[stack]
 
     def drop(self, owner: int) -> None:
-        """The module that ran the blocks raised: their last states are not known."""
+        """Drop the stacks of a call that raised: their last states are unknown."""
         self._open = {stack: blocks for stack, blocks in self._open.items() if blocks.owner != owner}
 
     def forget(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._open.clear()
         self._seen.clear()
         self._calls.clear()
 
     def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
-        """Report a mixer of the layer that comes next in a stack."""
+        """Report a mixer in the next layer of a stack."""
         key = (mixer.forward_pass, blocks.stack, blocks.layers, mixer.name)
         self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
         self._calls[key] += 1
@@ -178,7 +178,7 @@ class BlockStacks:
         if blocks is not None and blocks.owner == block.owner and not block.separate_tower:
             return blocks
         stack, seen = block.stack, self._seen.get(block.stack)
-        if seen is not None and block.name not in seen[0]:  # a tower beside the first
+        if seen is not None and block.name not in seen[0]:  # a second tower
             stack = block.name.rpartition(".")[0]
         elif seen is not None and block.forward_pass == seen[1]:  # the same blocks again, on other tokens
             self.forward_pass += 1

@@ -93,9 +93,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         sites: functions by module name that return the operator of a call, of shape (B, H, T, S), from
             (module, args, kwargs, output).
         blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
-        values: keep also what each operator was applied to, and its output.
-        intervention: replaces outputs of heads and blocks; with it the computation is that of another
-            model. PyTorch's own layers leave their inference fast path.
+        values: keep the input and output of each operator.
+        intervention: replaces outputs of heads and blocks; the computation is then another, and PyTorch's
+            own layers leave their inference fast path.
 
     Raises:
         CaptureError: on entry, if the model is compiled or scripted, or its layers are split over processes;
@@ -179,7 +179,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remove the hooks and list what was not captured."""
+        """Remove the hooks and list the modules that were not captured."""
         self._stack.close()
         self._mode.weights.clear()
         if kind is None:
@@ -298,7 +298,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return None
 
     def _replace(self, added: _Added | None, output: Tensor) -> Tensor | None:
-        """Return what the intervention puts in place of the output of a mixer; None keeps the output."""
+        """Return the replacement of the output of a mixer by the intervention; None keeps the output."""
         axes = None if added is None else added.mixing.axes
         if axes is None or not self._substitution.on:
             return None
@@ -322,7 +322,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return any(call.name in self._sites for call in self._calls.running)
 
     def _mode_ignores(self) -> bool:
-        """Return True inside calls that are read as a whole: the function mode must ignore their parts."""
+        """Return True inside calls whose operator is read from the whole call: the mode must ignore them."""
         return self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:

@@ -1,4 +1,4 @@
-"""Attention weights written out by hand: follow a softmax's result to the product with the values."""
+"""Attention that is written out: follows a softmax to its product with the values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ KEEPS_VALUES = {
     torch.squeeze,
     Tensor.detach,
 }
-"""Casts, dropout and new shapes: what is mixed is still the softmax (dropout's rescaling apart)."""
+"""Casts, dropout and new shapes: the softmax itself is still what mixes, except for dropout's rescaling."""
 PRODUCTS = {
     torch.matmul,
     Tensor.matmul,
@@ -64,23 +64,23 @@ STARTS_ANEW = {
     F.conv2d,
     F.conv3d,
 }
-"""Layers with weights of their own: what comes out is no score, even if scores went in."""
+"""Layers with weights of their own: their outputs are not scores, even if their inputs are."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What is known of a tensor that came out of a softmax."""
+    """A tensor that results from a softmax."""
 
     probabilities: Tensor | None
-    """The softmax's own result, before casts and dropout; None where it is the tensor itself."""
+    """Result of the softmax, before casts and dropout; None if it is the tensor itself."""
     allowed: Entries | None
-    """Which of its entries no mask had hidden; None where it is not known."""
+    """Entries that no mask had hidden; None if unknown."""
     compared: bool
-    """Whether the scores compare activations with activations, as Q Kᵀ does."""
+    """True if the scores compare activations with activations, as Q Kᵀ does."""
     intact: bool = True
-    """Whether only casts, dropout and new shapes lie between the softmax and the tensor."""
+    """True if only casts, dropout and new shapes are between the softmax and the tensor."""
     sums_down: bool = False
-    """Whether its columns sum to 1, and not its rows: it mixes once it is transposed."""
+    """True if its columns sum to 1, not its rows: it mixes after a transpose."""
 
 
 @dataclass(frozen=True)
@@ -88,29 +88,29 @@ class SoftmaxProduct:
     """A product of attention weights with values."""
 
     matrix: Tensor
-    """(..., T, S), as finely as the model knew it."""
+    """(..., T, S), in the highest precision in which the model had it."""
     values: Tensor
     output: Tensor | None
-    """None where the model added something in the same call."""
+    """None if the model added something in the same call."""
     allowed: Entries | None
-    """Which entries of the matrix no mask had hidden before the softmax, where that is known."""
+    """Entries of the matrix that no mask had hidden before the softmax, if known."""
     compared: bool
     values_compared: bool
-    """Whether the values, too, are a product of activations: Kᵀ V of linear attention."""
+    """True if the values are a product of activations too: Kᵀ V of linear attention."""
     values_learned: bool
-    """Whether the values are weights of the model: a table that tokens are looked up in."""
+    """True if the values are weights of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None
-    """Where the axes of ``output`` lie in what the model got; None where something was added or summed."""
+    """Axes of ``output`` in the output of the model; None if something was added or summed."""
 
 
 class SoftmaxFollower:
-    """Watches torch functions one by one and says when attention weights meet their values."""
+    """Observes torch functions and detects products of attention weights with their values."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: a new forward pass begins."""
+        """Forget everything, for a new forward pass."""
         self._weights: Any = WeakIdKeyDictionary()
         self._logarithms: Any = WeakIdKeyDictionary()
         self._compared: Any = WeakIdKeyDictionary()
@@ -119,7 +119,7 @@ class SoftmaxFollower:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> SoftmaxProduct | None:
-        """Take note of one call; the mixing it completes, if it does."""
+        """Note a call of a function; return the product that it completes."""
         if func is Tensor.__setitem__:
             self._assigned(*args[:3])
         if not isinstance(out, Tensor):
@@ -148,7 +148,7 @@ class SoftmaxFollower:
         return mixed
 
     def replace_product(self, out: Tensor, changed: Tensor) -> None:
-        """The model goes on with another tensor in the place of one that it got."""
+        """Note that the model continues with another tensor in place of an output."""
         if out in self._compared:
             self._compared[changed] = True
 
@@ -264,7 +264,7 @@ class SoftmaxFollower:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a function was given, also those in the list that `torch.cat` takes."""
+    """Return the tensors among the arguments, with those in the list of `torch.cat`."""
     given = (*args, *kwargs.values())
     listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
     return [value for values in listed for value in values if isinstance(value, Tensor)]
@@ -285,12 +285,12 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
 
 
 def _recombines(func: Function) -> bool:
-    """Whether entries are made of several: which of them a mask had hidden is not known any more."""
+    """Return True if each entry is made of several: hidden entries are then unknown."""
     return func in STARTS_ANEW or func in PRODUCTS or func is torch.einsum
 
 
 def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out: Tensor) -> Entries | None:
-    """Without the entries that a boolean mask sets to zero after the softmax."""
+    """Remove the entries that a boolean mask sets to zero after the softmax."""
     masks = [arg for arg in args[1:2] if isinstance(arg, Tensor) and arg.dtype == torch.bool]
     if allowed is None or not masks:
         return allowed
@@ -302,13 +302,15 @@ def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out:
 
 
 def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor) -> bool:
-    """Whether it makes the last axis but one the last: told by the strides of an empty tensor."""
+    """Return True if the last two axes are swapped, read from the strides of an empty tensor."""
     empty = torch.empty([2] * source.dim(), device="meta")
     return func in MOVES_AXES and func(empty, *args[1:], **kwargs).stride()[-1] == 2
 
 
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
-    """Head masks, renormalisation, talking heads, moved axes, columns cut off: another matrix of weights."""
+    """Return True for another matrix of weights: head masks, renormalization, talking heads, moved axes, cut
+    columns.
+    """
     if out.dim() < 2 or not out.is_floating_point():
         return False
     if func in MOVES_AXES:
@@ -319,7 +321,7 @@ def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Einsum:
-    """An einsum of two tensors, its ellipsis written out as letters."""
+    """An einsum of two tensors, its ellipsis replaced by letters."""
 
     tensors: tuple[Tensor, Tensor]
     letters: tuple[str, str]
@@ -328,7 +330,7 @@ class Einsum:
 
 @dataclass(frozen=True)
 class Contraction:
-    """How one operand, a stack of matrices, is applied to the other."""
+    """How an operand, a stack of matrices, is applied to the other operand."""
 
     axes: str
     """Leading axes of the matrices."""
@@ -338,7 +340,7 @@ class Contraction:
 
 
 def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
-    """The einsum that ``torch.einsum(*args)`` computes, if it has two operands and names its result."""
+    """Return the einsum of ``torch.einsum(*args)``, if it has two operands and names its result."""
     equation = args[0] if args and isinstance(args[0], str) else ""
     tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     inputs, _, result = equation.replace(" ", "").partition("->")
@@ -361,7 +363,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
 
 
 def contraction(einsum: Einsum, at: int) -> Contraction | None:
-    """How operand ``at``, with sources on its last axis and rows on the axis before, mixes the other."""
+    """Return how operand ``at``, with rows and sources on its last two axes, mixes the other operand."""
     mine, theirs, result = einsum.letters[at], einsum.letters[1 - at], einsum.result
     if len(mine) < 2:
         return None
@@ -374,7 +376,9 @@ def contraction(einsum: Einsum, at: int) -> Contraction | None:
 
 
 def compares(einsum: Einsum) -> bool:
-    """Whether it compares two streams entry by entry: some axes shared and kept, or two plain matrices."""
+    """Return True if two streams are compared entry by entry: shared axes are kept, or both are plain
+    matrices.
+    """
     first, second = einsum.letters
     shared = set(first) & set(second) & set(einsum.result)
     return bool(shared) or len(first) == len(second) == 2

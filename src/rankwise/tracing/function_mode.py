@@ -1,4 +1,4 @@
-"""The function mode that sees attention happen, and changes nothing."""
+"""The function mode that observes attention and changes nothing."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,24 +21,24 @@ OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionMode(TorchFunctionMode):
-    """Runs every torch function as it is, then looks at it.
+    """Runs every torch function unchanged, then observes the call.
 
-    What a listener gives back, unless it is None, takes the place of the result.
+    A result of a listener other than None replaces the result of the function.
 
     Args:
         on_fused: called after `scaled_dot_product_attention`, with its arguments and result.
         on_functional: called after `multi_head_attention_forward`, likewise.
-        on_mixed: called when a softmax written by hand meets its values.
-        on_other: called after a function that mixes without attention, with what it does and how long the
-            axes are along which it does it.
-        by_heads: runs `multi_head_attention_forward` itself, where its heads are to be changed.
+        on_product: called after the product of a written-out softmax with its values.
+        on_other: called after a function that mixes without attention, with a description and the lengths
+            of the axes along which it mixes.
+        by_heads: runs `multi_head_attention_forward` instead, if its heads may be replaced.
     """
 
     def __init__(
         self,
         on_fused: FusedListener,
         on_functional: FusedListener,
-        on_mixed: ProductListener,
+        on_product: ProductListener,
         on_other: OtherListener,
         by_heads: ByHeads | None = None,
     ) -> None:
@@ -48,9 +48,9 @@ class AttentionMode(TorchFunctionMode):
             F.scaled_dot_product_attention: on_fused,
             F.multi_head_attention_forward: on_functional,
         }
-        self._on_mixed, self._on_other, self._by_heads = on_mixed, on_other, by_heads
+        self._on_mixed, self._on_other, self._by_heads = on_product, on_other, by_heads
         self.lifted = False
-        """Whether the mode is off the stack for a while."""
+        """True while the mode is off the stack."""
         self._depth = 0
 
     @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
@@ -61,7 +61,7 @@ class AttentionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the function with this mode off, then take note of it."""
+        """Run the function with this mode off, then observe it."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward and self._by_heads is not None:
             return self._by_heads(args, kwargs)
@@ -73,9 +73,9 @@ class AttentionMode(TorchFunctionMode):
             if listener is not None:
                 changed = listener(args, kwargs, out)
                 return out if changed is None else changed
-            mixed = self.weights.observe(func, args, kwargs, out)
-            if mixed is not None:
-                changed = self._on_mixed(mixed, out)
+            product = self.weights.observe(func, args, kwargs, out)
+            if product is not None:
+                changed = self._on_mixed(product, out)
                 if changed is not None:
                     self.weights.replace_product(out, changed)
                     return changed
@@ -85,10 +85,11 @@ class AttentionMode(TorchFunctionMode):
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Take the mode off the stack of function modes for a while, or put it back; other modes stay.
+        """Take the mode off the stack of function modes, or put it back, until the block ends; other modes
+        stay.
 
-        PyTorch leaves its inference fast path as soon as a function mode is active, so those layers must run
-        without ours, and with whatever else the user has active.
+        PyTorch leaves its inference fast path if any function mode is active: its layers must run without
+        ours, and with the modes of the user.
         """
         if on != self.lifted:
             yield
@@ -114,5 +115,5 @@ class AttentionMode(TorchFunctionMode):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the stack, wherever on it the mode is."""
+        """Leave the stack, wherever in it the mode is."""
         pop_mode(self)

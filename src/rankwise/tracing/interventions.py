@@ -1,4 +1,4 @@
-"""What heads and blocks give, before the model goes on from it, and how something else takes its place."""
+"""Interventions replace outputs of heads and blocks before the model continues from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What the heads of one mixer gave, before the model goes on from it: M V.
+    """Outputs M V of all heads of a mixer, before the model continues from them.
 
-    Of a state-space mixer, what its output projection reads of each head or channel: M V after the D-term,
-    the gate and the norm.
+    For a state-space mixer, the input of its output projection per head or channel: M V after the D-term, the
+    gate and the norm.
     """
 
     call_id: CallId
@@ -64,7 +64,7 @@ class Substitution:
     """Applies an `Intervention` in a running model.
 
     Args:
-        intervention: what replaces outputs; None replaces nothing.
+        intervention: replaces outputs; None replaces nothing.
         calls: calls under way.
         counter: numbers the calls of mixers.
     """
@@ -88,7 +88,7 @@ class Substitution:
         self._block_counter.clear()
 
     def entered(self, call: ModuleCall) -> None:
-        """A call begins: it may be a block, or read the heads of a mixer side by side."""
+        """Replace the arguments of a call that begins, if it reads the concatenated heads of a mixer."""
         if self._intervention is None:
             return
         if call.name in self._intervention.blocks:
@@ -97,7 +97,7 @@ class Substitution:
         self._joined_heads(call)
 
     def left(self, call: ModuleCall) -> None:
-        """A call has ended, and its output may be changed."""
+        """Replace the output of a call that has ended, if it is a block or concatenated heads."""
         if self._intervention is None:
             return
         mixer = _joined_at(call)
@@ -120,7 +120,7 @@ class Substitution:
             call.output, call.changed = in_place_of(call.output, gave, changed), True
 
     def _joined_heads(self, call: ModuleCall) -> None:
-        """Change what a module inside a mixer reads, if that is the heads side by side."""
+        """Replace the concatenated heads before the output projection."""
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
         at = None if mixer is None else _joined_at(mixer)
         if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):
@@ -150,13 +150,13 @@ def _joined_at(call: ModuleCall) -> tuple[str, int] | None:
 
 
 def _stream(call: ModuleCall) -> Tensor | None:
-    """What a block read."""
+    """Return the input of a block."""
     given = first_tokens(call.tensors)
     return first_tokens(call.tensors, axes=2) if given is None else given
 
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:
-    """The same values, in what holds them, with one tensor in the place of another."""
+    """Return the same values and containers, with one tensor replaced by another."""
     if values is old:
         return new
     if isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""From one attention call to the operator it applied, in (B, H, T, S), and to the site a reader gets."""
+"""From an attention call to its operator in (B, H, T, S), and to the `MixerSite` of a trace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from rankwise.tracing.trace import MixerSite
 ROUTER = "a softmax weighs several values for each token by itself, as a router does"
 STREAMS = "a softmax mixes several vectors of each token by itself, as hyper-connections do"
 WITHIN_TOKENS = (ROUTER, STREAMS)
-"""Reasons of what looks like no mixer of tokens: they are not told."""
+"""Reasons for products that clearly do not mix tokens: they are not reported."""
 CROSS_ARGUMENTS = (
     "encoder_hidden_states",
     "key_value_states",
@@ -37,7 +37,7 @@ CROSS_ARGUMENTS = (
     "cross_attention_states",
     "encoder_output",
 )
-"""Arguments of an attention module that give it keys from another sequence."""
+"""Arguments with which an attention module receives keys from another sequence."""
 CACHE_ARGUMENTS = (
     "past_key_values",
     "past_key_value",
@@ -53,32 +53,32 @@ FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal
 
 @dataclass(frozen=True)
 class MixingCall:
-    """What one attention call mixed with, and what it was given and gave."""
+    """Operator of an attention call, with its input and output."""
 
     operator: MixingOperator
     values: Tensor | None = None
     output: Tensor | None = None
     cross: bool | None = None
-    """Whether keys come from another sequence; None where that is still to be found out."""
+    """True if keys come from another sequence; None if that is not decided yet."""
     lengths: Tensor | None = None
-    """Real tokens (B, T) where a self-attention itself knows them."""
+    """Real tokens (B, T), if a self-attention itself knows them."""
     whole: bool = False
-    """Whether its batch axis is known to hold whole sequences, no windows."""
+    """True if the batch axis is known to hold whole sequences instead of windows."""
     apply_output: Callable[[Tensor], Tensor] | None = None
-    """From M V to what the module gave, where that is known."""
+    """Function from M V to the output of the module, if known."""
     axes: HeadAxes | None = None
-    """Where the heads lie in what the model got; None where that was not seen."""
+    """Place of the heads in the output of the model; None if the output was not seen."""
     projection: Tensor | None = None
-    """Tokens in the subspaces of the heads (B, H, T, K), where the mixer has such."""
+    """Tokens in the subspaces of the heads (B, H, T, K), if the mixer has subspaces."""
 
 
 def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of one call of `scaled_dot_product_attention`, by name."""
+    """Return the arguments of a call of `scaled_dot_product_attention` by name."""
     return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
 
 
 def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
-    """What `scaled_dot_product_attention` applied."""
+    """Return the operator that `scaled_dot_product_attention` applied."""
     query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
     mask = given.get("attn_mask")
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
@@ -101,12 +101,12 @@ def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> Mix
 
 
 def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
-    """What a softmax written by hand applied."""
+    """Return the operator that a written-out softmax applied."""
     layout = layout_of(mixed.matrix.shape, call)
     matrix, allowed = mixed.matrix.detach(), None
     if mixed.allowed is not None:
         allowed = mixed.allowed.of(matrix.shape)
-        # Nothing is masked, though entries may be zero by underflow: one True says so for all of them.
+        # nothing is masked, although entries may be zero by underflow: one True stands for all
         everything = allowed.new_ones((1, 1, 1, 1))
         allowed = everything if bool(allowed.all()) else layout(allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
@@ -115,11 +115,11 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
 
 
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
-    """Why a softmax that met values mixes no tokens, or None where it does.
+    """Return why a product of a softmax with values does not mix tokens; None if it does.
 
-    Routers, linear attention, channel attention and code books have a softmax before a product, too. A mixer
+    Routers, linear attention, channel attention and code books also have a softmax before a product. A mixer
     of tokens has scores that compare queries with keys, along another axis than the channels, or at least one
-    column for each token that some module around it was given.
+    column per token in the input of an outer module.
     """
     matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
@@ -142,7 +142,7 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
 
 
 def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Whether it has a matrix for each token, and a module was given as many vectors of that token."""
+    """Return True for a matrix per token, if a module received as many vectors of that token."""
     leading, columns = matrix.shape[:-2], matrix.shape[-1]
     given = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
     each_token = any(
@@ -153,9 +153,9 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
-    """Whether columns times heads make up a width, and what a token would be as wide as does not.
+    """Return True if columns times heads make up a width, and the width of the values does not.
 
-    A matrix with a row for each token that the module was given is no evidence, however wide a token is.
+    A matrix with a row per token of the input does not count, however wide a token is.
     """
     if _for_each_token(mixed.matrix, calls):
         return False
@@ -169,7 +169,7 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Whether the nearest module given (B, T, D) tokens, or (T, B, D), was given one for each row."""
+    """Return True if the matrix has a row per token in the input of the nearest outer module."""
     given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
     if given is None or given.is_nested:
         return False
@@ -179,7 +179,7 @@ def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
-    """Numbers of tokens that the modules around were given."""
+    """Return the numbers of tokens in the inputs of the outer modules."""
     tensors = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
     floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
     lengths = {tensor.shape[-2] for tensor in floating}
@@ -190,7 +190,7 @@ def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
 
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand leading axes that fused attention broadcasts; heads may differ where they are grouped."""
+    """Expand leading axes that fused attention broadcasts; heads may differ if they are grouped."""
     if query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() > 3:
         return query, key, value
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -208,14 +208,14 @@ def mixer_site(
     values: bool,
     call_id: CallId,
 ) -> MixerSite:
-    """What is known of a call where it happened; its stack and layer are still to come.
+    """Return the site of a call, whose stack and layer are not known yet.
 
     Args:
-        mixing: what it mixed with.
-        calls: the calls of modules around it, outermost first.
-        kind: the field's name for the mixer.
+        mixing: operator of the call.
+        calls: calls under way, outermost first.
+        kind: name of the kind of mixer.
         forward_pass: number of the forward pass.
-        values: whether to keep what it was applied to and gave, safe from later changes in place.
+        values: keep copies of the input and output of the operator.
         call_id: call of the module in the forward pass.
     """
     operator = mixing.operator
@@ -249,7 +249,7 @@ def _kept(tensor: Tensor | None) -> Tensor | None:
 
 
 def is_cross(calls: Sequence[ModuleCall], operator: MixingOperator) -> bool:
-    """Whether a mixer's keys come from another sequence than its queries."""
+    """Return True if the keys of a mixer come from another sequence than its queries."""
     innermost = calls[-1]
     given = [innermost.argument(name) for name in CROSS_ARGUMENTS]
     if any(isinstance(other, Tensor) and other is not innermost.tokens for other in given):
@@ -258,18 +258,18 @@ def is_cross(calls: Sequence[ModuleCall], operator: MixingOperator) -> bool:
 
 
 def has_cache(calls: Sequence[ModuleCall]) -> bool:
-    """Whether keys of earlier tokens may come from a cache."""
+    """Return True if keys of earlier tokens may come from a cache."""
     return any(call.argument(name) not in (None, ABSENT) for call in calls for name in CACHE_ARGUMENTS)
 
 
 def valid_positions(
     calls: Sequence[ModuleCall], operator: MixingOperator, cross: bool
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B S"]]:
-    """Real rows and columns of an operator of shape (B, H, T, S).
+    """Return the real rows and columns of an operator of shape (B, H, T, S).
 
-    A two-axis ``attention_mask`` given to a module around the mixer says it outright; without one, a column
-    that no row of any head may see is padding, and in self-attention so is its row, unless the module was
-    given a second stream of tokens that its keys may come from.
+    A two-axis ``attention_mask`` of an outer module decides. Without one, a column that no row of any head
+    may see is padding. In self-attention its row is padding too, unless the module received a second stream
+    of tokens from which its keys may come.
     """
     batch, _, tokens, sources = operator.shape
     columns = find_token_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
@@ -280,9 +280,9 @@ def valid_positions(
         rows = find_token_mask(calls, OWN_MASK, batch, tokens, past_none=True)
     elif tokens == sources and (told or not _has_second_stream(calls[-1])):
         rows = columns
-    elif tokens == sources:  # keys may come from the second stream: rows stay until someone tells
+    elif tokens == sources:  # keys may come from the second stream
         rows = None
-    else:  # with a cache, rows are the last of the tokens that the mask speaks of
+    else:  # with a cache, rows are the last tokens of the mask
         rows = find_token_mask(calls, OWN_MASK, batch, at_least=tokens)
     return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
 
@@ -296,15 +296,15 @@ def find_token_mask(
     at_least: int = 0,
     past_none: bool = False,
 ) -> Bool[Tensor, "B T"] | None:
-    """The nearest two-axis mask of that name and shape.
+    """Return the nearest two-axis mask of a name and shape.
 
     Args:
         calls: calls under way, outermost first.
-        name: what the argument is called.
-        batch: sequences.
-        length: how long the mask must be.
-        at_least: or how long it must be at least; then its last so many entries are meant.
-        past_none: whether to go on outwards where a module was given None.
+        name: name of the argument.
+        batch: number of sequences.
+        length: length of the mask.
+        at_least: least length of the mask instead; its last entries are returned.
+        past_none: continue outwards if a module received None.
     """
     for at in range(len(calls) - 1, -1, -1):
         decodes = name == OWN_MASK and _runs_decoder(calls, at)
@@ -319,14 +319,14 @@ def find_token_mask(
 
 
 def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
-    """Whether an encoder-decoder runs its decoder: what it calls ``attention_mask`` is the encoder's."""
+    """Return True if an encoder-decoder runs its decoder: its ``attention_mask`` is the encoder's."""
     if at + 1 == len(calls) or DECODER_MASK not in parameter_names(calls[at].module):
         return False
     return "decoder" in calls[at + 1].name.rpartition(".")[2]
 
 
 def _speaks_of_tokens(mask: Tensor) -> bool:
-    """Whether it is 1 for real tokens and 0 for padding, and no bias: every sequence has a real token."""
+    """Return True for 1 at tokens and 0 at padding, a token in every sequence; a bias is not such a mask."""
     return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any(1).all())
 
 
@@ -337,6 +337,6 @@ def _or_all(mask: Tensor | None, batch: int, length: int, operator: MixingOperat
 
 
 def _has_second_stream(call: ModuleCall) -> bool:
-    """Whether a module was given two (B, T, D) tensors that are not the same."""
+    """Return True if a module received two different (B, T, D) tensors."""
     streams = [tensor for tensor in call.tensors if tensor.is_floating_point() and tensor.dim() == 3]
     return any(not same(streams[0], other) for other in streams[1:])

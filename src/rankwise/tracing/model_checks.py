@@ -1,4 +1,4 @@
-"""What must hold before a model is captured, and what its reader must know."""
+"""Models that cannot be captured, notes for the reader, and wrappers that distribute a model."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,14 +28,8 @@ OTHER_THREAD = (
 
 
 def check_capturable(model: object) -> None:
-    """Refuse what hooks and modes cannot see into.
-
-    Args:
-        model: what `capture` was given.
-
-    Raises:
-        CaptureError: if it is no module, one whose operations run compiled or scripted, or one whose layers
-            are split over processes.
+    """Raise `CaptureError` for a model that is not a module, is compiled or scripted, or split over
+    processes.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -63,19 +57,13 @@ def check_capturable(model: object) -> None:
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that `torch.compile` has compiled."""
+    """Return the names of the modules that `torch.compile` has compiled."""
     return [name for name, module in model.named_modules() if is_compiled(module)]
 
 
 def checked_operator(given: object, site: str) -> MixingCall:
-    """What a function given in ``sites`` returned, if it is an operator of shape (B, H, T, S).
-
-    Args:
-        given: what it returned.
-        site: the name of the module.
-
-    Raises:
-        CaptureError: if it is anything else.
+    """Return the operator that a function of ``sites`` returned; raise `CaptureError` if it is not (B, H, T,
+    S).
     """
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
@@ -90,20 +78,13 @@ def checked_operator(given: object, site: str) -> MixingCall:
 
 
 def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
-    """The error of a capture without a mixer: what was seen instead, and how to name it by hand.
-
-    Args:
-        model: the model.
-        trace: what the capture holds.
-        calls: the calls it followed.
-        ran: whether mixers ran all the same, in calls that did not end well.
-    """
+    """Return the error of a capture without a mixer; ``ran`` if mixers ran in calls that raised."""
     if ran:
         return CaptureError(
             f"model {type(model).__name__}",
             expected="at least one call that ends without an error",
             got="mixers only in calls that raised",
-            fix="Let the error out of the model, or mend what raised it.",
+            fix="Let the error out of the model, or fix its cause.",
         )
     if not calls.called and calls.in_other_thread:
         return CaptureError(
@@ -134,21 +115,12 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
 
 
 def _some(names: list[str]) -> str:
-    """The first names of a list."""
+    """Return the first names of a list."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
-    """Refuse names of modules that are not there.
-
-    Args:
-        model: the model.
-        sites: names of modules.
-        blocks: a pattern of names, or None.
-
-    Raises:
-        InputError: naming the nearest known name.
-    """
+    """Raise `InputError` for names of modules that the model does not have."""
     known = dict(model.named_modules())
     for name in sites:
         if name not in known:
@@ -168,13 +140,13 @@ def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> N
 
 
 def training_notes(model: nn.Module) -> list[str]:
-    """Say it where dropout is on: the operators are those before dropout, the states those after it."""
+    """Return a note if dropout is on: operators are before dropout, states after it."""
     active = [name for name, module in model.named_modules() if module.training and _drops(module)]
     return [dropout_note(f"{len(active)} modules")] if active else []
 
 
 def dropout_note(where: str) -> str:
-    """What a reader must know where dropout was on."""
+    """Return the note on dropout."""
     return (
         f"dropout was on in {where}: operators are shown as they are before it, token states "
         "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
@@ -189,16 +161,10 @@ SHARD = "it works on sharded tensors (DTensor), of which this process holds a pa
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model whose layers no process holds whole.
+    """Raise `CaptureError` if a layer is split over processes.
 
-    Under tensor parallelism each process computes some of the heads, and would report them as all there are.
-    FSDP gathers each layer before it runs and DDP copies the model, so both are captured as they are.
-
-    Args:
-        model: the model.
-
-    Raises:
-        CaptureError: naming the modules and how they are split.
+    Under tensor parallelism each process computes some of the heads, and would report them as all heads. FSDP
+    gathers each layer before it runs and DDP copies the model, so both are captured unchanged.
     """
     split = split_modules(model)
     if not split:
@@ -216,7 +182,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def split_modules(model: nn.Module) -> dict[str, str]:
-    """Names of the modules of which this process holds a part while they run, with how they are split."""
+    """Return the modules that run in parts on several processes, with how they are split."""
     wrapped = [name for name, module in model.named_modules() if is_of(module, "fsdp", "FSDPModule")]
     split = {}
     for name, module in model.named_modules():
@@ -231,17 +197,17 @@ def split_modules(model: nn.Module) -> dict[str, str]:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor of which this process holds a part."""
+    """Return True for a DTensor that is split over processes."""
     return _processes(tensor) > 1
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, be it whole in this process."""
+    """Return True for a DTensor, also if it is whole in this process."""
     return is_of(tensor, "tensor", "DTensor")
 
 
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
-    """Over how many processes a DTensor is split; the axis that FSDP gathers is the first, and no split."""
+    """Return how many processes share a DTensor; FSDP gathers its first axis, which does not count."""
     if not is_distributed(tensor):
         return 1
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -251,7 +217,7 @@ def _processes(tensor: Tensor, gathered: bool = False) -> int:
 
 
 def _marked(module: nn.Module) -> str | None:
-    """How a library that keeps the parts as plain tensors says that it has split a module."""
+    """Return how a library that keeps parts as plain tensors marks a module as split."""
     plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
     if plan is not None and (mesh is None or mesh.size() > 1):
         return f"{plan}"
@@ -265,24 +231,15 @@ COPIES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def is_of(thing: object, package: str, name: str) -> bool:
-    """Whether something is of a class of torch.distributed; False where that package is not imported.
-
-    Args:
-        thing: anything.
-        package: below ``torch.distributed``.
-        name: of the class.
-    """
+    """Return True for an object of a class in ``torch.distributed.{package}``, if it is imported."""
     kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
     return kind is not None and isinstance(thing, kind)
 
 
 def without_copies(model: Any) -> Any:
-    """The model that DDP or `torch.nn.DataParallel` copies to each device; any other as it is.
+    """Return the model that DDP or `torch.nn.DataParallel` copies to each device; any other model unchanged.
 
-    The wrapper hides what the model takes and how it is built, and waits for the other processes.
-
-    Args:
-        model: the model, or its wrapper, compiled or not.
+    The wrapper hides the arguments and the structure of the model, and waits for the other processes.
     """
     inner = original_of(model)
     return inner.module if isinstance(inner, COPIES) else model
@@ -290,16 +247,14 @@ def without_copies(model: Any) -> Any:
 
 @contextmanager
 def sharded_again(model: Any) -> Iterator[None]:
-    """Give every process its share of FSDP2's weights back afterwards.
+    """Give every process its share of FSDP2's weights back when the block ends.
 
-    A forward without a backward leaves the outermost weights gathered. An optimiser changes the shares alone:
-    the next step would run with the weights before, and one made meanwhile would hold the gathered weights.
-
-    Args:
-        model: the model.
+    A forward pass without a backward pass leaves the outermost weights gathered. An optimizer changes the
+    shares alone: the next step would run with the old weights, and a step in between would hold the gathered
+    weights.
 
     Raises:
-        CaptureError: if it is wrapped by FSDP1, which has no way to do so.
+        CaptureError: if FSDP1 wraps the model, which cannot do so.
     """
     modules: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
     if any(is_of(module, "fsdp", "FullyShardedDataParallel") for module in modules):

@@ -1,4 +1,4 @@
-"""Which module is running: the calls under way, kept by hooks that are always removed."""
+"""Calls of modules: those under way in a model, and recorded ones; hooks are always removed."""
 
 import inspect
 import sys
@@ -20,14 +20,14 @@ from rankwise.tracing.head_id import CallId
 Arguments = dict[str, Any]
 Listener = Callable[["ModuleCall"], None]
 ABSENT = object()
-"""An argument the module does not have, or was not given."""
+"""Represents an argument that the module does not have, or was not passed."""
 
 
 @dataclass
 class ModuleCall:
-    """One call of one module that is still running, or has just ended.
+    """A call of a module that is under way, or has just ended.
 
-    `rankwise.tracing.context` says who writes what into it, and when.
+    The docstring of `rankwise.tracing.context` says who writes into it, and when.
     """
 
     name: str
@@ -35,46 +35,46 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: Arguments
     serial: int = 0
-    """Number of the call, over the whole capture."""
+    """Number of the call in the capture."""
     output: Any = None
     raised: bool = False
-    """Whether it ended with an error."""
+    """True if the call ended with an error."""
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
-    """The error that was being handled when it was called, if there was one."""
+    """Error that was being handled when the call began."""
     exit_stack: ExitStack = field(default_factory=ExitStack)
     unplaced_mixers: list[Any] = field(default_factory=list)
-    """Mixers captured inside it that belong to no block yet."""
+    """Mixers captured inside the call that do not belong to a block yet."""
     called_inside: bool = False
-    """Whether a module inside it was called."""
+    """True if a module inside it was called."""
     mixed_inside: bool = False
-    """Whether a mixer inside it was captured."""
+    """True if a mixer inside it was captured."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """Names of modules inside it, or its own, that mixed its tokens without attention, with what they did."""
+    """Modules that mixed its tokens without attention, by name, with a description."""
     adapter: Any = None
-    """What reads its operator when it ends, if anything does."""
+    """`Adapter` that reads its operator when it ends."""
     input_copy: Tensor | None = None
-    """What a block that is to be changed read, safe from changes in place."""
+    """Copy of the input of a block whose output may be replaced."""
     call_id: CallId | None = None
-    """Number of its mixer, if its heads were seen before it ended."""
+    """Number of the call as a mixer, if its heads were seen before it ended."""
     changed: bool = False
-    """Whether another output takes the place of its own …"""
+    """True if its output was replaced."""
     changed_arguments: bool = False
-    """… or other arguments that of those it was called with."""
+    """True if its arguments were replaced."""
     inner: dict[str, "RecordedCall"] = field(default_factory=dict)
-    """Calls inside it that its adapter reads, by the names of their modules inside the mixer."""
+    """Calls inside it that its adapter reads, by their names inside the mixer."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors it was called with, by position and then by name."""
+        """Tensors among its arguments, by position and then by name."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     @property
     def tokens(self) -> Tensor | None:
-        """The first (B, T, D) tensor it was called with."""
+        """First (B, T, D) tensor among its arguments."""
         return first_tokens(self.tensors)
 
     def argument(self, name: str) -> Any:
-        """An argument by its name in ``forward``, however it was passed; `ABSENT` if it was not."""
+        """Return an argument by its name in ``forward``, or `ABSENT`."""
         if name in self.kwargs:
             return self.kwargs[name]
         names = parameter_names(self.module)
@@ -83,7 +83,7 @@ class ModuleCall:
 
 
 def first_tokens(values: object, axes: int = 3) -> Tensor | None:
-    """The first floating (B, T, D) tensor among some values (nested tensors count)."""
+    """Return the first floating (B, T, D) tensor among some values; nested tensors count."""
     if isinstance(values, Mapping):
         values = tuple(values.values())
     for value in values if isinstance(values, tuple | list) else (values,):
@@ -93,7 +93,7 @@ def first_tokens(values: object, axes: int = 3) -> Tensor | None:
 
 
 def tensors_of(output: object) -> list[Tensor]:
-    """The tensors among what a module gave."""
+    """Return the tensors in the output of a module."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     values = output if isinstance(output, tuple | list) else (output,)
@@ -101,7 +101,7 @@ def tensors_of(output: object) -> list[Tensor]:
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of a module's ``forward`` arguments, in order."""
+    """Return the names of the arguments of a module's ``forward``, in order."""
     if "forward" in vars(module):  # replaced on this module alone, as device placement does
         return tuple(inspect.signature(module.forward).parameters)
     return _names_of(type(module).forward)
@@ -113,17 +113,17 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class ModuleCalls:
-    """The calls under way in one model.
+    """Keeps the calls under way in a model.
 
-    Ordinary modules get hooks of their own. Modules inside PyTorch's own attention layers must not: a hook
-    there switches off the inference fast path and so changes the computation. They are followed through
-    PyTorch's global hooks instead, which that path does not look at.
+    Ordinary modules get hooks of their own. A hook inside PyTorch's own attention layers would end their
+    inference fast path and change the computation; PyTorch's global hooks, which the path ignores, follow the
+    modules there.
 
     Args:
-        model: the model to follow.
-        hookless: names of the modules that must carry no hook.
-        on_enter: called with each call when it begins.
-        on_leave: called with each call when it has ended, with its output, or with ``raised``.
+        model: the model.
+        hookless: names of the modules that must not carry a hook.
+        on_enter: called with each call that begins.
+        on_leave: called with each call that has ended, with its output or with ``raised``.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ModuleCalls:
         self._model = model
         self._thread = threading.get_ident()
         self.in_other_thread = False
-        """Whether the model was called in another thread, where our function mode is not active."""
+        """True if the model was called in another thread, where the function mode is not active."""
         self._serial = count()
         self._paused = False
 
@@ -174,7 +174,7 @@ class ModuleCalls:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Calls until the block ends are none of the model's own: take no note of them."""
+        """Ignore calls until the block ends: callbacks may run parts of the model."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -207,13 +207,13 @@ class ModuleCalls:
             or not any(call.module is module for call in self.running)
         ):
             return None
-        # A module that raised on the way leaves its call behind: drop whatever lies above ours.
+        # calls of modules that raised are still here
         while self.running[-1].module is not module:
             self._drop_above(len(self.running) - 1)
         call = self.running[-1]
         call.exit_stack.close()
         call.kwargs, call.output = kwargs, output
-        # PyTorch gives None for the output of a call that raised, and so do some modules themselves.
+        # the output of a call that raised is None, but so is the output of some modules
         call.raised = output is None and sys.exc_info()[1] is not call.handled
         try:
             if self._on_leave is not None:
@@ -238,18 +238,14 @@ class ModuleCalls:
     def _leave_hookless(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         if id(module) not in self._hookless:
             return None
-        *kwargs, output = rest  # PyTorch leaves the keyword arguments out where the module raised
+        *kwargs, output = rest  # PyTorch omits keyword arguments if the module raised
         return self._leave(module, args, kwargs[0] if kwargs else {}, output)
 
 
 class Hook:
-    """A module hook; a copied or pickled module gets one that does nothing in its place.
+    """Calls a function as a module hook; copies of the module get a hook that does nothing.
 
-    Copying a module copies its hooks. A copied listener would go on reporting to a copy of the capture that
-    nobody can end.
-
-    Args:
-        call: what to call.
+    Copying a module copies its hooks. A copied hook would report to a copy of the capture that never ends.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -261,7 +257,7 @@ class Hook:
         return None if torch.compiler.is_dynamo_compiling() else self._call(*given)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        """What copy and pickle put in its place."""
+        """Return the replacement in copies and pickles."""
         return _nothing, ()
 
 
@@ -274,7 +270,7 @@ def _ignore(*given: Any) -> None:
 
 
 def same(known: Tensor | None, tensor: Tensor) -> bool:
-    """Whether two tensors are the same entries of the same memory."""
+    """Return True if two tensors are the same entries of the same memory."""
     if known is None or known is tensor:
         return known is tensor
     if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
@@ -288,7 +284,7 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
 
 
 def snapshot(tokens: Tensor) -> Tensor:
-    """A copy that later changes in place do not reach."""
+    """Return a copy without gradient history, safe from later changes in place."""
     with torch.no_grad():
         return tokens.detach().clone()
 
@@ -349,7 +345,7 @@ def record_calls(
             return
         entered = None if copy else module
         args, kwargs = (args, kwargs) if copy else (kept(args), kept(kwargs))
-        while begun and entered is not module:  # calls that raised are still there
+        while begun and entered is not module:  # skip calls that raised
             entered, args, kwargs = begun.pop()
         recorded.append(RecordedCall(name, module, args, kwargs, kept(output)))
 

@@ -1,4 +1,4 @@
-"""Which linear layers make the queries and keys that an attention layer gets, told from their values."""
+"""The linear layer whose output is the queries, keys or values of a head, recognized by its numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ CLOSE = 64
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer, and which of its channels are which of the heads'."""
+    """A linear layer, and which of its channels belong to which head."""
 
     module: str
     """Name of the linear layer in the model."""
     channels: Int[Tensor, "H K"]
     """``captured[..., h, :, i] = factor · output[..., channels[h, i]]``."""
     factor: float = 1.0
-    """What the model multiplies it with before attention, such as 1/√K in OPT."""
+    """Factor that the model applies before attention, such as 1/√K in OPT."""
 
 
 def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor, "O"] | None] | None:
-    """Weight (out, in) and bias of a linear layer, in the memory of the layer; None for another module.
+    """Return weight (out, in) and bias of a linear layer, in the memory of the layer; None for another
+    module.
 
-    Args:
-        module: `nn.Linear`, or the ``Conv1D`` of transformers, whose weight lies transposed.
+    ``Conv1D`` of transformers counts, whose weight is transposed.
     """
     if isinstance(module, nn.Linear):
         return module.weight, module.bias
@@ -44,18 +44,18 @@ def is_linear(_name: str, module: nn.Module) -> bool:
 def find_projection(
     heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Float[Tensor, "B T O"]]
 ) -> Projection | None:
-    """The linear layer whose output, cut into heads, is what attention got, up to one factor.
+    """Return the linear layer whose output, cut into heads, is ``heads`` up to one factor.
 
-    Channels of head h may lie at ``offset + h·K``, as in one projection of queries or in ``[q | k | v]``, or
-    at ``h·g·K + j·K``, as in projections that hold queries, keys and values of one head beside each other.
+    Channels of head h may be at ``offset + h·K``, as in one projection of queries or in ``[q | k | v]``, or
+    at ``h·g·K + j·K``, as in projections with queries, keys and values of each head next to each other.
 
     Args:
-        heads: queries or keys as attention got them.
-        outputs: what each linear layer gave in the same call.
+        heads: queries, keys or values in attention.
+        outputs: output of each linear layer in the same call, by name.
 
     Returns:
-        The projection, or None where no output fits: positions were rotated in, a norm came in between, or
-        they are weights of no linear layer.
+        The projection; None if no output fits: positions are rotated in, a norm follows, or the weights
+        belong to no linear layer.
     """
     batch, count, tokens, width = heads.shape
     flat = heads.transpose(1, 2).reshape(batch * tokens, count, width).double()
@@ -74,23 +74,12 @@ def find_projection(
 
 
 def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "B H T K"]:
-    """Heads of a projection's output.
-
-    Args:
-        output: of the linear layer.
-        side: which channels.
-    """
+    """Return the heads in the output of a projection."""
     return output[..., side.channels.to(output.device)].permute(0, 2, 1, 3)
 
 
 def head_layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
-    """Where the channels of heads may lie among the outputs of one projection.
-
-    Args:
-        heads: H.
-        width: K.
-        outputs: channels of the projection.
-    """
+    """Return the possible channels of H heads of width K among the outputs of a projection."""
     head, dim = torch.arange(heads)[:, None], torch.arange(width)
     blocks = [start + head * width + dim for start in range(0, outputs - heads * width + 1, width)]
     group = outputs // (heads * width)
@@ -111,11 +100,7 @@ def _factor(heads: Tensor, candidate: Tensor, dtype: torch.dtype) -> float | Non
 
 
 def each_once(heads: Float[Tensor, "B H S K"]) -> Float[Tensor, "B G S K"]:
-    """Key or value heads without the copies that some attention code makes of them, one for each query head.
-
-    Args:
-        heads: as attention got them.
-    """
+    """Return key or value heads without the copies that some attention code makes for each query head."""
     count = heads.shape[1]
     for group in range(count, 1, -1):
         if count % group == 0:
@@ -126,12 +111,7 @@ def each_once(heads: Float[Tensor, "B H S K"]) -> Float[Tensor, "B G S K"]:
 
 
 def names_below(names: Sequence[str], site: str) -> list[str]:
-    """Names inside a module, else those inside the module around it.
-
-    Args:
-        names: of modules.
-        site: name of a module.
-    """
+    """Return the names inside a module; if there are none, the names inside the module around it."""
     parent = site.rpartition(".")[0]
     inside = [name for name in names if name.startswith(f"{site}.") or not site]
     return inside or [name for name in names if name.startswith(f"{parent}.")]

@@ -1,4 +1,4 @@
-"""What masks hide: scores before a softmax written by hand, and tokens that are padding."""
+"""Scores that a mask hides before a softmax."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rankwise.operators.softmax import MASKED_BELOW
 
 Function = Callable[..., Any]
 NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
-"""Scores of a row this far (−87.3) below its largest have weights below the least normal float32."""
+"""A score this far (−87.3) below the largest of its row has a weight below the least normal float32."""
 MOVES_AXES = {
     Tensor.transpose,
     torch.transpose,
@@ -38,20 +38,22 @@ CUTS = {Tensor.__getitem__}
 
 @dataclass(frozen=True)
 class Entries:
-    """A boolean for each entry of a tensor, worked out only when asked for."""
+    """A boolean per entry of a tensor, computed only if requested."""
 
     shape: torch.Size
     make: Callable[[], Tensor]
-    """Gives a tensor that can be broadcast to the shape."""
+    """Function that returns a tensor which broadcasts to the shape."""
 
     def of(self, shape: torch.Size) -> Tensor:
-        """For the same entries in another shape, in which they lie in the same order."""
+        """Return the booleans in another shape with the entries in the same order."""
         return self.make().expand(self.shape).reshape(shape)
 
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
     ) -> "Entries | None":
-        """For what a function made of the tensor: axes moved or cut, a new shape, or each entry changed."""
+        """Return the booleans for a result of a function: axes moved or cut, a new shape, or entries
+        changed.
+        """
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
             return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
@@ -65,10 +67,10 @@ class Entries:
 
 
 class Masks:
-    """Remembers, for scores on their way to the softmax, which of them the model has hidden.
+    """Remembers which scores the model has hidden on their way to the softmax.
 
-    Only what is done to the scores tells: a fill by a low number, a bias added that is no product of
-    activations. How low a score lies does not, for sharp attention has scores as low as any mask's.
+    Only operations on the scores count: a fill by a low number, or an added bias that is not a product of
+    activations. A low score itself does not count, because sharp attention has scores as low as any mask.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class Masks:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
     ) -> None:
-        """Take note of a call that gave scores; ``compared`` knows the scores among its arguments."""
+        """Note a function that returned scores; ``compared`` knows the scores among its arguments."""
         sources = [arg for arg in args if isinstance(arg, Tensor) and arg in compared]
         parts = [
             moved
@@ -92,13 +94,13 @@ class Masks:
             self._hidden[out] = tuple(dict.fromkeys(parts))
 
     def assigned(self, scores: Tensor, where: object, value: object) -> None:
-        """Take note of ``scores[where] = value``."""
+        """Note ``scores[where] = value``."""
         if isinstance(where, Tensor) and where.dtype == torch.bool and _low(value):
             added = Entries(scores.shape, _beside(where, scores))
             self._hidden[scores] = (*self._hidden.get(scores, ()), added)
 
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
-        """Which scores a softmax may give weight to."""
+        """Return the scores that may receive weight in a softmax."""
         parts = self._hidden.get(scores, ())
         # No dtype's products come near its least number; of scores that nobody followed, a low one is hidden.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
@@ -113,12 +115,12 @@ class Masks:
 
 
 def hidden_by(bias: Tensor) -> Tensor:
-    r"""The entries that a bias added to scores hides.
+    r"""Return the entries that a bias hides when it is added to scores.
 
-    Those below −9000, whatever the others are; and those that have no weight beside the largest of their row
-    where a gap of at least half as much parts them from those that have: −100 in shifted windows, not the
-    even descent of ALiBi. A column hidden from every row in this second way stays: that would call tokens
-    padding on weak grounds.
+    These are entries below −9000, and entries without weight next to the largest of their row if a gap of at
+    least half as much separates them from the entries with weight: −100 in shifted windows, but not the even
+    descent of ALiBi. A column that the second rule hides from every row stays: it would call tokens padding
+    on weak grounds.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias
@@ -132,7 +134,7 @@ def hidden_by(bias: Tensor) -> Tensor:
 def _newly_hidden(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], compared: Any
 ) -> Callable[[], Tensor] | None:
-    """What one call hides, if it hides anything."""
+    """Return what a call hides, if it hides anything."""
     if func in FILLS and len(args) > 2 and _low(args[2]):
         return lambda: args[1]
     if func in FILLS and len(args) > 1 and _low(kwargs.get("value")):
@@ -160,12 +162,12 @@ def _is_bias(value: object, compared: Any) -> bool:
 
 
 def _low(value: object) -> bool:
-    """Whether scores filled with it get no weight."""
+    """Return True if scores filled with this value receive no weight."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.is_floating_point() and bool(value <= NO_WEIGHT)
     return isinstance(value, Number) and not isinstance(value, complex) and value <= NO_WEIGHT  # type: ignore[operator]
 
 
 def _beside(where: Tensor, scores: Tensor) -> Callable[[], Tensor]:
-    """A mask that indexes the first axes, as one that is broadcast to all of them."""
+    """Return a mask that indexes the first axes as a mask that broadcasts to all axes."""
     return lambda: where.reshape(*where.shape, *[1] * (scores.dim() - where.dim()))

@@ -1,4 +1,4 @@
-"""PyTorch's own attention layers: their operator follows from their inputs, fast path or not."""
+"""PyTorch's own attention layers: their operator follows from inputs and weights, fast path or not."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from rankwise.tracing.module_calls import ModuleCall
 
 
 def is_torch_layer(module: nn.Module) -> bool:
-    """Whether a module is one of PyTorch's attention layers, its class's ``forward`` unchanged."""
+    """Return True for one of PyTorch's attention layers with the ``forward`` of its class."""
     return any(
         isinstance(module, kind) and type(module).forward is kind.forward
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -24,12 +24,12 @@ def is_torch_layer(module: nn.Module) -> bool:
 
 
 def is_torch_encoder(module: nn.Module) -> bool:
-    """Whether a module is PyTorch's encoder, which looks for the fast path before it runs its layers."""
+    """Return True for PyTorch's encoder, which decides on the fast path before its layers run."""
     return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
 
 
 def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
-    """Why the operator of a layer that has run does not follow from its inputs; None if it does."""
+    """Return why the operator of a layer that has run does not follow from its inputs; None if it does."""
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
         return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
@@ -41,7 +41,7 @@ def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
 
 
 def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
-    """Names of the layer of PyTorch's owns and of all they hold: the modules that must carry no hook."""
+    """Return the names of PyTorch's own layers and all modules inside: none may carry a hook."""
     modules = list(model.named_modules())
     outer = [name for name, module in modules if is_torch_layer(module)]
     return frozenset(
@@ -52,7 +52,7 @@ def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
 def layer_mixing(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall | None
 ) -> MixingCall:
-    """The operator of a layer of PyTorch's own that has just run with these arguments."""
+    """Return the operator of one of PyTorch's layers that has just run with these arguments."""
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     if isinstance(module, nn.MultiheadAttention):
         return from_attention(module, given, outer)
@@ -70,7 +70,7 @@ def layer_mixing(
 
 @dataclass(frozen=True)
 class FunctionalAttention:
-    """The arguments of `torch.nn.functional.multi_head_attention_forward` under the names of the module's."""
+    """Arguments of `torch.nn.functional.multi_head_attention_forward` as attributes of the module."""
 
     num_heads: int
     in_proj_weight: Tensor | None
@@ -85,7 +85,7 @@ class FunctionalAttention:
 
 
 def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall) -> MixingCall | None:
-    """The operator of one call of the functional form; None where keys or values are given projected."""
+    """Return the operator of a call of the functional form; None if keys or values are already projected."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
@@ -99,15 +99,15 @@ def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Modu
 def attention_by_heads(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor | None]
 ) -> Any:
-    """`torch.nn.functional.multi_head_attention_forward`, with a change of what its heads give.
+    """Run `torch.nn.functional.multi_head_attention_forward` with the outputs of its heads replaced.
 
-    It projects the heads itself. Here it does so by the identity, which leaves every finite number what it
-    is; its own projection follows the change.
+    The function projects the heads itself. Here it projects by the identity, which keeps every finite number;
+    the model's projection follows the replacement.
 
     Args:
-        args: its arguments.
-        kwargs: its arguments by name.
-        change: from the outputs of the heads (B, H, T, V) to what takes their place; None: themselves.
+        args: arguments by position.
+        kwargs: arguments by name.
+        change: returns the replacement of head outputs (B, H, T, V); None keeps them.
     """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
@@ -124,7 +124,7 @@ def attention_by_heads(
 def from_attention(
     attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any], outer: ModuleCall | None
 ) -> MixingCall:
-    """The operator of `torch.nn.MultiheadAttention` on these arguments, computed from its own weights."""
+    """Return the operator of `torch.nn.MultiheadAttention` on these arguments, from its weights."""
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
     cross = _is_cross(query, key, outer)
@@ -149,14 +149,14 @@ def from_attention(
 
 
 def _hints_only(attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any]) -> bool:
-    """Whether PyTorch takes ``is_causal`` in place of the mask: then no row sees the added columns."""
+    """Return True if PyTorch uses ``is_causal`` instead of the mask: no row sees the added columns."""
     added = attention.bias_k is not None or attention.add_zero_attn
     hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
     return bool(added and hinted and not given.get("need_weights", True))
 
 
 def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
-    """Keys of other length, or from another tensor where the module around was given a second stream."""
+    """Return True for keys of another length, or of another tensor if the outer module has two streams."""
     if query is key or query.is_nested:
         return False
     if query.shape != key.shape:
@@ -196,7 +196,7 @@ def _projections(
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """One mask of shape (B or 1, H or 1, T, S); bool (True = may be seen) where both are, else a bias."""
+    """Return one mask, (B or 1, H or 1, T, S): booleans (True = visible) if both are, otherwise a bias."""
     batch, heads, tokens, _ = q.shape
     masks = []
     if attn_mask is not None:

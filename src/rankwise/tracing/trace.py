@@ -1,4 +1,4 @@
-"""What one run of a model showed."""
+"""Records of a capture: mixers, token states, modules that were not captured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,26 +14,26 @@ UNNUMBERED = CallId("", 0)
 
 @dataclass(frozen=True)
 class MixerSite:
-    """One call of one mixer: the operator it applied and the tokens that are real."""
+    """A call of a mixer: the operator that it applied, and which tokens are real."""
 
     name: str
-    """Module that mixed, such as ``encoder.layer.0.attention.self``."""
+    """Module that mixes tokens, such as ``encoder.layer.0.attention.self``."""
     layer: int
-    """Block of its stack, from 0: it reads token state ``layer`` and writes ``layer + 1``."""
+    """Number of its block in the stack, from 0: it reads token state ``layer`` and writes ``layer + 1``."""
     kind: str
     """softmax, semiseparable, selective, toeplitz, linear or diagonal."""
     operator: MixingOperator
     """Shape (B, H, T, S)."""
     valid_tokens: Bool[Tensor, "B T"]
-    """False where a row belongs to padding."""
+    """False for rows of padding."""
     valid_sources: Bool[Tensor, "B S"]
-    """False where a column belongs to padding."""
+    """False for columns of padding."""
     stack: str = ""
-    """The blocks it belongs to, such as ``encoder.layer``."""
+    """Stack of blocks that contains it, such as ``encoder.layer``."""
     cross: bool = False
-    """Whether queries and keys come from different sequences."""
+    """True if queries and keys come from different sequences."""
     sequences: int = 0
-    """Sequences in the batch axis: fewer than B where one sequence gives several windows."""
+    """Number of sequences in the batch axis: fewer than B if a sequence is cut into several windows."""
     forward_pass: int = 0
     """Number of the forward pass in the capture, from 0."""
     call: int = 0
@@ -41,14 +41,15 @@ class MixerSite:
     call_id: CallId = UNNUMBERED
     """Call of the module in the run of the model, as interventions name it."""
     values: Float[Tensor, "B Hv S V"] | None = None
-    """What the operator was applied to, if asked for."""
+    """Input of the operator, if requested."""
     output: Float[Tensor, "B H T V"] | None = None
-    """What the model itself got from it, if asked for and visible."""
+    """Output of the operator in the model itself, if requested and visible."""
     apply_output: Callable[[Tensor], Tensor] | None = None
-    """From ``operator @ values`` to what a state-space layer gave: its D-term, gate, norm and output
-    projection; kept with the values."""
+    """Function from ``operator @ values`` to the output of a state-space layer: its D-term, gate, norm and
+    output projection. Kept with the values.
+    """
     projection: Float[Tensor, "B H T K"] | None = None
-    """Tokens in the subspaces of the heads, of mixers that have them: what TSSA takes its statistics of."""
+    """Tokens in the subspaces of the heads, from which TSSA computes its statistics."""
 
     def head_id(self, head: int | None = None) -> HeadId:
         """Return the address of a head of this call; None addresses the call itself."""
@@ -64,12 +65,12 @@ class StateSite:
     """The residual stream after ``layer`` blocks of a stack."""
 
     name: str
-    """Block that wrote it; for layer 0 the block that reads it."""
+    """Block that wrote the state; for layer 0, the block that reads it."""
     layer: int
-    """Blocks that have run before it: 0 is the embedding output."""
+    """Number of blocks that have run before it: 0 is the output of the embedding."""
     tokens: Float[Tensor, "B T D"]
     mask: Bool[Tensor, "B T"] | None = None
-    """False where a token is padding; None where nothing is known to be."""
+    """False for padding; None if no padding is known."""
     stack: str = ""
     forward_pass: int = 0
 
@@ -88,14 +89,16 @@ class UncapturedModule:
 
 @dataclass
 class Trace:
-    """Mixing operators and token states of the forward passes of one `capture`, in the order they ran."""
+    """Mixing operators and token states of the forward passes in a `capture`, in the order in which they
+    ran.
+    """
 
     mixers: list[MixerSite] = field(default_factory=list)
     states: list[StateSite] = field(default_factory=list)
     uncaptured: list[UncapturedModule] = field(default_factory=list)
     """Filled when the capture ends."""
     notes: list[str] = field(default_factory=list)
-    """What a reader must know: dropout was on, the model was compiled, …"""
+    """Notes for the reader: dropout was on, the model was compiled, …"""
 
     def __repr__(self) -> str:
         return (

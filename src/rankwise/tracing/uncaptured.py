@@ -1,4 +1,4 @@
-"""Modules that mix tokens and were not captured: by their names, and by what they were seen to do."""
+"""Modules that mix tokens but were not captured, found by name and by the functions that they call."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ NOT_A_MIXER = re.compile(
     r"|Channel_?Mix|C[Mm]ix"
 )
 EMBEDS = re.compile(r"Embed(ding|der)?s?$")
-"""Classes that make tokens, and may look at several places of an input to do so."""
+"""Classes that make tokens, and may read several places of an input to do so."""
 QUERY_KEY = (
     {"q_proj", "k_proj"},
     {"query", "key"},
@@ -96,7 +96,7 @@ QUERY_KEY = (
 
 
 def looks_like_mixer(module: nn.Module) -> bool:
-    """Whether a module's class name or its query and key projections say that it mixes tokens."""
+    """Return True if the class name or query and key projections of a module suggest a mixer."""
     name = type(module).__name__
     if MIXER_NAME.search(name) and not NOT_A_MIXER.search(name):
         return True
@@ -113,18 +113,12 @@ def why_no_operator(module: nn.Module) -> str | None:
 
 
 def mixer_like(model: nn.Module) -> set[str]:
-    """Names of the modules of a model that look like mixers."""
+    """Return the names of the modules of a model that look like mixers."""
     return {name for name, module in model.named_modules() if name and looks_like_mixer(module)}
 
 
 def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
-    """The innermost call, of no module of torch's own, whose (B, T, D) tokens a function mixed.
-
-    Args:
-        calls: the calls under way, outermost first.
-        what: what the function does.
-        lengths: of the axes along which it does it.
-    """
+    """Return the innermost module, not of torch's own, with (B, T, D) tokens that a function mixed."""
     for call in reversed(calls):
         tokens = call.tokens
         if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
@@ -137,16 +131,16 @@ def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> M
 
 @dataclass
 class Sightings:
-    """What was seen of the modules of a model while it ran, by their names."""
+    """Observations of the modules of a running model, by name."""
 
     captured: set[str] = field(default_factory=set)
     """Modules in which a mixer was captured."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Modules in which a mixer was seen but not captured, with the first reason."""
     not_exact: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Modules with a call whose operator no adapter could read, with every reason."""
+    """Modules with a call that no adapter could read exactly, with every reason."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """Modules that mixed tokens without attention, with what they did."""
+    """Modules that mixed tokens without attention, with a description."""
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note why a mixer was not captured."""
@@ -189,7 +183,7 @@ def uncaptured_modules(
         model: the model.
         candidates: names of modules that look like mixers, or were named by the user.
         called: names of the modules that were called.
-        sightings: what was seen of them.
+        sightings: observations of the modules.
     """
     known, others = sightings.reasons(), sightings.other_mixing
     candidates = candidates | set(known) | set(others)
@@ -213,7 +207,7 @@ def _related(name: str, site: str) -> bool:
 
 
 def _holds(outer: str, inner: str) -> bool:
-    """Whether a module is another, or has it inside; the model itself, of empty name, has them all inside."""
+    """Return True if a module is, or contains, another module; the empty name contains all."""
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
@@ -242,11 +236,13 @@ def _reason(
 
 
 Reader = Callable[..., set[int]]
-"""From a call to the lengths of the axes along which it mixes, none of them where it mixes nothing."""
+"""Function from a call to the lengths of the axes along which it mixes."""
 
 
 def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
-    """What a call of one of `FUNCTIONS` does, and the lengths of the axes along which it does it."""
+    """Return the description of a call of one of `FUNCTIONS`, and the lengths of the axes along which it
+    mixes.
+    """
     name, lengths = FUNCTIONS[func]
     return name, lengths(out, *args, **kwargs)
 
@@ -258,7 +254,7 @@ def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named
 
 
 def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> set[int]:
-    """As many entries added on one side as are cut off on the other."""
+    """Return the axes with as many entries added on one side as cut off on the other."""
     pairs = zip(pad[::2], pad[1::2], strict=True)
     return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
 
@@ -282,13 +278,13 @@ def _fourier_planes(
 
 
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
-    """Its inputs are tokens where they lie on the last axis, as in the token-mixing part of an MLP-Mixer."""
+    """Return the inputs if they are tokens on the last axis, as in the token-mixing part of an MLP-Mixer."""
     turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
     return {input.shape[-1]} if turned else set()
 
 
 def _lengths(input: Tensor, dims: Any) -> set[int]:
-    """The length of each axis, and of all of them together."""
+    """Return the length of each axis, and their product."""
     axes = range(input.dim()) if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
     lengths = [input.shape[axis] for axis in axes]
     return {*lengths, prod(lengths)}

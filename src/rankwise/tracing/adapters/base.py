@@ -31,7 +31,7 @@ InnerCalls = Mapping[str, RecordedCall]
 
 
 class NotExactError(RankwiseError):
-    """Raised if the operator of a call does not follow from what was recorded; its text is the reason."""
+    """Raised if the recorded calls do not determine the operator; its text is the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("this call", expected="one whose operator can be read", got="another", fix=reason)
@@ -78,7 +78,7 @@ class Adapter(ABC):
         Args:
             call: call of the mixer.
             inner: calls of the modules in `inner`.
-            values: add what the operator was applied to, and how the layer continues from there.
+            values: add the input of the operator and the steps after it.
 
         Raises:
             NotExactError: if the operator does not follow from the calls.
@@ -130,10 +130,10 @@ class ProtocolAdapter(Adapter):
     """Calls the methods with which a module describes its own mixing.
 
     ``mixing_operator`` returns the operator, (B, H, T, S), that ``forward`` applies to the same arguments.
-    The rest is optional: ``mixing_values`` returns what the operator is applied to, (B, H, S, V);
-    ``mixing_projection`` returns the tokens in the subspaces of the heads, (B, T, H, K);
-    ``output_projection`` names the module inside that reads the concatenated heads, (B, T, H V), and
-    ``num_heads`` counts them. Methods are called after the module has run.
+    The rest is optional: ``mixing_values`` returns the values, (B, H, S, V); ``mixing_projection`` returns
+    the tokens in the subspaces of the heads, (B, T, H, K); ``output_projection`` names the module inside that
+    reads the concatenated heads, (B, T, H V), and ``num_heads`` counts them. Methods are called after the
+    module has run.
     """
 
     def reads(self, module: nn.Module) -> bool:
@@ -147,12 +147,12 @@ class ProtocolAdapter(Adapter):
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return what the module says; each channel is a head if it does not count them."""
+        """Return the attributes of the module; each channel is a head if it does not count them."""
         name, heads = getattr(module, "output_projection", None), getattr(module, "num_heads", 0)
         return (name, heads) if isinstance(name, str) and isinstance(heads, int) else None
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return what the methods of the module return."""
+        """Call the methods of the module."""
         module: Any = call.module
         with _own_random_numbers(call):
             operator = module.mixing_operator(*call.args, **call.kwargs)
@@ -197,8 +197,8 @@ class AdapterReader:
     Args:
         adapters: adapter of each module that an adapter reads, by the name of the module.
         calls: calls under way.
-        sightings: told why operators are not exact.
-        values: ask for what operators are applied to.
+        sightings: receives the reasons why operators are not exact.
+        values: include the inputs of operators.
     """
 
     def __init__(
