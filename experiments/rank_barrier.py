@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 
 import rankwise
+from experiments.rank.theorem1 import theorem1_bound, theorem1_rank
 from rankwise._internals.files import write_file
-from rankwise.theory import SimulatedRank, random_head_rank, rank_barrier, theorem1_bound, theorem1_rank
+from rankwise.theory import SimulatedRank, random_head_rank, rank_barrier
 
 RESULTS = Path(__file__).with_name("results") / "rank_barrier.json"
 HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

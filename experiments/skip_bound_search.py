@@ -33,11 +33,11 @@ from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.data import load_text
-from rankwise.skips.norms import NormCalls
+from rankwise.skips.norms import norms_behind, record_norms
 from rankwise.skips.probe import find_skip_locations
 from rankwise.skips.skip_sums import skip_sums
 from rankwise.skips.skips import name_sites
-from rankwise.theory import norm_bound, norm_scale, paper_strength, sum_scale
+from rankwise.theory import min_lambda, mixing_strength, skip_bound
 
 RESULTS = Path(__file__).with_name("results") / "skip_bound_search.json"
 SHAPES = ((2, 2), (3, 8), (8, 3), (12, 16))
@@ -163,7 +163,7 @@ def search_bound(recipe: Recipe, name: str, centre: bool, eps: float) -> Search:
 
     def violation(y: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         promised, before = BOUNDS[name](y, b, centre, eps), by_rows(y, 0 * b, centre, 0.0)
-        shipped = norm_bound(y, b, 1.0, centre=centre, eps=eps)
+        shipped = skip_bound(y, b, 1.0, norm="layer" if centre else "rms", eps=eps)
         assert bool((shipped >= promised - 1e-9 * before).all())  # the better of two is shipped
         found = mu(normed(y + b, centre, eps))
         return (promised - found) / before, (shipped - found) / before, shipped > 0
@@ -187,7 +187,7 @@ def search_theorem(recipe: Recipe, centre: bool, eps: float) -> Search:
         q = lengths.square().mean(-1).sqrt()
         strength = ((product * q).square() + eps).sqrt() / lengths.amin(-1)
         first = [x.detach().flatten()[0].item() for x in (product, q, lengths.amin(-1), strength)]
-        assert math.isclose(paper_strength(first[0], eps, first[1], first[2]), first[3])
+        assert math.isclose(mixing_strength(first[0], eps, first[1], first[2]), first[3])
         before = mu(u).square()
         a = (1 - 2 * tokens * width * strength / before) / (strength + 1).square()
         found = mu(normed(product[:, None, None] * m @ y @ c + y, centre, eps)).square()
@@ -240,17 +240,17 @@ def least_scales(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
     """By layer: the least |λ| that is sure to keep √½ of μ, by rows alone and by the better of both."""
     found = []
     sites = name_sites(find_skip_locations(model, batch)[0])
-    tap = NormCalls(model, sites)
-    with tap.following():
+    with record_norms(model, sites) as calls:
         seen = skip_sums(model, batch, sites, {site.name: 1.0 for site in sites})
-    norms = tap.norms(seen)
+    norms = norms_behind(seen, calls)
     for one in seen:
         y, b, mask, norm = one.residual, one.branch, one.mask, norms[one.site.name]
         if norm.known:
             before = least_by_rows(y, b, mask, norm.centre, norm.eps)
-            after = float(norm_scale(y, b, KEEP, mask, norm.centre, norm.eps).max())
+            kind = "layer" if norm.centre else "rms"
+            after = float(min_lambda(y, b, KEEP, mask, kind, norm.eps).max())
         else:
-            before = after = float(sum_scale(y, b, KEEP, mask).max())
+            before = after = float(min_lambda(y, b, KEEP, mask).max())
         found.append(
             {"site": one.site.name, "norm": norm.kind, "rows": round(before, 4), "both": round(after, 4)}
         )

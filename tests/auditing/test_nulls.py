@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.theory import interpolated_random_rank, uniform_rank
+from rankwise.theory import random_head_rank, uniform_rank
 
 
 class Attention(nn.Module):
@@ -45,7 +45,7 @@ def test_cross_attention_has_the_null_of_each_pair_of_lengths():
 
 
 def test_a_null_that_one_sequence_lacks_is_not_the_mean_of_the_others(monkeypatch):
-    monkeypatch.setattr("rankwise.theory.null.MAX_ENTRIES", 64 * 64)
+    monkeypatch.setattr("rankwise.theory.random_rank.MAX_ENTRIES", 64 * 64)
     batches = [random_heads(16), random_heads(65)]
     assert all(math.isnan(head.random_rank) for head in rw.audit(Attention(), batches).heads)
     assert all(head.random_rank > 1 for head in rw.audit(Attention(), batches[:1]).heads)
@@ -110,7 +110,10 @@ def test_the_band_holds_the_ranks_at_its_thresholds(method):
             # 16·64 probes span everything here: an estimate is the count too
             assert point.numerical_rank == point.rank_low == point.rank_high == (values >= point.delta).sum()
             assert point.hardmax_rank == head.hardmax_rank
-            assert point.random_rank == interpolated_random_rank(100, 8, "causal", delta=point.delta).mean
+            assert (
+                point.random_rank
+                == random_head_rank(100, 8, "causal", delta=point.delta, interpolate=True).mean
+            )
             assert point.uniform_rank == uniform_rank(100, "causal", delta=point.delta)
         middle = head.band[2]
         for name in ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank"):
@@ -148,7 +151,7 @@ def test_a_window_has_all_its_nulls_and_a_mask_without_a_name_one():
     near = torch.ones(40, 40, dtype=torch.bool).tril().triu(-9)
     [head] = rw.audit(Masked(near), [random_heads(40, heads=1)]).heads
     assert head.uniform_rank == uniform_rank(40, "causal", window=10)
-    assert head.random_rank == interpolated_random_rank(40, 8, "causal", window=10).mean
+    assert head.random_rank == random_head_rank(40, 8, "causal", window=10, interpolate=True).mean
     near[20, 30] = True
     [head] = rw.audit(Masked(near), [random_heads(40, heads=1)]).heads
     assert (head.mask, math.isnan(head.uniform_rank), math.isnan(head.random_rank)) == ("other", True, True)

@@ -3,9 +3,10 @@ import math
 
 import pytest
 from experiments import rank_barrier as module
+from experiments.rank.theorem1 import theorem1_bound
 from experiments.rank_barrier import RESULTS, Recipe, curves, fall, main, table
 
-from rankwise.theory import SimulatedRank, rank_barrier, theorem1_bound
+from rankwise.theory import SimulatedRank, rank_barrier
 
 
 def small() -> Recipe:

@@ -7,7 +7,7 @@ import torch
 from experiments import skip_bound_search as module
 from experiments.skip_bound_search import BOUNDS, RESULTS, Recipe, main, search_bound, starts
 
-from rankwise.theory import norm_bound
+from rankwise.theory import skip_bound
 
 SMALL = Recipe(steps=3, copies=2)
 
@@ -31,14 +31,14 @@ def test_what_was_written_down_found_no_violation() -> None:
 def test_its_bounds_are_those_of_the_package(centre: bool, eps: float) -> None:
     y, b = starts(SMALL, 5, 4)
     own = torch.stack([bound(y, b, centre, eps) for bound in BOUNDS.values()]).amax(0).clamp(min=0)
-    assert torch.allclose(own, norm_bound(y, b, 1.0, centre=centre, eps=eps), atol=1e-9)
+    assert torch.allclose(own, skip_bound(y, b, 1.0, norm="layer" if centre else "rms", eps=eps), atol=1e-9)
 
 
 def test_a_bound_that_promises_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(y, b, scale, **rest):
-        return norm_bound(y, 0.2 * b, scale, **rest)
+        return skip_bound(y, 0.2 * b, scale, **rest)
 
-    monkeypatch.setattr(module, "norm_bound", greedy)
+    monkeypatch.setattr(module, "skip_bound", greedy)
     assert search_bound(SMALL, "mean", True, 0.0).worst > 0
 
 

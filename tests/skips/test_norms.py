@@ -1,6 +1,7 @@
 """A norm is told by what it computes; a certificate behind it holds for the model's own state."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from tests.skips.foreign_norms import KNOWN, TOKENS, UNKNOWN, WIDTH, NanoLayerNo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise.measures import token_spread
 from rankwise.skips import SkipCertificate, add_lambda_skip, certify_skip
 from rankwise.skips.norms import recognised
-from rankwise.theory import distance_from_mean as mu
 from rankwise.tracing import RecordedCall
 
 pytestmark = pytest.mark.usefixtures("coarse_thresholds")
 
+mu = partial(token_spread, normalized=False)
 SLACK = 1e-4
 """Relative: a model's states are sums of float32 numbers, with a constant of some ten times their size."""
 

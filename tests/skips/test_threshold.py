@@ -1,22 +1,24 @@
 """What stacks keep, and from which λ on: means over sequences that have something to keep."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from torch import nn
 
+from rankwise.measures import token_spread
 from rankwise.skips import SkipError, add_lambda_skip, certify_skip
 from rankwise.skips.norms import normed, norms_behind, record_norms
 from rankwise.skips.probe import find_skip_locations
 from rankwise.skips.skip_sums import skip_sums
 from rankwise.skips.skips import name_sites
 from rankwise.skips.threshold import Both, kept_by, threshold
-from rankwise.theory import distance_from_mean as mu
 
 llama = hugging_face("LlamaModel", **LLAMA)
 bert = hugging_face("BertModel", **BERT)
+mu = partial(token_spread, normalized=False)
 CONSTANT = torch.full((1, 12), 7)
 
 

@@ -11,28 +11,20 @@ from tests.unchecked import unchecked
 from torch import Tensor
 from torch.nn import functional as F
 
+from rankwise._internals.linalg import mean_distance as mu
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures import token_spread
-from rankwise.theory import distance_from_mean as mu
-from rankwise.theory import (
-    norm_bound,
-    norm_scale,
-    paper_condition,
-    paper_floor,
-    paper_scale,
-    paper_scale_with_floor,
-    paper_strength,
-    sum_bound,
-    sum_scale,
-)
+from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 
 SLACK = 1e-9
 """Relative: sums of T·D float64 terms lose less than T·D·1e-16 < 1e-12; a hundredfold and more beside it."""
 
 
-def normed(x: Tensor, centre: bool, eps: float = 0.0) -> Tensor:
-    """LayerNorm or RMSNorm without gain; a row of zeros stays."""
-    x = x - x.mean(-1, keepdim=True) if centre else x
+def normed(x: Tensor, norm: str, eps: float = 0.0) -> Tensor:
+    """No norm, LayerNorm or RMSNorm without gain; a row of zeros stays."""
+    if norm == "none":
+        return x
+    x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
     size = (x.square().mean(-1, keepdim=True) + eps).sqrt()
     return x / torch.where(size > 0, size, 1.0)
 
@@ -61,29 +53,24 @@ def branch_of(y: Tensor, seed: int, size: float, opposed: float) -> Tensor:
     return size * (opposed * against + (1 - opposed) * states(seed + 1, *y.shape, alike=0.3))
 
 
-@cases
-def test_sum_bound_holds(
-    seed: int, tokens: int, width: int, alike: float, size: float, scale: float, opposed: float
-) -> None:
-    y = states(seed, tokens, width, alike)
-    b = branch_of(y, seed, size, opposed)
-    after = mu(scale * y + b)
-    assert sum_bound(y, b, scale) <= after + SLACK * (1 + scale**2) * y.norm()
+norms = pytest.mark.parametrize("norm", ["none", "layer", "rms"])
+true_norms = pytest.mark.parametrize("norm", ["layer", "rms"])
 
 
-@pytest.mark.parametrize("centre", [True, False])
+@norms
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 0.1])
 @settings(max_examples=25)
 @cases
-def test_norm_bound_holds(
-    centre: bool, eps: float, seed: int, tokens: int, width: int, alike: float, size: float, scale: float,
+def test_the_bound_holds(
+    norm: str, eps: float, seed: int, tokens: int, width: int, alike: float, size: float, scale: float,
     opposed: float,
 ) -> None:  # fmt: skip
     y = states(seed, tokens, width, alike)
     b = branch_of(y, seed, size, opposed)
-    after = mu(normed(scale * y + b, centre, eps))
-    # rows that cancel to rounding have any direction: those are where the bound must be careful itself
-    assert norm_bound(y, b, scale, centre=centre, eps=eps) <= after + SLACK * math.sqrt(tokens * width)
+    after = mu(normed(scale * y + b, norm, eps))
+    # behind a norm, rows that cancel to rounding have any direction: there the bound must be careful itself
+    unit = (1 + scale**2) * y.norm() if norm == "none" else math.sqrt(tokens * width)
+    assert skip_bound(y, b, scale, norm=norm, eps=eps) <= after + SLACK * unit
 
 
 @settings(max_examples=25)
@@ -95,10 +82,11 @@ def test_bounds_leave_padding_out(
     b = branch_of(y, seed, size, opposed)
     mask = torch.tensor([True] * tokens + [False] * 3)
     longer, other = (F.pad(x, (0, 0, 0, 3), value=1e6) for x in (y, b))
-    for bound in (sum_bound, norm_bound):
-        assert torch.allclose(bound(longer, other, scale, mask), bound(y, b, scale), rtol=1e-9, atol=1e-9)
-    for least in (sum_scale, norm_scale):
-        assert torch.allclose(least(longer, other, 0.5, mask), least(y, b, 0.5), rtol=1e-6, atol=1e-9)
+    for norm in ("none", "layer", "rms"):
+        bounds = skip_bound(longer, other, scale, mask, norm), skip_bound(y, b, scale, norm=norm)
+        assert torch.allclose(*bounds, rtol=1e-9, atol=1e-9)
+        least = min_lambda(longer, other, 0.5, mask, norm), min_lambda(y, b, 0.5, norm=norm)
+        assert torch.allclose(*least, rtol=1e-6, atol=1e-9)
 
 
 @settings(max_examples=25)
@@ -108,9 +96,10 @@ def test_a_larger_scale_keeps_more(
 ) -> None:
     y = states(seed, tokens, width, alike)
     b = branch_of(y, seed, size, opposed)
-    for bound in (sum_bound, norm_bound):
-        assert bound(y, b, 1.1 * scale) >= bound(y, b, scale) - SLACK * y.norm() * (1 + abs(scale))
-        assert torch.equal(bound(y, b, scale), bound(y, b, -scale))
+    for norm in ("none", "layer", "rms"):
+        bound = skip_bound(y, b, scale, norm=norm)
+        assert skip_bound(y, b, 1.1 * scale, norm=norm) >= bound - SLACK * y.norm() * (1 + abs(scale))
+        assert torch.equal(bound, skip_bound(y, b, -scale, norm=norm))
 
 
 @settings(max_examples=25)
@@ -122,7 +111,7 @@ def test_the_least_scale_does_what_it_says(
     b = branch_of(y, seed, size, opposed)
     a = 0.3
     for relative in (False, True):
-        least = sum_scale(y, b, a, relative=relative)
+        least = min_lambda(y, b, a, relative=relative)
         if mu(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 stands for any λ but 0 itself
             continue
         for factor in (1, -1.7, 30):
@@ -130,20 +119,20 @@ def test_the_least_scale_does_what_it_says(
             before = mu(y) / (y.norm() if relative else 1)
             after = mu(out) / (out.norm() if relative else 1)
             assert after >= math.sqrt(a) * before * (1 - 1e-6)
-    for centre in (True, False):
-        least = norm_scale(y, b, a, centre=centre)
-        before = mu(normed(y, centre))
+    for norm in ("layer", "rms"):
+        least = min_lambda(y, b, a, norm=norm)
+        before = mu(normed(y, norm))
         if before < 1e-6 or not least.isfinite():
             continue
         for factor in (1, -1.7, 30):
-            assert mu(normed(factor * least * y + b, centre)) >= math.sqrt(a) * before * (1 - 1e-6)
+            assert mu(normed(factor * least * y + b, norm)) >= math.sqrt(a) * before * (1 - 1e-6)
 
 
 def test_least_scales_are_infinite_where_nothing_can_be_kept() -> None:
     alike = torch.ones(4, 3, dtype=torch.float64)
     other = states(0, 4, 3, 0.0)
-    assert sum_scale(alike, other, 0.5) == math.inf
-    assert norm_scale(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5) == math.inf
+    assert min_lambda(alike, other, 0.5) == math.inf
+    assert min_lambda(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5, norm="layer") == math.inf
 
 
 # --- searched for violations -------------------------------------------------------------------------------
@@ -167,10 +156,10 @@ def ascend(
 
 
 def written_again(
-    y: Tensor, b: Tensor, scale: float, centre: bool, eps: float = 0.0
+    y: Tensor, b: Tensor, scale: float, norm: str, eps: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """μ of the directions, and the squares of both bounds, with their signs: for autograd, in plain sums."""
-    if centre:
+    if norm == "layer":
         y, b = y - y.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
     size, move, width = y.norm(dim=-1), b.norm(dim=-1), y.shape[-1]
     ratio = move / (abs(scale) * size)
@@ -187,31 +176,31 @@ def written_again(
 
 @pytest.mark.parametrize("part", [0.1, 0.6, 3.0])
 @pytest.mark.parametrize("eps", [0.0, 0.1])
-@pytest.mark.parametrize("centre", [True, False])
-def test_the_norm_bound_is_the_larger_of_two(centre: bool, eps: float, part: float) -> None:
+@true_norms
+def test_the_norm_bound_is_the_larger_of_two(norm: str, eps: float, part: float) -> None:
     y, b = states(1, 6, 5, 0.3), part * states(9, 6, 5, 0.0)
-    _, *squares = written_again(y, b, -1.5, centre, eps)
+    _, *squares = written_again(y, b, -1.5, norm, eps)
     wanted = torch.stack(squares).amax().clamp(min=0).sqrt()
-    assert torch.allclose(norm_bound(y, b, -1.5, centre=centre, eps=eps), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(skip_bound(y, b, -1.5, norm=norm, eps=eps), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_each_of_the_two_is_the_larger_one_somewhere() -> None:
     y = states(1, 6, 5, 0.3)
-    found = [written_again(y, part * states(9, 6, 5, 0.0), 1.5, True)[1:] for part in (1e-3, 0.6)]
+    found = [written_again(y, part * states(9, 6, 5, 0.0), 1.5, "layer")[1:] for part in (1e-3, 0.6)]
     alike = states(1, 6, 5, 0.99)
-    found += [written_again(alike, 1e-3 * states(9, 6, 5, 0.0), 1.5, True)[1:]]
+    found += [written_again(alike, 1e-3 * states(9, 6, 5, 0.0), 1.5, "layer")[1:]]
     assert {bool(by_rows > by_mean) for by_rows, by_mean in found} == {True, False}
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("bound", [1, 2], ids=["by rows", "by the mean"])
-@pytest.mark.parametrize("centre", [True, False])
-def test_ascent_finds_no_violation_of_the_norm_bound(seed: int, bound: int, centre: bool) -> None:
+@true_norms
+def test_ascent_finds_no_violation_behind_a_norm(seed: int, bound: int, norm: str) -> None:
     def violation(y: Tensor, b: Tensor) -> Tensor:
         """(promised − found) in units of what the bound takes off."""
-        z = normed(1.5 * y + 0.3 * b, centre)
+        z = normed(1.5 * y + 0.3 * b, norm)
         found = (z - z.mean(0)).square().sum()
-        numbers = written_again(y, 0.3 * b, 1.5, centre)
+        numbers = written_again(y, 0.3 * b, 1.5, norm)
         return (numbers[bound] - found) / (numbers[0].square() - numbers[bound])
 
     assert -0.3 < ascend(violation, seed, (4, 5), steps=250) <= 1e-9  # and the search comes near it
@@ -222,20 +211,20 @@ def test_rows_that_are_zero() -> None:
     y = states(0, 4, 3, 0.0)
     y[1:3] = 0
     b = torch.zeros(4, 3, dtype=torch.float64)
-    before = mu(normed(y, centre=False))
-    assert torch.allclose(norm_bound(y, b, 1.0, centre=False), before)
+    before = mu(normed(y, "rms"))
+    assert torch.allclose(skip_bound(y, b, 1.0, norm="rms"), before)
     b[1] = 1e-9  # turned into any direction, at full length
-    assert norm_bound(y, b, 1.0, centre=False) < before - 0.5
+    assert skip_bound(y, b, 1.0, norm="rms") < before - 0.5
     for sign in (1, -1):
-        moved = normed(y + sign * b, centre=False)
-        assert norm_bound(y, b, 1.0, centre=False) <= mu(moved)
+        moved = normed(y + sign * b, "rms")
+        assert skip_bound(y, b, 1.0, norm="rms") <= mu(moved)
 
 
 def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
     """0.7 is no float: its mean over seven channels differs from it by rounding, which is no direction."""
     y = (0.1 * torch.arange(1.0, 9.0, dtype=torch.float64))[:, None].expand(8, 7)
-    assert norm_bound(y, 0 * y, 1.0) == 0
-    assert norm_scale(y, 0 * y, 0.5) == math.inf
+    assert skip_bound(y, 0 * y, 1.0, norm="layer") == 0
+    assert min_lambda(y, 0 * y, 0.5, norm="layer") == math.inf
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -247,27 +236,27 @@ def test_numbers_far_from_zero_promise_nothing_that_is_not_so(moved: bool) -> No
     undone = 1e-3 * torch.randn(width, dtype=torch.float64) - y  # y + undone: all rows the same
     residual, branch = (y, undone + far) if moved else (y + far, undone)
     shifted = y + (branch - far) if moved else (residual - far) + undone  # LayerNorm takes `far` off
-    assert norm_bound(residual, branch, 1.0) <= mu(normed(shifted, True, 0.0)) + 1e-9
+    assert skip_bound(residual, branch, 1.0, norm="layer") <= mu(normed(shifted, "layer")) + 1e-9
 
 
 def test_rows_whose_squares_leave_float64_promise_nothing_that_is_not_so() -> None:
     """Alike but for 1e-200, and with a λ of 1e-200: what is kept is all, and the bound is a number."""
     row = torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     alike = torch.stack([row, row, 1e-200 * row])
-    assert norm_bound(alike, 0 * alike, 1.0, centre=False) <= 1e-9
+    assert skip_bound(alike, 0 * alike, 1.0, norm="rms") <= 1e-9
     apart = torch.eye(3, dtype=torch.float64)
-    kept = norm_bound(apart, 0 * apart, 1e-200, centre=False)
+    kept = skip_bound(apart, 0 * apart, 1e-200, norm="rms")
     torch.testing.assert_close(kept, 3**0.5 * mu(apart))
 
 
 def test_without_a_skip_nothing_is_sure() -> None:
     y = states(0, 4, 3, 0.0)
     for b in (0 * y, y):
-        assert norm_bound(y, b, 0.0) == 0
+        assert skip_bound(y, b, 0.0, norm="layer") == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ascent_finds_no_violation_of_the_sum_bound(seed: int) -> None:
+def test_ascent_finds_no_violation_of_the_sum(seed: int) -> None:
     def violation(y: Tensor, b: Tensor) -> Tensor:
         def size(x: Tensor) -> Tensor:
             return (x - x.mean(0)).norm()
@@ -284,14 +273,14 @@ def test_ascent_finds_no_violation_of_the_sum_bound(seed: int) -> None:
 def test_the_sum_bound_takes_the_scale_as_it_is(scale: float) -> None:
     """A λ rounded to float32 would promise up to 6·10⁻⁸ too much, or infinity."""
     y = torch.randn(5, 3, dtype=torch.float64)
-    bound, kept = sum_bound(y, 0 * y, scale), mu(scale * y)
+    bound, kept = skip_bound(y, 0 * y, scale), mu(scale * y)
     assert abs(bound - kept) <= 1e-14 * kept
 
 
 def test_the_sum_bound_is_attained() -> None:
     y = states(3, 6, 4, 0.5)
-    assert torch.allclose(sum_bound(y, -0.7 * y, 2.0), mu(2.0 * y - 0.7 * y))
-    assert torch.allclose(sum_scale(y, -0.7 * y, 0.25), torch.tensor(0.5 + 0.7, dtype=torch.float64))
+    assert torch.allclose(skip_bound(y, -0.7 * y, 2.0), mu(2.0 * y - 0.7 * y))
+    assert torch.allclose(min_lambda(y, -0.7 * y, 0.25), torch.tensor(0.5 + 0.7, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("angle", [0.05, 0.2])
@@ -306,13 +295,24 @@ def test_the_norm_bound_is_nearly_attained(angle: float) -> None:
         dtype=torch.float64,
     )
     b = math.cos(turn) * turned - y  # right-angled: the shortest way to turn a row by that much
-    assert torch.allclose(normed(y + b, centre=False), turned)
-    bound, truth = norm_bound(y, b, 1.0, centre=False), mu(turned)
+    assert torch.allclose(normed(y + b, "rms"), turned)
+    bound, truth = skip_bound(y, b, 1.0, norm="rms"), mu(turned)
     assert bound <= truth * (1 + SLACK)
     assert bound >= truth * (1 - angle * turn)
 
 
 # --- the paper's theorem -----------------------------------------------------------------------------------
+
+
+def condition(scale: float, strength: float, a: float) -> float:
+    """Left side of Eq. 7, λ² − a(S·C_M + |λ|)² > 0."""
+    return scale**2 - a * (strength + abs(scale)) ** 2
+
+
+def floor(scale: float, strength: float, a: float, tokens: int, width: int) -> float:
+    """The b of the theorem: it is about states with μ² ≥ b."""
+    room = condition(scale, strength, a)
+    return 2 * abs(scale) * tokens * width * strength / room if room > 0 else math.inf
 
 
 @given(
@@ -322,13 +322,14 @@ def test_the_norm_bound_is_nearly_attained(angle: float) -> None:
 def test_closed_forms_agree_with_the_condition(
     strength: float, a: float, tokens: int, width: int, share: float
 ) -> None:
-    least = paper_scale(strength, a)
-    assert paper_condition(1.001 * least, strength, a) > 0 > paper_condition(0.999 * least, strength, a)
+    least = min_lambda_paper(strength, a, tokens, width, math.inf)
+    assert condition(1.001 * least, strength, a) > 0 > condition(0.999 * least, strength, a)
+    assert least == pytest.approx(min_lambda_paper(strength, a, tokens, width, 1e9), rel=1e-6)
     mu = math.sqrt(share * tokens * width)
-    enough = paper_scale_with_floor(strength, a, tokens, width, mu)
+    enough = min_lambda_paper(strength, a, tokens, width, mu)
     assert enough > least
     assert enough > 2 * strength  # whatever a is
-    assert paper_floor(enough, strength, a, tokens, width) == pytest.approx(mu**2, rel=1e-6)
+    assert floor(enough, strength, a, tokens, width) == pytest.approx(mu**2, rel=1e-6)
 
 
 def test_the_condition_on_the_scale_alone_guarantees_nothing() -> None:
@@ -338,24 +339,24 @@ def test_the_condition_on_the_scale_alone_guarantees_nothing() -> None:
     m = -torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
     strength = float(m.norm() * c.norm())
     assert strength == pytest.approx(1)
-    assert paper_condition(1.0, strength, a=0.2) > 0
-    after = normed(m @ y @ c + 1.0 * y, centre=False)
+    assert condition(1.0, strength, a=0.2) > 0
+    after = normed(m @ y @ c + 1.0 * y, "rms")
     assert mu(after) < 1e-12
-    assert paper_floor(1.0, strength, 0.2, tokens=2, width=2) > 2 * 2  # b > T·D: no state has μ² ≥ b
+    assert floor(1.0, strength, 0.2, tokens=2, width=2) > 2 * 2  # b > T·D: no state has μ² ≥ b
 
 
 def test_the_step_of_its_proof_that_is_false() -> None:
     """μ(DZ) ≥ min(D)·μ(Z) for a diagonal D ≥ 0: two parallel rows of different length become equal."""
-    z = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
-    d = torch.tensor([1.0, 0.5])
+    z = torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    d = torch.tensor([1.0, 0.5], dtype=torch.float64)
     assert mu(z) > 0.7
     assert mu(d[:, None] * z) == 0
 
 
 @pytest.mark.parametrize("on_sphere", [True, False])
 @pytest.mark.parametrize("eps", [0.0, 0.05])
-@pytest.mark.parametrize("centre", [True, False])
-def test_ascent_finds_no_violation_of_the_whole_theorem(centre: bool, eps: float, on_sphere: bool) -> None:
+@true_norms
+def test_ascent_finds_no_violation_of_the_whole_theorem(norm: str, eps: float, on_sphere: bool) -> None:
     """With both halves, Eq. 7 and μ² ≥ b, at the largest a they allow: the search must not get past it.
 
     With ε and rows of other lengths, by the strength that stands for S·C_M there.
@@ -368,7 +369,7 @@ def test_ascent_finds_no_violation_of_the_whole_theorem(centre: bool, eps: float
     optimiser = torch.optim.Adam([*raw, strength], lr=0.05)
     worst, best_a = -math.inf, 0.0
     for _ in range(400):
-        u, m, c = normed(raw[0], centre), raw[1] / raw[1].norm(), raw[2] / raw[2].norm()
+        u, m, c = normed(raw[0], norm), raw[1] / raw[1].norm(), raw[2] / raw[2].norm()
         y = u if on_sphere else u * (0.3 * raw[3]).exp()
         lengths = y.norm(dim=-1) / math.sqrt(width)
         product = 0.5 * torch.sigmoid(strength[0])
@@ -376,14 +377,14 @@ def test_ascent_finds_no_violation_of_the_whole_theorem(centre: bool, eps: float
         before = (u - u.mean(0)).square().sum()
         # the largest a with μ² ≥ b:  λ² − a(s + λ)² = 2 λ T D s/μ²
         a = (scale**2 - 2 * scale * tokens * width * s / before) / (s + scale) ** 2
-        z = normed(product * m @ y @ c + scale * y, centre, eps**2)
+        z = normed(product * m @ y @ c + scale * y, norm, eps**2)
         violation = a * before - (z - z.mean(0)).square().sum()
         numbers = (
             product.item(),
             eps**2,
             *(x.item() for x in (lengths.square().mean().sqrt(), lengths.min())),
         )
-        assert paper_strength(*numbers) == pytest.approx(s.item())
+        assert mixing_strength(*numbers) == pytest.approx(s.item())
         if 0 < a.item() < 1:
             worst, best_a = max(worst, violation.item()), max(best_a, a.item())
         optimiser.zero_grad()
@@ -421,19 +422,19 @@ def test_the_rest_of_the_proof() -> None:
 
 
 def test_without_a_skip_averaging_collapses_at_once() -> None:
-    y = normed(states(0, 5, 4, 0.0), centre=True)
-    after = normed(torch.full((5, 5), 0.2, dtype=torch.float64) @ y, centre=True)
+    y = normed(states(0, 5, 4, 0.0), "layer")
+    after = normed(torch.full((5, 5), 0.2, dtype=torch.float64) @ y, "layer")
     assert token_spread(after[None]).item() < 1e-12
 
 
 def test_with_the_usual_skip_a_row_stochastic_mixer_can_collapse_at_once() -> None:
     """λ = 1, M = (I + 11ᵀ/T)/2, C = −2I: Y + MYC is the mean token, negated, in every row."""
-    y = normed(states(1, 5, 4, 0.4), centre=True)
+    y = normed(states(1, 5, 4, 0.4), "layer")
     m = 0.5 * torch.eye(5, dtype=torch.float64) + 0.1
     after = y + m @ y @ (-2 * torch.eye(4, dtype=torch.float64))
     assert torch.allclose(m.sum(-1), torch.ones(5, dtype=torch.float64))
     assert mu(after) < 1e-12 < 0.1 < mu(y)
-    assert sum_bound(y, m @ y @ (-2 * torch.eye(4, dtype=torch.float64)), 1.0) <= 1e-12
+    assert skip_bound(y, m @ y @ (-2 * torch.eye(4, dtype=torch.float64)), 1.0) <= 1e-12
 
 
 @pytest.mark.parametrize("strength", [0.1, 1.0, 30.0])
@@ -445,10 +446,10 @@ def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
     c[0, 0] = 1
     m = -strength * torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
     assert float(m.norm() * c.norm()) == pytest.approx(strength)
-    assert paper_scale(strength, a) == pytest.approx(strength)
+    assert min_lambda_paper(strength, a, 2, 3, math.inf) == pytest.approx(strength)
     assert mu(m @ y @ c + strength * y) < 1e-12 * strength
     # without a norm, μ is kept to √a from |λ| = √a + η on, and no sooner: what the sum bound asks for
-    least = sum_scale(y, m @ y @ c, a)
+    least = min_lambda(y, m @ y @ c, a)
     assert least == pytest.approx(math.sqrt(a) + strength)
     assert mu(m @ y @ c + least * y) == pytest.approx(math.sqrt(a) * float(mu(y)))
 
@@ -457,25 +458,37 @@ def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
 def test_shares_outside_the_open_interval_are_refused(a: float) -> None:
     y = torch.ones(2, 2)
     for call in (
-        lambda: paper_scale(1.0, a),
-        lambda: paper_condition(1.0, 1.0, a),
-        lambda: paper_scale_with_floor(1.0, a, 2, 2, 1.0),
-        lambda: sum_scale(y, y, a),
-        lambda: norm_scale(y, y, a),
+        lambda: min_lambda_paper(1.0, a, 2, 2, 1.0),
+        lambda: min_lambda(y, y, a),
+        lambda: min_lambda(y, y, a, norm="layer"),
     ):
-        with pytest.raises(RankwiseError, match=r"`a`: expected a number between 0 and 1"):
+        with pytest.raises(RankwiseError, match=r"`a`: expected a number in \(0, 1\)"):
             call()
 
 
-# --- the distance that all of them speak of -----------------------------------------------------------------
+# --- their inputs ------------------------------------------------------------------------------------------
 
 
-def test_the_distance_is_the_collapse_before_it_is_normalised() -> None:
-    """One number, wherever it is asked for, whatever the mask hides."""
+def test_the_spread_that_they_bound_is_that_of_the_measures() -> None:
     rows = torch.randn(3, 5, 4, dtype=torch.float64)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 2 + [True] * 3])
     rows[1, 4] = torch.nan
-    assert torch.equal(mu(rows, mask), token_spread(rows, mask, normalized=False))
+    assert torch.equal(skip_bound(rows, 0 * rows, 1.0, mask), token_spread(rows, mask, normalized=False))
+
+
+def test_a_state_without_spread_needs_an_infinite_scale() -> None:
+    assert min_lambda_paper(1.0, 0.5, 2, 2, 0.0) == math.inf
+    assert min_lambda_paper(0.0, 0.5, 2, 2, 0.0) == 0
+    assert mixing_strength(1.0, shortest=0.0) == math.inf
+
+
+def test_a_share_of_the_norm_and_an_unknown_norm_are_refused() -> None:
+    y = torch.ones(2, 2)
+    with pytest.raises(RankwiseError, match="`relative`: expected no norm after the sum, got 'layer'"):
+        min_lambda(y, y, 0.5, norm="layer", relative=True)
+    for call in (lambda: skip_bound(y, y, 1.0, norm="batch"), lambda: min_lambda(y, y, 0.5, norm="batch")):
+        with unchecked(), pytest.raises(RankwiseError, match="`norm`: expected one of none, layer, rms"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -492,7 +505,7 @@ def test_the_distance_is_the_collapse_before_it_is_normalised() -> None:
         (torch.ones(3, 2), torch.ones(2, dtype=torch.bool), r"of shape \(2,\)"),
     ],
 )
-@pytest.mark.parametrize("function", [mu, lambda rows, mask: sum_bound(rows, rows, 1.0, mask)])
-def test_rows_that_are_none_are_refused(function, rows, mask, match) -> None:
+@norms
+def test_rows_that_are_none_are_refused(norm, rows, mask, match) -> None:
     with unchecked(), pytest.raises(ShapeError, match=match):
-        function(rows, mask)
+        skip_bound(rows, rows, 1.0, mask, norm)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rankwise._internals.statistics import Floats
 from rankwise.auditing.records import BAND, thresholds
 from rankwise.operators import IndexedMixing, MixingOperator, SoftmaxMixing
-from rankwise.theory import interpolated_random_rank, rank_barrier_of_rows, uniform_rank
+from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
 
 MaskName = Literal["full", "causal", "window", "other"]
 

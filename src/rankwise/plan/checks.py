@@ -7,7 +7,7 @@ from torch import Tensor
 from rankwise.errors import RankwiseError, ShapeError, did_you_mean
 from rankwise.plan.states import BLOCKS, INPUTS, POSITIONS, Setting
 from rankwise.theory.barrier import MASKS
-from rankwise.theory.null import MAX_ENTRIES
+from rankwise.theory.random_rank import MAX_ENTRIES
 
 
 def given_states(tokens: int | Tensor) -> Tensor | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
-from rankwise.theory import almost_orthonormal
 
 INPUTS = ("orthonormal", "gaussian")
 POSITIONS = ("none", "rope", "learned")
@@ -61,7 +60,9 @@ class Setting:
     @cached_property
     def fixed_states(self) -> Float[Tensor, "T D"]:
         """Orthonormal rows: one draw serves all trials, for Gaussian weights turn it anyhow."""
-        return almost_orthonormal(self.tokens, self.dim, seed=self.seed).float()
+        generator = torch.Generator().manual_seed(self.seed)
+        columns = torch.randn(self.dim, self.tokens, dtype=torch.float64, generator=generator)
+        return torch.linalg.qr(columns).Q.mT.float()
 
     def generator(self, trial: int, *more: int) -> torch.Generator:
         """A stream of its own for each trial (and width)."""

@@ -17,7 +17,7 @@ from rankwise.skips.skips import SkipSite, name_sites, skip_sites
 from rankwise.skips.threshold import equal_at_start, kept_by, stacks_of, threshold
 from rankwise.skips.value_weights import mixings
 from rankwise.skips.verify import unhooked
-from rankwise.theory.paper_skip import check_share as check_share
+from rankwise.theory.paper_bound import check_share as check_share
 
 
 class NoResidualError(SkipError):

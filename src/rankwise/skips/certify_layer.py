@@ -2,28 +2,21 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankwise.measures import token_spread
 from rankwise.skips.certificate import LayerCertificate
 from rankwise.skips.norms import Norm
 from rankwise.skips.skip_sums import SkipSum
 from rankwise.skips.value_weights import Mixing
-from rankwise.theory import (
-    distance_from_mean,
-    norm_bound,
-    norm_scale,
-    paper_condition,
-    paper_floor,
-    paper_scale,
-    paper_scale_with_floor,
-    paper_strength,
-    sum_bound,
-    sum_scale,
-)
+from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
+from rankwise.theory.skip_bounds import Norm as NormKind
 
+spread = partial(token_spread, normalized=False)
 SPHERE = 0.01
 """States whose rows are √D long up to 1 % count as on the sphere; the strength takes in the rest."""
 ROUNDING = 1e-5
@@ -42,6 +35,12 @@ class _Sum:
     several: Tensor
     """Sequences of two tokens or more: of others nothing is said."""
     norm: Norm
+
+    @property
+    def kind(self) -> NormKind:
+        """The norm, by the name that theory uses."""
+        kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
+        return kinds.get(self.norm.kind, "none")
 
     @property
     def common(self) -> bool:
@@ -86,8 +85,8 @@ def layer_certificate(
         collapse_in=sum_.mean(before),
         collapse_out=sum_.mean(ends) if known else None,
         kept=sum_.least(kept) if known else None,
-        relative_in=sum_.mean(distance_from_mean(y, mask) / sizes[0]),
-        relative_out=sum_.mean(distance_from_mean(sum_.after, mask) / sizes[2]),
+        relative_in=sum_.mean(spread(y, mask) / sizes[0]),
+        relative_out=sum_.mean(spread(sum_.after, mask) / sizes[2]),
         price=sum_.mean(sizes[1] / sizes[2]),
         gain=_gain(sum_),
         mixing_norm=None if mixing is None else mixing.norm,
@@ -101,10 +100,8 @@ def layer_certificate(
 
 def _collapses(sum_: _Sum) -> tuple[Tensor, Tensor]:
     """μ of what is read and of what comes of it, by sequence; before a norm, that of directions times √D."""
-    ends = distance_from_mean(sum_.norm.of(sum_.after), sum_.mask)
-    if not sum_.norm.known:
-        return distance_from_mean(sum_.y, sum_.mask), ends
-    return norm_bound(sum_.y, 0 * sum_.b, 1.0, sum_.mask, sum_.norm.centre), ends
+    ends = spread(sum_.norm.of(sum_.after), sum_.mask)
+    return skip_bound(sum_.y, torch.zeros_like(sum_.b), 1.0, sum_.mask, sum_.kind), ends
 
 
 def _norm_gain(norm: Norm) -> float | None:
@@ -121,12 +118,11 @@ def _sound(sum_: _Sum, before: Tensor, mixing: Mixing | None, a: float) -> dict[
     y, b, mask, norm = sum_.y, sum_.b, sum_.mask, sum_.norm
     if norm.known:
         bound = _norm_bound(sum_)
-        needed = norm_scale(y, b, a, mask, norm.centre, norm.eps)
         relative = None
     else:  # with one λ for each channel: μ(Y·diag(λ)) ≥ min|λ|·μ(Y)
-        bound = sum_bound(y, b, float(sum_.scale.abs().min()), mask)
-        needed = sum_scale(y, b, a, mask)
-        relative = sum_.largest(sum_scale(y, b, a, mask, relative=True)) if sum_.common else None
+        bound = skip_bound(y, b, float(sum_.scale.abs().min()), mask)
+        relative = sum_.largest(min_lambda(y, b, a, mask, relative=True)) if sum_.common else None
+    needed = min_lambda(y, b, a, mask, sum_.kind, norm.eps)
     proved = sum_.common or not norm.known  # after a norm a channel with a large λ turns all rows towards it
     return {
         "sound_bound": sum_.least((bound / before).nan_to_num(0.0)),
@@ -141,7 +137,7 @@ def _norm_bound(sum_: _Sum) -> Tensor:
     values = sum_.scale.to(sum_.y).flatten()
     tried = torch.stack([values.mean(), values.median(), values.min(), values.max()]).unique()
     bounds = [
-        norm_bound(sum_.y, sum_.b + (values - c) * sum_.y, c, sum_.mask, sum_.norm.centre, sum_.norm.eps)
+        skip_bound(sum_.y, sum_.b + (values - c) * sum_.y, c, sum_.mask, sum_.kind, sum_.norm.eps)
         for c in tried
     ]
     return torch.stack(bounds).amax(0)
@@ -153,11 +149,11 @@ def _any_mixing(sum_: _Sum, mixing: Mixing | None, a: float) -> float | None:
     reach = mixing.reach.to(sum_.y.device)
     if not sum_.norm.known:
         farthest = reach * sum_.mask.sum(-1).sqrt()
-        return sum_.largest(math.sqrt(a) + farthest / distance_from_mean(sum_.y, sum_.mask))
+        return sum_.largest(math.sqrt(a) + farthest / spread(sum_.y, sum_.mask))
     way = sum_.y.new_zeros(sum_.y.shape[-1])
     way[:2] = way.new_tensor([1, -1])[: len(way)]  # without a mean that centring would take off
     any_way = (reach[:, None, None] * way / way.norm()).expand_as(sum_.y)
-    return sum_.largest(norm_scale(sum_.y, any_way, a, sum_.mask, sum_.norm.centre, sum_.norm.eps))
+    return sum_.largest(min_lambda(sum_.y, any_way, a, sum_.mask, sum_.kind, sum_.norm.eps))
 
 
 def _unlike(sum_: _Sum, mixing: Mixing | None) -> str:
@@ -206,16 +202,20 @@ def _paper(sum_: _Sum, mixing: Mixing, before: Tensor, a: float) -> dict[str, An
 
     def strength(mixing_norm: float) -> float:
         product = max(mixing_norm * (mixing.value_norm or 0.0), _gain(sum_))  # of equal ones, the unrounded
-        return paper_strength(product, sum_.norm.eps, size, shortest)
+        return mixing_strength(product, sum_.norm.eps, size, shortest)
 
     measured = strength(mixing.norm)
     scale = float(sum_.scale.flatten()[0]) if sum_.common else None
-    floor = None if scale is None else paper_floor(scale, measured, a, tokens, width)
+    condition = None if scale is None else scale**2 - a * (measured + abs(scale)) ** 2  # Eq. 7: above 0
+    floor = None
+    if scale is not None and condition is not None:
+        floor = 2 * abs(scale) * tokens * width * measured / condition if condition > 0 else math.inf
+    worst = None if mixing.worst is None else strength(mixing.worst)
     return {
-        "paper_holds": None if scale is None else paper_condition(scale, measured, a) > 0,
+        "paper_holds": None if condition is None else condition > 0,
         "paper_guaranteed": None if floor is None else collapse**2 >= floor,
-        "paper_scale": paper_scale(measured, a),
-        "paper_scale_worst": None if mixing.worst is None else paper_scale(strength(mixing.worst), a),
+        "paper_scale": min_lambda_paper(measured, a, tokens, width, math.inf),
+        "paper_scale_worst": None if worst is None else min_lambda_paper(worst, a, tokens, width, math.inf),
         "paper_floor": floor,
-        "paper_scale_with_floor": paper_scale_with_floor(measured, a, tokens, width, collapse),
+        "paper_scale_with_floor": min_lambda_paper(measured, a, tokens, width, collapse),
     }

@@ -10,10 +10,10 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
+from rankwise.measures import token_spread
 from rankwise.skips.norms import Norm
 from rankwise.skips.skip_sums import SkipSum, skip_sums
 from rankwise.skips.skips import SkipSite
-from rankwise.theory import distance_from_mean
 from rankwise.tracing.block_finder import stack_of
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -75,8 +75,8 @@ def kept_by(seen: Sequence[SkipSum], norms: Mapping[str, Norm]) -> dict[str, Bot
             continue
         norm = norms[last.site.name]
         shares = _share(last.total, last.mask) / _share(first.residual, first.mask)
-        ends = distance_from_mean(norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-        mus = ends / distance_from_mean(first.residual, first.mask)
+        ends = token_spread(norm.of(last.total.double()), last.mask, normalized=False).nan_to_num(0.0)
+        mus = ends / token_spread(first.residual, first.mask, normalized=False)
         mu = None if norm.kind == "unknown" else float(mus[apart].mean())
         found[stack] = Both(float(shares[apart].mean()), mu)
     return found
@@ -141,7 +141,7 @@ def _between(below: float, above: float, part: int) -> float:
 
 def _share(rows: Tensor, mask: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(rows.double().masked_fill(~mask[..., None], 0), dim=(-2, -1))
-    return (distance_from_mean(rows, mask) / size).nan_to_num(0.0)
+    return (token_spread(rows, mask, normalized=False) / size).nan_to_num(0.0)
 
 
 def _stack(site: SkipSite) -> str:

@@ -1,4 +1,4 @@
-"""The low-rank barrier: the rank that random winners give."""
+"""The low-rank barrier: the expected rank of hardmax with random winners."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from rankwise.errors import RankwiseError, ShapeError, did_you_mean
+from rankwise.errors import InputError, ShapeError, one_of, whole_number
 
 MASKS = ("full", "causal")
 """Masks with a closed form, by name."""
@@ -26,34 +26,35 @@ def rank_barrier(
     sources: int | None = None,
     window: int | None = None,
 ) -> float | Float64[Tensor, "*batch"]:
-    """Expected rank of a hardmax matrix whose rows pick winners at random.
+    """Return the expected rank of hardmax with winners drawn uniformly.
 
-    Each row has a single 1, at a column drawn uniformly from those it may see, independently of the other
-    rows; the rank is then the number of different columns drawn. Formula, n_i the columns row i may see:
+    Each row has a single 1, at a column drawn uniformly from its visible columns, independently of the other
+    rows. The rank is the number of different columns drawn. Formula, with n_i the columns visible to row i:
 
-    - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that may see nothing adds nothing
+    - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that sees nothing adds nothing
     - full: S(1 − (1 − 1/S)^T), which for T = S tends to (1 − 1/e)·T ≈ 0.632 T
     - causal (row i sees columns 0 … i): (T + 1)/2
     - causal with a window w (row i sees the last w columns up to i): the first, summed column by column
 
-    Range: [1, min(T, S)] where any row sees a column; a matrix above it has more rank than random winners. It
-    is an expectation, not a maximum: attention to the previous token alone has almost full rank.
+    Range: [1, min(T, S)] if any row sees a column. It is an expectation, not a maximum: a matrix above it has
+    more rank than random winners, and attention to the previous token alone has almost full rank.
     Cost: O(1); O(T) with a window; O(T S) for a boolean mask.
     Source: Theorem 1 of "On the Limitation and Redundancy of Transformers: A Rank Perspective" bounds the
-    expectation without a mask by (1 − 1/e)·T + O(1). The value for each mask is this project's derivation.
+    expectation without a mask by (1 − 1/e)·T + O(1). The value for each mask is derived in this project.
 
     Args:
         tokens: rows T.
-        mask: "full", "causal", or Bool (..., T, S), True where row i may see column j.
-        sources: columns S; as many as rows by default.
-        window: columns a row of the causal mask may see, itself included.
+        mask: "full", "causal", or Bool (..., T, S), True if row i sees column j.
+        sources: columns S, as many as rows by default.
+        window: columns that a row of the causal mask sees, itself included.
 
     Returns:
-        A float for a named mask, float64 (...) on the mask's device for a boolean one.
+        A float for a named mask, float64 (...) on the mask's device for a boolean mask.
 
     Raises:
-        ShapeError: if the sizes are not positive or do not fit the mask, or a mask tensor is not boolean.
-        RankwiseError: if the mask has no such name, or a window comes without the causal mask.
+        ShapeError: if the sizes do not fit the mask, or a mask tensor is not boolean.
+        InputError: if a size is not positive, the mask has no such name, or a window is given without the
+            causal mask.
 
     Examples:
         >>> import torch
@@ -62,38 +63,49 @@ def rank_barrier(
         >>> round(rank_barrier(3, mask=torch.ones(3, 3, dtype=torch.bool).tril()).item(), 6)
         2.0
     """
-    _check_size("tokens", tokens)
-    if sources is not None:
-        _check_size("sources", sources)
-    if window is not None:
-        _check_window(window, mask)
+    for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
+        if size is not None:
+            whole_number(f"`{name}`", size)
+    if window is not None and (isinstance(mask, Tensor) or mask != "causal"):
+        raise InputError(
+            "`window`",
+            expected='mask="causal"',
+            got="a boolean mask" if isinstance(mask, Tensor) else repr(mask),
+            fix="Pass a window of another shape as a boolean mask.",
+        )
     if isinstance(mask, Tensor):
-        _check_mask(mask, tokens, sources)
+        fits = mask.ndim >= 2 and mask.shape[-2] == tokens and sources in (None, mask.shape[-1])
+        if mask.dtype != torch.bool or not fits or mask.shape[-1] == 0:
+            raise ShapeError(
+                "`mask`",
+                expected=f"torch.bool of shape (..., {tokens}, {'S' if sources is None else sources})",
+                got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+                fix="True if row i sees column j; an additive mask becomes boolean with mask == 0.",
+            )
         return rank_barrier_of_rows([mask])
-    if mask == "full":
+    if one_of("`mask`", mask, MASKS) == "full":
         return _full(tokens, tokens if sources is None else sources)
-    if mask == "causal":
-        _check_square(tokens, sources)
-        return (tokens + 1) / 2 if window is None else _window(tokens, window)
-    raise RankwiseError(
-        "`mask`",
-        expected="'full', 'causal' or a boolean tensor",
-        got=repr(mask),
-        fix=did_you_mean(str(mask), MASKS),
-    )
+    if sources not in (None, tokens):
+        raise ShapeError(
+            "`sources`",
+            expected=f"{tokens}, as many as tokens, under the causal mask",
+            got=str(sources),
+            fix="Pass the columns that each row sees as a boolean mask.",
+        )
+    return (tokens + 1) / 2 if window is None else _window(tokens, window)
 
 
 def _full(tokens: int, sources: int) -> float:
-    if sources == 1:
+    if sources == 1:  # log1p(−1) is −∞
         return 1.0
     return -sources * math.expm1(tokens * math.log1p(-1 / sources))
 
 
 def _window(tokens: int, window: int) -> float:
-    """Sum over columns j, seen by rows j … min(j + w, T) − 1.
+    """Sum over columns j, which rows j … min(j + w, T) − 1 see.
 
-    Rows before w − 1 see i + 1 columns each: their product telescopes, Π_{i=j}^{k−1} i/(i + 1) = j/k. The
-    others see w each.
+    Row i < w − 1 sees i + 1 columns: the product over these rows telescopes, Π_{i=j}^{k−1} i/(i + 1) = j/k.
+    Later rows see w columns each.
     """
     if window == 1:
         return float(tokens)
@@ -106,12 +118,12 @@ def _window(tokens: int, window: int) -> float:
 
 
 def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:
-    """`rank_barrier` under a boolean mask that comes a block of rows at a time.
+    """Return `rank_barrier` under a boolean mask that arrives in blocks of rows.
 
-    Cost: O(T S) time, memory of a block.
+    Cost: O(T S) time, memory of one block.
 
     Args:
-        rows: blocks of the mask, the rows of each; leading axes broadcast.
+        rows: blocks of rows of the mask; leading axes broadcast.
 
     Examples:
         >>> import torch
@@ -121,49 +133,10 @@ def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[
     """
     log_missed: Tensor | None = None
     for block in rows:
-        block = block.cpu() if block.device.type == "mps" else block  # no float64 there
+        block = block.cpu() if block.device.type == "mps" else block  # MPS has no float64
         seen = block.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1)
         part = torch.where(block, torch.log1p(-1 / seen), 0.0).sum(-2)
         log_missed = part if log_missed is None else log_missed + part
     if log_missed is None:
         raise ShapeError("`rows`", expected="at least one block", got="none", fix="Pass the rows of a mask.")
     return -torch.expm1(log_missed).sum(-1)
-
-
-def _check_size(name: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ShapeError(
-            f"`{name}`", expected="a whole number, at least 1", got=repr(size), fix="Count the tokens."
-        )
-
-
-def _check_window(window: int, mask: str | Tensor) -> None:
-    _check_size("window", window)
-    if isinstance(mask, Tensor) or mask != "causal":
-        raise RankwiseError(
-            "`window`",
-            expected='mask="causal"',
-            got="a boolean mask" if isinstance(mask, Tensor) else repr(mask),
-            fix="Give a window of another shape as a boolean mask.",
-        )
-
-
-def _check_square(tokens: int, sources: int | None) -> None:
-    if sources not in (None, tokens):
-        raise ShapeError(
-            "`sources`",
-            expected=f"{tokens}, as many as tokens, under the causal mask",
-            got=str(sources),
-            fix="Say which columns each row sees with a boolean mask.",
-        )
-
-
-def _check_mask(mask: Tensor, tokens: int, sources: int | None) -> None:
-    fits = mask.ndim >= 2 and mask.shape[-2] == tokens and sources in (None, mask.shape[-1])
-    if mask.dtype != torch.bool or not fits or mask.shape[-1] == 0:
-        raise ShapeError(
-            "`mask`",
-            expected=f"torch.bool of shape (..., {tokens}, {'S' if sources is None else sources})",
-            got=f"{mask.dtype} of shape {tuple(mask.shape)}",
-            fix="True where row i may see column j; an additive mask becomes one with mask == 0.",
-        )

@@ -1,4 +1,4 @@
-"""Heads of random queries and keys: the matrices that the null of a real head is simulated with."""
+"""Simulated heads: random queries and keys, their matrices, and the spectra of these."""
 
 import math
 from functools import lru_cache
@@ -6,45 +6,36 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
-from rankwise.theory.hardmax import wins
+from rankwise.errors import ShapeError
 
 ROWS = 512
-"""Rows of a hardmax matrix scored at once."""
-UNDER_WAY_BYTES = 2**29
-"""Float64 matrices decomposed beside each other, or one where that takes more."""
+"""Rows of a hardmax matrix that are scored at once."""
+MAX_PARALLEL_BYTES = 2**29
+"""Bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 
 class SimulatedRank(NamedTuple):
     """Rank of simulated matrices."""
 
     mean: float
-    """Mean over trials; NaN where nothing could be simulated."""
+    """Mean over trials; NaN if nothing could be simulated."""
     std: float
-    """Sample standard deviation over trials, NaN from fewer than two: how far one such matrix may lie."""
+    """Sample standard deviation of one matrix over trials; NaN for fewer than two trials."""
     trials: int
-    """Matrices simulated."""
+    """Number of simulated matrices."""
 
 
-def summarized(ranks: list[int]) -> SimulatedRank:
-    """Mean and spread of the ranks of several trials.
-
-    Args:
-        ranks: one for each trial, at least one.
-
-    Examples:
-        >>> summarized([2, 4, 6])
-        SimulatedRank(mean=4.0, std=2.0, trials=3)
-    """
+def mean_and_std(ranks: list[int]) -> SimulatedRank:
+    """Return the mean and the spread of the ranks of at least one trial."""
     mean = sum(ranks) / len(ranks)
     squares = sum((rank - mean) ** 2 for rank in ranks)
-    return SimulatedRank(
-        mean, math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan, len(ranks)
-    )
+    std = math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan
+    return SimulatedRank(mean, std, len(ranks))
 
 
 class Spectra(NamedTuple):
@@ -52,84 +43,62 @@ class Spectra(NamedTuple):
 
     values: NDArray[np.float64]
     """(trials, N)."""
-    least: float
-    """The smallest δ at which rounding cannot matter."""
+    least_delta: float
+    """Smallest δ at which rounding cannot change a count."""
 
     def rank(self, delta: float) -> SimulatedRank:
-        """Count singular values ≥ δ.
-
-        Args:
-            delta: at least ``least``.
-        """
-        return summarized([int(count) for count in (self.values >= delta).sum(-1)])
+        """Count singular values ≥ δ, for δ ≥ ``least_delta``."""
+        return mean_and_std([int(count) for count in (self.values >= delta).sum(-1)])
 
 
-def simulated(
+@lru_cache(maxsize=1024)
+def simulate_spectra(
     tokens: int,
     sources: int,
     head_dim: int,
-    mask: str | bytes,
+    mask: str,
     window: int | None,
     temperature: float,
     trials: int,
     seed: int,
     precise: bool = False,
 ) -> Spectra:
-    """Spectra of heads whose queries and keys are independent N(0, 1), from a generator of its own.
+    """Return spectra of heads with independent N(0, 1) queries and keys, from a generator of their own.
 
-    Args:
-        tokens: rows T.
-        sources: columns S.
-        head_dim: K.
-        mask: "full", "causal", or the bytes of a boolean matrix (T, S).
-        window: row i sees column j only if |i − j| is less.
-        temperature: τ; 0 means hardmax, ∞ equal weights.
-        trials: matrices.
-        seed: of the generator.
-        precise: whether singular values are wanted down to rounding, at eight times the price.
+    Temperature 0 means hardmax, ∞ equal weights. ``precise`` takes an SVD, which is exact up to rounding and
+    takes eight times as long.
 
     Examples:
-        >>> simulated(1, 1, 8, "full", None, 1.0, trials=2, seed=0).rank(0.01)
+        >>> simulate_spectra(1, 1, 8, "full", None, 1.0, trials=2, seed=0).rank(0.01)
         SimulatedRank(mean=1.0, std=0.0, trials=2)
     """
     generator = torch.Generator().manual_seed(seed)
-    seen = _Seen(sources, mask, window)
 
     def spectrum(drawn: tuple[Tensor, ...]) -> tuple[NDArray[np.float64], float]:
         query, key = drawn
         if temperature == 0:  # a single 1 in each row: MᵀM is diagonal
-            return _wins(query, key, seen).sqrt().numpy(), 0.0
-        return singular_values_of_stochastic(_softmax(query, key, seen.rows(0, tokens), temperature), precise)
+            return _hardmax_wins(query, key, mask, window).sqrt().numpy(), 0.0
+        seen = _seen_rows(0, tokens, sources, mask, window)
+        return singular_values_of_stochastic(_softmax(query, key, seen, temperature), precise)
 
     drawn = [
         tuple(torch.randn(n, head_dim, dtype=torch.float64, generator=generator) for n in (tokens, sources))
         for _ in range(trials)
     ]
-    at_once = max(1, UNDER_WAY_BYTES // (8 * tokens * sources))
+    at_once = max(1, MAX_PARALLEL_BYTES // (8 * tokens * sources))
     spectra = map_threads(spectrum, drawn, at_once)
     return Spectra(np.stack([values for values, _ in spectra]), max(least for _, least in spectra))
 
 
-of_names = lru_cache(maxsize=1024)(simulated)
-of_masks = lru_cache(maxsize=8)(simulated)
-
-
-class _Seen(NamedTuple):
-    """What rows may see."""
-
-    sources: int
-    mask: str | bytes
-    window: int | None
-
-    def rows(self, start: int, stop: int) -> Bool[Tensor, "R S"] | None:
-        if isinstance(self.mask, bytes):
-            part = self.mask[start * self.sources : stop * self.sources]
-            return torch.frombuffer(bytearray(part), dtype=torch.bool).view(-1, self.sources)
-        if self.mask == "full" and self.window is None:
-            return None
-        ahead = torch.arange(self.sources) - torch.arange(start, stop)[:, None]
-        seen = ahead <= (0 if self.mask == "causal" else self.sources)
-        return seen if self.window is None else seen & (ahead.abs() < self.window)
+def _seen_rows(
+    start: int, stop: int, sources: int, mask: str, window: int | None
+) -> Bool[Tensor, "R S"] | None:
+    """Return rows of a mask, or None if they see everything."""
+    if mask == "full" and window is None:
+        return None
+    ahead = torch.arange(sources) - torch.arange(start, stop)[:, None]
+    seen = ahead <= (0 if mask == "causal" else sources)
+    return seen if window is None else seen & (ahead.abs() < window)
 
 
 def _softmax(
@@ -139,30 +108,85 @@ def _softmax(
     scores = query.new_zeros(len(query), len(key)) if even else query @ key.mT
     if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
-    scores -= scores.amax(-1, keepdim=True)  # before it is divided: no temperature is too low
-    matrix = (scores if even else scores.div_(temperature)).softmax(-1)
-    return matrix if seen is None else matrix.masked_fill_(~seen, 0)  # also rows that see nothing
+    scores -= scores.amax(-1, keepdim=True)  # before the division: no temperature overflows
+    return (scores if even else scores.div_(temperature)).softmax(-1)
 
 
-def _wins(query: Float64[Tensor, "T K"], key: Float64[Tensor, "S K"], seen: _Seen) -> Float64[Tensor, " S"]:
+def _hardmax_wins(
+    query: Float64[Tensor, "T K"], key: Float64[Tensor, "S K"], mask: str, window: int | None
+) -> Float64[Tensor, " S"]:
     count = torch.zeros(len(key), dtype=torch.float64)
     for start in range(0, len(query), ROWS):
         block = query[start : start + ROWS]
-        count += wins(block @ key.mT, seen.rows(start, start + len(block)))
+        seen = _seen_rows(start, start + len(block), len(key), mask, window)
+        count += count_wins(block @ key.mT, seen)
     return count
+
+
+def count_wins(
+    scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
+) -> Int64[Tensor, "*batch S"]:
+    """Count the rows in which each column has the largest score.
+
+    Examples:
+        >>> import torch
+        >>> count_wins(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).tolist()
+        [2, 0]
+    """
+    *batch, _, sources = scores.shape
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    winner = scores.argmax(-1)
+    if mask is not None:  # rows that see nothing vote for an extra column, which is cut off
+        winner = winner.masked_fill(~mask.expand(scores.shape).any(-1), sources)
+    count = torch.zeros(*batch, sources + 1, dtype=torch.int64, device=scores.device)
+    return count.scatter_add_(-1, winner, torch.ones_like(winner))[..., :sources]
+
+
+def hardmax_rank(
+    scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
+) -> Int64[Tensor, "*batch"]:
+    """Return the rank of the hardmax matrix, which has a single 1 per row, at the largest score.
+
+    Formula: the number of different columns that win a row. The singular values are the square roots of the
+    numbers of rows that each column wins, so the numerical rank is the same for any δ ≤ 1.
+    Range: [1, min(T, S)]; 0 if no row sees a column. One of several equal scores wins.
+    Cost: O(T S).
+
+    Args:
+        scores: Q Kᵀ, at any temperature.
+        mask: True if row i sees column j, broadcastable to the scores; a row that sees nothing is zero.
+
+    Raises:
+        ShapeError: if the scores contain NaN, or the mask does not fit them.
+
+    Examples:
+        >>> import torch
+        >>> hardmax_rank(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).item(), hardmax_rank(torch.eye(4)).item()
+        (1, 4)
+    """
+    fits = scores.ndim >= 2 and scores.shape[-1] > 0 and not bool(scores.isnan().any())
+    if fits and mask is not None:
+        pairs = list(zip(reversed(mask.shape), reversed(scores.shape), strict=False))
+        fits = mask.dtype == torch.bool and mask.ndim <= scores.ndim and all(m in (1, n) for m, n in pairs)
+    if not fits:
+        masked = "" if mask is None else f", mask {mask.dtype} {tuple(mask.shape)}"
+        raise ShapeError(
+            "`hardmax_rank`",
+            expected="scores (..., T, S) without NaN, S ≥ 1, and a boolean mask that broadcasts to them",
+            got=f"scores {tuple(scores.shape)}{masked}",
+            fix="Remove NaN; an additive mask becomes a boolean one with mask == 0.",
+        )
+    return (count_wins(scores, mask) > 0).sum(-1)
 
 
 def singular_values_of_stochastic(
     matrix: Float64[Tensor, "T S"], precise: bool
 ) -> tuple[NDArray[np.float64], float]:
-    """Singular values of a matrix without negative entries, and the smallest δ they may be compared with.
+    """Return the singular values of a matrix without negative entries, and the least δ to compare them with.
 
-    Eigenvalues of the Gram matrix of the shorter side, an eighth of the time of an SVD, are off by some
-    n·u·‖M‖², and ‖M‖² ≤ ‖M‖_1·‖M‖_∞. δ² has to lie far above that.
-
-    Args:
-        matrix: its entries are at least 0.
-        precise: take the SVD, which is good for any δ.
+    Eigenvalues of the smaller Gram matrix take an eighth of the time of an SVD. They are off by some
+    n·u·‖M‖², and ‖M‖² ≤ ‖M‖_1·‖M‖_∞; δ² must be far above that. ``precise`` takes the SVD, for any δ.
 
     Examples:
         >>> singular_values_of_stochastic(torch.eye(3, dtype=torch.float64), precise=True)[0].tolist()
@@ -181,11 +205,7 @@ def singular_values_of_stochastic(
 
 
 def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Singular values ≥ δ of a matrix without negative entries, by its Gram matrix where that can tell.
-
-    Args:
-        matrix: its entries are at least 0.
-        delta: singular values from here on count.
+    """Count the singular values ≥ δ of a matrix without negative entries, by an SVD only if δ requires it.
 
     Examples:
         >>> rank_of_stochastic(torch.eye(3, dtype=torch.float64), 0.01)

@@ -1,11 +1,11 @@
-"""The rank of a hardmax matrix: against the matrix itself."""
+"""Hardmax ranks against the matrix itself, and spectra by Gram matrices against singular values."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankwise.theory import hardmax_rank
-from rankwise.theory.hardmax import wins
+from rankwise.theory.random_heads import count_wins, rank_of_stochastic, singular_values_of_stochastic
 
 
 @st.composite
@@ -31,7 +31,7 @@ def test_it_is_the_rank_of_the_matrix(case):
     scores, mask = case
     matrix = by_hand(scores, mask)
     assert hardmax_rank(scores, mask) == torch.linalg.matrix_rank(matrix)
-    assert torch.equal(wins(scores, mask), matrix.sum(0))
+    assert torch.equal(count_wins(scores, mask), matrix.sum(0))
     # its singular values are square roots of whole numbers, so that δ ≤ 1 changes nothing
     sigma = torch.linalg.svdvals(matrix)
     assert hardmax_rank(scores, mask) == (sigma > 0.999).sum()
@@ -59,3 +59,36 @@ def test_batches_and_masks_that_broadcast():
 def test_of_equal_scores_one_wins():
     assert hardmax_rank(torch.zeros(4, 4)) == 1
     assert hardmax_rank(torch.full((4, 4), -torch.inf)) == 1
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(1, 30),
+    sources=st.integers(1, 30),
+    sharpness=st.sampled_from([0.1, 1.0, 10.0]),
+    delta=st.sampled_from([1e-9, 1e-5, 1e-2, 0.3, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_gram_matrix_counts_what_singular_values_count(tokens, sources, sharpness, delta, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(tokens, sources, dtype=torch.float64, generator=generator)
+    matrix = (sharpness * scores).softmax(-1)
+    sigma = torch.linalg.svdvals(matrix)
+    # a singular value this near δ may fall on either side: rounding of the Gram matrix, n·u·‖M‖²/(2δ) twice
+    slack = 30 * 2.3e-16 * float(sigma[0]) ** 2 / delta + 30 * 2.3e-16 * float(sigma[0])
+    assert (
+        (sigma >= delta + slack).sum() <= rank_of_stochastic(matrix, delta) <= (sigma >= delta - slack).sum()
+    )
+
+
+def test_a_delta_that_the_gram_matrix_cannot_see():
+    """Nearly uniform rows: singular values of some 1e-10, whose squares drown in the rounding of a 1."""
+    scores = torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = (1e-9 * scores).softmax(-1)
+    sigma = torch.linalg.svdvals(matrix)
+    _, least = singular_values_of_stochastic(matrix, precise=False)
+    for rank in (3, 6, 14):
+        assert sigma[rank - 1] - sigma[rank] > 1e-12
+        delta = float(sigma[rank - 1] + sigma[rank]) / 2
+        assert delta < least
+        assert rank_of_stochastic(matrix, delta) == rank

@@ -1,18 +1,19 @@
-"""The null of a head: against singular values of the same draws, its limits, and what it leaves alone."""
+"""Ranks of random heads: against singular values of the same draws, their limits, and interpolation."""
 
 import math
 import statistics
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.errors import RankwiseError, ShapeError
-from rankwise.theory import SimulatedRank, interpolated_random_rank, random_head_rank, rank_barrier
-from rankwise.theory import null as null_module
-from rankwise.theory.random_heads import rank_of_stochastic, singular_values_of_stochastic
+from rankwise.theory import random_head_rank, random_rank, rank_barrier
+from rankwise.theory.random_heads import Spectra, simulate_spectra
 
 
 def band(tokens, window):
@@ -54,63 +55,20 @@ def test_it_counts_singular_values_of_its_draws(tokens, head_dim, mask, window, 
     ranks = by_hand(tokens, head_dim, seen, tau, 0.0137, 5, seed=11)
     got = random_head_rank(tokens, head_dim, mask, window, temperature, delta=0.0137, trials=5, seed=11)
     assert got == (statistics.mean(ranks), pytest.approx(statistics.stdev(ranks)), 5)
-    assert random_head_rank(tokens, head_dim, seen, None, temperature, 0.0137, 5, seed=11) == got
 
 
 @pytest.mark.parametrize("temperature", [0.0, None])
-def test_other_columns_and_masks_with_rows_that_see_nothing(temperature):
-    generator = torch.Generator().manual_seed(3)
-    seen = torch.rand(12, 30, generator=generator) < 0.2
-    seen[4] = False
-    tau = 2.0 if temperature is None else temperature
-    ranks = by_hand(12, 4, seen, tau, 0.0137, 4, seed=0)
-    assert random_head_rank(
-        12, 4, seen, temperature=temperature, delta=0.0137, trials=4
-    ).mean == statistics.mean(ranks)
-    ranks = by_hand(12, 4, torch.ones_like(seen), tau, 0.0137, 4, seed=0)
+def test_other_columns(temperature):
+    seen = torch.ones(12, 30, dtype=torch.bool)
+    ranks = by_hand(12, 4, seen, 2.0 if temperature is None else temperature, 0.0137, 4, seed=0)
     got = random_head_rank(12, 4, temperature=temperature, delta=0.0137, trials=4, sources=30)
     assert got.mean == statistics.mean(ranks)
-    assert random_head_rank(5, 4, torch.zeros(5, 5, dtype=torch.bool), temperature=temperature).mean == 0
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch):
     seen = torch.ones(700, 700, dtype=torch.bool).tril()
     ranks = by_hand(700, 8, seen, 0.0, 0.5, 1, seed=0)  # rows are scored 512 at a time
     assert random_head_rank(700, 8, "causal", temperature=0.0, trials=1).mean == ranks[0]
-    assert random_head_rank(700, 8, seen, temperature=0.0, trials=1).mean == ranks[0]
-
-
-@settings(max_examples=60)
-@given(
-    tokens=st.integers(1, 30),
-    sources=st.integers(1, 30),
-    sharpness=st.sampled_from([0.1, 1.0, 10.0]),
-    delta=st.sampled_from([1e-9, 1e-5, 1e-2, 0.3, 1.0]),
-    seed=st.integers(0, 2**31),
-)
-def test_the_gram_matrix_counts_what_singular_values_count(tokens, sources, sharpness, delta, seed):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(tokens, sources, dtype=torch.float64, generator=generator)
-    matrix = (sharpness * scores).softmax(-1)
-    sigma = torch.linalg.svdvals(matrix)
-    # a singular value this near δ may fall on either side: rounding of the Gram matrix, n·u·‖M‖²/(2δ) twice
-    slack = 30 * 2.3e-16 * float(sigma[0]) ** 2 / delta + 30 * 2.3e-16 * float(sigma[0])
-    assert (
-        (sigma >= delta + slack).sum() <= rank_of_stochastic(matrix, delta) <= (sigma >= delta - slack).sum()
-    )
-
-
-def test_a_delta_that_the_gram_matrix_cannot_see():
-    """Nearly uniform rows: singular values of some 1e-10, whose squares drown in the rounding of a 1."""
-    scores = torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    matrix = (1e-9 * scores).softmax(-1)
-    sigma = torch.linalg.svdvals(matrix)
-    _, least = singular_values_of_stochastic(matrix, precise=False)
-    for rank in (3, 6, 14):
-        assert sigma[rank - 1] - sigma[rank] > 1e-12
-        delta = float(sigma[rank - 1] + sigma[rank]) / 2
-        assert delta < least
-        assert rank_of_stochastic(matrix, delta) == rank
 
 
 def test_one_simulation_serves_every_delta():
@@ -190,10 +148,13 @@ def test_the_global_generator_is_neither_read_nor_moved():
     before = torch.get_rng_state()
     one = random_head_rank(19, 7, seed=1, trials=3)
     assert torch.equal(torch.get_rng_state(), before)
-    null_module.of_names.cache_clear()
+    simulate_spectra.cache_clear()
     torch.manual_seed(6)
     assert random_head_rank(19, 7, seed=1, trials=3) == one
     assert random_head_rank(190, 7, seed=2, trials=3) != random_head_rank(190, 7, seed=1, trials=3)
+
+
+interpolated = partial(random_head_rank, interpolate=True)
 
 
 class Operations(TorchDispatchMode):
@@ -206,7 +167,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
+@pytest.mark.parametrize("ask", [random_head_rank, interpolated])
 def test_asking_again_computes_nothing(ask):
     first = ask(101, 5, "causal", trials=2)
     with Operations() as seen:
@@ -218,13 +179,6 @@ def test_asking_again_computes_nothing(ask):
     assert seen.count > 0
 
 
-def test_masks_of_the_same_shape_are_told_apart():
-    seen = torch.ones(9, 9, dtype=torch.bool)
-    assert random_head_rank(9, 8, seen.tril()) == random_head_rank(9, 8, "causal")
-    assert random_head_rank(9, 8, torch.eye(9, dtype=torch.bool)).mean == 9
-    assert random_head_rank(9, 8, seen.tril()) == random_head_rank(9, 8, "causal")
-
-
 def test_one_trial_has_no_spread():
     null = random_head_rank(10, 4, trials=1)
     assert (math.isnan(null.std), null.trials) == (True, 1)
@@ -233,17 +187,25 @@ def test_one_trial_has_no_spread():
 # --- between simulated lengths ------------------------------------------------------------------
 
 
+def simulated_by(monkeypatch, ask):
+    """The (rows, trials) that are simulated, if each has the rank of its number of rows; and the answer."""
+    simulated = []
+
+    def spectra_of(rows, *key, **_):
+        simulated.append((rows, key[5]))
+        return Spectra(np.ones((key[5], rows)), 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(random_rank, "simulate_spectra", spectra_of)
+        return simulated, ask()
+
+
 def lengths_simulated(size: int, window: int | None) -> tuple[list[int], float]:
-    """The lengths that are simulated, and what comes of them where the null is the length itself."""
-    lengths: list[int] = []
-
-    def null_of(rows: int, *_: object) -> SimulatedRank:
-        lengths.append(rows)
-        return SimulatedRank(float(rows), 0.0, 1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(null_module, "random_head_rank", null_of)
-        return lengths, interpolated_random_rank(size, 4, window=window, trials=1).mean
+    """The lengths that are simulated, and the mean if the rank is the length itself."""
+    simulated, got = simulated_by(
+        pytest.MonkeyPatch(), lambda: interpolated(size, 4, window=window, trials=1)
+    )
+    return [rows for rows, _ in simulated], got.mean
 
 
 @given(size=st.integers(1, 4096), window=st.none() | st.integers(1, 6000))
@@ -277,7 +239,7 @@ def test_all_lengths_of_a_data_set_take_few_simulations():
 def test_interpolation_is_within_what_it_documents(mask, window, temperature, head_dim):
     for tokens in (34, 60, 76, 108, 150):  # half way between what is simulated, and nearer to an end
         options = (head_dim, mask, window, temperature)
-        got = interpolated_random_rank(tokens, *options, trials=24)
+        got = interpolated(tokens, *options, trials=24)
         direct = random_head_rank(tokens, *options, trials=24, seed=1)
         stderr = math.hypot(got.std, direct.std) / math.sqrt(24)
         allowed = 0.01 if head_dim >= 4 else 0.04
@@ -286,22 +248,20 @@ def test_interpolation_is_within_what_it_documents(mask, window, temperature, he
 
 
 def test_the_spread_is_interpolated_too():
-    got, ends = interpolated_random_rank(54, 8), [random_head_rank(n, 8) for n in (45, 64)]
+    got, ends = interpolated(54, 8), [random_head_rank(n, 8) for n in (45, 64)]
     assert min(end.std for end in ends) <= got.std <= max(end.std for end in ends)
     assert ends[0].mean < got.mean < ends[1].mean
 
 
 def test_short_and_simulated_lengths_are_exact():
     for tokens in (1, 2, 31, 32, 45, 64, 91, 128):
-        assert interpolated_random_rank(tokens, 8) == random_head_rank(tokens, 8)
-    assert interpolated_random_rank(70, 8, "causal", window=70) == random_head_rank(
-        70, 8, "causal", window=70
-    )
+        assert interpolated(tokens, 8) == random_head_rank(tokens, 8)
+    assert interpolated(70, 8, "causal", window=70) == random_head_rank(70, 8, "causal", window=70)
 
 
 def test_cross_attention_between_lengths():
     for tokens, sources in ((38, 76), (76, 38), (20, 76), (76, 64)):
-        got = interpolated_random_rank(tokens, 16, sources=sources, trials=16)
+        got = interpolated(tokens, 16, sources=sources, trials=16)
         direct = random_head_rank(tokens, 16, sources=sources, trials=16, seed=1)
         stderr = math.hypot(got.std, direct.std) / 4
         assert abs(got.mean - direct.mean) < 4 * stderr + 0.01 * direct.mean
@@ -309,36 +269,24 @@ def test_cross_attention_between_lengths():
 
 @pytest.mark.parametrize(("mask", "window"), [("full", None), ("causal", None), ("full", 40)])
 def test_as_many_columns_as_rows_may_be_said(mask, window):
-    got = interpolated_random_rank(54, 8, mask, window, sources=54)
-    assert got == interpolated_random_rank(54, 8, mask, window)
+    got = interpolated(54, 8, mask, window, sources=54)
+    assert got == interpolated(54, 8, mask, window)
 
 
 def test_no_singular_value_reaches_delta():
-    assert interpolated_random_rank(54, 8, delta=50.0).mean == 0
+    assert interpolated(54, 8, delta=50.0).mean == 0
 
 
 def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
-    asked = []
-
-    def spy(tokens, *rest):
-        asked.append((tokens, rest[5]))
-        return SimulatedRank(float(tokens), 0.0, rest[5])
-
-    monkeypatch.setattr(null_module, "random_head_rank", spy)
-    for tokens in (1024, 1448, 2048, 4096):
-        interpolated_random_rank(tokens, 8)
-    assert asked == [(1024, 8), (1448, 4), (2048, 2), (4096, 2)]
-    asked.clear()
-    for lost in (
-        interpolated_random_rank(4097, 8),
-        interpolated_random_rank(16385, 8, temperature=0.0),
-        interpolated_random_rank(64, 8, sources=10**6),
-    ):
-        assert math.isnan(lost.mean)
-        assert math.isnan(lost.std)
-        assert lost.trials == 0
-    assert asked == []
-    assert interpolated_random_rank(16384, 8, temperature=0.0).mean == 16384
+    for tokens, trials in ((1024, 8), (1448, 4), (2048, 2), (4096, 2)):
+        assert simulated_by(monkeypatch, lambda at=tokens: interpolated(at, 8))[0] == [(tokens, trials)]
+    for options in ({}, {"temperature": 0.0, "tokens": 16385}, {"tokens": 64, "sources": 10**6}):
+        simulated, lost = simulated_by(
+            monkeypatch, lambda given=options: interpolated(**{"tokens": 4097, "head_dim": 8} | given)
+        )
+        assert simulated == []
+        assert (math.isnan(lost.mean), math.isnan(lost.std), lost.trials) == (True, True, 0)
+    assert simulated_by(monkeypatch, lambda: interpolated(16384, 8, temperature=0.0))[1].mean == 16384
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -350,57 +298,24 @@ def test_too_long_a_sequence_is_refused_at_once(tokens, temperature):
         random_head_rank(tokens, 8, temperature=temperature)
 
 
-@pytest.mark.parametrize("name", ["tokens", "head_dim", "window", "trials", "sources"])
-@pytest.mark.parametrize("size", [0, -1, True])
-@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
-def test_sizes_are_counts(ask, name, size):
-    with pytest.raises(ShapeError, match=f"`{name}`: expected a whole number, at least 1, got {size}"):
-        ask(**{"tokens": 8, "head_dim": 4} | {name: size})
-
-
-@pytest.mark.parametrize("temperature", [-1.0, math.nan])
-@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
-def test_a_temperature_without_meaning_is_refused(ask, temperature):
-    with pytest.raises(RankwiseError, match="`temperature`: expected a number, at least 0"):
-        ask(8, 4, temperature=temperature)
-
-
-@pytest.mark.parametrize("delta", [0.0, -1.0, math.inf, math.nan])
-def test_a_delta_without_meaning_is_refused(delta):
-    with pytest.raises(RankwiseError, match="`delta`: expected a finite number above 0"):
-        random_head_rank(8, 4, delta=delta)
-
-
-@pytest.mark.parametrize("ask", [random_head_rank, interpolated_random_rank])
-def test_an_unknown_mask_is_refused_with_the_near_one(ask):
-    with pytest.raises(RankwiseError, match=r"`mask`: expected .* got 'casual'\. Did you mean causal\?"):
-        ask(8, 4, "casual")
-
-
+@pytest.mark.parametrize("interpolate", [False, True])
 @pytest.mark.parametrize(
-    ("mask", "options"),
+    ("options", "match"),
     [
-        (torch.ones(8, 7, dtype=torch.bool), {"sources": 8}),
-        (torch.ones(7, 8, dtype=torch.bool), {}),
-        (torch.ones(8, 8, dtype=torch.bool), {"window": 3}),
-        (torch.ones(8, 0, dtype=torch.bool), {}),
+        *(
+            ({name: size}, f"`{name}`: expected a whole number of at least 1, got {size}")
+            for name in ("tokens", "head_dim", "window", "trials", "sources")
+            for size in (0, -1, True)
+        ),
+        ({"temperature": -1.0}, "`temperature`: expected a number in"),
+        ({"temperature": math.nan}, "`temperature`: expected a number in"),
+        *(({"delta": delta}, "`delta`: expected a number in") for delta in (0.0, -1.0, math.inf, math.nan)),
+        ({"mask": "casual"}, r"`mask`: expected .* got 'casual'\. Did you mean causal\?"),
+        ({"mask": "causal", "sources": 9}, "`sources`: expected 8, as many as tokens, under the causal mask"),
+        ({"window": 3, "sources": 9}, "`sources`: expected 8, as many as tokens, under the causal mask or"),
     ],
+    ids=str,
 )
-def test_a_mask_that_does_not_fit_is_refused(mask, options):
-    with pytest.raises(ShapeError, match=r"`mask`: expected torch\.bool of shape \(8, \d\)"):
-        random_head_rank(8, 4, mask, **options)
-
-
-def test_a_mask_has_one_length():
-    with pytest.raises(
-        RankwiseError, match="`mask` of `interpolated_random_rank`: expected 'full' or 'causal'"
-    ):
-        interpolated_random_rank.__wrapped__(8, 4, torch.ones(8, 8, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 3), ("full", 3)])
-def test_named_masks_over_other_columns_are_refused(mask, window):
-    with pytest.raises(
-        ShapeError, match="`sources`: expected 8, as many as tokens, under the causal mask or"
-    ):
-        random_head_rank(8, 4, mask, window, sources=9)
+def test_what_has_no_meaning_is_refused(options, match, interpolate):
+    with pytest.raises(RankwiseError, match=match):
+        random_head_rank(**{"tokens": 8, "head_dim": 4} | options, interpolate=interpolate)

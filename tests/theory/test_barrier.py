@@ -132,7 +132,7 @@ def test_rows_that_may_see_nothing_add_nothing():
 @pytest.mark.parametrize("size", [0, -2, True])
 def test_sizes_are_counts(name, size):
     sizes = {"tokens": 4, "mask": "causal"} | {name: size}
-    with pytest.raises(ShapeError, match=f"`{name}`: expected a whole number, at least 1, got {size}"):
+    with pytest.raises(RankwiseError, match=f"`{name}`: expected a whole number of at least 1, got {size}"):
         rank_barrier(**sizes)
 
 

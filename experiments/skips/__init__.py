@@ -1,0 +1,1 @@
+"""λ-skips: bounds that experiments retry."""

@@ -1,0 +1,69 @@
+"""The theorem on λ-skips of the paper: the strength of a mixer, and the least |λ| for both hypotheses."""
+
+import math
+
+from rankwise.errors import in_range
+
+
+def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortest: float = 1.0) -> float:
+    r"""Return the strength of a mixer with which the theorem of the paper holds for any states and any ε.
+
+    Formula: √((S·C_M·q)² + ε)/ℓ. On the sphere with ε = 0 it is S·C_M. In place of S·C_M it extends the
+    theorem to all states, with μ² = D·μ(U)² of their directions U. Range: [0, ∞]. Cost: O(1).
+    Source: own; proof in docs/proofs/skip-bound.md.
+
+    Args:
+        product: S·C_M, with ‖C‖_F ≤ S for the value weights and ‖M‖_F ≤ C_M for the mixing matrix.
+        eps: ε of the norm that reads the sum.
+        size: q = ‖Y‖_F/√(T D), 1 on the sphere.
+        shortest: ℓ = min_i ‖y_i‖/√D, of centered rows if the norm centers them.
+
+    Examples:
+        >>> mixing_strength(0.5), round(mixing_strength(0.5, eps=1e-2, shortest=0.99), 4)
+        (0.5, 0.5151)
+    """
+    strength = math.hypot(product * size, math.sqrt(eps))
+    return strength / shortest if shortest > 0 else math.inf
+
+
+def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread: float) -> float:
+    r"""Return the least |λ| for both hypotheses of Theorem 4.1: Eq. 7 and μ² ≥ b.
+
+    Eq. 7 is λ² − a(S·C_M + |λ|)² > 0, and b = 2|λ|·T·D·S·C_M/(λ² − a(S·C_M + |λ|)²). With both, μ² after the
+    norm is at least a·μ². Eq. 7 alone guarantees nothing.
+    Formula: the larger root of (1 − a)μ²·λ² − 2S·C_M(a·μ² + T·D)·λ − a(S·C_M)²μ² = 0. For μ = ∞ it is the
+    least |λ| for Eq. 7 alone, √a·S·C_M/(1 − √a).
+    Range: [0, ∞], infinite for μ = 0; above 2·S·C_M on the sphere, for any a. Cost: O(1).
+    Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Theorem 4.1
+    and Eq. 7 as corrected by its authors; proof in docs/proofs/skip-bound.md.
+
+    Args:
+        strength: S·C_M, or `mixing_strength`.
+        a: share of μ² to keep, in (0, 1).
+        tokens: T.
+        width: D.
+        spread: μ of the states.
+
+    Raises:
+        InputError: if a is not in (0, 1).
+
+    Examples:
+        >>> round(min_lambda_paper(1.0, a=0.5, tokens=2, width=4, spread=2.0), 6)
+        10.09902
+        >>> round(min_lambda_paper(3.0, a=0.25, tokens=2, width=4, spread=math.inf), 9)
+        3.0
+    """
+    check_share(a)
+    energy = spread**2
+    if energy == 0:
+        return math.inf if strength > 0 else 0.0
+    if math.isinf(energy):
+        return math.sqrt(a) * strength / (1 - math.sqrt(a))
+    half = strength * (a * energy + tokens * width)
+    root = math.sqrt(half**2 + (1 - a) * a * (strength * energy) ** 2)
+    return (half + root) / ((1 - a) * energy)
+
+
+def check_share(a: float) -> float:
+    """Return a share of μ² that a layer can keep; raise if it is not in (0, 1)."""
+    return in_range("`a`", a, "(0, 1)", fix="0.5 keeps half of μ² in each layer.")
