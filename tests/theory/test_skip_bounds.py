@@ -239,6 +239,16 @@ def test_numbers_far_from_zero_promise_nothing_that_is_not_so(moved: bool) -> No
     assert skip_bound(residual, branch, 1.0, norm="layer") <= mu(normed(shifted, "layer")) + 1e-9
 
 
+def test_a_row_of_unknown_direction_may_have_any() -> None:
+    """It may point the same way as the other row: a bound that took it for a row of zeros would promise 22."""
+    torch.manual_seed(0)
+    clear, far = torch.randn(1000, dtype=torch.float64), 1e12
+    hidden = far + 1e-2 * clear
+    true = mu(normed(torch.stack([clear, hidden - far]), "layer"))
+    y = torch.stack([clear, hidden])
+    assert skip_bound(y, 0 * y, 1.0, norm="layer") <= true < 0.1
+
+
 def test_rows_whose_squares_leave_float64_promise_nothing_that_is_not_so() -> None:
     """Alike but for 1e-200, and with a λ of 1e-200: what is kept is all, and the bound is a number."""
     row = torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)

@@ -67,10 +67,6 @@ def simulate_spectra(
 
     Temperature 0 means hardmax, ∞ equal weights. ``precise`` takes an SVD, which is exact up to rounding and
     takes eight times as long.
-
-    Examples:
-        >>> simulate_spectra(1, 1, 8, "full", None, 1.0, trials=2, seed=0).rank(0.01)
-        SimulatedRank(mean=1.0, std=0.0, trials=2)
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -126,13 +122,7 @@ def _hardmax_wins(
 def count_wins(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Int64[Tensor, "*batch S"]:
-    """Count the rows in which each column has the largest score.
-
-    Examples:
-        >>> import torch
-        >>> count_wins(torch.tensor([[3.0, 1.0], [2.0, 1.0]])).tolist()
-        [2, 0]
-    """
+    """Count the rows in which each column has the largest score."""
     *batch, _, sources = scores.shape
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -187,10 +177,6 @@ def singular_values_of_stochastic(
 
     Eigenvalues of the smaller Gram matrix take an eighth of the time of an SVD. They are off by some
     n·u·‖M‖², and ‖M‖² ≤ ‖M‖_1·‖M‖_∞; δ² must be far above that. ``precise`` takes the SVD, for any δ.
-
-    Examples:
-        >>> singular_values_of_stochastic(torch.eye(3, dtype=torch.float64), precise=True)[0].tolist()
-        [1.0, 1.0, 1.0]
     """
     if precise:
         return torch.linalg.svdvals(matrix).numpy(), 0.0
@@ -205,12 +191,7 @@ def singular_values_of_stochastic(
 
 
 def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Count the singular values ≥ δ of a matrix without negative entries, by an SVD only if δ requires it.
-
-    Examples:
-        >>> rank_of_stochastic(torch.eye(3, dtype=torch.float64), 0.01)
-        3
-    """
+    """Count the singular values ≥ δ of a matrix without negative entries, by an SVD only if δ requires it."""
     values, least = singular_values_of_stochastic(matrix, precise=False)
     if delta < least:
         values, _ = singular_values_of_stochastic(matrix, precise=True)

@@ -104,11 +104,11 @@ def random_head_rank(
         nodes = [(rows, other, weight * share) for (rows, weight), (other, share) in pairs]
     if any(rows * other > limit for rows, other, _ in nodes):
         return SimulatedRank(math.nan, math.nan, 0)
-    points, weights = [], []
-    for rows, other, weight in nodes:
-        points.append(simulate(rows, other, trials or max(2, min(8, 2**23 // (rows * other)))))
-        weights.append(weight)
-    return _between(points, weights, linear=_beyond_window(tokens, window))
+    counts = [trials or max(2, min(8, 2**23 // (rows * other))) for rows, other, _ in nodes]
+    points = [simulate(rows, other, count) for (rows, other, _), count in zip(nodes, counts, strict=True)]
+    # beyond a window each further token adds about equal rank
+    linear = window is not None and tokens > window
+    return _between(points, [weight for *_, weight in nodes], linear)
 
 
 def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
@@ -122,16 +122,11 @@ def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
     if size in grid:
         return [(size, 1.0)]
     below, above = next(pair for pair in pairwise(sorted(grid)) if pair[0] < size < pair[1])
-    if _beyond_window(size, window):
+    if window is not None and size > window:
         weight = (size - below) / (above - below)
     else:
         weight = math.log(size / below) / math.log(above / below)
     return [(below, 1 - weight), (above, weight)]
-
-
-def _beyond_window(size: int, window: int | None) -> bool:
-    """Return True if a window is shorter than the sequence: each further token then adds about equal rank."""
-    return window is not None and size > window
 
 
 def _between(points: list[SimulatedRank], weights: list[float], linear: bool) -> SimulatedRank:
