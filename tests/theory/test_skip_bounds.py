@@ -240,7 +240,7 @@ def test_numbers_far_from_zero_promise_nothing_that_is_not_so(moved: bool) -> No
 
 
 def test_a_row_of_unknown_direction_may_have_any() -> None:
-    """It may point the same way as the other row: a bound that took it for a row of zeros would promise 22."""
+    """It may point the same way as the other row: taken for zeros, it would make the bound 22."""
     torch.manual_seed(0)
     clear, far = torch.randn(1000, dtype=torch.float64), 1e12
     hidden = far + 1e-2 * clear

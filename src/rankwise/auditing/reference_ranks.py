@@ -91,8 +91,8 @@ def random_rank(
     if name is None or width is None or scale is None or scale <= 0:
         return math.nan
     columns = None if tokens == sources else sources
-    return interpolated_random_rank(
-        tokens, width, name, mask.window, temperature=1 / scale, delta=delta, sources=columns
+    return random_head_rank(
+        tokens, width, name, mask.window, 1 / scale, delta, sources=columns, interpolate=True
     ).mean
 
 
