@@ -17,6 +17,7 @@ from rankwise.models import (
     ToSTForCausalLM,
     ToSTForSequenceClassification,
     ToSTModel,
+    parameter_groups,
 )
 
 # float64 models of two layers, logits of order 10: rounding stays under 1e-10
@@ -276,6 +277,20 @@ def test_a_shared_skip_is_learned_from_every_layer() -> None:
     assert apart.shape == (2,)
     assert (apart != 0).all()
     torch.testing.assert_close(shared, apart.sum(0, keepdim=True), **CLOSE)
+
+
+@EVERY
+def test_weights_that_multiply_decay_and_no_others(variant: str) -> None:
+    lm = model(variant)
+    lm.model.norm.requires_grad_(False)
+    decayed, others = parameter_groups(lm, 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {id(weight): name for name, weight in lm.named_parameters()}
+    trained = [name for name, weight in lm.named_parameters() if weight.requires_grad]
+    found = [[names[id(weight)] for weight in group["params"]] for group in (decayed, others)]
+    assert sorted(found[0] + found[1]) == sorted(trained)  # each once, a shared λ too
+    multiply = tuple(f"{end}.weight" for end in ("proj", "gate", "tokens", "positions", "convolution"))
+    assert set(found[0]) == {name for name in trained if name.endswith(multiply)}
 
 
 def test_what_a_file_lacks_starts_as_a_new_model_does(tmp_path) -> None:

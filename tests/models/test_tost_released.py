@@ -151,113 +151,53 @@ def with_(**new: torch.Tensor) -> Change:
     return lambda weights: {**weights, **{name.replace("__", "."): w for name, w in new.items()}}
 
 
-WRONG: dict[str, tuple[Path, Change, str]] = {
-    "missing": (
-        LANGUAGE,
-        without("transformer.ln_f.bias"),
-        r"1 \(transformer.ln_f.bias\) missing, none unknown",
-    ),
-    "stray layer": (
-        LANGUAGE,
-        with_(transformer__h__2000__ln_1__weight=torch.ones(48)),
-        r"16 \(transformer.h.2.gamma1.*missing, 1 \(transformer.h.2000.ln_1.weight\)",
-    ),
-    "1-D embedding": (
-        LANGUAGE,
-        with_(transformer__wte__weight=torch.ones(48)),
-        r"wte.weight: expected 2 axes",
-    ),
-    "0-D temperature": (
-        LANGUAGE,
-        with_(transformer__h__1__attn__temp=torch.tensor(1.0)),
-        r"h.1.attn.temp: expected shape \(4,\), got \(\)",
-    ),
-    "0-D first temperature": (
-        LANGUAGE,
-        with_(transformer__h__0__attn__temp=torch.tensor(1.0)),
-        r"h.0.attn.temp: expected shape \(1,\), got \(\)",
-    ),
-    "0-D feed-forward": (
-        LANGUAGE,
-        with_(transformer__h__0__mlp__c_fc__weight=torch.tensor(1.0)),
-        r"c_fc.weight: expected 2 axes, got shape \(\)",
-    ),
-    "5 heads": (
-        LANGUAGE,
-        with_(transformer__h__0__attn__temp=torch.ones(5, 1)),
-        r"divides the width 48, got 5. No released model",
-    ),
-    "sparse": (
-        LANGUAGE,
-        with_(transformer__ln_f__weight=torch.eye(48).to_sparse()),
-        r"expected a dense tensor of floating-point numbers, got torch.float32, torch.sparse_coo",
-    ),
-    "complex": (
-        LANGUAGE,
-        with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.complex64)),
-        r"expected a dense tensor of floating-point numbers, got torch.complex64",
-    ),
-    "integers": (
-        LANGUAGE,
-        with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.int64)),
-        r"expected a dense tensor of floating-point numbers, got torch.int64",
-    ),
-    "one number spread out": (
-        LANGUAGE,
-        with_(transformer__wpe__weight=torch.ones(1).expand(10**12)),
-        r"got shape \(1000000000000,\) of 4 bytes",
-    ),
-    "vision 1-D head": (
-        VISION,
-        with_(head__weight=torch.ones(64)),
-        r"head.weight: expected 2 axes",
-    ),
-    "vision 1-D patches": (
-        VISION,
-        with_(patch_embed__proj__0__0__weight=torch.ones(8)),
-        r"patch_embed.proj.0.0.weight: expected 4 axes",
-    ),
-    "no positions": (
-        LANGUAGE,
-        without("transformer.wpe.weight"),
-        r"expected a weight transformer.wpe.weight, got none",
-    ),
-    "unknown": (LANGUAGE, with_(extra=torch.ones(1)), r"none missing, 1 \(extra\) unknown"),
-    "shape": (
-        LANGUAGE,
-        with_(transformer__h__1__ln_1__weight=torch.ones(5)),
-        r"weight transformer.h.1.ln_1.weight: expected shape \(48,\), got \(5,\)",
-    ),
-    "untied": (
-        LANGUAGE,
-        with_(lm_head__weight=torch.ones(61, 48)),
-        r"lm_head.weight: expected the same numbers",
-    ),
-    "gpt-2": (
-        LANGUAGE,
-        without("transformer.h.0.attn.temp"),
-        r"no transformer.h.0.attn.temp: a model with another",
-    ),
-    "vision missing": (VISION, without("cls_token"), r"expected the 89 weights of a released vision model"),
-    "vision xcit": (
-        VISION,
-        without("blocks.0.attn.temp"),
-        r"no blocks.0.attn.temp: a model with another attention",
-    ),
-    "vision shape": (
-        VISION,
-        with_(norm__weight=torch.ones(3)),
-        r"norm.weight: expected shape \(64,\), got \(3,\)",
-    ),
-}
+WRONG: dict[str, tuple[Change, str]] = {
+    "missing": (without("transformer.ln_f.bias"), r"1 \(transformer.ln_f.bias\) missing, none unknown"),
+    "stray layer": (with_(transformer__h__2000__ln_1__weight=torch.ones(48)),
+        r"16 \(transformer.h.2.gamma1.*missing, 1 \(transformer.h.2000.ln_1.weight\)"),
+    "1-D embedding": (with_(transformer__wte__weight=torch.ones(48)), r"wte.weight: expected 2 axes"),
+    "0-D temperature": (with_(transformer__h__1__attn__temp=torch.tensor(1.0)),
+        r"h.1.attn.temp: expected shape \(4,\), got \(\)"),
+    "0-D first temperature": (with_(transformer__h__0__attn__temp=torch.tensor(1.0)),
+        r"h.0.attn.temp: expected shape \(1,\), got \(\)"),
+    "0-D feed-forward": (with_(transformer__h__0__mlp__c_fc__weight=torch.tensor(1.0)),
+        r"c_fc.weight: expected 2 axes, got shape \(\)"),
+    "5 heads": (with_(transformer__h__0__attn__temp=torch.ones(5, 1)),
+        r"divides the width 48, got 5. No released model"),
+    "sparse": (with_(transformer__ln_f__weight=torch.eye(48).to_sparse()),
+        r"expected a dense tensor of floating-point numbers, got torch.float32, torch.sparse_coo"),
+    "complex": (with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.complex64)),
+        r"expected a dense tensor of floating-point numbers, got torch.complex64"),
+    "integers": (with_(transformer__ln_f__weight=torch.ones(48, dtype=torch.int64)),
+        r"expected a dense tensor of floating-point numbers, got torch.int64"),
+    "one number spread out": (with_(transformer__wpe__weight=torch.ones(1).expand(10**12)),
+        r"got shape \(1000000000000,\) of 4 bytes"),
+    "vision 1-D head": (with_(head__weight=torch.ones(64)), r"head.weight: expected 2 axes"),
+    "vision 1-D patches": (with_(patch_embed__proj__0__0__weight=torch.ones(8)),
+        r"patch_embed.proj.0.0.weight: expected 4 axes"),
+    "no positions": (without("transformer.wpe.weight"),
+        r"expected a weight transformer.wpe.weight, got none"),
+    "unknown": (with_(extra=torch.ones(1)), r"none missing, 1 \(extra\) unknown"),
+    "shape": (with_(transformer__h__1__ln_1__weight=torch.ones(5)),
+        r"weight transformer.h.1.ln_1.weight: expected shape \(48,\), got \(5,\)"),
+    "untied": (with_(lm_head__weight=torch.ones(61, 48)), r"lm_head.weight: expected the same numbers"),
+    "gpt-2": (without("transformer.h.0.attn.temp"), r"no transformer.h.0.attn.temp: a model with another"),
+    "vision missing": (without("cls_token"), r"expected the 89 weights of a released vision model"),
+    "vision xcit": (without("blocks.0.attn.temp"), r"no blocks.0.attn.temp: a model with another attention"),
+    "vision shape": (with_(norm__weight=torch.ones(3)), r"norm.weight: expected shape \(64,\), got \(3,\)"),
+}  # fmt: skip
+
+
+def wrong_file(case: str, folder: Path) -> Path:
+    whole = read(VISION if case.startswith("vision") else LANGUAGE)["model"]
+    torch.save({"model": WRONG[case][0](whole)}, folder / "wrong.pt")
+    return folder / "wrong.pt"
 
 
 @pytest.mark.parametrize("case", sorted(WRONG))
 def test_wrong_weights_are_named(case: str, tmp_path: Path) -> None:
-    path, change, match = WRONG[case]
-    torch.save({"model": change(read(path)["model"])}, tmp_path / "wrong.pt")
-    with pytest.raises(InputError, match=match):
-        load_released_tost(tmp_path / "wrong.pt")
+    with pytest.raises(InputError, match=WRONG[case][1]):
+        load_released_tost(wrong_file(case, tmp_path))
 
 
 FOREIGN = {
@@ -339,10 +279,8 @@ def test_no_model_is_built_before_names_and_shapes_are_compared(
         ToSTForCausalLM, "post_init", lambda self: built.append(self.lm_head.weight.device.type)
     )
     for case in ("stray layer", "shape"):
-        path, change, _ = WRONG[case]
-        torch.save({"model": change(read(path)["model"])}, tmp_path / "wrong.pt")
         with pytest.raises(InputError):
-            load_released_tost(tmp_path / "wrong.pt")
+            load_released_tost(wrong_file(case, tmp_path))
     assert built == ["meta"]
 
 

@@ -61,9 +61,7 @@ VISION_BLOCK = {
     "norm1": "mixer_norm", "attn.qkv": "mixer.in_proj", "attn.to_out.0": "mixer.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
 }  # fmt: skip
-VISION_SINGLES = {
-    "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight", "attn.temp": "mixer.temperature",
-}  # fmt: skip
+VISION_SINGLES = {name: own for name, own in LANGUAGE_SINGLES.items() if name != "attn.denom_bias"}
 CLASS_BLOCK = {
     "norm1": "attention_norm", "attn.qkv": "attention.qkv_proj", "attn.proj": "attention.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
