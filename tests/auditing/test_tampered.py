@@ -97,12 +97,12 @@ def test_what_no_audit_can_say_is_refused(
 def test_deep_nesting_is_refused(levels: int, brackets: str, tmp_path: Path) -> None:
     opening, closing = ("[", "]") if brackets == "[]" else ('{"a":', "}")
     text = json.dumps(ORIGINALS["encoder"] | {"uncaptured": "HERE"})
-    for version in (2, 3):  # an upgrade walks through all levels
+    for version, field in ((2, "the fields"), (3, "uncaptured")):  # an upgrade walks through all levels
         edited = text.replace('"schema_version": 3', f'"schema_version": {version}')
         (tmp_path / "audit.json").write_text(
             edited.replace('"HERE"', opening * levels + "1" + closing * levels)
         )
-        with pytest.raises(RecordError, match=r"nested too deeply|uncaptured"):
+        with pytest.raises(RecordError, match=f"nested too deeply|{field}"):
             Audit.load(tmp_path)
 
 

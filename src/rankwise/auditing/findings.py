@@ -144,7 +144,8 @@ def about(code: str) -> Subject | Literal[""]:
 
 def check_codes(codes: Sequence[str]) -> list[str]:
     """Return codes in upper case with underscores; raise an `InputError` that names similar codes."""
-    return [one_of("code", code.upper().replace("-", "_"), RULES) for code in codes]
+    known = [code.upper().replace("-", "_") for code in codes]
+    return [one_of(f"code {code}", code, RULES) for code in known]
 
 
 @rule(
