@@ -27,6 +27,7 @@ from torch.nn import functional
 from rankwise._internals.torch_private import original_of, without_torch_function
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
+from rankwise.tracing import model_checks, torch_layers
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import AdapterReader
 from rankwise.tracing.block_finder import BlockFinder
@@ -44,28 +45,8 @@ from rankwise.tracing.mixing_calls import (
     mixer_site,
     why_no_tokens,
 )
-from rankwise.tracing.model_checks import (
-    NO_STATES,
-    OTHER_THREAD,
-    SHARD,
-    check_capturable,
-    check_sites,
-    checked_operator,
-    dropout_note,
-    is_shard,
-    nothing_found,
-    training_notes,
-)
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls
-from rankwise.tracing.torch_layers import (
-    attention_by_heads,
-    functional_mixing,
-    is_torch_encoder,
-    is_torch_layer,
-    layer_mixing,
-    names_in_torch_layers,
-    why_not_known,
-)
+from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
 from rankwise.tracing.uncaptured import Sightings, mixer_like, uncaptured_modules, whose_tokens
 
@@ -124,18 +105,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         values: bool = False,
         intervention: Intervention | None = None,
     ) -> None:
-        check_capturable(model)
+        model_checks.check_capturable(model)
         # A compiled model run eagerly is its original with another name.
         self._model = original_of(model)
         self._sites = dict(sites or {})
-        check_sites(self._model, self._sites, blocks)
+        model_checks.check_sites(self._model, self._sites, blocks)
         self._trace = Trace()
         self._on_mixer = on_mixer or self._trace.mixers.append
         self._on_state = on_state or self._trace.states.append
         self._values, self._intervention = values, intervention
         self._block_pattern = blocks
-        self._stack = ExitStack()
-        self._entered_once = False
+        self._stack, self._entered_once = ExitStack(), False
         self._sightings = Sightings()
         self._outermost: set[str] = set()
         self._mixers = self._states = 0
@@ -148,7 +128,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 fix="Make a new one: `with rw.capture(model) as trace: ...`; captures may be nested.",
             )  # fmt: skip
         self._entered_once = True
-        self._trace.notes.extend(training_notes(self._model))
+        self._trace.notes.extend(model_checks.training_notes(self._model))
         self._mode = AttentionMode(
             self._fused,
             self._functional,
@@ -156,7 +136,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._mixed_otherwise,
             by_heads=None if self._intervention is None else self._functional_by_heads,
         )
-        hookless = names_in_torch_layers(self._model)
+        hookless = torch_layers.names_in_torch_layers(self._model)
         self._calls = ModuleCalls(self._model, hookless, on_enter=self._entered, on_leave=self._left)
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
@@ -185,7 +165,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if kind is None:
             self._blocks.finish()
             if self._mixers and not self._states:
-                self._note(NO_STATES)
+                self._note(model_checks.NO_STATES)
         for name, reason in self._sightings.not_exact:
             if name in self._sightings.captured:
                 self._note(f"other calls of a mixer that was captured were left out: {reason}")
@@ -194,16 +174,18 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._model, candidates, self._calls.called, self._sightings
         )
         if self._calls.in_other_thread:
-            self._note(OTHER_THREAD)
+            self._note(model_checks.OTHER_THREAD)
         if kind is None and not self._mixers:
-            raise nothing_found(self._model, self._trace, self._calls, ran=bool(self._sightings.captured))
+            raise model_checks.nothing_found(
+                self._model, self._trace, self._calls, ran=bool(self._sightings.captured)
+            )
 
     # --- what the hooks and the mode report ---------------------------------------------------------------
 
     def _entered(self, call: ModuleCall) -> None:
         if len(self._calls.running) == 1:
             self._begin(call)
-        torch_layer = is_torch_layer(call.module) or is_torch_encoder(call.module)
+        torch_layer = is_torch_layer(call.module) or torch_layers.is_torch_encoder(call.module)
         call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not torch_layer))
         if not self._named_by_hand():
             self._reader.entered(call)
@@ -233,19 +215,19 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if call.name in self._sites:
             with self._outside_model(None):
                 made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
-            self._add(checked_operator(made, call.name), kind=made.kind)
+            self._add(model_checks.checked_operator(made, call.name), kind=made.kind)
         elif self._reader.inside:
             with self._outside_model(None):
                 mixing = self._reader.left(call)
             if mixing is not None:
                 self._add(mixing, kind=mixing.operator.kind, call_id=call.call_id)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
-            reason = why_not_known(call.module, call.called_inside)
+            reason = torch_layers.why_not_known(call.module, call.called_inside)
             if reason is None:
                 with without_torch_function(), torch.no_grad():
-                    given = (call.module, call.args, call.kwargs, self._outer(call))
-                    calls = self._up_to_torch_layer()
-                    self._try(partial(layer_mixing, *given), *call.tensors[:1], calls=calls)
+                    outer = self._calls.running[-2] if len(self._calls.running) > 1 else None
+                    read = partial(torch_layers.layer_mixing, call.module, call.args, call.kwargs, outer)
+                    self._try(read, *call.tensors[:1], calls=self._up_to_torch_layer())
             else:
                 self._sightings.leave_out(call.name, reason)
 
@@ -255,39 +237,37 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
         return running[: own + 1]
 
-    def _outer(self, call: ModuleCall) -> ModuleCall | None:
-        running = self._calls.running
-        return running[-2] if len(running) > 1 else None
-
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        if not self._calls.running or self._mode_ignores():
+        if self._mode_ignores():
             return None
         given = fused_arguments(args, kwargs)
         if given.get("dropout_p", 0.0) > 0:
-            self._note(dropout_note("fused attention"))
+            self._note(model_checks.dropout_note("fused attention"))
         read = partial(fused_mixing, given, output, self._calls.running[-1])
         return self._replace(self._try(read, output, given["query"]), output)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._calls.running and not self._mode_ignores():
+        if not self._mode_ignores():
             with torch.no_grad():
                 call = self._calls.running[-1]
-                self._try(partial(functional_mixing, args, kwargs, call), *call.tensors[:1])
+                self._try(partial(torch_layers.functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `multi_head_attention_forward` with heads replaced."""
-        if not self._calls.running or self._mode_ignores():
+        if self._mode_ignores():
             return functional.multi_head_attention_forward(*args, **kwargs)
         calls = self._up_to_torch_layer()
         outer = calls[-2] if len(calls) > 1 and is_torch_layer(calls[-1].module) else calls[-1]
         with without_torch_function(), torch.no_grad():
-            read = partial(functional_mixing, args, kwargs, outer)
+            read = partial(torch_layers.functional_mixing, args, kwargs, outer)
             added = self._try(read, *calls[-1].tensors[:1], calls=calls)
         with without_torch_function():
-            return attention_by_heads(args, kwargs, lambda heads: self._replace_heads(added, heads))
+            return torch_layers.attention_by_heads(
+                args, kwargs, lambda heads: self._replace_heads(added, heads)
+            )
 
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
-        if not self._calls.running or self._mode_ignores():
+        if self._mode_ignores():
             return None
         call = self._calls.running[-1]
         reason = why_no_tokens(product, self._calls.running)
@@ -311,7 +291,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return self._substitution.heads(HeadOutputs(added.site.call_id, heads, added.site.valid_tokens))
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
-        if self._calls.running and not self._mode_ignores():
+        if not self._mode_ignores():
             reader = whose_tokens(self._calls.running, what, lengths)
             if reader is not None:
                 reader.other_mixing.setdefault(self._calls.running[-1].name, what)
@@ -323,7 +303,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _mode_ignores(self) -> bool:
         """Return True inside calls whose operator is read from the whole call: the mode must ignore them."""
-        return self._named_by_hand() or self._reader.inside
+        return not self._calls.running or self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:
         if note not in self._trace.notes:
@@ -337,8 +317,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     ) -> _Added | None:
         """Add the operator of a call; a call that cannot be read must not stop the model."""
         name = (calls or self._calls.running)[-1].name
-        if any(is_shard(tensor) for tensor in tensors):
-            self._sightings.leave_out(name, SHARD)
+        if any(model_checks.is_shard(tensor) for tensor in tensors):
+            self._sightings.leave_out(name, model_checks.SHARD)
             return None
         if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
             self._sightings.leave_out(name, "it was called with no tokens or no sequences")

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rankwise.tracing.score_masks import ADDED_PRODUCTS, CUTS, FILLS, MOVES_AXES, Entries, Masks
+from rankwise.tracing.score_masks import (
+    ADDED_PRODUCTS,
+    CUTS,
+    FILLS,
+    MOVES_AXES,
+    Entries,
+    Masks,
+    named_functions,
+)
 
 Function = Callable[..., Any]
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
@@ -18,51 +26,16 @@ LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.speci
 EXP = {torch.exp, Tensor.exp, Tensor.exp_}
 KEEPS_VALUES = {
     F.dropout,
-    torch.dropout,
-    torch.clone,
-    Tensor.clone,
-    Tensor.contiguous,
-    Tensor.to,
-    Tensor.type,
-    Tensor.type_as,
-    Tensor.float,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.double,
-    Tensor.view,
-    Tensor.reshape,
-    torch.reshape,
-    Tensor.flatten,
-    torch.flatten,
-    Tensor.unflatten,
-    Tensor.unsqueeze,
-    torch.unsqueeze,
-    Tensor.squeeze,
-    torch.squeeze,
-    Tensor.detach,
+    *named_functions(torch, "dropout clone reshape flatten unsqueeze squeeze"),
+    *named_functions(Tensor, "clone reshape flatten unsqueeze squeeze view unflatten contiguous detach"),
+    *named_functions(Tensor, "to type type_as float half bfloat16 double"),
 }
 """Casts, dropout and new shapes: the softmax itself is still what mixes, except for dropout's rescaling."""
-PRODUCTS = {
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    torch.bmm,
-    Tensor.bmm,
-    torch.mm,
-    Tensor.mm,
-}
+PRODUCTS = {*named_functions(torch, "matmul bmm mm"), *named_functions(Tensor, "matmul __matmul__ bmm mm")}
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
 STARTS_ANEW = {
-    F.linear,
-    F.layer_norm,
-    F.rms_norm,
-    F.group_norm,
-    F.batch_norm,
-    F.embedding,
     torch.addmm,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
+    *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
 }
 """Layers with weights of their own: their outputs are not scores, even if their inputs are."""
 

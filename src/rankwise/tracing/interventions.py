@@ -100,24 +100,16 @@ class Substitution:
         """Replace the output of a call that has ended, if it is a block or concatenated heads."""
         if self._intervention is None:
             return
-        mixer = _joined_at(call)
-        if mixer is not None and mixer[0] == "":
-            gave = first_tokens(call.output)
-            changed = None if gave is None else self._changed_heads(call, gave, mixer[1])
-            if changed is not None:
-                call.output, call.changed = in_place_of(call.output, gave, changed), True
-        if call.name in self._intervention.blocks:
-            self._block(call)
-
-    def _block(self, call: ModuleCall) -> None:
-        assert self._intervention is not None
-        read = _stream(call) if call.input_copy is None else call.input_copy
-        gave = None if read is None else first_tokens(call.output, axes=read.dim())
-        if read is None or gave is None or gave.shape != read.shape:
+        at, joined = _joined_at(call), first_tokens(call.output)
+        if at is not None and not at[0] and joined is not None:
+            _replace_output(call, joined, self._changed_heads(call, joined, at[1]))
+        if call.name not in self._intervention.blocks:
             return
-        changed = self._intervention.on_block(BlockOutput(self._block_counter.count(call.name), read, gave))
-        if changed is not None:
-            call.output, call.changed = in_place_of(call.output, gave, changed), True
+        given = _stream(call) if call.input_copy is None else call.input_copy
+        output = None if given is None else first_tokens(call.output, axes=given.dim())
+        if given is not None and output is not None and output.shape == given.shape:
+            block = BlockOutput(self._block_counter.count(call.name), given, output)
+            _replace_output(call, output, self._intervention.on_block(block))
 
     def _joined_heads(self, call: ModuleCall) -> None:
         """Replace the concatenated heads before the output projection."""
@@ -153,6 +145,11 @@ def _stream(call: ModuleCall) -> Tensor | None:
     """Return the input of a block."""
     given = first_tokens(call.tensors)
     return first_tokens(call.tensors, axes=2) if given is None else given
+
+
+def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:
+    if new is not None:
+        call.output, call.changed = in_place_of(call.output, old, new), True
 
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:

@@ -33,18 +33,14 @@ def check_capturable(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
-            "`capture`",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
+            "`capture`", expected="a torch.nn.Module", got=type(model).__name__,
             fix="Pass the model itself; of a pipeline, its `.model`.",
-        )
+        )  # fmt: skip
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
-            "`capture`",
-            expected="a module whose operations run in Python",
-            got="a TorchScript module",
+            "`capture`", expected="a module whose operations run in Python", got="a TorchScript module",
             fix="Pass the module it was scripted from.",
-        )
+        )  # fmt: skip
     if compiled_modules(model) and not runs_compiled_eagerly():
         raise CaptureError(
             f"compiled module {compiled_modules(model)[0] or type(model).__name__!r}",
@@ -125,11 +121,9 @@ def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> N
     for name in sites:
         if name not in known:
             raise InputError(
-                f"site {name!r}",
-                expected="the name of a module of the model",
-                got="none of that name",
+                f"site {name!r}", expected="the name of a module of the model", got="none of that name",
                 fix=did_you_mean(name, [other for other in known if other]),
-            )
+            )  # fmt: skip
     if blocks is not None and not any(matches(name, blocks) for name in known):
         raise InputError(
             f"blocks {blocks!r}",

@@ -13,17 +13,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rankwise.operators.softmax import MASKED_BELOW
 
 Function = Callable[..., Any]
+
+
+def named_functions(home: Any, names: str) -> set[Function]:
+    """Return functions of a module or class by name."""
+    return {getattr(home, name) for name in names.split()}
+
+
 NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
 """A score this far (−87.3) below the largest of its row has a weight below the least normal float32."""
 MOVES_AXES = {
-    Tensor.transpose,
-    torch.transpose,
-    Tensor.permute,
-    torch.permute,
-    Tensor.swapaxes,
-    torch.swapaxes,
-    Tensor.movedim,
-    torch.movedim,
+    *named_functions(torch, "transpose permute swapaxes movedim"),
+    *named_functions(Tensor, "transpose permute swapaxes movedim"),
     Tensor.mT.__get__,  # type: ignore[attr-defined]
     Tensor.T.__get__,  # type: ignore[attr-defined]
 }

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +13,14 @@ from rankwise.operators import SoftmaxMixing
 from rankwise.tracing.axes import padded
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
+
+ATTRIBUTES = (
+    *("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn"),
+    *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+)
+"""Arguments of the functional form that are attributes of the module."""
+Attention = nn.MultiheadAttention | SimpleNamespace
+"""PyTorch's module, or the arguments of its functional form as attributes."""
 
 
 def is_torch_layer(module: nn.Module) -> bool:
@@ -68,32 +76,15 @@ def layer_mixing(
     return from_attention(module.self_attn, {"query": source, "key": source, "value": source} | masks, outer)
 
 
-@dataclass(frozen=True)
-class FunctionalAttention:
-    """Arguments of `torch.nn.functional.multi_head_attention_forward` as attributes of the module."""
-
-    num_heads: int
-    in_proj_weight: Tensor | None
-    in_proj_bias: Tensor | None
-    bias_k: Tensor | None
-    bias_v: Tensor | None
-    add_zero_attn: bool
-    q_proj_weight: Tensor | None = None
-    k_proj_weight: Tensor | None = None
-    v_proj_weight: Tensor | None = None
-    batch_first: bool = False
-
-
 def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall) -> MixingCall | None:
     """Return the operator of a call of the functional form; None if keys or values are already projected."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
-    own = {field.name: given[field.name] for field in fields(FunctionalAttention) if field.name in given}
+    own = {name: given.get(name) for name in ATTRIBUTES}
     if given.get("use_separate_proj_weight", False):
         own["in_proj_weight"] = None
-    attention = FunctionalAttention(**own)
-    return from_attention(attention, given, outer)
+    return from_attention(SimpleNamespace(batch_first=False, **own), given, outer)
 
 
 def attention_by_heads(
@@ -121,9 +112,7 @@ def attention_by_heads(
     return projected.reshape(*joined.shape[:-1], -1), weights
 
 
-def from_attention(
-    attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any], outer: ModuleCall | None
-) -> MixingCall:
+def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCall | None) -> MixingCall:
     """Return the operator of `torch.nn.MultiheadAttention` on these arguments, from its weights."""
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
@@ -148,7 +137,7 @@ def from_attention(
     return MixingCall(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
 
 
-def _hints_only(attention: nn.MultiheadAttention | FunctionalAttention, given: dict[str, Any]) -> bool:
+def _hints_only(attention: Attention, given: dict[str, Any]) -> bool:
     """Return True if PyTorch uses ``is_causal`` instead of the mask: no row sees the added columns."""
     added = attention.bias_k is not None or attention.add_zero_attn
     hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
@@ -165,14 +154,14 @@ def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
     return query.data_ptr() != key.data_ptr() and (outer is None or len(streams) > 1)
 
 
-def _batch_first(attention: nn.MultiheadAttention | FunctionalAttention, tensor: Tensor) -> Tensor:
+def _batch_first(attention: Attention, tensor: Tensor) -> Tensor:
     if tensor.dim() == 2:
         return tensor.unsqueeze(0)
     return tensor if attention.batch_first else tensor.transpose(0, 1)
 
 
 def _projections(
-    attention: nn.MultiheadAttention | FunctionalAttention, query: Tensor, key: Tensor, value: Tensor
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights: Sequence[Tensor]
     if attention.in_proj_weight is not None:

@@ -240,9 +240,7 @@ Reader = Callable[..., set[int]]
 
 
 def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
-    """Return the description of a call of one of `FUNCTIONS`, and the lengths of the axes along which it
-    mixes.
-    """
+    """Return what one of `FUNCTIONS` does, and the lengths of the axes along which it mixes."""
     name, lengths = FUNCTIONS[func]
     return name, lengths(out, *args, **kwargs)
 
@@ -259,22 +257,16 @@ def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: 
     return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
 
 
-def _along(out: Tensor, input: Tensor, dim: Any = -1, *rest: Any, **named: Any) -> set[int]:
-    return _lengths(input, dim)
+def _along(name: str, position: int, default: Any) -> Reader:
+    """Return the reader of a function of (input, …) with axes as an argument of this name and position."""
 
+    def read(out: Tensor, input: Tensor, *args: Any, **named: Any) -> set[int]:
+        dims = named.get(name, args[position] if position < len(args) else default)
+        axes = range(input.dim()) if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+        lengths = [input.shape[axis] for axis in axes]
+        return {*lengths, prod(lengths)}
 
-def _rolled(out: Tensor, input: Tensor, shifts: Any, dims: Any = None, *rest: Any, **named: Any) -> set[int]:
-    return _lengths(input, dims)
-
-
-def _fourier(out: Tensor, input: Tensor, n: Any = None, dim: Any = -1, *rest: Any, **named: Any) -> set[int]:
-    return _lengths(input, dim)
-
-
-def _fourier_planes(
-    out: Tensor, input: Tensor, s: Any = None, dim: Any = None, *rest: Any, **named: Any
-) -> set[int]:
-    return _lengths(input, dim)
+    return read
 
 
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
@@ -283,22 +275,16 @@ def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any
     return {input.shape[-1]} if turned else set()
 
 
-def _lengths(input: Tensor, dims: Any) -> set[int]:
-    """Return the length of each axis, and their product."""
-    axes = range(input.dim()) if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
-    lengths = [input.shape[axis] for axis in axes]
-    return {*lengths, prod(lengths)}
-
-
 LINEAR = "a linear layer over its tokens"
 CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.conv3d}
 RUNNING = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp}
+FOURIER = "a Fourier transform of its tokens"
+FOURIER_PLANES = {torch.fft.fft2, torch.fft.rfft2, torch.fft.fftn, torch.fft.rfftn}
 FUNCTIONS: dict[Any, tuple[str, Reader]] = (
     dict.fromkeys(CONVOLUTIONS, ("a convolution over its tokens", _convolution))
-    | dict.fromkeys(RUNNING, ("a running sum or product along its tokens", _along))
-    | dict.fromkeys({torch.fft.fft, torch.fft.rfft}, ("a Fourier transform of its tokens", _fourier))
-    | dict.fromkeys({torch.fft.fft2, torch.fft.rfft2}, ("a Fourier transform of its tokens", _fourier_planes))
-    | dict.fromkeys({torch.fft.fftn, torch.fft.rfftn}, ("a Fourier transform of its tokens", _fourier_planes))
-    | dict.fromkeys({torch.roll, Tensor.roll}, ("a shift of its tokens", _rolled))
+    | dict.fromkeys(RUNNING, ("a running sum or product along its tokens", _along("dim", 0, -1)))
+    | dict.fromkeys({torch.fft.fft, torch.fft.rfft}, (FOURIER, _along("dim", 1, -1)))
+    | dict.fromkeys(FOURIER_PLANES, (FOURIER, _along("dim", 1, None)))
+    | dict.fromkeys({torch.roll, Tensor.roll}, ("a shift of its tokens", _along("dims", 1, None)))
     | {F.pad: ("a shift of its tokens", _shift), F.linear: (LINEAR, _linear)}
 )
