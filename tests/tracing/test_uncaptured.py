@@ -1,14 +1,253 @@
-"""Sites named by hand, what is unseen and why, and the errors of capture."""
+"""Sites named by the user, modules that were not captured and why, and the errors of capture."""
 
 import pytest
 import torch
+import transformers
 from capture_zoo import BATCH, TOKENS, WIDTH, Attention, Block, Stack, hidden, plain, stack_of
 from tests.unchecked import unchecked
 from torch import nn
+from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.errors import CaptureError, InputError
 from rankwise.tracing.uncaptured import looks_like_mixer
+
+
+class Convolution(nn.Module):
+    """Neighbouring tokens, channel by channel, as in a Conformer."""
+
+    def __init__(self, size=3):
+        super().__init__()
+        self.depthwise = nn.Conv1d(WIDTH, WIDTH, size, padding=size // 2, groups=WIDTH)
+
+    def forward(self, x):
+        return self.depthwise(x.mT).mT
+
+
+class Shift(nn.Module):
+    """Each token next to the one before it, as in RWKV."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.ZeroPad2d((0, 0, 1, -1))
+
+    def forward(self, x):
+        return x + self.before(x)
+
+
+class Rolled(nn.Module):
+    def forward(self, x):
+        return torch.roll(x, 1, 1)
+
+
+class RunningMean(nn.Module):
+    def forward(self, x):
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class Waves(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft2(x, dim=(1, 2)).real
+
+
+class AcrossTokens(nn.Module):
+    """The half of an MLP-Mixer that mixes tokens."""
+
+    def __init__(self, tokens=7):
+        super().__init__()
+        self.linear = nn.Linear(tokens, tokens)
+
+    def forward(self, x):
+        return self.linear(x.mT).mT
+
+
+class Grid(nn.Module):
+    """Neighbours in a picture, its tokens laid out as a grid, as in SegFormer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x):
+        return self.conv(x.mT.unflatten(-1, (1, -1))).flatten(2).mT
+
+
+class Beside(nn.Module):
+    """A block with attention and something else."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.attention, self.other = Attention(plain), other
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.other(x)
+
+
+OTHERS = {
+    "a convolution": Convolution,
+    "a shift": Shift,
+    "a shift: torch.roll": Rolled,
+    "a running sum": RunningMean,
+    "a Fourier transform": Waves,
+    "a linear layer": AcrossTokens,
+    "a convolution: of a grid": Grid,
+}
+
+
+@pytest.mark.parametrize("named", OTHERS)
+def test_what_mixes_beside_attention_is_named_with_what_it_does(named) -> None:
+    model = Stack(lambda: Beside(OTHERS[named]()), 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert [site.layer for site in trace.mixers] == [0, 1]
+    assert [module.name for module in trace.uncaptured] == ["blocks.0.other", "blocks.1.other"]
+    assert all(module.reason.startswith(named.partition(":")[0]) for module in trace.uncaptured)
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_each_of_them_does_mix_tokens(make) -> None:
+    module, x = make().eval(), hidden()
+    changed = x.clone()
+    changed[:, 3] += 1.0
+    apart = (module(changed) - module(x)).abs().amax((0, 2))
+    assert apart[torch.arange(x.shape[1]) != 3].max() > 1e-6
+
+
+class Pointwise(nn.Module):
+    """Convolutions and pads that see one token at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv1d(WIDTH, WIDTH, 1), nn.Linear(WIDTH + 1, WIDTH)
+
+    def forward(self, x):
+        x = self.conv(x.mT).mT
+        return self.linear(F.pad(x, (1, 0))) + x.cumsum(-1).roll(1, -1)
+
+
+def test_what_sees_one_token_at_a_time_is_not_named() -> None:
+    model = Stack(lambda: Beside(Pointwise()), 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert trace.uncaptured == []
+
+
+def test_a_convolution_inside_the_attention_is_part_of_it() -> None:
+    class Convolved(Attention):
+        def __init__(self):
+            super().__init__(plain)
+            self.local = Convolution()
+
+        def forward(self, x):
+            return super().forward(x + self.local.depthwise(x.mT).mT)
+
+    model = Stack(Convolved, 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert trace.uncaptured == []
+
+
+def test_a_convolution_before_a_captured_mixer_belongs_to_it() -> None:
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.core = Convolution(), Attention(plain)
+
+        def forward(self, x):
+            return self.core(self.convolution.depthwise(x.mT).mT)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer = Mixer()
+
+        def forward(self, x):
+            return x + self.mixer(x)
+
+    model = Stack(Block, 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert [site.name for site in trace.mixers] == ["blocks.0.mixer.core", "blocks.1.mixer.core"]
+    assert trace.uncaptured == []
+
+
+def test_a_convolution_that_the_block_itself_calls_is_named_alone() -> None:
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.conv = Attention(plain), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+        def forward(self, x):
+            return self.attention(x) + self.conv(x.mT).mT
+
+    model = Stack(Block, 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert [(module.name, module.type) for module in trace.uncaptured] == [
+        ("blocks.0.conv", "Conv1d"),
+        ("blocks.1.conv", "Conv1d"),
+    ]
+
+
+def test_a_front_end_and_embeddings_are_not_named() -> None:
+    """A convolution that makes fewer tokens of a sound, and one that tells tokens their places."""
+    settings = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"intermediate_size": 48, "conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 3)}
+    settings |= {
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+    }
+    model = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**settings)).eval()
+    with torch.no_grad(), rw.capture(model) as trace:
+        model(torch.randn(1, 400))
+    assert len(trace.mixers) == 2
+    assert trace.uncaptured == []
+
+
+def test_of_rwkv_the_shift_of_the_channels_is_named() -> None:
+    config = transformers.RwkvConfig(
+        vocab_size=32, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2, context_length=16
+    )
+    model = transformers.RwkvModel(config).eval()
+    with torch.no_grad(), rw.capture(model) as trace:
+        model(torch.arange(12).reshape(2, 6))
+    assert [site.name for site in trace.mixers] == ["blocks.0.attention", "blocks.1.attention"]
+    reasons = {module.name: module.reason for module in trace.uncaptured}
+    assert set(reasons) == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
+    assert "a shift of its tokens" in reasons["blocks.0.feed_forward"]
+
+
+def test_the_channels_of_rwkv_are_no_time_mixing() -> None:
+    kind = type("RWKV_CMix_x070", (Shift,), {})
+    model = Stack(lambda: Beside(kind()), 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert all(module.reason.startswith("a shift of its tokens") for module in trace.uncaptured)
+    assert len(trace.uncaptured) == 2
+
+
+@pytest.mark.parametrize("name", ["RWKV_Tmix_x070", "RwkvTimeMix", "MyShortConv", "TimeMixing"])
+def test_names_that_say_it(name) -> None:
+    """Even where the module runs something that no function mode sees."""
+    kind = type(name, (nn.Module,), {"forward": lambda self, x: x.flip(1)})
+    model = Stack(lambda: Beside(kind()), 2).eval()
+    with rw.capture(model) as trace:
+        model(hidden())
+    assert [module.type for module in trace.uncaptured] == [name, name]
+
+
+def test_mixers_without_a_matrix_are_named_with_what_they_do_and_helpers_are_not() -> None:
+    import transformers
+
+    sizes = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8, "num_layers": 1}
+    model = transformers.PatchTSMixerModel(transformers.PatchTSMixerConfig(**sizes)).eval()
+    said = r"PatchTSMixerEncoder\): an MLP across the patches"
+    with pytest.raises(CaptureError, match=said) as refused, rw.capture(model), torch.no_grad():
+        model(torch.randn(2, 16, 1))
+    assert "Patchify" not in str(refused.value)
+    assert "Scaler" not in str(refused.value)
 
 
 class DecayMixer(nn.Module):

@@ -1,18 +1,27 @@
-"""State-space layers of transformers: every mixer and state, exactly, with padding and caches told apart."""
+"""State-space layers of transformers: every mixer and state, exactly, with padding and caches known."""
 
+import contextlib
+import io
+import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
 from experiments.families import PAGE
+from experiments.guessed_inputs import fed
 from experiments.state_space_checks import check_state_space
 from experiments.state_space_models import STATE_SPACE, tiny
+from experiments.tiny_architectures import builds
+from torch import nn
 
 import rankwise as rw
 from rankwise.tracing.adapters import adapter_of
+from rankwise.tracing.adapters.base import NoOperatorAdapter
 from rankwise.tracing.module_calls import ModuleCall
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -281,3 +290,45 @@ def test_an_audit_from_end_to_end(name):
     for record in audit.heads:
         assert 1 <= record.effective_rank <= 12
         assert record.mask == "causal"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what"),
+    [
+        ("mra", "multi-resolution attention: scores are exact in a few blocks"),
+        ("deformable_detr", "deformable attention: each query reads its values at a few places"),
+        ("reformer", "hashed attention: tokens are sorted by random hashes"),
+        ("yoso", "its weights are chances that hashes"),
+        ("xlstm", "the memory of an mLSTM: products of queries and keys that decay"),
+        ("groupvit", "each of its tokens is given to one group alone"),
+    ],
+)
+@torch.no_grad()
+def test_layers_without_an_adapter_are_described(model_type, what):
+    _, model = next(builds(model_type))
+    batch, error = fed(model)
+    assert error is None
+    with suppress(rw.RankwiseError), rw.capture(model) as trace:  # an error where there is no other mixer
+        model(**batch)
+    assert any(one.reason.startswith(what) for one in trace.uncaptured)
+
+
+def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_it():
+    assert not NoOperatorAdapter().reads(type("MraSelfAttention", (nn.Module,), {})())
+
+
+HOW_TO = (Path(__file__).parents[2] / "docs/how-to/adapters.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", HOW_TO, re.DOTALL)
+
+
+@pytest.mark.parametrize("at", range(2))
+def test_an_example_prints_what_the_page_says(at):
+    code, wanted = EXAMPLES[at]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "adapters.md", "exec"), {"__name__": "example"})
+    assert printed.getvalue() == wanted
+
+
+def test_the_page_has_no_other_example_than_these():
+    assert len(EXAMPLES) == HOW_TO.count("```python") == 2
