@@ -53,7 +53,8 @@ def layer_baselines(
         records = [copy.states[address].to_record() for copy in copies if address in copy.states]
         records = [record for record in records if record.sequences]
         if records:
-            baselines[address] = Baseline(seeds=len(records), **_moments(records, OF_LAYERS))
+            fields = {"seeds": len(records), **_moments(records, OF_LAYERS)}
+            baselines[address] = Baseline.model_validate(fields)
     return baselines
 
 

@@ -444,7 +444,7 @@ class Run:
         if self.pictures is not None:
             missing = self.pictures.missing(self.statistics.head_records(self.delta))
             self.notes += [note for note in missing if note not in self.notes]
-        found = {
+        found: dict[str, Any] = {
             "delta": self.delta,
             "method_asked": self.method,
             "batches": self.batches,

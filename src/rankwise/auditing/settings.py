@@ -133,7 +133,7 @@ class AuditSettings:
 
 def check_method(method: str) -> Method:
     """Return a method that exists."""
-    return one_of("`method`", method, get_args(Method))  # type: ignore[return-value]
+    return one_of("`method`", method, get_args(Method))
 
 
 def check_callable(name: str, value: Any) -> None:

@@ -256,7 +256,7 @@ class HeadStatistics:
             return [None] * len(self.heads), unknown
         distance = self.distances.to_record()[1].copy()
         np.fill_diagonal(distance, np.nan)
-        known = ~np.isnan(distance).all(-1)
+        known = np.isfinite(distance).any(-1, keepdims=True)[:, 0]
         place = np.where(np.isnan(distance), np.inf, distance).argmin(-1)
         least = np.where(known, np.take_along_axis(distance, place[:, None], -1)[:, 0], np.nan)
         return [self.heads[at] if there else None for at, there in zip(place, known, strict=True)], least

@@ -212,9 +212,10 @@ def merged_shares(shares: Sequence[Share], own: Exception | None = None, interru
         raise_first([said for _, said, _ in shares], own)
     except RankwiseError as error:
         failure = error
-    whole, *others = [statistics for statistics, *_ in shares if statistics is not None] or [None]
-    if whole is None:
+    measured = [statistics for statistics, *_ in shares if statistics is not None]
+    if not measured:
         return Found(None, failure, stopped)
+    whole, *others = measured
     for other in others:
         whole.merge_audit(other)
     whole.note(f"sequences shared by {len(shares)} processes")

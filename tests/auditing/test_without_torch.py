@@ -1,0 +1,28 @@
+"""Saved audits are loaded, merged, compared and shown where torch is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+OLD = Path(__file__).parents[1] / "old_files" / "audits"
+CODE = """
+import sys
+sys.modules["torch"] = None  # every import of it fails
+import rankwise as rw
+first, second = (rw.Audit.load(path) for path in sys.argv[1:3])
+merged = rw.Audit.merge([first, second])
+print(merged.verdict.sentence)
+print(type(rw.compare(first, second)).__name__, type(rw.compare(first, second, merged)).__name__)
+merged.to_html(sys.argv[3])
+merged.to_csv(sys.argv[3] + ".csv")
+print(len(merged.summary()) > 0)
+"""
+
+
+def test_records_comparisons_and_pages_need_no_torch(tmp_path: Path) -> None:
+    paths = [str(OLD / f"part_{number}.json") for number in (0, 1)]
+    command = [sys.executable, "-c", CODE, *paths, str(tmp_path / "page.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == ["Comparison History", "True"]
+    assert (tmp_path / "page.html").stat().st_size > 100_000
