@@ -256,10 +256,11 @@ class HeadStatistics:
             return [None] * len(self.heads), unknown
         distance = self.distances.to_record()[1].copy()
         np.fill_diagonal(distance, np.nan)
-        known = np.isfinite(distance).any(-1, keepdims=True)[:, 0]
-        place = np.where(np.isnan(distance), np.inf, distance).argmin(-1)
-        least = np.where(known, np.take_along_axis(distance, place[:, None], -1)[:, 0], np.nan)
-        return [self.heads[at] if there else None for at, there in zip(place, known, strict=True)], least
+        filled = np.where(np.isnan(distance), np.inf, distance)
+        place = filled.argmin(-1)
+        least = np.take_along_axis(filled, place[:, None], -1)[:, 0]
+        nearest = [self.heads[at] if least[row] < np.inf else None for row, at in enumerate(place.tolist())]
+        return nearest, np.where(least < np.inf, least, np.nan)
 
     def _required_head_dims(self) -> Floats:
         if self.logits is None:
