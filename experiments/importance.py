@@ -36,7 +36,7 @@ from rankwise.auditing import HeadRecord
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.cli.load_data import inputs_for
 from rankwise.cli.load_model import demo_model, demo_text, load_subject
-from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
+from rankwise.importance import ImportanceSettings, ablation_cost, measure
 
 RESULTS = Path(__file__).with_name("results") / "importance.json"
 PAGE = Path(__file__).parents[1] / "docs" / "worth.md"
@@ -135,10 +135,8 @@ def shown(heads: Sequence[HeadRecord], name: str) -> list[float]:
 
 def one_probe(model: nn.Module, split: list[Any], recipe: Recipe) -> list[float]:
     """The estimate with one random projection alone."""
-    importance = measure_importance(
-        model, split, ImportanceSettings(probes=1, tolerance=None, seed=recipe.seed)
-    )
-    return [float(cost) for site in importance.sites for cost in site.estimates.removal]
+    importance = measure(model, split, ImportanceSettings(probes=1, tolerance=None, seed=recipe.seed))
+    return [head.estimate for head in importance.heads.values()]
 
 
 def sets(
@@ -148,22 +146,21 @@ def sets(
     for at, (split, audit) in enumerate(zip(splits, audits, strict=True)):
         assert audit.importance is not None
         assert audit.importance.removable is not None
-        exact = [rw.importance.HeadPlace(**head.model_dump()) for head in audit.importance.removable.heads]
-        yield held_out(model, splits, at, "exact", "zero", exact)
+        yield held_out(model, splits, at, "exact", "zero", audit.importance.removable.heads)
         for removal in ("zero", "mean"):
             settings = ImportanceSettings(
-                probes=recipe.probes, tolerance=recipe.tolerance, seed=recipe.seed, removal=removal
+                probes=recipe.probes, tolerance=recipe.tolerance, seed=recipe.seed, ablation=removal
             )
-            joint = measure_importance(model, split, settings).joint
-            assert joint is not None
-            yield held_out(model, splits, at, "estimate", removal, joint.removal.heads)
+            removable = measure(model, split, settings).record.removable
+            assert removable is not None
+            yield held_out(model, splits, at, "estimate", removal, removable.heads)
 
 
 def held_out(
     model: nn.Module, splits: Sequence[list[Any]], at: int, order: str, removal: Any, heads: Sequence[Any]
 ) -> dict[str, Any]:
     """What a set costs on the split it was chosen on, and on each other one."""
-    settings = ImportanceSettings(removal=removal)
+    settings = ImportanceSettings(ablation=removal)
     costs = [ablation_cost(model, split, heads, settings) for split in splits]
     return {
         "split": at,

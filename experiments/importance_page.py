@@ -6,8 +6,7 @@ from typing import Any
 
 from experiments.rank_saturation_page import markdown
 from rankwise._internals.files import write_file
-from rankwise.auditing.agreement import agreement
-from rankwise.auditing.importance_records import HeadImportance
+from rankwise.importance.records import HeadImportance, agreement
 
 TEXT = Path(__file__).with_name("importance_page.md")
 WIDTH, HEIGHT, LEFT, BOTTOM = 520, 320, 64, 44

@@ -40,9 +40,10 @@ from experiments.compress_results import provenance
 from experiments.replacement_page import key, write_page
 from experiments.train_demo import TOKENIZER, demo, encode, split
 from rankwise._internals.files import write_file
-from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
+from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.ops import half_lives
 from rankwise.skips import replace_attention
+from rankwise.tracing import HeadId
 
 RESULTS = Path(__file__).with_name("results") / "replacement.json"
 PAGE = Path(__file__).parents[1] / "docs" / "replacement.md"
@@ -120,16 +121,16 @@ def batches(ids: Tensor, size: int) -> list[Batch]:
 def guides(model: nn.Module, given: list[Batch]) -> dict[str, list[float]]:
     """By layer: what the model loses without its attention, and the mean effective rank of its heads."""
     settings = ImportanceSettings(tolerance=None, probes=0)
-    sites = sorted(measure_importance(model, given[:1], settings).sites, key=lambda site: site.layer)
+    mixers: dict[HeadId, list[HeadId]] = {}
+    for head in measure(model, given[:1], settings).heads:
+        mixers.setdefault(head.at(None), []).append(head)
+    sites = sorted(mixers.values(), key=lambda heads: heads[0].layer or 0)
     audit = rw.audit(model, given)
     ranks = [
         [head.effective_rank for head in audit.heads if head.layer == layer] for layer in range(len(sites))
     ]
     return {
-        "importance": [
-            ablation_cost(model, given, [site.place(head) for head in range(site.estimates.heads)]).cost
-            for site in sites
-        ],
+        "importance": [ablation_cost(model, given, heads).cost for heads in sites],
         "rank": [sum(own) / len(own) for own in ranks],
     }
 

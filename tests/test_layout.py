@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "tracing": set(),
     "importance": {"tracing"},
     "auditing": {"tracing", "measures", "theory", "importance"},
-    "report": {"auditing"},
+    "report": {"auditing", "importance"},
     "monitor": {"auditing"},
     "plan": {"tracing", "measures", "theory", "auditing", "report", "data", "cli"},
     "models": {"ops", "skips"},

@@ -16,9 +16,9 @@ import rankwise as rw
 from rankwise.auditing import Comparison, History, in_order
 from rankwise.auditing.comparison import layer_means, paired_stacks
 from rankwise.auditing.history import folder_name, steps_of
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
 from rankwise.auditing.records import BaselineRecord
 from rankwise.errors import InputError, RecordError
+from rankwise.importance.records import HeadImportance, ImportanceRecord
 from rankwise.report.history_page import charts, history_context
 
 
@@ -124,7 +124,7 @@ def importance_by(loss: str) -> rw.Audit:
     """The encoder, with a cost of removal of each head in the unit of a loss."""
     audit = moved(0, importance=HeadImportance(exact=0.01), removal_cost=0.01)
     record = ImportanceRecord(
-        loss=loss, unit="nats", value=3.2, sequences=4, counted=9, removal="zero", probes=0, seed=0
+        loss=loss, unit="nats", value=3.2, sequences=4, counted=9, ablation="zero", probes=0, seed=0
     )
     return audit.model_copy(update={"importance": record})
 

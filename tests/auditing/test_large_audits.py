@@ -8,9 +8,9 @@ from tests.report import samples
 
 from rankwise.auditing import compare
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord, Removable
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
+from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet
 from rankwise.report.page import page_context
 
 LAYERS, HEADS = 4, 10
@@ -24,11 +24,11 @@ def large(layers: int, heads: int) -> Audit:
         for head in samples.grid(layers, heads)
     ]
     named = [HeadId(**head.model_dump(include={"stack", "layer", "site", "head"})) for head in made[::2]]
-    removable = Removable(
-        heads=named, tolerance=0.01, loss=3.2, cost=0.01, relative=0.003, order="exact", runs=5
+    removable = RemovableSet(
+        heads=named, tolerance=0.01, loss=3.2, cost=0.01, relative=0.003, sorted_by="exact", runs=5
     )
     importance = ImportanceRecord(
-        loss="causal", unit="nats", value=3.2, sequences=4, counted=9, removal="zero", probes=0, seed=0
+        loss="causal", unit="nats", value=3.2, sequences=4, counted=9, ablation="zero", probes=0, seed=0
     ).model_copy(update={"removable": removable})
     found = diagnose(made, [], [], importance)
     twins = [

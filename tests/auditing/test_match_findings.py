@@ -9,8 +9,8 @@ from tests.auditing.test_findings import CASES
 
 from rankwise.auditing import RULES, Unseen, compare
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.importance_records import HeadId, ImportanceRecord, Removable
 from rankwise.auditing.result import Audit
+from rankwise.importance.records import HeadId, ImportanceRecord, RemovableSet
 from rankwise.report.comparison import finding_words
 
 LOW, SINK = {"numerical_rank": 3}, {"max_token_mass": 0.95}
@@ -205,11 +205,11 @@ def test_modules_of_a_class_that_were_not_captured_are_one_finding() -> None:
 def removable(*places: tuple[int, int]) -> Audit:
     """An audit whose heads at these layers and numbers can be removed together, the cheapest first."""
     gone = [HeadId(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
-    joint = Removable(
-        heads=gone, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, order="estimate", runs=3
+    joint = RemovableSet(
+        heads=gone, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, sorted_by="estimate", runs=3
     )
     importance = ImportanceRecord(
-        loss="next tokens", unit="nats per token", value=2, sequences=2, counted=64, removal="zero",
+        loss="next tokens", unit="nats per token", value=2, sequences=2, counted=64, ablation="zero",
         probes=8, seed=0, removable=joint,
     )  # fmt: skip
     one = audit(heads({}))

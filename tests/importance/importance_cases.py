@@ -1,9 +1,13 @@
-"""Tiny models in float64, and gates by hand, for the tests of worth."""
+"""Tiny models in float64, gates by hand, and importance as arrays per mixer."""
 
+from itertools import groupby
+
+import numpy as np
 import torch
 import transformers
 from torch import nn
 
+import rankwise as rw
 from rankwise.tracing import Intervention, capture
 
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
@@ -63,3 +67,31 @@ class Heads(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 1)).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class MixerArrays:
+    """Importance of the heads of one mixer: every field of `HeadImportance` as an array (H,)."""
+
+    def __init__(self, heads):
+        self.ids = [head for head, _ in heads]
+        self.site, self.layer, self.why_not = self.ids[0].site, self.ids[0].layer, heads[0][1].why_not
+        self._known = [known for _, known in heads]
+
+    def __getattr__(self, name):
+        return np.array([getattr(known, name) for known in self._known])
+
+
+class Measured:
+    """Importance by mixer, with the fields of its record."""
+
+    def __init__(self, importance):
+        self.heads, self._record = importance.heads, importance.record
+        groups = groupby(importance.heads.items(), lambda item: item[0].at(None))
+        self.sites = [MixerArrays(list(heads)) for _, heads in groups]
+
+    def __getattr__(self, name):
+        return getattr(self._record, name)
+
+
+def measure(*arguments, **options):
+    return Measured(rw.importance.measure(*arguments, **options))

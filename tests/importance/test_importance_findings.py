@@ -9,15 +9,19 @@ from tests.report import samples
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing.agreement import AN_ORDER, OF_BLOCKS, agreement, estimate_words
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.importance_findings import with_removal_costs
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
+from rankwise.auditing.importance_findings import (
+    BLOCK_CAUTION,
+    HEAD_CAUTION,
+    estimate_words,
+    with_removal_costs,
+)
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.cli import app
 from rankwise.cli.audit import _importance
 from rankwise.cli.optional_value import filled_in
-from rankwise.importance import HeadPlace, ImportanceSettings, ablation_cost
+from rankwise.importance import ImportanceSettings, ablation_cost
+from rankwise.importance.records import HeadImportance, ImportanceRecord, agreement
 from rankwise.report import render_console
 
 
@@ -29,7 +33,7 @@ def audit():
 
 def test_every_head_has_its_importance(audit):
     assert [head.removal_cost for head in audit.heads] == [head.importance.exact for head in audit.heads]
-    assert all(head.importance.how == "exact" for head in audit.heads)
+    assert all(head.importance.method == "exact" for head in audit.heads)
     assert [block.layer for block in audit.importance.blocks] == [0, 1]
     assert -1 <= audit.importance.spearman <= 1
 
@@ -43,8 +47,7 @@ def test_importance_is_saved_loaded_and_framed(audit, tmp_path):
 
 
 def test_the_set_of_an_audit_can_be_run_again(audit):
-    removable = audit.importance.removable.heads
-    heads = [HeadPlace(one.stack, one.layer, one.site, False, one.call, one.head) for one in removable]
+    heads = audit.importance.removable.heads
     found = ablation_cost(language_model(), [{"input_ids": ids(2, 12)}], heads)
     assert found.cost == pytest.approx(audit.importance.removable.cost, abs=1e-12)
     assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
@@ -74,7 +77,7 @@ def test_the_console_has_a_column_and_a_line(audit):
 
 def importance_record(**more):
     facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
-    return ImportanceRecord(**facts, counted=9, removal="zero", probes=0, seed=0, **more)
+    return ImportanceRecord(**facts, counted=9, ablation="zero", probes=0, seed=0, **more)
 
 
 def found(code, costs, exact):
@@ -167,9 +170,9 @@ def test_estimates_are_held_against_exact_costs_in_order_and_size():
     assert (found.spearman, found.median, found.costliest) == (1.0, 0.5, 0.25)
     assert agreement(both[:2]) is None
     ((name, caution),) = estimate_words([HeadImportance(estimate=1.0)], [])
-    assert (name, caution) == ("Estimated costs of heads", AN_ORDER)
+    assert (name, caution) == ("Estimated costs of heads", HEAD_CAUTION)
     assert dict(estimate_words([], [HeadImportance(estimate=1.0)])) == {
-        "Estimated costs of blocks": OF_BLOCKS
+        "Estimated costs of blocks": BLOCK_CAUTION
     }
     assert estimate_words([HeadImportance(exact=1.0)], []) == []
 
@@ -198,6 +201,6 @@ def test_the_command_measures_importance(tmp_path):
     assert done.exit_code == 0, done.output
     audit = rw.Audit.load(tmp_path / "out")
     assert audit.importance.loss == "next tokens, causal"
-    assert audit.heads[0].importance.how == "estimated"
+    assert audit.heads[0].importance.method == "estimated"
     wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance=exactly"])
     assert "did you mean exact" in str(wrong.exception).lower()

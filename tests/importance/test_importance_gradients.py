@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from importance_cases import encoder, ids, language_model, run_scaled
+from importance_cases import encoder, ids, language_model, measure, run_scaled
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.importance import ImportanceSettings, measure_importance
+from rankwise.importance import ImportanceSettings
 
 STEP = 1e-5
 """Of central difference quotients in float64: their error is of order STEP² = 1e-10 and eps/STEP = 2e-11."""
@@ -30,7 +30,7 @@ def slope(of):
 @pytest.fixture(scope="module")
 def causal():
     model, given = language_model(), {"input_ids": ids()}
-    return model, given, measure_importance(model, [given], ImportanceSettings(probes=100, tolerance=None))
+    return model, given, measure(model, [given], ImportanceSettings(probes=100, tolerance=None))
 
 
 def test_gradients_are_difference_quotients(causal):
@@ -40,7 +40,7 @@ def test_gradients_are_difference_quotients(causal):
     for site in importance.sites:
         for head in range(4):
             rows = slope(lambda gate, at=site.site, h=head: nats(model, given, gate, site=at, head=h)).numpy()
-            found = site.estimates
+            found = site
             assert found.gradient[head] == pytest.approx(rows.sum() / tokens, abs=1e-8)
             assert found.first_order[head] == pytest.approx(np.abs(rows).sum() / tokens, abs=1e-8)
             assert found.fisher[head] == pytest.approx(0.5 * np.square(rows).sum() / tokens, abs=1e-7)
@@ -48,9 +48,7 @@ def test_gradients_are_difference_quotients(causal):
 
 def test_gradients_towards_the_mean_are_difference_quotients():
     model, given = language_model(), {"input_ids": ids()}
-    importance = measure_importance(
-        model, [given], ImportanceSettings(removal="mean", probes=0, tolerance=None)
-    )
+    importance = measure(model, [given], ImportanceSettings(ablation="mean", probes=0, tolerance=None))
     with rw.capture(model, values=True) as trace:
         model(**given)
     for site, mixer in zip(importance.sites, trace.mixers, strict=True):
@@ -59,9 +57,7 @@ def test_gradients_towards_the_mean_are_difference_quotients():
             rows = slope(
                 lambda gate, at=site.site, h=head, m=mean: nats(model, given, gate, site=at, head=h, mean=m)
             )
-            assert site.estimates.gradient[head] == pytest.approx(
-                float(rows.sum()) / importance.counted, abs=1e-8
-            )
+            assert site.gradient[head] == pytest.approx(float(rows.sum()) / importance.counted, abs=1e-8)
 
 
 def test_gradients_of_blocks_are_difference_quotients(causal):
@@ -69,10 +65,8 @@ def test_gradients_of_blocks_are_difference_quotients(causal):
     assert [block.site for block in importance.blocks] == ["transformer.h.0", "transformer.h.1"]
     for block in importance.blocks:
         rows = slope(lambda gate, at=block.site: nats(model, given, gate, block=at)).numpy()
-        assert block.estimates.gradient[0] == pytest.approx(rows.sum() / importance.counted, abs=1e-8)
-        assert block.estimates.first_order[0] == pytest.approx(
-            np.abs(rows).sum() / importance.counted, abs=1e-8
-        )
+        assert block.gradient == pytest.approx(rows.sum() / importance.counted, abs=1e-8)
+        assert block.first_order == pytest.approx(np.abs(rows).sum() / importance.counted, abs=1e-8)
 
 
 def test_curvature_is_half_the_gauss_newton_diagonal(causal):
@@ -87,34 +81,34 @@ def test_curvature_is_half_the_gauss_newton_diagonal(causal):
             )[:, :-1]
             mean = (shares * jacobian).sum(-1, keepdim=True)
             wanted = 0.5 * float((shares * (jacobian - mean).square()).sum()) / importance.counted
-            assert site.estimates.curvature[head] == pytest.approx(wanted, rel=FIVE_ERRORS)
+            assert site.curvature[head] == pytest.approx(wanted, rel=FIVE_ERRORS)
 
 
 def test_curvature_of_states_is_the_squared_change():
     model, given = encoder(), {"input_ids": ids()}
-    importance = measure_importance(model, [given], ImportanceSettings(probes=100, tolerance=None))
+    importance = measure(model, [given], ImportanceSettings(probes=100, tolerance=None))
     whole = model(**given)[0].detach()
     assert importance.loss == "relative squared change of the output"
     for site in importance.sites:
-        assert not site.estimates.gradient.any()
+        assert not site.gradient.any()
         for head in range(4):
             jacobian = slope(
                 lambda gate, at=site.site, h=head: run_scaled(model, given, gate, site=at, head=h)[0].detach()
             )
             shares = jacobian.square().sum((1, 2)) / whole.square().sum((1, 2))
-            assert site.estimates.curvature[head] == pytest.approx(float(shares.mean()), rel=FIVE_ERRORS)
+            assert site.curvature[head] == pytest.approx(float(shares.mean()), rel=FIVE_ERRORS)
 
 
 def test_sequences_are_told_apart_whatever_the_batches():
     model, tokens = language_model(), ids()
     settings = ImportanceSettings(probes=0, exact=True, tolerance=None)
-    together = measure_importance(model, [{"input_ids": tokens}], settings)
-    apart = measure_importance(model, ({"input_ids": row[None]} for row in tokens.flip(0)), settings)
+    together = measure(model, [{"input_ids": tokens}], settings)
+    apart = measure(model, ({"input_ids": row[None]} for row in tokens.flip(0)), settings)
     for one, other in zip(together.sites, apart.sites, strict=True):
-        for name in ("gradient", "first_order", "fisher", "removal"):
+        for name in ("gradient", "first_order", "fisher", "estimate"):
             # sums of 30 numbers in another order
-            wanted = getattr(one.estimates, name)
-            assert getattr(other.estimates, name) == pytest.approx(wanted, rel=1e-10, abs=1e-13)
+            wanted = getattr(one, name)
+            assert getattr(other, name) == pytest.approx(wanted, rel=1e-10, abs=1e-13)
         assert other.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-13)
 
 
@@ -124,21 +118,21 @@ def test_padding_changes_nothing():
     mask[:, 10:] = 0
     padded = {"input_ids": F.pad(tokens, (0, 4), value=2), "attention_mask": mask}
     for removal in ("zero", "mean"):
-        settings = ImportanceSettings(probes=0, exact=True, removal=removal, tolerance=None)
-        plain = measure_importance(model, [{"input_ids": tokens}], settings)
-        other = measure_importance(model, [padded], settings)
+        settings = ImportanceSettings(probes=0, exact=True, ablation=removal, tolerance=None)
+        plain = measure(model, [{"input_ids": tokens}], settings)
+        other = measure(model, [padded], settings)
         assert other.counted == plain.counted
         for one, two in zip(plain.sites, other.sites, strict=True):
-            assert two.estimates.removal == pytest.approx(one.estimates.removal, rel=1e-9, abs=1e-12)
+            assert two.estimate == pytest.approx(one.estimate, rel=1e-9, abs=1e-12)
             assert two.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-12)
 
 
 def test_half_precision_comes_near():
     model, given = language_model(), {"input_ids": ids()}
     settings = ImportanceSettings(probes=0, tolerance=None)
-    exact = measure_importance(model, [given], settings)
-    half = measure_importance(model.bfloat16(), [given], settings)
-    one = np.concatenate([site.estimates.first_order for site in exact.sites])
-    two = np.concatenate([site.estimates.first_order for site in half.sites])
+    exact = measure(model, [given], settings)
+    half = measure(model.bfloat16(), [given], settings)
+    one = np.concatenate([site.first_order for site in exact.sites])
+    two = np.concatenate([site.first_order for site in half.sites])
     # bfloat16 keeps 8 bits: 2^-8 each of some 20 roundings on the way through two blocks and back
     assert np.abs(two - one).max() <= 20 * 2**-8 * one.max()

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from importance_cases import Heads, encoder, ids, language_model
+from importance_cases import Heads, encoder, ids, language_model, measure
 from torch import nn
 
 import rankwise as rw
 from rankwise.auditing import AuditError
 from rankwise.auditing.importance_findings import describe_removable
-from rankwise.auditing.importance_records import HeadId, ImportanceRecord, Removable
 from rankwise.errors import InputError
-from rankwise.importance import ImportanceSettings, NotDifferentiableError, measure_importance
+from rankwise.importance import ImportanceSettings, NotDifferentiableError
+from rankwise.importance.records import HeadId, ImportanceRecord, RemovableSet
 
 CHEAP = ImportanceSettings(probes=0, tolerance=None)
 
@@ -37,7 +37,7 @@ def labelled(*labels):
     ("wrong", "said"),
     [
         ([1, 9, 1, 1], r"labels of batch 2: expected whole numbers from 0 to 2.*got 9"),
-        ([1, -1, 1, 1], r"labels of batch 2: .*got -1.*set what is not to be predicted to -100"),
+        ([1, -1, 1, 1], r"labels of batch 2: .*got -1.*set positions that are not predicted to -100"),
         ([0.5, 1.0, 1.0, 1.0], r"labels of batch 2: .*got torch.float32"),
     ],
 )
@@ -59,12 +59,12 @@ def test_labels_in_some_batches_only_are_refused():
         rw.audit(model, [some, none], importance=CHEAP)
     causal = [{"input_ids": ids()}, {"input_ids": ids(), "labels": ids()}]
     with pytest.raises(InputError, match=r"batch 2.*none in batch 1"):
-        measure_importance(language_model(), causal, CHEAP)
+        measure(language_model(), causal, CHEAP)
 
 
 def test_outputs_without_tokens_are_compared():
     model, (x, _) = Classifier(), labelled([0, 1, 2, 0])[0]
-    importance = measure_importance(model, [x], ImportanceSettings(exact=True, tolerance=None))
+    importance = measure(model, [x], ImportanceSettings(exact=True, tolerance=None))
     assert importance.loss == "relative squared change of the output"
     assert np.isfinite(importance.sites[0].exact).all()
     assert np.isfinite(importance.sites[0].cosine).all()
@@ -88,7 +88,7 @@ def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
     settings = ImportanceSettings(exact=True, probes=0, tolerance=None, loss=loss)
     full = {**batch, "decoder_attention_mask": torch.ones_like(mask)}
     short = {**batch, "decoder_attention_mask": mask}
-    plain, all_real, few = (measure_importance(model, [one], settings) for one in (batch, full, short))
+    plain, all_real, few = (measure(model, [one], settings) for one in (batch, full, short))
     assert plain.counted == all_real.counted
     for one, two, three in zip(plain.sites, all_real.sites, few.sites, strict=True):
         # float32, with and without an additive mask of zeros
@@ -113,8 +113,8 @@ def test_inference_mode_around_the_call_is_named():
     with torch.inference_mode():
         x = torch.randn(2, 6, 4)
         with pytest.raises(NotDifferentiableError, match=r"torch.inference_mode around the call.*outside"):
-            measure_importance(model, [x])
-        importance = measure_importance(model, [x], ImportanceSettings(exact=True))
+            measure(model, [x])
+        importance = measure(model, [x], ImportanceSettings(exact=True))
     assert np.isfinite(importance.sites[0].exact).all()
     assert "torch.inference_mode around the call" in " ".join(importance.notes)
 
@@ -125,10 +125,16 @@ def test_a_set_that_lowers_the_loss_is_said_to(count):
     facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
 
     def said(cost):
-        gone = Removable(
-            heads=heads, tolerance=0.01, loss=2 + cost, cost=cost, relative=cost / 2, order="exact", runs=1
+        gone = RemovableSet(
+            heads=heads,
+            tolerance=0.01,
+            loss=2 + cost,
+            cost=cost,
+            relative=cost / 2,
+            sorted_by="exact",
+            runs=1,
         )
-        importance = ImportanceRecord(**facts, counted=9, removal="zero", probes=0, seed=0, removable=gone)
+        importance = ImportanceRecord(**facts, counted=9, ablation="zero", probes=0, seed=0, removable=gone)
         return describe_removable(importance, gone)
 
     what, them = ("this head", "it") if count == 1 else ("these 2 heads together", "them")
@@ -148,12 +154,12 @@ def test_int8_products_give_no_estimates_and_exact_costs():
     model = quantized(encoder().float(), {nn.Linear})
     batch = [{"input_ids": ids()}]
     with pytest.raises(NotDifferentiableError, match=r"none that reaches 'encoder.layer.0.*exact"):
-        measure_importance(model, batch)
-    importance = measure_importance(model, batch, ImportanceSettings(exact=True))
-    assert all(np.isnan(site.estimates.removal).all() for site in importance.sites)
+        measure(model, batch)
+    importance = measure(model, batch, ImportanceSettings(exact=True))
+    assert all(np.isnan(site.estimate).all() for site in importance.sites)
     assert all((site.exact > 0).all() for site in importance.sites)
     assert "none that reaches 'encoder.layer.0" in " ".join(importance.notes)
-    assert importance.joint.order == "exact"
+    assert importance.removable.sorted_by == "exact"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -161,18 +167,18 @@ def test_sites_before_an_int8_product_are_left_out_by_name():
     model = quantized(encoder().float(), {"encoder.layer.1.intermediate.dense"})
     # the residual stream brings a gradient past the product, not the whole one
     with pytest.raises(NotDifferentiableError):
-        measure_importance(model, [{"input_ids": ids()}])
+        measure(model, [{"input_ids": ids()}])
     model = quantized(encoder().float(), {"encoder.layer.0.intermediate.dense"})
     batch = [{"input_ids": ids()}]
-    importance = measure_importance(model, batch)
+    importance = measure(model, batch)
     first, second = importance.sites
     assert "no gradient" in first.why_not
-    assert np.isnan(first.estimates.removal).all()
+    assert np.isnan(first.estimate).all()
     assert not second.why_not
-    assert (second.estimates.removal > 0).all()
+    assert (second.estimate > 0).all()
     assert first.site in " ".join(importance.notes)
-    assert {head.layer for head in importance.joint.removal.heads} <= {1}
-    exact = measure_importance(model, batch, ImportanceSettings(exact=True))
+    assert {head.layer for head in importance.removable.heads} <= {1}
+    exact = measure(model, batch, ImportanceSettings(exact=True))
     assert not exact.sites[0].why_not
     assert (exact.sites[0].exact > 0).all()
 
@@ -196,11 +202,11 @@ class Silent(Heads):
 
 def test_gradients_of_exactly_nought_are_no_estimates_where_removal_matters():
     with pytest.raises(NotDifferentiableError, match="none that reaches"):
-        measure_importance(Silent(3).eval(), [torch.randn(2, 6, 4)])
+        measure(Silent(3).eval(), [torch.randn(2, 6, 4)])
     dead = Heads(3).eval()
     dead.out.weight.data.zero_()
-    importance = measure_importance(dead, [torch.randn(2, 6, 4)])
-    assert not importance.sites[0].estimates.removal.any()  # which is what they are worth
+    importance = measure(dead, [torch.randn(2, 6, 4)])
+    assert not importance.sites[0].estimate.any()  # which is what they are worth
 
 
 def test_a_share_of_the_entropy_is_called_one():
@@ -217,9 +223,7 @@ def test_a_share_of_the_entropy_is_called_one():
 def test_without_a_reference_no_set_is_claimed():
     model = language_model()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1e6)  # one token has all
-    importance = measure_importance(
-        model, [{"input_ids": ids()}], ImportanceSettings(exact=True, loss="output")
-    )
+    importance = measure(model, [{"input_ids": ids()}], ImportanceSettings(exact=True, loss="output"))
     assert importance.reference == 0
-    assert importance.joint is None
+    assert importance.removable is None
     assert "the entropy of the predictions" in importance.notes[-1]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from importance_cases import Heads, encoder, ids, language_model
+from importance_cases import Heads, encoder, ids, language_model, measure
 from tests.unchecked import unchecked
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise._internals.statistics import spearman
 from rankwise.auditing import AuditError
-from rankwise.importance import HeadPlace, ImportanceSettings, ablation_cost, measure_importance
+from rankwise.importance import ImportanceSettings, ablation_cost
+from rankwise.tracing import HeadId
 
 
 def nats(model, given):
@@ -25,7 +26,7 @@ def nats(model, given):
 
 def test_zero_is_the_output_projection_without_the_head():
     model, given = language_model(), {"input_ids": ids()}
-    importance = measure_importance(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=None))
+    importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=None))
     whole = nats(model, given)
     assert importance.value == pytest.approx(whole, rel=1e-12)
     for layer, site in enumerate(importance.sites):
@@ -40,8 +41,8 @@ def test_zero_is_the_output_projection_without_the_head():
 
 def test_the_mean_is_a_bias_of_the_output_projection():
     model, given = language_model(), {"input_ids": ids()}
-    settings = ImportanceSettings(exact=True, removal="mean", probes=0, tolerance=None)
-    importance = measure_importance(model, [given], settings)
+    settings = ImportanceSettings(exact=True, ablation="mean", probes=0, tolerance=None)
+    importance = measure(model, [given], settings)
     with rw.capture(model, values=True) as trace:
         model(**given)
     mean = trace.mixers[0].output.mean((0, 2))
@@ -59,23 +60,21 @@ def test_the_mean_is_a_bias_of_the_output_projection():
 def test_a_dead_head_is_importance_nothing_and_goes_first():
     model, given = encoder(), {"input_ids": ids()}
     model.encoder.layer[0].attention.output.dense.weight.data[:, 4:8] = 0
-    importance = measure_importance(model, [given], ImportanceSettings(exact=True))
-    assert importance.sites[0].estimates.removal[1] == importance.sites[0].exact[1] == 0
+    importance = measure(model, [given], ImportanceSettings(exact=True))
+    assert importance.sites[0].estimate[1] == importance.sites[0].exact[1] == 0
     assert importance.sites[0].cosine[1] == pytest.approx(1.0)
-    dead = importance.sites[0].place(1)
-    assert importance.joint.removal.heads[0] == dead
-    assert importance.joint.removal.relative <= 0.01
-    again = ablation_cost(model, [given], importance.joint.removal.heads)
-    assert again.cost == pytest.approx(importance.joint.removal.cost, abs=1e-12)
+    dead = importance.sites[0].ids[1]
+    assert importance.removable.heads[0] == dead
+    assert importance.removable.relative <= 0.01
+    again = ablation_cost(model, [given], importance.removable.heads)
+    assert again.cost == pytest.approx(importance.removable.cost, abs=1e-12)
 
 
 def test_a_set_holds_what_it_promises_and_no_other_head_fits_in_its_order():
     model, given = language_model(), {"input_ids": ids()}
     for tolerance in (0.0, 0.05, 0.3, 1e9):
-        importance = measure_importance(
-            model, [given], ImportanceSettings(exact=True, probes=0, tolerance=tolerance)
-        )
-        gone = importance.joint.removal
+        importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=tolerance))
+        gone = importance.removable
         assert gone.relative <= tolerance
         assert len(set(gone.heads)) == len(gone.heads)
         found = ablation_cost(model, [given], gone.heads)
@@ -85,16 +84,16 @@ def test_a_set_holds_what_it_promises_and_no_other_head_fits_in_its_order():
 
 def test_a_set_is_nothing_where_every_head_is_needed():
     model, given = language_model(), {"input_ids": ids()}
-    importance = measure_importance(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=0.0))
+    importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=0.0))
     if min(site.exact.min() for site in importance.sites) > 0:
-        assert importance.joint.removal.heads == ()
-        assert importance.joint.removal.cost == 0
+        assert importance.removable.heads == []
+        assert importance.removable.cost == 0
 
 
 def test_the_divergence_is_nought_for_the_model_itself_and_above_it_for_any_other():
     model, given = language_model(), {"input_ids": ids()}
     settings = ImportanceSettings(exact=True, loss="output", tolerance=None)
-    importance = measure_importance(model, [given], settings)
+    importance = measure(model, [given], settings)
     shares = model(**given).logits.softmax(-1)
     assert importance.value == 0
     assert importance.reference == pytest.approx(-(shares * shares.log()).sum(-1).mean().item(), rel=1e-6)
@@ -107,13 +106,13 @@ def test_the_divergence_is_nought_for_the_model_itself_and_above_it_for_any_othe
     assert importance.unit == "nats per prediction"
     for site in importance.sites:
         assert (site.exact > 0).all()
-        assert not site.estimates.gradient.any()
+        assert not site.gradient.any()
 
 
 def test_nothing_is_written_to_the_model():
     model, given = language_model(), {"input_ids": ids()}
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    measure_importance(model, [given], ImportanceSettings(exact=True, probes=1))
+    measure(model, [given], ImportanceSettings(exact=True, probes=1))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -141,23 +140,21 @@ def states(sequences=2):
 def test_a_model_without_gradients_is_refused_or_removed_from_one_by_one():
     model = Detached(Heads(3)).eval()
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
-        measure_importance(model, [states()])
-    importance = measure_importance(model, [states()], ImportanceSettings(exact=True))
+        measure(model, [states()])
+    importance = measure(model, [states()], ImportanceSettings(exact=True))
     assert np.isfinite(importance.sites[0].exact).all()
-    assert np.isnan(importance.sites[0].estimates.removal).all()
+    assert np.isnan(importance.sites[0].estimate).all()
     assert "no gradients flow" in importance.notes[0]
     assert importance.backward == 0
-    assert importance.joint.order == "exact"
+    assert importance.removable.sorted_by == "exact"
 
 
 def test_weights_of_inference_mode_are_refused_with_the_cure():
     with torch.inference_mode():
         model = Heads(3)
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
-        measure_importance(model, [states()])
-    assert np.isfinite(
-        measure_importance(model, [states()], ImportanceSettings(exact=True)).sites[0].exact
-    ).all()
+        measure(model, [states()])
+    assert np.isfinite(measure(model, [states()], ImportanceSettings(exact=True)).sites[0].exact).all()
 
 
 def test_an_audit_keeps_its_numbers_where_importance_cannot_be_measured():
@@ -180,33 +177,33 @@ class Counting(nn.Module):
 
 def test_without_anything_to_compare_there_is_no_importance():
     with pytest.raises(rw.errors.InputError, match=r"floating-point tensor.*loss="):
-        measure_importance(Counting(), [states()])
+        measure(Counting(), [states()])
 
 
 def test_a_loss_of_nan_is_refused_and_single_sequences_are_left_out():
     model, given = Heads(3), states(3)
     given[1, 2] = math.nan
-    importance = measure_importance(model, [given], ImportanceSettings(exact=True, probes=2))
+    importance = measure(model, [given], ImportanceSettings(exact=True, probes=2))
     assert (importance.sequences, importance.nonfinite, importance.counted) == (3, 1, 2)
     assert np.isfinite(importance.sites[0].exact).all()
-    assert np.isfinite(importance.sites[0].estimates.removal).all()
+    assert np.isfinite(importance.sites[0].estimate).all()
     with pytest.raises(rw.errors.InputError, match=r"finite number.*1 that are not finite"):
-        measure_importance(model, [given[1:2]])
+        measure(model, [given[1:2]])
 
 
 def test_a_batch_of_one_token_has_nothing_to_predict():
     with pytest.raises(rw.errors.InputError, match="nothing to predict"):
-        measure_importance(language_model(), [{"input_ids": ids(1, 1)}])
+        measure(language_model(), [{"input_ids": ids(1, 1)}])
 
 
 def test_no_batches_are_refused():
     with pytest.raises(rw.errors.InputError, match="at least one batch"):
-        measure_importance(Heads(3), iter([]))
+        measure(Heads(3), iter([]))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"removal": "noise"}, {"tolerance": -1.0}, {"tolerance": math.nan}, {"probes": -1}, {"loss": "nats"}],
+    [{"ablation": "noise"}, {"tolerance": -1.0}, {"tolerance": math.nan}, {"probes": -1}, {"loss": "nats"}],
 )
 def test_settings_that_make_no_sense_are_refused(wrong):
     with unchecked(), pytest.raises(rw.errors.InputError):
@@ -214,31 +211,29 @@ def test_settings_that_make_no_sense_are_refused(wrong):
 
 
 def test_a_head_that_is_not_there_is_named():
-    place = HeadPlace("", 0, "", False, 0, 7)
+    place = HeadId("", 0, head=7)
     with pytest.raises(rw.errors.InputError, match="head 7"):
         ablation_cost(Heads(3), [states()], [place])
 
 
 def test_ten_thousand_heads_take_as_many_runs_as_ten():
-    few, many = (
-        measure_importance(Heads(heads), [states()], ImportanceSettings(probes=2)) for heads in (10, 10_000)
-    )
+    few, many = (measure(Heads(heads), [states()], ImportanceSettings(probes=2)) for heads in (10, 10_000))
     assert many.backward == few.backward
     assert many.forward <= few.forward + math.ceil(math.log2(1000)) + 16
-    assert np.isfinite(many.sites[0].estimates.removal).all()
-    assert many.joint.removal.relative <= 0.01
+    assert np.isfinite(many.sites[0].estimate).all()
+    assert many.removable.relative <= 0.01
 
 
 def test_the_importance_of_a_mixer_named_by_hand_is_not_guessed():
     model = nn.Sequential(nn.Linear(4, 4))
     identity = rw.operators.DenseMixing(torch.eye(6).expand(2, 1, 6, 6))
-    importance = measure_importance(
+    importance = measure(
         model, [states()], sites={"0": lambda *_: identity}, settings=ImportanceSettings(exact=True)
     )
     (site,) = importance.sites
-    assert "is seen nowhere" in site.why_not
+    assert "returns the heads' outputs" in site.why_not
     assert np.isnan(site.exact).all()
-    assert importance.joint is None
+    assert importance.removable is None
 
 
 @pytest.mark.parametrize("scale", [1.0, -2.0])

@@ -12,9 +12,9 @@ from rich.console import Console
 from tests.report import samples
 
 from rankwise.auditing import Comparison, compare
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
 from rankwise.auditing.records import HeadId
 from rankwise.auditing.result import Audit
+from rankwise.importance.records import HeadImportance, ImportanceRecord
 from rankwise.report import render_comparison
 
 RANGES = {
@@ -234,7 +234,7 @@ def with_importance(costs: list[float], *, exact: bool = False, **fields: object
     audit, field = samples.encoder(), "exact" if exact else "estimate"
     given: dict[str, object] = {
         "loss": "next tokens, causal", "unit": "nats per token", "value": 4.0, "sequences": 64,
-        "counted": 640, "removal": "zero", "probes": 8, "seed": 0,
+        "counted": 640, "ablation": "zero", "probes": 8, "seed": 0,
     }  # fmt: skip
     heads = {
         at: {"importance": HeadImportance(**{field: cost}), "removal_cost": cost}
@@ -259,7 +259,7 @@ def test_a_cost_of_removal_is_measured_by_the_loss(value: float, share: float) -
             {"loss": "how far the output moves", "unit": "of its squared norm"},
             "The loss of importance differs",
         ),
-        ({"removal": "mean"}, "The replacement of removed heads differs: zero before, mean after"),
+        ({"ablation": "mean"}, "The replacement of removed heads differs: zero before, mean after"),
         ({"exact": True}, "Costs of removal are estimated before, exact after"),
     ],
 )

@@ -12,12 +12,6 @@ if TYPE_CHECKING:
     from rankwise.auditing.failures import AuditError
     from rankwise.auditing.findings import RULES, check_codes
     from rankwise.auditing.history import History, compare, in_order
-    from rankwise.auditing.importance_records import (
-        BlockImportance,
-        HeadImportance,
-        ImportanceRecord,
-        Removable,
-    )
     from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
     from rankwise.auditing.pictures import chosen_heads
     from rankwise.auditing.records import (
@@ -40,18 +34,14 @@ __all__ = [
     "Audit",
     "AuditError",
     "BaselineSettings",
-    "BlockImportance",
     "Comparison",
     "Finding",
     "HeadId",
-    "HeadImportance",
     "HeadRecord",
     "History",
-    "ImportanceRecord",
     "InitializationError",
     "LayerRecord",
     "Provenance",
-    "Removable",
     "Unseen",
     "audit",
     "check_codes",
@@ -70,7 +60,6 @@ __getattr__, __dir__ = lazy_names(
         "failures": ("AuditError",),
         "findings": ("RULES", "check_codes"),
         "history": ("History", "compare", "in_order"),
-        "importance_records": ("BlockImportance", "HeadImportance", "ImportanceRecord", "Removable"),
         "initialization": ("BaselineSettings", "InitializationError", "reinitialized"),
         "pictures": ("chosen_heads",),
         "records": ("AttentionMap", "Finding", "HeadId", "HeadRecord", "LayerRecord", "Provenance", "Unseen"),

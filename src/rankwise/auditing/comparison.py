@@ -446,7 +446,7 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
         origins = [cost_origin(audit) or "unknown" for audit in (before, after)]
         facts: dict[str, list[str]] = {
             "The loss of importance differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
-            "The replacement of removed heads differs:": [old.removal, new.removal],
+            "The replacement of removed heads differs:": [old.ablation, new.ablation],
             "Costs of removal are": origins,
         }
         found = [f"{words} {one} before, {two} after." for words, (one, two) in facts.items() if one != two]
@@ -456,7 +456,7 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
 def cost_origin(audit: Audit) -> str:
     """Return how costs of removal are known: exact, estimated or both; an empty string without costs."""
     known = [head.importance for head in audit.heads if head.importance is not None]
-    return " and ".join(sorted({cost.how for cost in known if math.isfinite(cost.cost)}))
+    return " and ".join(sorted({cost.method for cost in known if math.isfinite(cost.cost)}))
 
 
 def _mean(values: Iterable[float]) -> float:

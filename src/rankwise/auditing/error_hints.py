@@ -9,7 +9,7 @@ from rankwise._internals.forward import LABELS, argument_names, has_tensor, tens
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.errors import InputError, did_you_mean
-from rankwise.importance.losses import LEFT_OUT
+from rankwise.importance.losses import IGNORE_INDEX
 
 _TRACEBACK = "Run the model on this batch by itself to see the whole traceback."
 
@@ -82,12 +82,12 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
         labels = batch.get(name)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(classes, int):
             continue
-        wrong = labels[((labels < 0) & (labels != LEFT_OUT)) | (labels >= classes)]
+        wrong = labels[((labels < 0) & (labels != IGNORE_INDEX)) | (labels >= classes)]
         if classes > 1 and wrong.numel():
             return InputError(
                 f"{name} of batch {number}",
                 expected=f"whole numbers from 0 to {classes - 1}, as {type(model).__name__} has {classes} "
-                f"{kind}, or {LEFT_OUT} for labels that do not count",
+                f"{kind}, or {IGNORE_INDEX} for labels that do not count",
                 got=f"{int(wrong[0])}",
                 fix=f"Correct them, or {fix}; an audit without importance needs no labels.",
             )

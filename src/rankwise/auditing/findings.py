@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from rankwise._internals.records import Record
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import describe_removable, with_removal_costs
-from rankwise.auditing.importance_records import ImportanceRecord
 from rankwise.auditing.measure_table import NULLS, mixer_kind
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
@@ -23,6 +22,7 @@ from rankwise.auditing.records import (
     Unseen,
 )
 from rankwise.errors import one_of
+from rankwise.importance.records import ImportanceRecord
 
 R = TypeVar("R")
 K = TypeVar("K", bound=Hashable)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from rankwise.auditing.importance_records import HeadImportance
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Finding
 from rankwise.errors import InputError, did_you_mean
+from rankwise.importance.records import HeadImportance
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -177,7 +177,7 @@ class History:
     def _cost_quantities(self) -> list[str]:
         """Return, per audit, in which unit and how its costs of removal are known; empty without costs."""
         return [
-            f"{known.loss} ({known.unit}), {origin}, {known.removal} in a head's place"
+            f"{known.loss} ({known.unit}), {origin}, {known.ablation} in a head's place"
             if (known := audit.importance) is not None and (origin := cost_origin(audit))
             else ""
             for audit in self.audits

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord, Removable
 from rankwise.auditing.records import Finding, HeadId, HeadRecord
+from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
 
 EXACTLY = (
     "remove heads one by one, `rankwise audit MODEL --text TEXT --importance exact --out DIR`, in Python "
@@ -51,7 +51,7 @@ def _with_removal_cost(
         if head is None or math.isnan(head.cost):
             return finding
         costs.append(head.cost)
-        exact = exact and head.how == "exact"
+        exact = exact and head.method == "exact"
     low, high, alone = min(costs), max(costs), len(costs) == 1
     within = importance.share(high) <= _tolerance(importance)
     shares = _percent(importance, low) if alone else _percent(importance, low, high)
@@ -76,7 +76,7 @@ def _with_removal_cost(
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
-def describe_removable(importance: ImportanceRecord, found: Removable) -> str:
+def describe_removable(importance: ImportanceRecord, found: RemovableSet) -> str:
     """Return a sentence on the cost of removing a set of heads."""
     count = len(found.heads)
     heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
@@ -128,3 +128,26 @@ def _change(importance: ImportanceRecord, cost: float) -> str:
     if importance.value:
         return f"{importance.unit} {importance.value:.4g} → {importance.value + cost:.4g}"
     return f"{importance.loss} {cost:.2g}" + (f" {importance.unit}" if _of(importance) else "")
+
+
+HEAD_CAUTION = "estimates of second order sort heads and can fall far short of large costs"
+"""Caution for estimates of heads without exact costs."""
+BLOCK_CAUTION = "an order at most: removing a block is a large change, of which estimates can fall far short"
+
+
+def estimate_words(
+    heads: Sequence[HeadImportance | None], blocks: Sequence[HeadImportance | None]
+) -> list[tuple[str, str]]:
+    """Return a name and words for estimates: their agreement with exact costs, or a caution."""
+    words = []
+    for name, importances, caution in (("heads", heads, HEAD_CAUTION), ("blocks", blocks, BLOCK_CAUTION)):
+        found = agreement(importances)
+        estimated = any(
+            importance is not None and importance.method == "estimated" and math.isfinite(importance.cost)
+            for importance in importances
+        )
+        if found is not None:
+            words.append((f"Estimated against exact, {name}", str(found)))
+        elif estimated:
+            words.append((f"Estimated costs of {name}", caution))
+    return words

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rankwise._internals.records import Count, Number, Record, Size, format_number
-from rankwise.auditing.importance_records import HeadImportance
 from rankwise.auditing.measure_table import NULLS, HeadMeasures, LayerMeasures
+from rankwise.importance.records import HeadImportance
 from rankwise.tracing.head_id import HeadId as HeadId
 
 SCHEMA_VERSION = 3

@@ -21,15 +21,8 @@ from rankwise._internals.threads import one_thread
 from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.digests import DataDigest, weights_digest
 from rankwise.auditing.failures import AuditError, batch_failed, measuring, step_failed
-from rankwise.auditing.importance_numbers import (
-    ImportanceWanted,
-    check_importance,
-    head_id,
-    importance_statistics,
-)
 from rankwise.auditing.initialization import InitialCopies
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
-from rankwise.auditing.merge_importance import ImportanceStatistics
 from rankwise.auditing.pictures import (
     Chosen,
     Matrices,
@@ -45,9 +38,11 @@ from rankwise.auditing.settings import BaselineOption, Method, baseline_settings
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
 from rankwise.auditing.token_names import TokenNames
 from rankwise.errors import CaptureError, InputError
-from rankwise.importance import ImportanceSettings, measure_importance
+from rankwise.importance import Importance, ImportanceSettings
+from rankwise.importance import measure as measure_importance
+from rankwise.importance.settings import ImportanceOption, importance_settings
 from rankwise.measures import DELTA, check_delta
-from rankwise.tracing import HeadId, MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.tracing import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again, without_copies
 
 Progress = Callable[[int, str], None]
@@ -67,7 +62,7 @@ def audit(
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
     matrices: Matrices | None = None,
-    importance: ImportanceWanted = False,
+    importance: ImportanceOption = False,
     baseline: BaselineOption = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
@@ -184,7 +179,7 @@ def _run(
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
     matrices: Matrices | None = None,
-    importance: ImportanceWanted = False,
+    importance: ImportanceOption = False,
     baseline: BaselineOption = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
@@ -196,7 +191,7 @@ def _run(
     if texts is not None and isinstance(model, nn.Module):
         batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
     check_batches(batches if texts is None else ())
-    settings = check_importance(importance, tokenizer)
+    settings = importance_settings(importance, tokenizer)
     copies = None if (fresh := baseline_settings(baseline)) is None else InitialCopies(model, fresh)
     given = batches or ()
     given = given if settings is None and copies is None else list(given)
@@ -245,7 +240,7 @@ class Run:
         self.batches = self.sequences = 0
         self.data = DataDigest()
         self.complete = True
-        self.importance: ImportanceStatistics | None = None
+        self.importance: Importance | None = None
         self.copies: dict[int, ModelStatistics] = {}
         """Statistics at initialization by seed."""
         self.built = ""
@@ -392,27 +387,20 @@ class Run:
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
         try:
-            importance = measure_importance(
+            self.importance = measure_importance(
                 self.model,
                 batches,
                 settings,
-                readable=lambda batch: drop_unused_labels(self.model, batch)[0],
-                channels=lambda site: self._measured(head_id(site.place(0)).at(None)),
-                on_progress=lambda what: self._on_progress(self.batches, f"worth: {what}"),
+                heads={mixer: known.heads for mixer, known in self.statistics.heads.items()},
+                on_progress=lambda what: self._on_progress(self.batches, f"importance: {what}"),
                 **self.where,
             )
-            self.importance = importance_statistics(importance)
         except KeyboardInterrupt:
-            self.notes.append("worth not measured: interrupted from the keyboard")
+            self.notes.append("importance not measured: interrupted from the keyboard")
         except Exception as error:
             wanted = "what the model loses without its heads"
             failure = step_failed(error, "importance", wanted, self.result())
             raise _with_statistics(failure, self.collected()) from error
-
-    def _measured(self, mixer: HeadId) -> list[int]:
-        """Return the heads of a mixer that were measured."""
-        known = self.statistics.heads.get(mixer)
-        return [] if known is None else known.heads
 
     def result(self) -> Audit:
         """Return the audit of what is known so far."""

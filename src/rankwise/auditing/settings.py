@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from rankwise.auditing.initialization import BaselineSettings
 from rankwise.auditing.provenance import check_provenance
 from rankwise.errors import InputError, did_you_mean, one_of
-from rankwise.importance import ImportanceSettings
+from rankwise.importance.settings import ImportanceOption, ImportanceSettings, importance_settings
 from rankwise.measures import DELTA, check_delta
 from rankwise.tracing import SiteAdapter
 
@@ -18,7 +18,6 @@ Method = Literal["auto", "exact", "estimate"]
 """How ranks are computed; "auto" is exact up to the size `EXACT_BYTES` of a matrix."""
 Matrices = str | Iterable[tuple[int, int]]
 """Heads that keep attention maps: "flagged", "all", "3:7,5:0", or pairs (layer, head)."""
-ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 BaselineOption = bool | int | Callable[[int], nn.Module] | BaselineSettings
 Progress = Callable[[int, str], None]
 """Called with the number of finished batches and the site measured last."""
@@ -174,24 +173,6 @@ def chosen_heads(matrices: Any) -> ChosenHeads | None:
             fix='Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.',
         )
     return ChosenHeads(frozenset(pairs))
-
-
-def importance_settings(option: Any, tokenizer: Any) -> ImportanceSettings | None:
-    """Return the settings of importance with the mask token of the tokenizer, unless they name one."""
-    if option is False:
-        return None
-    if option is True or option == "exact":
-        option = ImportanceSettings(exact=option == "exact")
-    if not isinstance(option, ImportanceSettings):
-        raise InputError(
-            "`importance`",
-            expected='True, False, "exact" or ImportanceSettings',
-            got=repr(option),
-            fix="See `rankwise.importance.ImportanceSettings` for the options.",
-        )
-    if option.mask_token is None:
-        option = replace(option, mask_token=getattr(tokenizer, "mask_token_id", None))
-    return option
 
 
 def baseline_settings(option: Any) -> BaselineSettings | None:

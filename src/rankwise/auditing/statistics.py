@@ -12,7 +12,6 @@ import numpy as np
 from rankwise._internals.statistics import Floats, Moments
 from rankwise.auditing.examples import TOKENS_KEPT, Examples, most_common
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
-from rankwise.auditing.merge_importance import ImportanceStatistics
 from rankwise.auditing.provenance import joined
 from rankwise.auditing.records import (
     BAND,
@@ -25,6 +24,7 @@ from rankwise.auditing.records import (
     thresholds,
 )
 from rankwise.errors import RecordError, ShapeError
+from rankwise.importance.records import Importance
 from rankwise.tracing.head_id import HeadId
 
 if TYPE_CHECKING:
@@ -486,7 +486,7 @@ class AuditStatistics(ModelStatistics):
     uncaptured: list[Unseen] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     """Tokens of the sequences that attention maps are of."""
-    importance: ImportanceStatistics | None = None
+    importance: Importance | None = None
     built: str = ""
     """How the copies at initialization were built."""
     copies: dict[int, ModelStatistics] = field(default_factory=dict)
@@ -529,7 +529,7 @@ class AuditStatistics(ModelStatistics):
         importance = None
         if audit.importance is not None:
             known = {record.id: record.importance for record in audit.heads if record.importance is not None}
-            importance = ImportanceStatistics(audit.importance, known)
+            importance = Importance(audit.importance, known)
         return cls(
             heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in groups.items()},
             states={

@@ -94,8 +94,8 @@ def command(
     importance_tolerance: Annotated[
         float, typer.Option(help="Share of the loss that a set of heads may cost which goes together.")
     ] = 0.01,
-    importance_removal: Annotated[
-        str, typer.Option(help="What takes a removed head's place: zero, or its mean over tokens.")
+    importance_ablation: Annotated[
+        str, typer.Option(help="What replaces a removed head: zero, or its mean over tokens.")
     ] = "zero",
     importance_loss: Annotated[
         str,
@@ -176,7 +176,7 @@ def command(
         method=how,
         matrices="all" if is_demo and matrices is None else matrices,
         importance=_importance(
-            importance, is_demo, importance_tolerance, importance_removal, importance_loss
+            importance, is_demo, importance_tolerance, importance_ablation, importance_loss
         ),
         baseline=baseline_seeds or baseline or (is_demo and not processes.several),
         device=device,
@@ -267,12 +267,11 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
 
 
 def _importance(
-    how: str | None, is_demo: bool, tolerance: float, removal: str, loss: str
+    how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str
 ) -> "ImportanceSettings | Literal[False]":
     """What was asked for; of the demo, which is small, everything."""
-    from rankwise.errors import InputError, did_you_mean
-    from rankwise.importance import ImportanceSettings, check_removal
-    from rankwise.importance.choice import check_loss
+    from rankwise.errors import InputError, did_you_mean, one_of
+    from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
 
     values = BARE["--importance"]
     if how is not None and how not in values:
@@ -280,8 +279,8 @@ def _importance(
     settings = ImportanceSettings(
         exact=how == "exact" or (how in (None, "auto") and is_demo),
         tolerance=tolerance,
-        removal=check_removal(removal),
-        loss=check_loss(loss),
+        ablation=one_of("--importance-ablation", ablation, ABLATIONS),  # type: ignore[arg-type]
+        loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
     )
     return False if how == "none" or (how is None and not is_demo) else settings
 

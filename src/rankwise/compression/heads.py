@@ -16,7 +16,8 @@ from rankwise.compression.records import HeadWidth
 from rankwise.compression.removed_heads import removed_heads_of
 from rankwise.compression.structure import structure_of
 from rankwise.errors import CompressionError
-from rankwise.importance import HeadPlace, Importance, ImportanceSettings, measure_importance, sort_by_cost
+from rankwise.importance import Importance, ImportanceSettings, measure, sort_by_cost
+from rankwise.tracing import HeadId
 
 ROUNDS = 4
 """In which a share of the heads goes: costs are estimated again after each."""
@@ -93,7 +94,7 @@ def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartR
     return PartResult(
         heads=_records(sites, plan, importance),
         kl={site.name: float("nan") for site in sites},
-        tokens=round(importance.counted),
+        tokens=round(importance.record.counted),
         left_out=left_out,
         notes=notes,
         undo=removal.take_out,
@@ -105,26 +106,26 @@ def _within(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[
     """The set that can go together within the tolerance."""
     assert job.tolerance is not None
     importance = _importance(job, sites, {}, job.tolerance)
-    if importance.joint is None:
+    found = importance.record.removable
+    if found is None:
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="heads whose cost is known",
-            got="; ".join(importance.notes) or "none: no gradient reaches them",
+            got="; ".join(importance.record.notes) or "none: no gradient reaches them",
             fix="`rankwise audit --importance` says why, for each layer.",
         )
     plan: dict[str, set[int]] = {}
     groups = {site.name: site.group for site in sites}
-    for place in importance.joint.removal.heads:
-        plan.setdefault(place.site, set()).add(place.head // groups[place.site])
-    removal = importance.joint.removal
-    share = f" ({removal.relative:+.2%} of {importance.reference_name})"
+    for head in found.heads:
+        plan.setdefault(head.site, set()).add(number_of(head) // groups[head.site])
+    record = importance.record
+    share = f" ({found.relative:+.2%} of {record.reference_name})"
     say = (
-        f"Heads: {_count(plan, sites)}; without them the loss ({importance.loss}, {importance.unit}) is "
-        f"{removal.loss:.4g} on the calibration data, {importance.value:.4g} with them{share}; the tolerance "
-        f"was {job.tolerance:g} of that. Sorted by {importance.joint.order}; "
-        f"{importance.joint.runs} sets were run."
+        f"Heads: {_count(plan, sites)}; without them the loss ({record.loss}, {record.unit}) is "
+        f"{found.loss:.4g} on the calibration data, {record.value:.4g} with them{share}; the tolerance "
+        f"was {job.tolerance:g} of that. Sorted by {found.sorted_by}; {found.runs} sets were run."
     )
-    return plan, [say, *importance.notes], importance
+    return plan, [say, *record.notes], importance
 
 
 def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[str], Importance]:
@@ -138,8 +139,8 @@ def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[s
         first = first or importance
         _cheapest(sites, importance, (every - job.keep * every) * number / ROUNDS, plan)
     assert first is not None
-    say = f"Heads: {_count(plan, sites)}, the cheapest by estimate in {ROUNDS} rounds ({first.loss})."
-    return plan, [say, *first.notes], first
+    say = f"Heads: {_count(plan, sites)}, the cheapest by estimate in {ROUNDS} rounds ({first.record.loss})."
+    return plan, [say, *first.record.notes], first
 
 
 def _cheapest(
@@ -149,9 +150,9 @@ def _cheapest(
     plan = {} if plan is None else plan
     groups = {site.name: site.group for site in sites}
     gone = sum(len(units) * groups[name] for name, units in plan.items())
-    for unit in sort_by_cost(importance, False, _together(sites, plan)):
+    for unit in sort_by_cost(importance, exact=False, group=_together(sites, plan)):
         if gone + len(unit) <= room + 1e-9:
-            plan.setdefault(unit[0].site, set()).add(unit[0].head // groups[unit[0].site])
+            plan.setdefault(unit[0].site, set()).add(number_of(unit[0]) // groups[unit[0].site])
             gone += len(unit)
     return plan
 
@@ -162,21 +163,27 @@ def _importance(
     probes = PROBES if tolerance is None else ImportanceSettings.probes
     settings = ImportanceSettings(tolerance=tolerance, seed=job.seed, probes=probes)
     with zeroed(job.model, sites, plan):
-        return measure_importance(
-            job.model, job.batches, settings, together=_together(sites, plan), on_progress=job.on_step
+        return measure(
+            job.model, job.batches, settings, group=_together(sites, plan), on_progress=job.on_step
         )
 
 
 def _together(sites: list[HeadSite], plan: dict[str, set[int]]) -> Any:
     by_name = {site.name: site for site in sites}
 
-    def key(place: HeadPlace) -> Hashable | None:
-        site = by_name.get(place.site)
-        if site is None or place.head // site.group in plan.get(place.site, ()):
+    def key(head: HeadId) -> Hashable | None:
+        site = by_name.get(head.site)
+        if site is None or number_of(head) // site.group in plan.get(head.site, ()):
             return None
-        return place.site, place.head // site.group
+        return head.site, number_of(head) // site.group
 
     return key
+
+
+def number_of(head: HeadId) -> int:
+    """Return the number of a head in its mixer."""
+    assert head.head is not None
+    return head.head
 
 
 def _short(job: Job) -> Any:
@@ -195,7 +202,7 @@ def _count(plan: dict[str, set[int]], sites: list[HeadSite]) -> str:
 
 
 def _records(sites: list[HeadSite], plan: dict[str, set[int]], importance: Importance) -> list[HeadWidth]:
-    places = {site.site: (site.stack, site.layer) for site in reversed(importance.sites)}
+    places = {head.site: (head.stack, head.layer or 0) for head in reversed(importance.heads)}
     return [
         HeadWidth(
             part="heads",

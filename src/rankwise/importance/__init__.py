@@ -1,25 +1,42 @@
-"""What a model loses without each of its heads and blocks, and which heads can go together."""
+"""Cost of removing heads and blocks, estimated by gradients or measured by removal."""
 
-from rankwise.importance.choice import LOSSES
-from rankwise.importance.joint import Together, sort_by_cost
-from rankwise.importance.measure import ablation_cost, measure_importance
-from rankwise.importance.results import BlockImportance, HeadPlace, Importance, Joint, Removal, SiteImportance
-from rankwise.importance.runs import NotDifferentiableError
-from rankwise.importance.settings import ImportanceSettings, check_removal
+from typing import TYPE_CHECKING
+
+from rankwise._internals.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rankwise.importance.ablation import AblationCost, ablation_cost, measure, sort_by_cost
+    from rankwise.importance.gated_passes import NotDifferentiableError
+    from rankwise.importance.records import (
+        BlockImportance,
+        HeadImportance,
+        Importance,
+        ImportanceRecord,
+        RemovableSet,
+    )
+    from rankwise.importance.settings import LOSSES, ImportanceSettings
 
 __all__ = [
     "LOSSES",
+    "AblationCost",
     "BlockImportance",
-    "HeadPlace",
+    "HeadImportance",
     "Importance",
+    "ImportanceRecord",
     "ImportanceSettings",
-    "Joint",
     "NotDifferentiableError",
-    "Removal",
-    "SiteImportance",
-    "Together",
+    "RemovableSet",
     "ablation_cost",
-    "check_removal",
-    "measure_importance",
+    "measure",
     "sort_by_cost",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ablation": ("AblationCost", "ablation_cost", "measure", "sort_by_cost"),
+        "gated_passes": ("NotDifferentiableError",),
+        "records": ("BlockImportance", "HeadImportance", "Importance", "ImportanceRecord", "RemovableSet"),
+        "settings": ("LOSSES", "ImportanceSettings"),
+    },
+)

@@ -1,8 +1,8 @@
-"""What a model loses: nats of labels, given or read off its inputs, else how far its output moves."""
+"""Losses of a model: nats of labels, passed or read off its inputs, or how far its output moves."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,91 +11,147 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from rankwise._internals.forward import Batch, tensors_of
 from rankwise.errors import InputError
-from rankwise.importance.outputs import ANOTHER, first_floating, logits_of, of_decoder, real_tokens
 
-LEFT_OUT = -100
-"""The label of what is not to be predicted, as PyTorch and transformers have it."""
+IGNORE_INDEX = -100
+"""Label of positions that are not predicted, as in PyTorch and transformers."""
+LOSS_HINT = (
+    "Name another loss, or pass a function of (output, batch) that returns the loss of each sequence: "
+    "rw.audit(model, batches, importance=ImportanceSettings(loss=…))."
+)
+"""Fix if a loss does not fit."""
 LossFunction = Callable[[Any, Any], Tensor]
-"""From a model's output and the batch to one number for each sequence (B,), or one in all."""
+"""From a model's output and the batch to one number per sequence (B,), or one number."""
+
+
+# --- logits, real tokens and token ids ---------------------------------------------------------------------
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of an output; its first floating-point tensor if nothing has this name."""
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return named if isinstance(named, Tensor) else first_floating(output)
+
+
+def first_floating(output: Any) -> Tensor:
+    """Return the first floating-point tensor of an output that has a batch axis.
+
+    Raises:
+        InputError: if there is none.
+    """
+    values = output.values() if isinstance(output, Mapping) else output
+    for value in values if isinstance(values, tuple | list) or values is not output else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+            return value
+    shape = f" {tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else ""
+    raise InputError(
+        "output of the model",
+        expected="a floating-point tensor (B, …), or an object or dict with one",
+        got=type(output).__name__ + shape,
+        fix=LOSS_HINT,
+    )
+
+
+def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B T"]:
+    """Return True at real tokens of outputs (B, T), by the batch's mask; all True if no mask fits.
+
+    The encoder's mask says nothing about outputs of the decoder.
+    """
+    mask = tensors_of(batch).get("decoder_attention_mask" if decoder else "attention_mask")
+    if mask is not None and tuple(mask.shape) == tuple(shape):
+        return mask.bool()
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
+    """Return the token ids (B, T) of a batch: the tensor of that name, or its first integers (B, T)."""
+    tensors = tensors_of(batch)
+    if name in tensors:
+        return tensors[name]
+    if isinstance(batch, Mapping):
+        return None
+    integers = (tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point())
+    return next(integers, None)
+
+
+def _real(output: Any, batch: "LossBatch", values: Tensor) -> Bool[Tensor, "B T"]:
+    """Return True at the real tokens of an output."""
+    named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    inputs = batch.batch
+    decoded = isinstance(inputs, Mapping) and any(str(name).startswith("decoder_") for name in inputs)
+    decoder = decoded or named.get("encoder_last_hidden_state") is not None
+    return real_tokens(inputs, values.shape[:2], decoder).to(values.device)
+
+
+# --- losses ------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Case:
-    """A batch, and what its loss is taken against."""
+class LossBatch:
+    """A batch, and what its loss compares the output with."""
 
     batch: Any
-    """As the model takes it."""
-    given: Any = None
-    """As it was given, with labels that the model has no place for."""
+    """Batch as the model reads it."""
+    original: Any = None
+    """Batch as it was passed, with labels that the model does not accept."""
     number: int = 0
-    """Of the batch, from 0."""
+    """Number of the batch, from 0."""
     target: Tensor | None = None
-    whole: Any = None
-    """What the whole model gave, where the loss is how far its output moves."""
+    reference_output: Any = None
+    """Output of the whole model, if the loss is how far the output moves."""
 
 
 @dataclass(frozen=True)
-class Read:
-    """The loss of each sequence: a sum over what counts, and how much that is."""
+class SequenceLosses:
+    """Loss of each sequence: a sum over tokens, labels or one, and their number."""
 
     total: Float[Tensor, " B"]
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
-    """What costs are shares of, summed as the loss is; None where that is the loss itself."""
+    """Sum that costs are shares of; None if that is the loss itself."""
     cosine: Float[Tensor, " B"] | None = None
     """Mean cosine between token states and those of the whole model."""
 
 
 class Loss(ABC):
-    """What a model loses."""
+    """A loss of a model."""
 
     name: str
     unit: str
     reference = "the loss"
-    """What costs are shares of."""
-    moves = False
-    """Whether it is how far the output moves: then its gradient is 0 where nothing is removed."""
+    """Name of what costs are shares of."""
+    compares_outputs = False
+    """True if the loss is how far the output moves: then its gradient is 0 at the whole model."""
 
-    def case(self, batch: Any, given: Any, number: int) -> Case:
-        """Make of a batch what the loss is to be taken of.
+    def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
+        """Return the batch that the loss is computed on."""
+        return LossBatch(batch, original, number)
 
-        Args:
-            batch: the batch, as the model takes it.
-            given: as it was given.
-            number: its number.
-        """
-        return Case(batch, given, number)
+    def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
+        """Refuse batches on which the loss cannot be computed, by the output of the first."""
 
-    def check(self, cases: Sequence[Case], output: Any) -> None:  # noqa: B027 - most have nothing to check
-        """Refuse batches that the loss cannot be taken of, before any of them is run.
-
-        Args:
-            cases: all batches.
-            output: what the model gave for the first.
-        """
-
-    def keep(self, output: Any, case: Case) -> Any:
-        """What is to be known of the whole model's output; None where labels say it all."""
+    def keep(self, output: Any, batch: LossBatch) -> Any:
+        """Return what the loss needs of the whole model's output; None if it needs labels alone."""
         return None
 
     @abstractmethod
-    def read(self, output: Any, case: Case) -> Read:
-        """The loss of each sequence, in the graph of the output."""
+    def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
+        """Return the loss of each sequence, in the graph of the output."""
 
 
 class ProbedLoss(Loss):
     """A loss whose second derivative is estimated by random projections of the output."""
 
     half = 0.5
-    """What the square of a probe's gradient is multiplied with to give the change of the total."""
+    """Factor of the square of a probe's gradient in the change of the total."""
 
     @abstractmethod
-    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
-        """A random projection of the output for each sequence, (B,).
+    def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
+        """Return a random projection of the output per sequence.
 
-        The expectation of the square of its gradient, times `half`, is what the Gauss–Newton matrix gives for
-        the change of the sequence's total.
+        The expectation of its squared gradient, times `half`, is the Gauss–Newton estimate of the change of
+        the sequence's total.
         """
 
 
@@ -103,88 +159,89 @@ class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
     Args:
-        name: of the loss.
-        unit: nats per what.
-        labels: from a case and the logits to labels (B, T) in the places of the logits (B, T, V) they
-            belong to; of classifiers T is 1.
-        make: from a batch, as taken and as given, and its number to a case.
-        given: from a case to the labels that came with its batch, if any; all batches have some, or none.
+        name: name of the loss.
+        unit: nats per token or per label.
+        labels: function from a batch to labels (B, T) at the positions of the logits (B, T, V); T is 1 for
+            classifiers.
+        make: function from a batch, its original and its number to a `LossBatch`.
+        given: function from a batch to the labels that it came with; all batches have some, or none.
     """
 
     def __init__(
         self,
         name: str,
         unit: str,
-        labels: Callable[[Case], Tensor],
-        make: Callable[[Any, Any, int], Case] | None = None,
-        given: Callable[[Case], Tensor | None] | None = None,
+        labels: Callable[[LossBatch], Tensor],
+        make: Callable[[Any, Any, int], LossBatch] = LossBatch,
+        given: Callable[[LossBatch], Tensor | None] | None = None,
     ) -> None:
         self.name, self.unit, self._labels, self._make = name, unit, labels, make
         self._given = given
 
-    def case(self, batch: Any, given: Any, number: int) -> Case:
-        """With masked inputs, where that is the loss."""
-        return Case(batch, given, number) if self._make is None else self._make(batch, given, number)
+    def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
+        """Return the batch, with masked inputs if the loss masks them."""
+        return self._make(batch, original, number)
 
-    def check(self, cases: Sequence[Case], output: Any) -> None:
-        """Refuse labels that are missing in some batches, no whole numbers or no classes of the logits.
-
-        Raises:
-            InputError: naming the batch.
-        """
+    def check(self, batches: Sequence[LossBatch], output: Any) -> None:
+        """Raise if labels are missing in some batches, or are not classes of the logits."""
         if self._given is None:
             return
-        first, classes = self._given(cases[0]), logits_of(output).shape[-1]
-        for case in cases:
-            labels = self._given(case)
+        first, classes = self._given(batches[0]), logits_of(output).shape[-1]
+        for batch in batches:
+            labels = self._given(batch)
             if (labels is None) != (first is None):
-                some, none = ("1", case.number + 1) if labels is None else (case.number + 1, "1")
+                some, none = ("1", batch.number + 1) if labels is None else (batch.number + 1, "1")
                 raise InputError(
-                    f"batch {case.number + 1}",
+                    f"batch {batch.number + 1}",
                     expected="labels in all batches, or in none",
                     got=f"some in batch {some}, none in batch {none}",
                     fix="Give every batch its labels as a tensor, or leave them out everywhere.",
                 )
-            wrong = "" if labels is None else strange(labels, classes)
+            wrong = "" if labels is None else invalid_label(labels, classes)
             if wrong:
                 raise InputError(
-                    f"labels of batch {case.number + 1}",
+                    f"labels of batch {batch.number + 1}",
                     expected=f"whole numbers from 0 to {classes - 1}, as the model has {classes} classes, or "
-                    f"{LEFT_OUT} for what is left out",
+                    f"{IGNORE_INDEX} for positions that are left out",
                     got=wrong,
-                    fix=f"Correct the labels, or set what is not to be predicted to {LEFT_OUT}. {ANOTHER}",
+                    fix=f"Correct the labels, or set positions that are not predicted to {IGNORE_INDEX}. "
+                    f"{LOSS_HINT}",
                 )
 
-    def read(self, output: Any, case: Case) -> Read:
-        """The sum over a sequence's labels."""
-        logits, labels = self._both(output, case)
+    def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
+        """Return sums over the labels of each sequence."""
+        logits, labels = self._logits_and_labels(output, batch)
         lost = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=LEFT_OUT, reduction="none"
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
         )
-        return Read(lost.view(labels.shape).double().sum(1), (labels != LEFT_OUT).sum(1).double())
+        return SequenceLosses(
+            lost.view(labels.shape).double().sum(1), (labels != IGNORE_INDEX).sum(1).double()
+        )
 
-    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
-        """``uᵀ logits`` with ``u = (diag √p − p √pᵀ) z``: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
-        logits, labels = self._both(output, case)
-        return _fisher_projection(logits, labels != LEFT_OUT, generator)
+    def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
+        """Return ``uᵀ logits``, ``u = (diag √p − p √pᵀ) z``: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
+        logits, labels = self._logits_and_labels(output, batch)
+        return _fisher_projection(logits, labels != IGNORE_INDEX, generator)
 
-    def _both(self, output: Any, case: Case) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
-        logits, labels = logits_of(output), self._labels(case)
+    def _logits_and_labels(
+        self, output: Any, batch: LossBatch
+    ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
+        logits, labels = logits_of(output), self._labels(batch)
         logits = logits[:, None] if logits.dim() == 2 else logits
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
         if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
             raise InputError(
-                f"labels of batch {case.number + 1}",
-                expected=f"one for each place of the logits, {tuple(logits.shape[:2])}",
+                f"labels of batch {batch.number + 1}",
+                expected=f"one per position of the logits, {tuple(logits.shape[:2])}",
                 got=f"{tuple(labels.shape)}",
-                fix=ANOTHER,
+                fix=LOSS_HINT,
             )
         shown = logits[:, : labels.shape[1]]
         return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels.long()
 
 
 class DivergenceLoss(ProbedLoss):
-    """How far the predictions move: ``KL(p ‖ p')`` from the whole model's own p, 0 of the whole model.
+    """How far the predictions move: ``KL(p ‖ p')`` from the predictions p of the whole model.
 
     Costs are shares of the entropy H(p): H(p) + KL(p ‖ p') is the loss that the model would have if its
     labels were drawn from its own predictions.
@@ -193,29 +250,29 @@ class DivergenceLoss(ProbedLoss):
     name = "KL divergence of the predictions from the whole model's"
     reference = "the entropy of the predictions"
     unit = "nats per prediction"
-    moves = True
+    compares_outputs = True
 
-    def keep(self, output: Any, case: Case) -> Any:
-        """Its log-probabilities."""
+    def keep(self, output: Any, batch: LossBatch) -> Any:
+        """Return the log-probabilities."""
         return _log_probabilities(output).detach()
 
-    def read(self, output: Any, case: Case) -> Read:
-        """The sum over a sequence's real tokens."""
+    def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
+        """Return sums over the real tokens of each sequence."""
         ours = _log_probabilities(output)
-        whole = ours.detach() if case.whole is None else case.whole
+        whole = ours.detach() if batch.reference_output is None else batch.reference_output
         shares = whole.exp()
         entropy = -torch.special.xlogy(shares, shares).sum(-1)
-        # where p is 0 it takes nothing, even where log p is -inf
+        # p = 0 adds nothing, even if log p is −∞
         apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
-        real = _real(output, case, ours)
+        real = _real(output, batch, ours)
         total, reference = (torch.where(real, sums, 0.0).double().sum(1) for sums in (apart, entropy))
-        return Read(total, real.sum(1).double(), reference.detach())
+        return SequenceLosses(total, real.sum(1).double(), reference.detach())
 
-    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
-        """That of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of the logits."""
+    def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
+        """Return the projection of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of logits."""
         logits = logits_of(output)
         logits = (logits[:, None] if logits.dim() == 2 else logits).float()
-        return _fisher_projection(logits, _real(output, case, logits), generator)
+        return _fisher_projection(logits, _real(output, batch, logits), generator)
 
 
 class StateLoss(ProbedLoss):
@@ -224,57 +281,52 @@ class StateLoss(ProbedLoss):
     name = "relative squared change of the output"
     unit = "of its squared norm"
     reference = "the squared norm of the output"
-    moves = True
+    compares_outputs = True
     half = 1.0
 
-    def keep(self, output: Any, case: Case) -> Any:
-        """The output itself."""
+    def keep(self, output: Any, batch: LossBatch) -> Any:
+        """Return the output."""
         return first_floating(output).detach()
 
-    def read(self, output: Any, case: Case) -> Read:
-        """One number for each sequence, and the mean cosine of its tokens."""
-        ours, whole, real = self._three(output, case)
-        norm = _scale(whole, real)
+    def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
+        """Return one number per sequence, and the mean cosine of its tokens."""
+        ours, whole, real = self._outputs(output, batch)
+        norm = _squared_norm(whole, real)
         moved = ((ours - whole).square() * real).flatten(1).sum(1)
         cosine = F.cosine_similarity(ours, whole, dim=-1)
         tokens = real.flatten(1).sum(1)
         mean = torch.where(real > 0, cosine[..., None], 0.0).flatten(1).sum(1) / tokens
         ones = torch.ones_like(norm)
-        return Read(moved / norm, ones, ones, mean.detach())
+        return SequenceLosses(moved / norm, ones, ones, mean.detach())
 
-    def probe(self, output: Any, case: Case, generator: torch.Generator) -> Tensor:
-        """``zᵀ Y / ‖Y‖_F`` with signs z: E (zᵀ J δ)² = ‖J δ‖²."""
-        ours, whole, real = self._three(output, case)
+    def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
+        """Return ``zᵀ Y / ‖Y‖_F`` with random signs z: E (zᵀ J δ)² = ‖J δ‖²."""
+        ours, whole, real = self._outputs(output, batch)
         signs = torch.randint(0, 2, ours.shape, generator=generator).to(ours) * 2 - 1
-        return (signs * ours * real).flatten(1).sum(1) / _scale(whole, real).sqrt()
+        return (signs * ours * real).flatten(1).sum(1) / _squared_norm(whole, real).sqrt()
 
     @staticmethod
-    def _three(output: Any, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-        """Ours, the whole model's, and 1 where a token is real."""
+    def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, the output of the whole model, and 1 at real tokens."""
         ours = first_floating(output).double()
-        whole = ours.detach() if case.whole is None else case.whole.double()
+        whole = ours.detach() if batch.reference_output is None else batch.reference_output.double()
         real = torch.ones_like(whole[..., :1])
         if ours.dim() == 3:
-            real = _real(output, case, ours).to(ours)[..., None]
+            real = _real(output, batch, ours).to(ours)[..., None]
         return ours, whole, real
 
 
 class FunctionLoss(Loss):
-    """A loss of the user's own, or the model's own: one number for each sequence, or one in all.
+    """A loss of the user or of the model: one number per sequence, or one number."""
 
-    Args:
-        function: of the output and the batch.
-        name: of it.
-    """
-
-    unit = "as the function has it"
+    unit = "unit of the function"
 
     def __init__(self, function: LossFunction, name: str) -> None:
         self._function, self.name = function, name
 
-    def read(self, output: Any, case: Case) -> Read:
-        """What the function says."""
-        lost = self._function(output, case.given)
+    def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
+        """Return the numbers of the function."""
+        lost = self._function(output, batch.original)
         if not isinstance(lost, Tensor) or lost.dim() > 1 or not lost.is_floating_point():
             raise InputError(
                 f"loss {self.name}",
@@ -283,19 +335,14 @@ class FunctionLoss(Loss):
                 fix="Let it return the loss of each sequence.",
             )
         total = lost.reshape(-1).double()
-        return Read(total, torch.ones_like(total))
+        return SequenceLosses(total, torch.ones_like(total))
 
 
-def strange(labels: Tensor, classes: int) -> str:
-    """What makes labels no classes; empty where they are.
-
-    Args:
-        labels: of any shape.
-        classes: how many there are.
-    """
+def invalid_label(labels: Tensor, classes: int) -> str:
+    """Return the dtype or the first label that is not a class; an empty string if all are classes."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return str(labels.dtype)
-    out = labels[((labels < 0) | (labels >= classes)) & (labels != LEFT_OUT)]
+    out = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORE_INDEX)]
     return f"{int(out[0])}" if out.numel() else ""
 
 
@@ -316,10 +363,5 @@ def _log_probabilities(output: Any) -> Tensor:
     return (logits[:, None] if logits.dim() == 2 else logits).float().log_softmax(-1)
 
 
-def _real(output: Any, case: Case, values: Tensor) -> Bool[Tensor, "B T"]:
-    real = real_tokens(case.batch, values.shape[:2], of_decoder(output, case.batch))
-    return real.to(values.device)
-
-
-def _scale(whole: Tensor, real: Tensor) -> Tensor:
+def _squared_norm(whole: Tensor, real: Tensor) -> Tensor:
     return (whole.square() * real).flatten(1).sum(1).clamp_min(math.ulp(0.0))

@@ -1,55 +1,40 @@
-"""How worth is to be measured."""
+"""Settings of importance."""
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from rankwise.errors import InputError, did_you_mean
-from rankwise.importance.choice import LossName, check_loss
+from rankwise.errors import InputError, in_range, one_of, whole_number
 from rankwise.importance.losses import LossFunction
 
-RemovalName = Literal["zero", "mean"]
-REMOVALS: tuple[RemovalName, ...] = ("zero", "mean")
-
-
-def check_removal(name: str) -> RemovalName:
-    """Refuse what no head can be replaced by.
-
-    Args:
-        name: zero or mean.
-
-    Raises:
-        InputError: if it is neither.
-    """
-    for known in REMOVALS:
-        if name == known:
-            return known
-    raise InputError(
-        "`removal`", expected="zero or mean", got=repr(name), fix=did_you_mean(str(name), REMOVALS)
-    )
+LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
+LOSSES: tuple[LossName, ...] = ("auto", "causal", "masked", "encoder-decoder", "labels", "own", "output")
+Ablation = Literal["zero", "mean"]
+ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSettings:
-    """How worth is measured.
+    """How to measure importance.
 
     Args:
-        exact: whether heads are removed one by one as well; of thousands of channels of a state-space mixer
-            those in ``channels``.
-        estimates: whether gradients are taken; only with ``exact`` can they be left out.
-        removal: what takes a removed head's place, ``zero`` or its ``mean`` over the real tokens.
-        tolerance: of the set of heads that can go together: a share of the loss, of the entropy of
-            the predictions where these are compared, of the squared norm where states are. None: no set is
-            looked for, nor where that is 0.
-        loss: a name out of `rankwise.importance.LOSSES`, or a function of (output, batch).
-        probes: random projections of each batch's output for the curvature: a backward pass each.
-        seed: of the projections, and of masked tokens.
+        exact: also remove heads one by one; an audit removes the channels of a state-space mixer that it
+            has measured.
+        estimates: compute gradients; can be False only with ``exact``.
+        ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
+        tolerance: cost allowed for a set of heads that is removed together, as a share of the loss (of the
+            entropy of predictions or the squared norm of states if these are compared); None: no search.
+        loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch).
+        probes: random projections of the output per batch for the curvature, one backward pass each.
+        seed: random seed of projections and masked tokens.
         mask_token: id of the mask token, for masked language models.
+
+    Raises:
+        InputError: if a value is out of its range.
     """
 
     exact: bool = False
     estimates: bool = True
-    removal: RemovalName = "zero"
+    ablation: Ablation = "zero"
     tolerance: float | None = 0.01
     loss: LossName | LossFunction = "auto"
     probes: int = 8
@@ -57,17 +42,35 @@ class ImportanceSettings:
     mask_token: int | None = None
 
     def __post_init__(self) -> None:
-        check_removal(self.removal)
+        one_of("`ablation`", self.ablation, ABLATIONS)
         if not callable(self.loss):
-            check_loss(self.loss)
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise InputError(
-                "`tolerance`", expected="a share of the loss, at least 0", got=str(self.tolerance),
-                fix="Take 0.01 for one per cent.",
-            )  # fmt: skip
-        if self.probes < 0:
-            raise InputError("`probes`", expected="at least 0", got=str(self.probes), fix="Take 8.")
+            one_of("loss", self.loss, LOSSES)
+        if self.tolerance is not None:
+            in_range("`tolerance`", self.tolerance, "[0, inf)", fix="Take 0.01 for one per cent.")
+        whole_number("`probes`", self.probes, 0, fix="Take 8.")
         if not (self.exact or self.estimates):
             raise InputError(
                 "importance", expected="estimates, exact, or both", got="neither", fix="Set one of them."
             )
+
+
+ImportanceOption = bool | Literal["exact"] | ImportanceSettings
+"""Values of `importance=` of an audit."""
+
+
+def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> ImportanceSettings | None:
+    """Return the settings for a value of `importance=`; None for False.
+
+    A tokenizer knows the mask token if the settings have none.
+    """
+    if value is False:
+        return None
+    if value is True or value == "exact":
+        value = ImportanceSettings(exact=value == "exact")
+    if not isinstance(value, ImportanceSettings):
+        raise InputError(
+            "`importance`", expected='True, False, "exact" or ImportanceSettings', got=repr(value),
+            fix="See `rankwise.importance.ImportanceSettings` for what can be set.",
+        )  # fmt: skip
+    mask = getattr(tokenizer, "mask_token_id", None) if value.mask_token is None else value.mask_token
+    return replace(value, mask_token=mask)

@@ -9,12 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.agreement import estimate_words
-from rankwise.auditing.importance_findings import whole_words
-from rankwise.auditing.importance_records import ImportanceRecord
+from rankwise.auditing.importance_findings import estimate_words, whole_words
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share
 from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
+from rankwise.importance.records import ImportanceRecord
 from rankwise.report.panels import Panel, Row, make_panels
 from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
 from rankwise.report.text import (
@@ -197,7 +196,7 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
 def _print_importance(audit: Audit, importance: ImportanceRecord, console: Console) -> None:
     """What was lost, and how far the estimates of removal hold."""
     removed = (
-        f"a removed head is replaced by {'zero' if importance.removal == 'zero' else 'its mean over tokens'}"
+        f"a removed head is replaced by {'zero' if importance.ablation == 'zero' else 'its mean over tokens'}"
     )
     facts = line(("Importance", "bold"), importance.loss, whole_words(importance), removed)
     console.print(facts, overflow="fold")

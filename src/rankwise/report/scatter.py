@@ -6,10 +6,9 @@ from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import spearman
-from rankwise.auditing.agreement import estimate_words
-from rankwise.auditing.importance_findings import share_words, whole_words
-from rankwise.auditing.importance_records import HeadImportance, ImportanceRecord
+from rankwise.auditing.importance_findings import estimate_words, share_words, whole_words
 from rankwise.auditing.result import Audit
+from rankwise.importance.records import HeadImportance, ImportanceRecord
 from rankwise.report.pages import short
 
 COST = "removal_cost"
@@ -59,7 +58,7 @@ def head_costs(audit: Audit) -> dict[str, Any] | None:
 
 def _is_exact(audit: Audit) -> bool:
     return all(
-        head.importance is None or head.importance.why_not or head.importance.how == "exact"
+        head.importance is None or head.importance.why_not or head.importance.method == "exact"
         for head in audit.heads
     )
 
@@ -80,12 +79,12 @@ def importance_words(audit: Audit) -> dict[str, Any] | None:
     known = [
         head.importance for head in audit.heads if head.importance is not None and not head.importance.why_not
     ]
-    costs = sorted({head.how for head in known})
+    costs = sorted({head.method for head in known})
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
         (
             "Costs of heads",
-            f"{' and '.join(costs) or 'not known'}; {importance.removal} in a head's place",
+            f"{' and '.join(costs) or 'not known'}; {importance.ablation} in a head's place",
         ),
     ]
     facts += estimate_words([head.importance for head in audit.heads], importance.blocks)

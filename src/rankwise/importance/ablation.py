@@ -1,0 +1,381 @@
+"""Importance of every head and block, and the largest set of heads that can be removed together."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rankwise._internals.forward import Batch, device_of, drop_unused_labels, run_model, to_device
+from rankwise.errors import InputError
+from rankwise.importance.choose_loss import choose_loss
+from rankwise.importance.gated_passes import Estimates, GatedPasses, NotDifferentiableError, quoted
+from rankwise.importance.losses import LossBatch
+from rankwise.importance.records import (
+    BlockImportance,
+    HeadImportance,
+    Importance,
+    ImportanceRecord,
+    RemovableSet,
+    rank_correlation,
+)
+from rankwise.importance.settings import ImportanceSettings
+from rankwise.tracing import CallId, HeadId, SiteAdapter, StateSite, capture
+
+UNGATED = (
+    "its operator was computed from inputs and weights; no module or function returns the heads' outputs"
+)
+TRAINING = "the model is in training mode: if it has dropout, losses are random; call model.eval()"
+UNREACHED = "no gradient, or only a part of it, reached it"
+MORE_TRIES = 16
+"""Heads that are tried one by one after the first head that does not fit."""
+Group = Callable[[HeadId], Hashable | None]
+"""Heads with the same key are removed together or not at all; heads with None stay."""
+
+
+class AblationCost(NamedTuple):
+    """Loss of a model without a set of heads."""
+
+    loss: float
+    cost: float
+    """Increase of the loss."""
+    relative: float
+    """The cost as a share of the reference, as in `ImportanceRecord.share`; NaN if the reference is 0."""
+
+
+def measure(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    settings: ImportanceSettings | None = None,
+    *,
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+    heads: Mapping[HeadId, Sequence[int]] | None = None,
+    group: Group | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Importance:
+    r"""Measure what a model loses without each head and block, and the largest removable set of heads.
+
+    Formula: a gate ξ_h = 1 on the output of each head, ξ M V; with ``ablation="mean"``
+    ξ M V + (1 − ξ) m with its mean m. S_i is the loss of sequence i summed over its N_i tokens, N = Σ N_i,
+    L = Σ S_i / N. Gradient ∂L/∂ξ_h; first order Σ_i |∂S_i/∂ξ_h| / N (Michel et al.); Fisher
+    ½ Σ_i (∂S_i/∂ξ_h)² / N; curvature ½ J_hᵀ (diag p − p pᵀ) J_h / N with the Jacobian J of the logits, of
+    states ‖J_h‖² / ‖Y‖², as an expectation over random projections. Removal takes ξ_h from 1 to 0, to
+    second order ``curvature − gradient``. If the loss is how far the output moves, the gradient is 0.
+    Range: costs have the unit of the loss; below 0 the model is better without the head.
+    Cost: one pass of the first batch; per batch one forward pass with gradients and ``1 + probes`` backward
+    passes for all heads; exact costs one forward pass per head and block; the set log2 of the number of
+    heads, and at most 16 more.
+    Source: Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order as LeCun,
+    Denker, Solla, "Optimal Brain Damage", 1990.
+
+    Args:
+        model: any `torch.nn.Module`; its weights are not changed and no hook stays.
+        batches: dicts, tuples or tensors; kept in a list, since they run more than once.
+        settings: how to measure.
+        sites: as in `rankwise.capture`.
+        blocks: as in `rankwise.capture`.
+        heads: heads of each mixer (address without a head) to remove one by one; all by default.
+        group: heads with the same key are removed together or not at all; heads with None stay.
+        on_progress: called with a description of each pass.
+
+    Raises:
+        InputError: if the loss does not fit or is nowhere finite, or there is nothing to compare.
+        NotDifferentiableError: if no gradient reaches the heads; ``estimates=False, exact=True`` needs none.
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> found = measure(layer, [torch.randn(2, 5, 8)], ImportanceSettings(exact=True))
+        >>> found.record.loss, len(found.heads)
+        ('relative squared change of the output', 2)
+    """
+    settings, every = settings or ImportanceSettings(), list(batches)
+    say = on_progress or (lambda what: None)
+    capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
+    passes, placed = _start(model, every, settings, capturing, say)
+    notes = [TRAINING] if model.training else []
+    try:
+        passes.whole(placed, settings.probes, settings.seed, gradients=settings.estimates)
+    except NotDifferentiableError as error:
+        if not settings.exact:
+            raise
+        settings = replace(settings, estimates=False)
+        passes, placed = _start(model, every, settings, capturing, say)  # sums are half filled
+        notes.append(f"importance without estimates: no gradients flow ({error.got})")
+        passes.whole((), 0, 0, gradients=False)
+    known = _Known(passes, placed, settings)
+    if known.unreached:
+        notes.append(f"no estimates of {quoted(known.unreached)}: {UNREACHED.removesuffix(' it')} them")
+    removable = None
+    try:
+        if settings.exact:
+            known.remove_each(heads)
+        if settings.tolerance is not None:
+            removable = _search(known, settings.tolerance, notes, group)
+    except KeyboardInterrupt:
+        notes.append("interrupted from the keyboard: not all removals were run")
+    found = known.heads()
+    record = ImportanceRecord(
+        loss=passes.loss.name,
+        unit=passes.loss.unit,
+        value=passes.value,
+        reference=passes.reference,
+        reference_name=passes.loss.reference,
+        sequences=passes.sequences,
+        nonfinite=passes.nonfinite,
+        counted=passes.count,
+        ablation=settings.ablation,
+        probes=passes.probes_of(settings.probes) if settings.estimates else 0,
+        seed=settings.seed,
+        spearman=rank_correlation(found.values()),
+        blocks=known.blocks(),
+        removable=removable,
+        forward=passes.forward,
+        backward=passes.backward,
+        notes=notes,
+    )
+    return Importance(record, found)
+
+
+def ablation_cost(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    heads: Iterable[HeadId],
+    settings: ImportanceSettings | None = None,
+    *,
+    sites: Mapping[str, SiteAdapter] | None = None,
+    blocks: str | None = None,
+) -> AblationCost:
+    """Run a model on some batches without a set of heads.
+
+    Cost: three forward passes, and one more for means.
+
+    Args:
+        model: any `torch.nn.Module`.
+        batches: as in `measure`; batches on which the heads were not chosen show whether the choice holds.
+        heads: addresses, as in the removable set of `measure`.
+        settings: the loss, and what replaces the heads.
+        sites: as in `rankwise.capture`.
+        blocks: as in `rankwise.capture`.
+
+    Raises:
+        InputError: if the model has no such head, or as in `measure`.
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> batches = [torch.randn(2, 5, 8)]
+        >>> ablation_cost(layer, batches, [*measure(layer, batches).heads][1:]).cost > 0
+        True
+    """
+    capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
+    passes, _ = _start(model, list(batches), settings or ImportanceSettings(), capturing, lambda what: None)
+    passes.whole((), 0, 0, gradients=False)
+    calls = {gated.mixer: (key, gated.heads) for key, gated in passes.mixers.items()}
+    chosen: dict[CallId, list[int]] = {}
+    for head in heads:
+        key, count = calls.get(head.at(None), (None, 0))
+        if key is None or head.head is None or head.head >= count:
+            raise InputError(
+                f"head {head.head} of {head.site!r}", expected="a head of the model that can be gated",
+                got="none", fix=f"Mixers with gates: {', '.join(mixer.site for mixer in calls) or 'none'}.",
+            )  # fmt: skip
+        chosen.setdefault(key, []).append(head.head)
+    loss, _ = passes.without(chosen)
+    cost = loss - passes.value
+    return AblationCost(loss, cost, cost / passes.reference if passes.reference else math.nan)
+
+
+def sort_by_cost(importance: Importance, *, exact: bool, group: Group | None = None) -> list[list[HeadId]]:
+    """Return groups of heads, cheapest first; costs within a group add up.
+
+    Groups with a head of unknown cost are left out. ``exact`` takes exact costs instead of estimates.
+    """
+    return _sorted_groups(importance.heads, exact, group)
+
+
+def _sorted_groups(
+    heads: Mapping[HeadId, HeadImportance], exact: bool, group: Group | None
+) -> list[list[HeadId]]:
+    members: dict[Hashable, list[HeadId]] = {}
+    costs: dict[Hashable, float] = {}
+    for head, known in heads.items():
+        key = head if group is None else group(head)
+        if key is not None:
+            cost = known.exact if exact else known.estimate
+            members.setdefault(key, []).append(head)
+            costs[key] = costs.get(key, 0.0) + (math.nan if known.why_not else cost)
+    keys = [key for key, cost in costs.items() if not math.isnan(cost)]
+    keys.sort(key=lambda key: (costs[key], [head.sort_key for head in members[key]]))
+    return [members[key] for key in keys]
+
+
+def _start(
+    model: nn.Module,
+    every: Sequence[Batch],
+    settings: ImportanceSettings,
+    capturing: dict[str, Any],
+    say: Callable[[str], None],
+) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
+    """Run the first batch, choose the loss, and find the stack and layer of each block by name."""
+    if not every:
+        raise InputError(
+            "`batches`", expected="at least one batch", got="none",
+            fix="Pass a list of batches; an exhausted iterator gives none.",
+        )  # fmt: skip
+    say("the first batch, to see its output")
+    inputs = [drop_unused_labels(model, batch)[0] for batch in every]
+    states: list[tuple[str, int, str]] = []
+
+    def note(state: StateSite) -> None:
+        states.append((state.stack, state.layer, state.name))
+
+    with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
+        output = run_model(model, to_device(inputs[0], device_of(model)))
+    loss = choose_loss(
+        model, LossBatch(inputs[0], every[0]), output, settings.loss,
+        mask_token=settings.mask_token, seed=settings.seed,
+    )  # fmt: skip
+    both = enumerate(zip(inputs, every, strict=True))
+    batches = [loss.prepare(batch, original, number) for number, (batch, original) in both]
+    loss.check(batches, output)
+    del output
+    # the output of a block is the next state; a block whose next state was not seen cannot be removed
+    placed = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
+    passes = GatedPasses(model, batches, loss, settings.ablation == "mean", capturing, say)
+    passes.forward += 1
+    return passes, placed
+
+
+class _Known:
+    """Estimates of a model's heads and blocks, and the exact costs that are known so far."""
+
+    def __init__(
+        self, passes: GatedPasses, placed: dict[str, tuple[str, int]], settings: ImportanceSettings
+    ) -> None:
+        self.passes, self._placed, self._settings = passes, placed, settings
+        self._exact: dict[HeadId, tuple[float, float]] = {}
+        self._exact_blocks: dict[str, float] = {}
+        self.unreached = [
+            gated.mixer.site
+            for key, gated in passes.mixers.items()
+            if self._is_unreached(passes.heads.get(key))
+        ]
+
+    def _is_unreached(self, sums: Any) -> bool:
+        return self._settings.estimates and (sums is None or sums.unreached)
+
+    def _estimates(self, sums: Any, gates: int) -> Estimates:
+        if sums is None or not self._settings.estimates:
+            return Estimates.unknown(gates)
+        passes = self.passes
+        found: Estimates = sums.estimates(passes.loss, passes.count, passes.probes_of(self._settings.probes))
+        return found
+
+    def heads(self) -> dict[HeadId, HeadImportance]:
+        """Return what is known of every head; mixers with gates first."""
+        found: dict[HeadId, HeadImportance] = {}
+        passes, unknown = self.passes, (math.nan, math.nan)
+        gated = [(mixer, passes.heads.get(key), "") for key, mixer in passes.mixers.items()]
+        for mixer, sums, why_not in [*gated, *((mixer, None, UNGATED) for mixer in passes.ungated)]:
+            if not why_not and self._is_unreached(sums) and not self._settings.exact:
+                why_not = UNREACHED
+            estimates = self._estimates(sums, mixer.heads)
+            for number in range(mixer.heads):
+                head = mixer.mixer.at(number)
+                exact, cosine = self._exact.get(head, unknown)
+                fields = estimates.fields(number)
+                found[head] = HeadImportance(exact=exact, cosine=cosine, why_not=why_not, **fields)
+        return found
+
+    def blocks(self) -> list[BlockImportance]:
+        """Return what is known of every block."""
+        found = []
+        for name, (stack, layer) in self._placed.items():
+            calls = [sums for key, sums in self.passes.blocks.items() if key.module == name]
+            lost = self._settings.estimates and (not calls or any(sums.unreached for sums in calls))
+            estimates = self._estimates(calls[0] if calls and not lost else None, 1)
+            found.append(
+                BlockImportance(
+                    stack=stack,
+                    layer=layer,
+                    site=name,
+                    exact=self._exact_blocks.get(name, math.nan),
+                    why_not=UNREACHED if lost else "",
+                    **estimates.fields(0),
+                )
+            )
+        return found
+
+    def remove_each(self, heads: Mapping[HeadId, Sequence[int]] | None) -> None:
+        """Remove heads and blocks one by one."""
+        passes = self.passes
+        chosen = [
+            (key, gated.mixer, head)
+            for key, gated in passes.mixers.items()
+            for head in (range(gated.heads) if heads is None else heads.get(gated.mixer, ()))
+        ]
+        for done, (key, mixer, head) in enumerate(chosen):
+            passes.say(f"without head {done + 1} of {len(chosen)}: {mixer.site}")
+            loss, cosine = passes.without({key: [head]})
+            self._exact[mixer.at(head)] = loss - passes.value, cosine
+        for block in self._placed:
+            passes.say(f"without the block {block}")
+            self._exact_blocks[block] = passes.without({}, [block])[0] - passes.value
+
+
+def _search(known: _Known, tolerance: float, notes: list[str], group: Group | None) -> RemovableSet | None:
+    """Find the largest set of heads that can be removed within the tolerance; every set that counts was run.
+
+    Heads are sorted by their own costs, exact if all are known. Bisection finds the largest number that fits,
+    as if costs rose with it; then the next heads are tried one by one. None if no cost is known, or if there
+    is nothing to compare costs with.
+    """
+    passes, heads = known.passes, known.heads()
+    exact = all(not math.isnan(head.exact) for head in heads.values() if not head.why_not)
+    groups = _sorted_groups(heads, exact, group)
+    if groups and not passes.reference:
+        notes.append(
+            f"no set of heads was searched for: {passes.loss.reference}, of which {tolerance:.2%} may be "
+            "lost, is 0"
+        )
+    if not (groups and passes.reference):
+        return None
+    calls = {gated.mixer: key for key, gated in passes.mixers.items()}
+    limit, runs = tolerance * passes.reference, 0
+
+    def cost(units: Sequence[Sequence[HeadId]]) -> float:
+        nonlocal runs
+        chosen: dict[CallId, list[int]] = {}
+        for head in (head for unit in units for head in unit):
+            assert head.head is not None
+            chosen.setdefault(calls[head.at(None)], []).append(head.head)
+        passes.say(f"without {sum(map(len, units))} heads together")
+        runs += 1
+        return passes.without(chosen)[0] - passes.value
+
+    fits, spent, fails = 0, 0.0, len(groups) + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        found = cost(groups[:middle])
+        if found <= limit:  # NaN never fits
+            fits, spent = middle, found
+        else:
+            fails = middle
+    removed = groups[:fits]
+    for unit in groups[fits + 1 : fits + 1 + MORE_TRIES]:
+        found = cost([*removed, unit])
+        if found <= limit:
+            removed, spent = [*removed, unit], found
+    return RemovableSet(
+        heads=[head for unit in removed for head in unit],
+        tolerance=tolerance,
+        loss=passes.value + spent,
+        cost=spent,
+        relative=spent / passes.reference,
+        sorted_by="exact" if exact else "estimate",
+        runs=runs,
+    )

@@ -1,0 +1,207 @@
+"""Choose a loss that fits a model and its batches."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise._internals.forward import LABELS
+from rankwise.errors import InputError, one_of
+from rankwise.importance.losses import (
+    IGNORE_INDEX,
+    LOSS_HINT,
+    DivergenceLoss,
+    FunctionLoss,
+    LabelLoss,
+    Loss,
+    LossBatch,
+    LossFunction,
+    StateLoss,
+    first_floating,
+    invalid_label,
+    logits_of,
+    real_tokens,
+    token_ids,
+)
+from rankwise.importance.settings import LOSSES, LossName
+
+MASKED_SHARE = 0.15
+"""Share of tokens that are masked, as in the training of masked language models."""
+
+CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
+MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
+
+
+def choose_loss(
+    model: nn.Module,
+    batch: LossBatch,
+    output: Any,
+    loss: LossName | LossFunction = "auto",
+    *,
+    mask_token: int | None = None,
+    seed: int = 0,
+) -> Loss:
+    """Return a loss by name, or the loss that fits.
+
+    ``auto`` is, in this order: the next tokens of causal and encoder-decoder language models; labels of the
+    batch; masked tokens of masked language models, if the mask token is known; how far the output moves, as
+    a divergence of ``logits`` or as a squared change.
+
+    Args:
+        model: the model.
+        batch: its first batch.
+        output: its output for that batch.
+        loss: a name in `LOSSES`, or a function of (output, batch).
+        mask_token: id of the mask token, for masked language models.
+        seed: random seed of the masked tokens.
+
+    Raises:
+        InputError: if the loss does not fit.
+    """
+    if callable(loss):
+        return FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
+    name = _fitting(model, batch, output, mask_token) if loss == "auto" else one_of("loss", loss, LOSSES)
+    makers: dict[str, Callable[[], Loss]] = {
+        "causal": lambda: _next_tokens(batch, output, "input_ids", "causal"),
+        "encoder-decoder": lambda: _next_tokens(batch, output, "decoder_input_ids", "encoder-decoder"),
+        "masked": lambda: _masked(batch, mask_token, seed),
+        "labels": lambda: _labels(batch, output),
+        "own": lambda: _own(output),
+        "output": lambda: _moved(output),
+    }
+    return makers[name]()
+
+
+def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | None) -> str:
+    names = [kind.__name__ for kind in type(model).__mro__]
+    logits, labels, ids = _named(output, "logits"), _given(batch), token_ids(batch.batch)
+    if logits is None:
+        return "labels" if labels is not None and _of_places(labels, output) else "output"
+    decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or _can_generate(model)
+    if decodes and generates and logits.dim() == 3:
+        return "encoder-decoder"
+    masked = any(name.endswith(MASKED_CLASSES) for name in names)
+    if generates and not masked and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
+        return "causal"
+    if isinstance(labels, Tensor):
+        if _named(output, "loss") is None:
+            return "labels" if _of_places(labels, output) else "output"
+        return (
+            "labels" if _of_places(labels, output) and not invalid_label(labels, logits.shape[-1]) else "own"
+        )
+    return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
+
+
+def _can_generate(model: nn.Module) -> bool:
+    ask = getattr(model, "can_generate", None)
+    return bool(ask()) if callable(ask) else False
+
+
+def _named(output: Any, name: str) -> Tensor | None:
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return value if isinstance(value, Tensor) and value.is_floating_point() else None
+
+
+def _given(batch: LossBatch) -> Tensor | None:
+    """Return the labels of a batch: by name, or the second of two items, (x, y)."""
+    given, labels = batch.original, None
+    if isinstance(given, Mapping):
+        labels = next((given[name] for name in LABELS if name in given), None)
+    elif isinstance(given, tuple | list) and len(given) == 2 and len(batch.batch) == 1:
+        labels = given[1]
+    return labels if isinstance(labels, Tensor) else None
+
+
+def _of_places(labels: Tensor, output: Any) -> bool:
+    """Return True if labels are integers, one per position of logits of two classes or more."""
+    logits = logits_of(output)
+    whole = not labels.is_floating_point() and labels.shape == logits.shape[:-1]
+    return whole and logits.shape[-1] > 1
+
+
+def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
+    """Predict each token but the first from the tokens before it; padding is neither read nor predicted."""
+    if token_ids(batch.batch, name) is None and _given(batch) is None:
+        raise InputError(
+            f"loss {kind!r}", expected=f"token ids in the batch, or `{name}` or `labels` of a dict",
+            got="none",
+            fix=LOSS_HINT,
+        )  # fmt: skip
+    if logits_of(output).dim() != 3:
+        raise InputError(
+            f"loss {kind!r}", expected="logits (B, T, V)", got=f"{tuple(logits_of(output).shape)}",
+            fix=LOSS_HINT,
+        )  # fmt: skip
+
+    def labels(batch: LossBatch) -> Tensor:
+        given, ids = _given(batch), token_ids(batch.batch, name)
+        if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
+            given = None  # labels of sequences, not of tokens
+        if given is not None and name == "decoder_input_ids":
+            return given  # the model shifts its inputs, not the labels
+        if given is not None:
+            return given[:, 1:]
+        assert ids is not None
+        real = real_tokens(batch.batch, ids.shape, name == "decoder_input_ids").to(ids.device)
+        return ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)
+
+    return LabelLoss(f"next tokens, {kind}", "nats per token", labels, given=_given)
+
+
+def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
+    """Predict masked tokens: by the labels of the batch, otherwise a share of the tokens by a fixed seed."""
+    if _given(batch) is not None:
+        name = "masked tokens, as labelled"
+        return LabelLoss(name, "nats per token", lambda batch: _known(_given(batch)), given=_given)
+    if mask_token is None or not isinstance(batch.batch, Mapping) or token_ids(batch.batch) is None:
+        raise InputError(
+            "loss 'masked'", expected="`labels` in the batch, or the id of the mask token", got="neither",
+            fix="Pass importance=ImportanceSettings(mask_token=tokenizer.mask_token_id), batches as dicts.",
+        )  # fmt: skip
+
+    def mask(inputs: Any, original: Any, number: int) -> LossBatch:
+        ids = inputs["input_ids"]
+        real = real_tokens(inputs, ids.shape).to(ids.device)
+        inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)  # no [CLS], no [SEP]
+        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
+        chosen = inner & (drawn < MASKED_SHARE)
+        masked = {**inputs, "input_ids": ids.masked_fill(chosen, mask_token)}
+        return LossBatch(masked, original, number, target=ids.masked_fill(~chosen, IGNORE_INDEX))
+
+    name = f"masked tokens, {MASKED_SHARE:.0%} of them, seed {seed}"
+    return LabelLoss(name, "nats per token", lambda batch: _known(batch.target), mask)
+
+
+def _known(labels: Tensor | None) -> Tensor:
+    assert labels is not None
+    return labels
+
+
+def _labels(batch: LossBatch, output: Any) -> Loss:
+    labels, logits = _given(batch), logits_of(output)
+    if labels is None or labels.shape != logits.shape[:-1]:
+        raise InputError(
+            "loss 'labels'", expected=f"`labels` {tuple(logits.shape[:-1])} below {logits.shape[-1]}",
+            got="none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}",
+            fix=f"Pass batches as dicts with `labels`. {LOSS_HINT}",
+        )  # fmt: skip
+    return LabelLoss("given labels", "nats per label", lambda batch: _known(_given(batch)), given=_given)
+
+
+def _own(output: Any) -> Loss:
+    if _named(output, "loss") is None:
+        raise InputError(
+            "loss 'own'", expected="a model that returns its `loss`", got="none",
+            fix=f"Put `labels` into the batches. {LOSS_HINT}",
+        )  # fmt: skip
+    return FunctionLoss(lambda output, batch: output.loss, "the model's own, one number a batch")
+
+
+def _moved(output: Any) -> Loss:
+    logits = _named(output, "logits")
+    if logits is not None and logits.dim() in (2, 3):
+        return DivergenceLoss()
+    first_floating(output)  # raises if there is nothing to compare
+    return StateLoss()

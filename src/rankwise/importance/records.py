@@ -1,0 +1,238 @@
+"""Importance of heads and blocks, as an audit saves it: no torch. It adds up over shards of the data."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from rankwise._internals.records import Count, Number, Record, format_number
+from rankwise._internals.statistics import Moments, spearman
+from rankwise.errors import RecordError
+from rankwise.tracing.head_id import HeadId
+
+SETTINGS = ("loss", "unit", "reference_name", "ablation", "probes", "seed")
+SUMS = ("sequences", "nonfinite", "counted", "forward", "backward")
+NOT_SEARCHED = "which heads can go together is not known of merged audits: that takes runs on all of the data"
+
+
+class HeadImportance(Record):
+    """Loss of the model without a head, minus the loss of the whole model, in the unit of the loss.
+
+    NaN if a number is unknown; below 0 the model is better without the head.
+    """
+
+    gradient: Number = math.nan
+    """∂L/∂ξ of a gate ξ = 1 on the head's output; 0 if the loss is how far the model's output moves."""
+    first_order: Number = math.nan
+    """Mean over sequences of |∂L_i/∂ξ| (Michel et al., 2019)."""
+    fisher: Number = math.nan
+    """½ of the empirical Fisher: squares of the gradients of the sequences' totals, per token."""
+    curvature: Number = math.nan
+    """½ of the Gauss–Newton diagonal, from random projections of the output."""
+    estimate: Number = math.nan
+    """Cost of removal to second order: curvature − gradient; without projections fisher − gradient."""
+    exact: Number = math.nan
+    """Cost of removal, by a run without the head."""
+    cosine: Number = math.nan
+    """Mean cosine of token states without the head and with it; only for losses of states."""
+    why_not: str = ""
+    """Reason if nothing is known."""
+
+    @property
+    def cost(self) -> float:
+        """Cost of removal: exact if it is known, otherwise the estimate."""
+        return self.estimate if math.isnan(self.exact) else self.exact
+
+    @property
+    def method(self) -> Literal["exact", "estimated"]:
+        """Origin of `cost`."""
+        return "estimated" if math.isnan(self.exact) else "exact"
+
+
+class BlockImportance(HeadImportance):
+    """Loss of the model without the update that a block adds to the residual stream, as for heads."""
+
+    stack: str
+    layer: Count
+    site: str
+
+
+class RemovableSet(Record):
+    """The largest set of heads found that can be removed together: the model was run without them."""
+
+    heads: list[HeadId]
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Largest cost allowed, as a share of the reference."""
+    loss: Number
+    """Loss without the heads."""
+    cost: Number
+    """Increase of the loss."""
+    relative: Number
+    """The cost as a share of the reference."""
+    sorted_by: Literal["exact", "estimate"]
+    """Costs by which heads were sorted."""
+    runs: Count
+    """Number of sets that were run."""
+
+
+class ImportanceRecord(Record):
+    """The loss, how importance was measured, and which heads can be removed together."""
+
+    loss: str
+    unit: str
+    value: Number
+    """Loss of the whole model; 0 if the loss is how far the output moves."""
+    reference: Number = math.nan
+    """Costs and the tolerance are shares of it; NaN in older files: the loss, or 1 if the loss is 0."""
+    reference_name: str = "the loss"
+    """The loss, the entropy of the predictions if these move, or the squared norm of the output."""
+    sequences: Count
+    nonfinite: Count = 0
+    """Sequences without a finite loss, left out."""
+    counted: Number
+    """Tokens, labels or sequences over which the loss is a mean."""
+    ablation: Literal["zero", "mean"]
+    """What replaces the output of a removed head."""
+    probes: Count
+    """Random projections of the output per batch."""
+    seed: int
+    spearman: Number = math.nan
+    """Rank correlation of estimates and exact costs over heads with both."""
+    blocks: list[BlockImportance] = Field(default_factory=list)
+    removable: RemovableSet | None = None
+    forward: Count = 0
+    backward: Count = 0
+    """Number of forward and backward passes of a batch."""
+    notes: list[str] = Field(default_factory=list)
+
+    def share(self, cost: float) -> float:
+        """Return a cost as a share of the reference; NaN if the reference is 0."""
+        reference = self.reference if math.isfinite(self.reference) else abs(self.value) or 1.0
+        return cost / reference if reference else math.nan
+
+
+I = TypeVar("I", bound=HeadImportance)
+
+
+@dataclass
+class Importance:
+    """Importance of every head of a model on some batches."""
+
+    record: ImportanceRecord
+    heads: dict[HeadId, HeadImportance]
+
+    def merge(self, other: "Importance") -> None:
+        """Add other sequences: means over all tokens; no removable set, since no pass saw all of the data.
+
+        Raises:
+            RecordError: if importance was measured with other settings.
+        """
+        first, second = self.record, other.record
+        for name in SETTINGS:
+            values = [getattr(record, name) for record in (first, second)]
+            if values[0] != values[1]:
+                raise RecordError(
+                    "importance of audits to merge",
+                    expected=f"the same {name} in all of them",
+                    got=" and ".join(map(repr, values)),
+                    fix="Audit all shards with the same settings of importance.",
+                )
+        tokens, sequences = ((getattr(first, n), getattr(second, n)) for n in ("counted", "sequences"))
+
+        def joined(one: I, two: I) -> I:
+            numbers = {
+                name: _mean(
+                    sequences if name == "cosine" else tokens, (getattr(one, name), getattr(two, name))
+                )
+                for name in HeadImportance.model_fields
+                if name != "why_not"
+            }
+            why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
+            return one.model_copy(update=numbers | {"why_not": why_not})
+
+        self.heads = {
+            at: joined(self.heads[at], head) for at, head in other.heads.items() if at in self.heads
+        }
+        blocks = {(block.stack, block.layer, block.site): block for block in second.blocks}
+        places = [(block, (block.stack, block.layer, block.site)) for block in first.blocks]
+        value = _mean(tokens, (first.value, second.value))
+        reference = _mean(tokens, (first.reference, second.reference))
+        notes = [note for note in (*first.notes, *second.notes) if note != NOT_SEARCHED]
+        self.record = first.model_copy(
+            update={name: getattr(first, name) + getattr(second, name) for name in SUMS}
+            | {
+                "value": value,
+                "reference": abs(value) if first.reference_name == "the loss" else reference,
+                "blocks": [joined(block, blocks[place]) for block, place in places if place in blocks],
+                "removable": None,
+                "notes": [*dict.fromkeys(notes), NOT_SEARCHED],
+                "spearman": rank_correlation(self.heads.values()),
+            }
+        )
+
+    def agreement(self) -> "Agreement | None":
+        """Compare estimates with exact costs; None below three heads with both."""
+        return agreement(self.heads.values())
+
+
+def _mean(weights: Sequence[float | int], numbers: Sequence[float]) -> float:
+    """Return a weighted mean; NaN if a number with a weight is NaN."""
+    known = np.array(weights, dtype=np.float64)
+    parts = Moments.from_record(known, np.array(numbers, dtype=np.float64), np.full(2, np.nan))
+    total = Moments(parts.count[:1], parts.mean[:1], parts.m2[:1])
+    total.merge(Moments(parts.count[1:], parts.mean[1:], parts.m2[1:]))
+    return float(total.complete(known.sum(keepdims=True)).to_record()[1][0])
+
+
+def rank_correlation(heads: Iterable[HeadImportance]) -> float:
+    """Return the Spearman correlation of estimates and exact costs."""
+    known = [head for head in heads if not head.why_not]
+    return spearman((head.estimate for head in known), (head.exact for head in known))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Estimates compared with exact costs."""
+
+    count: int
+    spearman: float
+    median: float
+    """Median of estimate over exact, over exact costs above 0."""
+    costliest: float
+    """Estimate over exact at the largest exact cost."""
+
+    def __str__(self) -> str:
+        return (
+            f"Spearman {format_number(self.spearman, 2)}; estimate over exact "
+            f"{format_number(self.median, 2)} at the median, "
+            f"{format_number(self.costliest, 2)} at the costliest"
+        )
+
+
+def agreement(importances: Iterable[HeadImportance | None]) -> Agreement | None:
+    """Compare estimates with exact costs; None if fewer than three heads or blocks have both.
+
+    Examples:
+        >>> both = [(1.0, 1.0), (2.0, 4.0), (3.0, 12.0)]
+        >>> str(agreement(HeadImportance(estimate=estimate, exact=exact) for estimate, exact in both))
+        'Spearman 1.00; estimate over exact 0.50 at the median, 0.25 at the costliest'
+    """
+    known = [
+        (one.estimate, one.exact)
+        for one in importances
+        if one is not None and math.isfinite(one.estimate) and math.isfinite(one.exact)
+    ]
+    if len(known) < 3:
+        return None
+    ratios = [estimate / exact for estimate, exact in known if exact > 0]
+    estimate, exact = max(known, key=lambda pair: pair[1])
+    return Agreement(
+        count=len(known),
+        spearman=spearman([estimate for estimate, _ in known], [exact for _, exact in known]),
+        median=median(ratios) if ratios else math.nan,
+        costliest=estimate / exact if exact > 0 else math.nan,
+    )
