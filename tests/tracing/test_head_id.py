@@ -103,3 +103,21 @@ def test_a_module_shared_by_layers_counts_anew_in_each_layer():
         (layer, call) for layer in (0, 1) for call in (0, 1, 2)
     ]
     assert [site.call_id.index for site in trace.mixers] == list(range(6))
+
+
+def test_a_stack_that_runs_again_counts_anew_in_its_layers_but_not_in_the_model():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = Blocks()
+
+        def forward(self, x, other):
+            return self.encoder(x, other) + self.encoder(other, x).mean(1, keepdim=True)
+
+    model = Twice().eval()
+    with capture(model) as trace:
+        model(torch.randn(1, 5, 8), torch.randn(1, 3, 8))
+    places = [(site.forward_pass, site.layer, site.call) for site in trace.mixers]
+    assert places == [(forward, layer, call) for forward in (0, 1) for layer in (0, 1) for call in (0, 1, 2)]
+    first = [site.call_id.index for site in trace.mixers if site.name == "encoder.blocks.0.attention"]
+    assert first == list(range(6))

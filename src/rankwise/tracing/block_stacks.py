@@ -68,17 +68,17 @@ class BlockStack:
     """Output of a module after the last block that may pass the stream on, such as a final norm."""
     passing: set[type] = field(default_factory=set)
 
-    def keep(self, gave: Tensor) -> None:
+    def keep(self, output: Tensor) -> None:
         """Keep the output of the last block, or of a module that passes the stream on."""
-        self.output, self.snapshot, self.read = gave, snapshot(gave), False
+        self.output, self.snapshot, self.read = output, snapshot(output), False
         self.passed_on, self.passing = None, set()
 
-    def carry(self, given: Tensor, gave: Tensor, kind: type) -> None:
+    def carry(self, input: Tensor, output: Tensor, kind: type) -> None:
         """Note a module without a mixer that read the stream; its output has the same shape."""
-        if kind in self.carriers and same(self.output, given):
-            self.keep(gave)
+        if kind in self.carriers and same(self.output, input):
+            self.keep(output)
         else:
-            self.passed_on = gave
+            self.passed_on = output
             self.passing.add(kind)
 
     def follows(self, tokens: Tensor) -> bool:
