@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import rankwise as rw
+
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 7, 2
 
 
@@ -355,3 +357,13 @@ def channel_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Cross-covariance: channels attend to channels."""
     q, k, v = (F.normalize(part.mT, dim=-1) for part in (q, k, v))
     return ((q @ k.mT).softmax(-1) @ v).mT
+
+
+def seen(model: nn.Module, *given: Tensor, **named: Tensor) -> rw.Trace:
+    """Return the trace of a model with values, after a check that its output is unchanged."""
+    with torch.no_grad():
+        alone = model(*given, **named)
+        with rw.capture(model, values=True) as trace:
+            captured = model(*given, **named)
+    assert alone is None or torch.equal(alone, captured)
+    return trace

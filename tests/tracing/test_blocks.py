@@ -26,6 +26,8 @@ from capture_zoo import (
     fused,
     hidden,
     plain,
+    scores,
+    seen,
     stack_of,
 )
 from torch import nn
@@ -452,3 +454,38 @@ def test_ranks_prefer_lists_of_like_modules():
         "block1": 1,
         "block2": 1,
     }
+
+
+def test_a_block_may_change_its_states_in_place_and_return_nothing():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention(lambda q, k, v: scores(q, k).softmax(-1) @ v)
+
+        def forward(self, x):
+            x.add_(self.attention(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([InPlace() for _ in range(3)])
+
+        def forward(self, x):
+            x = x.clone()
+            for block in self.blocks:
+                block(x)
+            self.kept = x
+
+    model, x = Model().eval(), hidden()
+    trace = seen(model, x)
+    assert [site.layer for site in trace.mixers] == [0, 1, 2]
+    assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+    assert torch.equal(trace.states[0].tokens, x)
+    assert torch.equal(trace.states[3].tokens, model.kept)
+
+
+def test_a_stock_layer_that_is_the_model_is_seen():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True).eval()
+    trace = seen(layer, hidden())
+    assert [site.name for site in trace.mixers] == [""]
+    assert trace.uncaptured == []

@@ -5,10 +5,22 @@ import gc
 import io
 import pickle
 import weakref
+from threading import Thread
 
 import pytest
 import torch
-from capture_zoo import WIDTH, Attention, Block, Stack, fused, hidden, plain, stack_of
+from capture_zoo import (
+    WIDTH,
+    Attention,
+    Block,
+    Stack,
+    fused,
+    hidden,
+    plain,
+    scores,
+    seen,
+    stack_of,
+)
 from experiments.families import nano_gpt
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -430,3 +442,66 @@ def test_a_callback_may_run_parts_of_the_model_unseen(which) -> None:
         model(x)
     assert [len(kept) for kept in seen.values()] == [len(alone.mixers), len(alone.states)]
     assert (trace.notes, trace.uncaptured) == (alone.notes, alone.uncaptured)
+
+
+def test_mixers_in_calls_that_raised_are_not_a_capture():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise ValueError("here")
+
+    model = Stack(
+        lambda: nn.Sequential(Block(Attention(lambda q, k, v: scores(q, k).softmax(-1) @ v)), Raises())
+    )
+    nothing, own = "got mixers only in calls that raised", pytest.raises(ValueError, match="here")
+    with pytest.raises(CaptureError, match=nothing), rw.capture(model), own:
+        model(hidden())
+
+
+def test_tensors_without_storage_pass_through():
+    class Graph(Stack):
+        def forward(self, x, adjacency):
+            return self.norm(super().forward(x) + adjacency.to_dense().sum())
+
+    model = Graph(lambda: Block(Attention(lambda q, k, v: scores(q, k).softmax(-1) @ v)), 2).eval()
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, adjacency):
+            return self.inner(x, adjacency)
+
+    assert len(seen(Takes().eval(), hidden(tokens=7), torch.eye(7).to_sparse()).mixers) == 2
+
+
+def in_thread(call):
+    thread = Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_calls_in_other_threads_are_told_and_left_alone():
+    model, x = stack_of(depth=2), hidden()
+    with rw.capture(model) as trace:
+        model(x)
+        in_thread(lambda: model(x))
+    assert len(trace.mixers) == 2
+    assert [note for note in trace.notes if "another thread" in note]
+    with pytest.raises(CaptureError, match="got calls in another thread only"), rw.capture(model):
+        in_thread(lambda: model(x))
+
+
+class Passes(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_tap_comes_back_to_its_place_among_other_modes():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True).eval()
+    with torch.no_grad(), Passes(), torch.device("cpu"), rw.capture(layer), Passes():
+        before = _get_current_function_mode_stack()
+        layer(hidden())
+        after = _get_current_function_mode_stack()
+    assert len(before) == 4
+    assert [id(mode) for mode in before] == [id(mode) for mode in after]

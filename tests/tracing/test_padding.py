@@ -2,7 +2,21 @@
 
 import pytest
 import torch
-from capture_zoo import WIDTH, Attention, Block, CrossStack, Stack, heads_of, merged, plain
+from capture_zoo import (
+    TOKENS,
+    WIDTH,
+    Attention,
+    Block,
+    CrossStack,
+    Stack,
+    heads_of,
+    hidden,
+    merged,
+    plain,
+    scores,
+    seen,
+    stack_of,
+)
 from experiments.families import FAMILIES
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +31,7 @@ from rankwise.operators import (
     SumMixing,
 )
 from rankwise.tracing.module_calls import parameter_names
+from rankwise.tracing.score_masks import hidden_by
 
 LENGTHS, LONGEST = (9, 5), 9
 # Scores of size ≤ 100 in float32, their rounding carried through two blocks of gain ≤ 10 each.
@@ -322,3 +337,76 @@ def test_no_support_is_formed_of_an_operator_without_a_mask(which, monkeypatch):
         model(torch.randn(2, 7, WIDTH))
     assert len(trace.mixers) == 2
     assert all(bool(site.valid_tokens.all() and site.valid_sources.all()) for site in trace.mixers)
+
+
+def top_one(w):
+    return torch.where(w >= w.amax(-1, keepdim=True), w, 0.0)
+
+
+CHANGES = {
+    "top": top_one,
+    "gate": lambda w: w * torch.eye(TOKENS)[0],
+    "renormalised": lambda w: top_one(w) / top_one(w).sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_zeros_after_the_softmax_are_no_padding_and_no_mask(change, causal):
+    keep = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() if causal else torch.ones(TOKENS, TOKENS) > 0
+
+    def mix(q, k, v):
+        return CHANGES[change](scores(q, k).masked_fill(~keep, -torch.inf).softmax(-1)) @ v
+
+    for site in seen(stack_of(mix, 2), hidden()).mixers:
+        assert (site.operator.dense() == 0).all(-2).any()  # there is a column nobody looks at
+        assert torch.equal(site.operator.support(), keep.expand(site.operator.shape))
+        assert site.valid_tokens.all()
+        assert site.valid_sources.all()
+
+
+def test_padding_of_a_memory_of_unknown_name_hides_no_queries():
+    class Reads(nn.Module):
+        def forward(self, x, y, keep):
+            q, k = heads_of(x), heads_of(y)
+            return x + merged(F.scaled_dot_product_attention(q, k, k, keep[:, None, None]))
+
+    keep = torch.arange(TOKENS) < torch.tensor([[3], [TOKENS]])
+    (site,) = seen(Reads(), hidden(), hidden(), keep).mixers
+    assert site.valid_tokens.all()
+    assert torch.equal(site.valid_sources, keep)
+
+
+def window_mask(low):
+    """Two regions that do not see each other."""
+    region = torch.arange(TOKENS) < 3
+    return torch.where(region[:, None] == region, 0.0, low)
+
+
+def test_a_moderate_bias_that_parts_regions_is_a_mask_and_a_slope_is_none():
+    mask, slope = window_mask(-100.0), -4.0 * (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    assert torch.equal(hidden_by(mask), mask < 0)
+    assert torch.equal(hidden_by(mask + torch.rand(TOKENS, TOKENS)), mask < 0)
+    assert slope.min() < -150
+    assert not hidden_by(slope).any()
+    assert not hidden_by(torch.tensor([0.0, -2000.0, 0.0])).any()  # nobody looks there, and it stays a token
+    for site in seen(stack_of(lambda q, k, v: (scores(q, k) + mask).softmax(-1) @ v, 2), hidden()).mixers:
+        assert torch.equal(site.operator.support(), (mask == 0).expand(site.operator.shape))
+
+
+def test_large_scores_are_no_mask():
+    for site in seen(stack_of(lambda q, k, v: (1e6 * scores(q, k)).softmax(-1) @ v, 2), hidden()).mixers:
+        assert site.operator.support().all()
+
+
+class Cached(nn.Module):
+    def forward(self, x, keys, attention_mask=None, past_key_values=None):
+        q, k = heads_of(x), heads_of(torch.cat([keys, x], 1))
+        return x + merged(F.scaled_dot_product_attention(q, k, k))
+
+
+def test_rows_beside_a_cache_are_the_last_of_the_mask():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    (site,) = seen(Cached(), hidden(tokens=2), hidden(tokens=4), mask, past_key_values=[1]).mixers
+    assert torch.equal(site.valid_tokens, mask[:, -2:].bool())
+    assert torch.equal(site.valid_sources, mask.bool())

@@ -14,6 +14,7 @@ from capture_zoo import (
     Attention,
     Block,
     CodeBook,
+    ManyHeads,
     Residual,
     Router,
     SoftExperts,
@@ -25,6 +26,7 @@ from capture_zoo import (
     merged,
     plain,
     scores,
+    seen,
     stack_of,
 )
 from torch import nn
@@ -104,16 +106,6 @@ MIX = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1], [0.4, 0.4, 0.2]])
 def zeroed(weights):
     weights[:, :, 0] = 0
     return weights
-
-
-def seen(model, x):
-    """The trace of a model, after checking that it gives what it gives alone."""
-    with torch.no_grad():
-        alone = model(x)
-        with rw.capture(model, values=True) as trace:
-            watched = model(x)
-    assert torch.equal(alone, watched)
-    return trace
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -352,3 +344,98 @@ def test_weights_are_let_go_once_they_have_mixed():
 def test_a_block_is_no_attention_because_of_its_name():
     with pytest.raises(CaptureError, match="at least one mixing operator"):
         seen(Stack(lambda: Block(nn.Linear(WIDTH, WIDTH))).eval(), hidden())
+
+
+def test_the_width_of_the_model_is_a_length_like_any_other():
+    heads = Stack(lambda: Block(ManyHeads(4, WIDTH // 4)), 2).eval()
+    assert len(seen(heads, hidden(tokens=WIDTH)).mixers) == 8
+    odd = stack_of(lambda q, k, v: (scores(q, k).softmax(-1) @ v[..., :5]).repeat(1, 1, 1, 2)[..., :8], 2)
+    for tokens in (WIDTH, WIDTH // 3, WIDTH + 1):
+        assert [tuple(site.operator.shape[-2:]) for site in seen(odd, hidden(tokens=tokens)).mixers] == [
+            (tokens, tokens)
+        ] * 2
+
+
+def test_a_table_with_as_many_rows_as_columns_is_a_batch():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(TOKENS, WIDTH))
+            self.inner = stack_of(depth=2)
+
+        def forward(self, x):
+            return self.inner(x[:, :, None] * self.weight)
+
+    for batch in (TOKENS, TOKENS + 1):
+        trace = seen(Table().eval(), torch.randn(batch, TOKENS))
+        assert [site.sequences for site in trace.mixers] == [batch] * 2
+
+
+RARE_WAYS = {
+    "softmax over the rows, transposed": lambda q, k, v: scores(k, q).softmax(-2).mT @ v,
+    "softmax over the rows, values first": lambda q, k, v: (v.mT @ scores(k, q).softmax(-2)).mT,
+    "exp of log_softmax": lambda q, k, v: scores(q, k).log_softmax(-1).exp() @ v,
+    "added to in the product": lambda q, k, v: torch.baddbmm(
+        v.flatten(0, 1), scores(q, k).softmax(-1).flatten(0, 1), v.flatten(0, 1)
+    ).view_as(v),
+}
+
+
+@pytest.mark.parametrize("way", RARE_WAYS)
+def test_rarer_ways_to_write_a_softmax(way):
+    x = hidden()
+    plain = stack_of(depth=1)
+    model = stack_of(RARE_WAYS[way], 1)
+    model.load_state_dict(plain.state_dict())
+    (site,), (wanted,) = seen(model, x).mixers, seen(plain, x).mixers
+    # Softmax weights below 1, of the same scores in another order of operations: a few roundings each.
+    assert (site.operator.dense() - wanted.operator.dense()).abs().max() < 32 * torch.finfo(torch.float32).eps
+    assert site.operator.support().all()
+
+
+def test_softmax_over_the_rows_as_it_is_mixes_no_tokens():
+    model = stack_of(lambda q, k, v: scores(q, k).softmax(-2) @ v, 1)
+    with pytest.raises(CaptureError, match="no softmax attention was seen inside"):
+        seen(model, hidden())
+
+
+def test_vectors_of_one_token_mixed_among_themselves_are_no_mixer():
+    class Streams(nn.Module):
+        """Four vectors for each token, mixed by a softmax of the token's own, around an attention."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weights = (
+                Block(Attention(lambda q, k, v: scores(q, k).softmax(-1) @ v)),
+                nn.Linear(WIDTH, 16),
+            )
+
+        def forward(self, streams):
+            mixing = self.weights(streams.mean(2)).unflatten(-1, (4, 4)).softmax(-1)
+            return mixing @ streams + self.inner(streams.mean(2))[:, :, None]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Streams(), Streams()])
+
+        def forward(self, x):
+            streams = x[:, :, None].expand(-1, -1, 4, -1)
+            for block in self.blocks:
+                streams = block(streams)
+            return streams.sum(2)
+
+    trace = seen(Model().eval(), hidden())
+    assert [site.operator.shape[-2:] for site in trace.mixers] == [(TOKENS, TOKENS)] * 2
+    assert not trace.uncaptured
+
+
+def test_scores_beside_a_learned_sink_compare_queries_with_more_keys_than_tokens():
+    def mix(q, k, v):
+        k, v = (torch.cat([t, t.unflatten(2, (-1, 2)).mean(3)], 2) for t in (k, v))
+        sink = torch.zeros(*q.shape[:-1], 1)
+        return torch.cat([scores(q, k), sink], -1).softmax(-1)[..., :-1] @ v
+
+    (site,) = seen(stack_of(mix, 1), hidden(tokens=8)).mixers
+    assert site.operator.shape[-2:] == (8, 12)
+    assert (site.operator.dense().sum(-1) < 1).all()
