@@ -150,7 +150,7 @@ class Residual(nn.Module):
 
 
 class InPlace(nn.Module):
-    """A block that changes what it is given."""
+    """A block that changes its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ def rwkv():
 
 
 @torch.no_grad()
-def test_the_operator_is_what_rwkv_applied():
+def test_the_operator_reproduces_rwkv():
     made, gave = rwkv(), {}
     given = {"input_ids": torch.randint(5, 60, (2, 12))}
     alone = made(**given)[0]
@@ -180,7 +180,7 @@ def test_the_operator_is_what_rwkv_applied():
 
 
 @torch.no_grad()
-def test_a_step_that_goes_on_from_a_state_is_not_read():
+def test_a_step_from_a_state_is_not_read():
     made, given = rwkv(), {"input_ids": torch.randint(5, 60, (2, 12))}
     state = made(**given, use_cache=True).state
     refused = pytest.raises(rw.RankwiseError, match="it went on from a cache that holds earlier tokens")
@@ -189,8 +189,8 @@ def test_a_step_that_goes_on_from_a_state_is_not_read():
 
 
 @torch.no_grad()
-def test_no_mask_is_looked_for_where_there_is_none(monkeypatch):
-    """The support is T² truth values a channel."""
+def test_an_operator_without_a_mask_forms_none(monkeypatch):
+    """The support is T² booleans per channel."""
 
     def refuse(operator):
         raise AssertionError("the support was formed")
@@ -214,7 +214,7 @@ def built(name, **settings):
 
 @torch.no_grad()
 def look(model, given, name):
-    """A capture with values, and what the modules of one name gave."""
+    """A capture with values, and the outputs of the modules of one name."""
     alone, gave = model(**given)[0], {}
     hooks = [
         module.register_forward_hook(lambda module, args, out, at=at: gave.update({at: out}))
@@ -238,7 +238,7 @@ def tokens(count, padded=0):
 
 
 @torch.no_grad()
-def test_lightning_attention_is_a_scan_with_one_decay_a_head():
+def test_lightning_attention_is_a_scan_with_a_decay_per_head():
     sizes = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     kinds = ["linear_attention", "full_attention"]
     model = built("MiniMax", **sizes, layer_types=kinds, block_size=5, num_local_experts=2)
@@ -252,7 +252,7 @@ def test_lightning_attention_is_a_scan_with_one_decay_a_head():
 
 
 @torch.no_grad()
-def test_lightning_attention_goes_unseen_only_where_it_goes_on_from_a_state():
+def test_lightning_attention_is_left_out_only_if_it_has_a_state():
     sizes = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     kinds = ["linear_attention", "full_attention"]
     model = built("MiniMax", **sizes, layer_types=kinds, block_size=5, num_local_experts=2)
@@ -303,7 +303,7 @@ def test_global_tokens_see_and_are_seen_by_all():
         assert site.values is None
 
 
-def test_the_encoder_of_led_is_read_alike():
+def test_the_encoder_of_led_is_read_in_the_same_way():
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "vocab_size": 64, "pad_token_id": 0}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "attention_window": 4}
     sizes |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2}
@@ -320,7 +320,7 @@ BIG_BIRD |= {"num_hidden_layers": 2, "max_position_embeddings": 128}
 
 
 @pytest.mark.parametrize("padded", [0, 9])
-def test_blocks_of_big_bird_are_one_softmax(padded):
+def test_blocks_of_big_bird_make_a_softmax(padded):
     trace, _ = look(built("BigBird", **BIG_BIRD), tokens(62, padded), "self")  # filled up to 64
     assert [site.operator.shape for site in trace.mixers] == [(2, 4, 64, 64)] * 2
     for site in trace.mixers:

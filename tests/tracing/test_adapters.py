@@ -46,7 +46,7 @@ def captured(model, given, **settings):
 
 
 class Seen(NamedTuple):
-    """One capture with values, and what each state-space module and the model itself gave."""
+    """A capture with values, and outputs of each state-space module and of the model."""
 
     trace: rw.Trace
     gave: dict
@@ -107,8 +107,8 @@ def test_training_is_left_alone(name):
 
 @every_family
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_operator_is_what_the_layer_applied(name, padded):
-    """M V, D-term, gate, norm and projection together are what the module gave."""
+def test_the_operator_reproduces_the_layer(name, padded):
+    """M V, D-term, gate, norm and projection together are the output of the module."""
     one = seen(name, padded)
     assert len(one.sites) == sum(kind != "softmax" for kind in STATE_SPACE[name].kinds)
     for site in one.sites:
@@ -125,7 +125,7 @@ def test_the_operator_is_what_the_layer_applied(name, padded):
 
 
 @every_family
-def test_padding_is_told(name):
+def test_padding_is_reported(name):
     given, trace = batch(padded=True), seen(name, padded=True).trace
     for site in trace.mixers:
         assert torch.equal(site.valid_tokens, given["attention_mask"].bool())
@@ -159,7 +159,7 @@ def test_one_token_and_one_sequence(name):
 
 
 @every_family
-def test_a_prefill_is_read_and_what_goes_on_from_a_cache_is_not(name):
+def test_a_prefill_is_read_and_a_step_from_a_cache_is_not(name):
     model, given = tiny(name), batch()
     plain = seen(name, padded=False).trace  # which makes a cache of its own, or none
     given |= {"use_cache": True}
@@ -223,7 +223,7 @@ def test_autocast(name):
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Zamba2"])
-def test_of_generated_text_the_prefill_is_read_and_a_note_tells_of_the_steps(name):
+def test_the_prefill_of_generated_text_is_read_and_a_note_lists_the_steps(name):
     model = tiny(name, head="ForCausalLM")
     with torch.no_grad():
         alone = model.generate(**batch(), max_new_tokens=4, do_sample=False)
@@ -271,7 +271,7 @@ def test_the_page_in_the_docs_lists_every_family():
         assert rows[0].endswith("| yes |")
 
 
-def test_the_check_of_the_page_fails_for_what_is_wrong(monkeypatch):
+def test_the_check_of_the_page_fails_for_an_error(monkeypatch):
     row = check_state_space("Mamba")
     assert row.complete
     assert row.identical
@@ -308,7 +308,7 @@ def test_layers_without_an_adapter_are_described(model_type, what):
     _, model = next(builds(model_type))
     batch, error = fed(model)
     assert error is None
-    with suppress(rw.RankwiseError), rw.capture(model) as trace:  # an error where there is no other mixer
+    with suppress(rw.RankwiseError), rw.capture(model) as trace:  # an error if the model has no other mixer
         model(**batch)
     assert any(one.reason.startswith(what) for one in trace.uncaptured)
 
@@ -322,7 +322,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", HOW_TO, re.DO
 
 
 @pytest.mark.parametrize("at", range(2))
-def test_an_example_prints_what_the_page_says(at):
+def test_an_example_prints_the_output_on_the_page(at):
     code, wanted = EXAMPLES[at]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -330,5 +330,5 @@ def test_an_example_prints_what_the_page_says(at):
     assert printed.getvalue() == wanted
 
 
-def test_the_page_has_no_other_example_than_these():
+def test_the_page_has_these_examples_only():
     assert len(EXAMPLES) == HOW_TO.count("```python") == 2

@@ -68,7 +68,7 @@ def test_a_module_is_asked_for_its_operator():
         assert block.mixer.asked == 1
 
 
-def test_values_are_asked_for_only_where_wanted():
+def test_values_are_computed_only_if_requested():
     class Strict(Convolution):
         def mixing_values(self, hidden_states, scale=1.0):
             raise AssertionError("values were not asked for")
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return rw.operators.SoftmaxMixing(x[:, None], x[:, None])
 
 
-def test_what_is_read_by_an_adapter_is_captured_once():
+def test_a_module_with_an_adapter_is_captured_once():
     with rw.capture(model := stack(Attention)) as trace:
         model(torch.randn(2, 7, 6))
     assert len(trace.mixers) == 3
@@ -187,7 +187,7 @@ def test_a_cache_is_not_asked_twice():
         model(torch.randn(2, 7, 6), cache=object())
 
 
-def test_no_tokens_are_told():
+def test_a_call_without_tokens_is_reported():
     with pytest.raises(CaptureError, match="called with no tokens or no sequences"), rw.capture(m := stack()):
         m(torch.randn(2, 0, 6))
 

@@ -51,7 +51,7 @@ def captured(model, *inputs, **options):
 
 
 def inputs_of(model, names, *inputs):
-    """What modules were given and gave, copied as they ran."""
+    """Copies of inputs and outputs of modules."""
     read, gave, handles = {}, {}, []
     for name in names:
         module = model.get_submodule(name)
@@ -101,7 +101,7 @@ LINKED = {
 
 
 @pytest.mark.parametrize("case", LINKED)
-def test_states_are_what_blocks_read_and_the_last_gave(case):
+def test_states_are_inputs_of_blocks_and_the_last_output(case):
     make, names, depth = LINKED[case]
     model, x = make(), hidden()
     names = [names.format(at) for at in range(depth)]
@@ -140,7 +140,7 @@ def test_a_lone_head_is_not_taken_for_a_block_when_called_as_the_model():
 # --- where the stream is not what blocks give ---------------------------------------------------------------
 
 
-def test_where_the_residual_is_added_outside_states_are_what_the_sublayers_read():
+def test_states_are_inputs_of_sublayers_if_the_residual_is_added_outside():
     model, x = ResidualOutside(), hidden()
     names = [f"layers.{at}.0" for at in range(3)]
     read, gave = inputs_of(model, names, x)
@@ -173,7 +173,7 @@ def test_items_without_a_mixer_carry_the_stream_on():
     assert trace.notes == []
 
 
-def test_states_stay_as_they_were_when_the_model_goes_on_in_place():
+def test_states_survive_changes_in_place():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,7 +219,7 @@ def test_a_model_without_a_batch_axis(mix):
 
 
 @pytest.mark.parametrize("depths", [(2, 2), (1, 1), (1, 2), (3,), (1,)])
-def test_stages_of_blocks_are_one_stack(depths):
+def test_stages_of_blocks_make_a_stack(depths):
     model, x = Stages(depths), hidden()
     names = [f"stages.{stage}.{at}" for stage, depth in enumerate(depths) for at in range(depth)]
     read, gave = inputs_of(model, names, x)
@@ -346,7 +346,7 @@ def test_blocks_that_change_the_number_of_tokens_have_layers_but_no_states():
     assert trace.states == []
 
 
-def test_an_unseen_block_still_counts_as_a_layer():
+def test_an_uncaptured_block_still_counts_as_a_layer():
     class Untold(nn.Module):
         """An attention no mode can see."""
 

@@ -57,7 +57,7 @@ def test_layers_and_states_are_numbered_by_their_blocks(family, implementation):
         assert site.name
 
 
-def test_the_check_fails_for_what_is_wrong():
+def test_the_check_fails_for_an_error():
     assert check(replace(by_name["GPT-2"], final_norm=""), "sdpa").state_error > 1
     assert not check(replace(by_name["BERT"], mixers=4), "sdpa").complete
     assert difference(torch.zeros(2), torch.ones(2)) == 1
@@ -73,7 +73,7 @@ def test_eager_twins_have_the_same_weights():
 
 
 @pytest.mark.parametrize("name", ["T5", "torch Transformer"])
-def test_encoder_decoder_and_cross_attention_are_told_apart(name):
+def test_encoder_decoder_and_cross_attention_are_distinguished(name):
     family = by_name[name]
     mixers = check(family, family.implementations[0]).trace.mixers
     encoder = [site for site in mixers if "encoder" in site.stack]

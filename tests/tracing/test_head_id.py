@@ -1,4 +1,4 @@
-"""Addresses of heads and calls: what they say, how they are saved, how calls are counted."""
+"""Addresses of heads and calls: their text, their files, and how calls are counted."""
 
 import itertools
 import subprocess
@@ -21,7 +21,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("text", PLACES)
-def test_an_address_says_where_it_is(text):
+def test_an_address_has_a_text(text):
     assert str(PLACES[text]) == (text or "model")
 
 

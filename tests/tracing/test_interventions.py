@@ -10,7 +10,7 @@ from rankwise.tracing import CallId, Intervention, capture
 
 
 class Same(Intervention):
-    """Multiplies by 1 what every head gives, and remembers what it saw."""
+    """Multiplies the output of every head by 1, and keeps all outputs."""
 
     def __init__(self, blocks=()):
         self.blocks = frozenset(blocks)
@@ -26,7 +26,7 @@ class Same(Intervention):
 
 
 class Silent(Intervention):
-    """Puts zero in the place of what every head gives."""
+    """Replaces the output of every head by zero."""
 
     def on_heads(self, heads):
         return torch.zeros_like(heads.values)
@@ -136,7 +136,7 @@ def test_a_change_by_nothing_changes_no_bit(name):
 
 
 @every_case
-def test_what_is_changed_is_m_v_of_the_site_of_the_same_call(name):
+def test_interventions_receive_m_v_of_the_site_of_the_same_call(name):
     make, given, _ = CASES[name]
     same = Same()
     _, sites = run(make(), given, same)

@@ -120,7 +120,7 @@ def test_an_interrupt_inside_a_stock_layer_leaves_nothing():
 
 @pytest.mark.parametrize("error", [RuntimeError("model"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @every_model
-def test_a_capture_goes_on_after_a_call_that_failed(make, error):
+def test_a_capture_continues_after_a_failed_call(make, error):
     model = nn.Sequential(make(), Bomb(error), nn.LayerNorm(WIDTH))
     x = hidden()
     with torch.no_grad(), rw.capture(model) as trace:
@@ -306,7 +306,7 @@ def test_calls_of_the_model_are_runs():
     ]
 
 
-def test_parts_called_by_hand_are_one_run():
+def test_parts_called_by_hand_make_a_forward_pass():
     model = nano_gpt()
     ids = torch.randint(0, 60, (2, 6))
     with torch.no_grad(), rw.capture(model) as trace:
@@ -419,7 +419,7 @@ def test_gradients_are_those_without_capture():
     assert not any(state.tokens.requires_grad for state in trace.states)
 
 
-def test_the_trace_says_what_it_holds():
+def test_the_trace_has_a_summary():
     model = stack_of()
     with torch.no_grad(), rw.capture(model) as trace:
         model(hidden())
@@ -481,7 +481,7 @@ def in_thread(call):
     thread.join()
 
 
-def test_calls_in_other_threads_are_told_and_left_alone():
+def test_calls_in_other_threads_are_reported_and_unchanged():
     model, x = stack_of(depth=2), hidden()
     with rw.capture(model) as trace:
         model(x)

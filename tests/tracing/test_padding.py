@@ -129,7 +129,7 @@ def test_cross_attention_has_the_rows_of_the_decoder_and_the_columns_of_the_enco
 
 
 class Masked(nn.Module):
-    """A model that is told of padding in words of its own."""
+    """A model that receives padding under another name."""
 
     def __init__(self, style: str) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ STYLES = ["fused bool", "fused bias", "written -inf", "written -1e4", "written -
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_padding_is_read_off_the_masks_where_nobody_tells(style):
+def test_padding_is_read_from_masks_inside(style):
     model, keep = Masked(style).eval(), torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
     with torch.no_grad(), rw.capture(model) as trace:
         model(torch.randn(2, 6, WIDTH), keep)
@@ -180,7 +180,7 @@ def nobody_looks_at_token_two(q, k, v):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_softmax_that_underflows_is_no_padding(dtype):
+def test_a_softmax_that_underflows_is_not_padding(dtype):
     model = Stack(lambda: Block(Attention(nobody_looks_at_token_two)), 2).eval().to(dtype)
     with torch.no_grad(), rw.capture(model) as trace:
         model(torch.randn(1, 5, WIDTH, dtype=dtype))
@@ -235,7 +235,7 @@ def test_the_mask_of_a_call_that_was_interrupted_is_forgotten():
 
 
 class Bare(nn.Module):
-    """An encoder-decoder whose decoder takes no mask of its own."""
+    """An encoder-decoder with a decoder without a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Bare(nn.Module):
         return self.decoder(y, context=self.encoder(x, attention_mask=attention_mask))
 
 
-def test_a_decoder_without_a_mask_has_the_one_its_model_was_told():
+def test_a_decoder_without_a_mask_uses_the_mask_of_its_model():
     model, x, y = Bare().eval(), torch.randn(2, 6, WIDTH), torch.randn(2, 6, WIDTH)
     keep = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
     for told in (None, keep.flip(0)):
@@ -257,7 +257,7 @@ def test_a_decoder_without_a_mask_has_the_one_its_model_was_told():
 
 
 class Wrapped(nn.Module):
-    """An encoder-decoder inside a model that is told of the encoder's padding only."""
+    """An encoder-decoder inside a model that receives only the encoder's padding."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_zeros_after_the_softmax_are_no_padding_and_no_mask(change, causal):
+def test_zeros_after_the_softmax_are_not_padding_or_a_mask(change, causal):
     keep = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() if causal else torch.ones(TOKENS, TOKENS) > 0
 
     def mix(q, k, v):
@@ -383,7 +383,7 @@ def window_mask(low):
     return torch.where(region[:, None] == region, 0.0, low)
 
 
-def test_a_moderate_bias_that_parts_regions_is_a_mask_and_a_slope_is_none():
+def test_a_moderate_bias_between_regions_is_a_mask_but_a_slope_is_not():
     mask, slope = window_mask(-100.0), -4.0 * (torch.arange(40)[:, None] - torch.arange(40)).abs()
     assert torch.equal(hidden_by(mask), mask < 0)
     assert torch.equal(hidden_by(mask + torch.rand(TOKENS, TOKENS)), mask < 0)
@@ -394,7 +394,7 @@ def test_a_moderate_bias_that_parts_regions_is_a_mask_and_a_slope_is_none():
         assert torch.equal(site.operator.support(), (mask == 0).expand(site.operator.shape))
 
 
-def test_large_scores_are_no_mask():
+def test_large_scores_are_not_a_mask():
     for site in seen(stack_of(lambda q, k, v: (1e6 * scores(q, k)).softmax(-1) @ v, 2), hidden()).mixers:
         assert site.operator.support().all()
 
@@ -405,7 +405,7 @@ class Cached(nn.Module):
         return x + merged(F.scaled_dot_product_attention(q, k, k))
 
 
-def test_rows_beside_a_cache_are_the_last_of_the_mask():
+def test_rows_with_a_cache_are_the_last_of_the_mask():
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
     (site,) = seen(Cached(), hidden(tokens=2), hidden(tokens=4), mask, past_key_values=[1]).mixers
     assert torch.equal(site.valid_tokens, mask[:, -2:].bool())

@@ -316,7 +316,7 @@ def custom_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return plain(q, k, v)
 
 
-def test_another_attention_kernel_is_told():
+def test_another_attention_kernel_is_reported():
     model = stack_of(custom_attention)
     reason = r"blocks\.0\.attention \(Attention\), .*a fused kernel, a custom or compiled operation"
     with torch.no_grad(), pytest.raises(CaptureError, match=reason), rw.capture(model):

@@ -190,7 +190,7 @@ class TwoStreams(TwoNorms):
         return x + self.attention(self.norms[0](x), self.norms[1](other), other)[0]
 
 
-def test_self_and_cross_attention_of_one_length_are_told_apart_by_the_streams_around():
+def test_self_and_cross_attention_of_equal_length_differ_by_streams():
     x, other = torch.randn(B, T, WIDTH), torch.randn(B, T, WIDTH)
     assert [site.cross for site in compared(TwoNorms().eval(), x)[0].mixers] == [False]
     assert [site.cross for site in compared(TwoStreams().eval(), x, other)[0].mixers] == [True]
@@ -419,7 +419,7 @@ def test_an_overridden_attention_block_is_never_taken_for_the_stock_one():
 
 
 class Linear(nn.Module):
-    """What stands in for the attention of a stock layer."""
+    """Replaces the attention of a stock layer."""
 
     def __init__(self):
         super().__init__()
@@ -467,7 +467,7 @@ def test_a_layer_of_ones_own_inside_the_stock_encoder():
         assert (site.operator.dense() - rw.operators.SoftmaxMixing(q, q).dense()).abs().max() < TOLERANCE
 
 
-def test_a_forward_replaced_on_the_module_is_told():
+def test_a_forward_replaced_on_the_module_is_reported():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

@@ -96,7 +96,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("named", OTHERS)
-def test_what_mixes_beside_attention_is_named_with_what_it_does(named) -> None:
+def test_mixing_without_attention_is_named_and_described(named) -> None:
     model = Stack(lambda: Beside(OTHERS[named]()), 2).eval()
     with rw.capture(model) as trace:
         model(hidden())
@@ -126,7 +126,7 @@ class Pointwise(nn.Module):
         return self.linear(F.pad(x, (1, 0))) + x.cumsum(-1).roll(1, -1)
 
 
-def test_what_sees_one_token_at_a_time_is_not_named() -> None:
+def test_modules_that_see_one_token_at_a_time_are_not_named() -> None:
     model = Stack(lambda: Beside(Pointwise()), 2).eval()
     with rw.capture(model) as trace:
         model(hidden())
@@ -219,7 +219,7 @@ def test_of_rwkv_the_shift_of_the_channels_is_named() -> None:
     assert "a shift of its tokens" in reasons["blocks.0.feed_forward"]
 
 
-def test_the_channels_of_rwkv_are_no_time_mixing() -> None:
+def test_the_channels_of_rwkv_are_not_time_mixing() -> None:
     kind = type("RWKV_CMix_x070", (Shift,), {})
     model = Stack(lambda: Beside(kind()), 2).eval()
     with rw.capture(model) as trace:
@@ -238,7 +238,7 @@ def test_names_that_say_it(name) -> None:
     assert [module.type for module in trace.uncaptured] == [name, name]
 
 
-def test_mixers_without_a_matrix_are_named_with_what_they_do_and_helpers_are_not() -> None:
+def test_mixers_without_a_matrix_are_described_and_helpers_are_not() -> None:
     import transformers
 
     sizes = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8, "num_layers": 1}
@@ -275,7 +275,7 @@ def hybrid():
     return nn.Sequential(Block(Attention(plain)), Block(DecayMixer()), nn.LayerNorm(WIDTH)).eval()
 
 
-def test_sites_by_hand_stand_beside_those_found():
+def test_sites_by_hand_are_added_to_found_sites():
     model = hybrid()
     with torch.no_grad(), rw.capture(model, sites={"1.attention": decay}) as trace:
         model(hidden())
@@ -324,7 +324,7 @@ def test_a_stock_layer_can_be_a_site_by_hand():
     assert [site.kind for site in trace.mixers] == ["dense", "softmax"]
 
 
-def test_a_site_that_is_never_called_is_told():
+def test_a_site_that_is_never_called_is_reported():
     model = hybrid()
     with torch.no_grad(), rw.capture(model, sites={"1.attention": decay}) as trace:
         model[0](hidden())
@@ -447,13 +447,13 @@ def test_another_model_than_the_captured_one_is_an_error():
 
 
 @pytest.mark.parametrize("thing", ["bert-base-uncased", lambda x: x, None])
-def test_what_is_no_module_is_an_error(thing):
+def test_an_object_other_than_a_module_is_an_error(thing):
     told = rf"expected a torch\.nn\.Module, got {type(thing).__name__}.*`\.model`"
     with unchecked(), pytest.raises(CaptureError, match=told):
         rw.capture(thing)
 
 
-def test_a_bare_attention_has_no_states_and_says_so():
+def test_a_bare_attention_has_no_states_and_a_note():
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).eval()
     x = hidden()
     with torch.no_grad(), rw.capture(attention) as trace:

@@ -159,7 +159,7 @@ def test_a_softmax_over_features_is_not_followed_into_the_queries():
     assert all((site.operator.dense().sum(-1) - 1).abs().max() < 1e-5 for site in trace.mixers)
 
 
-def test_what_is_mixed_is_the_softmax_before_dropout():
+def test_the_operator_is_the_softmax_before_dropout():
     model = stack_of(lambda q, k, v: F.dropout(A(q, k), 0.5, training=True) @ v)
     with rw.capture(model) as trace:
         model(hidden())
@@ -206,7 +206,7 @@ def test_windows_on_an_axis_of_their_own_are_sequences(mix):
     assert [state.layer for state in trace.states] == [0, 1, 2, 3]
 
 
-def test_windows_as_many_as_heads_times_width_are_no_channels():
+def test_windows_as_many_as_heads_times_width_are_not_channels():
     trace = seen(stack_of(windowed(8)), hidden(tokens=16))  # 8 × 3 heads = the width
     assert {tuple(site.operator.shape) for site in trace.mixers} == {(4, HEADS, 8, 8)}
 
@@ -273,7 +273,7 @@ def test_a_call_of_unknown_layout_does_not_stop_the_model():
         (CodeBook, "5 vectors that are weights of the model"),
     ],
 )
-def test_routers_soft_experts_and_code_books_are_no_attention(part, reason):
+def test_routers_soft_experts_and_code_books_are_not_attention(part, reason):
     model = Stack(lambda: nn.Sequential(Residual(Attention(plain)), Residual(part())), 2).eval()
     trace = seen(model, hidden())
     assert [site.name for site in trace.mixers] == ["blocks.0.0.inner", "blocks.1.0.inner"]
@@ -285,19 +285,19 @@ def test_routers_soft_experts_and_code_books_are_no_attention(part, reason):
 
 
 @pytest.mark.parametrize("experts", [1, 4, TOKENS, BATCH])
-def test_a_router_is_none_whatever_the_number_of_experts(experts):
+def test_a_router_is_not_attention_with_any_number_of_experts(experts):
     model = Stack(lambda: nn.Sequential(Residual(Attention(plain)), Residual(Router(experts))), 2).eval()
     assert len(seen(model, hidden()).mixers) == 2
     assert len(seen(model, hidden(tokens=1)).mixers) == 2
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, WIDTH // HEADS])  # also as many tokens as channels
-def test_linear_attention_is_told_not_captured(tokens):
+def test_linear_attention_is_reported_not_captured(tokens):
     with pytest.raises(CaptureError, match=r"blocks\.0\.attention .*: a softmax of queries alone"):
         seen(stack_of(linear_attention), hidden(tokens=tokens))
 
 
-def test_channel_attention_is_told_not_captured():
+def test_channel_attention_is_reported_not_captured():
     with pytest.raises(CaptureError, match="a softmax mixes 8 channels, not tokens"):
         seen(stack_of(channel_attention), hidden())
 
@@ -341,7 +341,7 @@ def test_weights_are_let_go_once_they_have_mixed():
     assert max(alive) == 1
 
 
-def test_a_block_is_no_attention_because_of_its_name():
+def test_the_name_of_a_block_does_not_make_it_attention():
     with pytest.raises(CaptureError, match="at least one mixing operator"):
         seen(Stack(lambda: Block(nn.Linear(WIDTH, WIDTH))).eval(), hidden())
 
@@ -399,7 +399,7 @@ def test_softmax_over_the_rows_as_it_is_mixes_no_tokens():
         seen(model, hidden())
 
 
-def test_vectors_of_one_token_mixed_among_themselves_are_no_mixer():
+def test_mixing_vectors_of_a_token_is_not_a_mixer():
     class Streams(nn.Module):
         """Four vectors for each token, mixed by a softmax of the token's own, around an attention."""
 
@@ -430,7 +430,7 @@ def test_vectors_of_one_token_mixed_among_themselves_are_no_mixer():
     assert not trace.uncaptured
 
 
-def test_scores_beside_a_learned_sink_compare_queries_with_more_keys_than_tokens():
+def test_scores_with_a_learned_sink_compare_queries_with_more_keys_than_tokens():
     def mix(q, k, v):
         k, v = (torch.cat([t, t.unflatten(2, (-1, 2)).mean(3)], 2) for t in (k, v))
         sink = torch.zeros(*q.shape[:-1], 1)

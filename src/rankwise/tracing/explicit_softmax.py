@@ -125,9 +125,6 @@ class SoftmaxFollower:
         if out in self._compared:
             self._compared[changed] = True
 
-    def _known(self, tensor: Tensor) -> Weights | None:
-        return self._weights.get(tensor)
-
     # --- scores -------------------------------------------------------------------------------------------
 
     def _note_comparison(
@@ -160,10 +157,10 @@ class SoftmaxFollower:
 
     def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        source = next((tensor for tensor in tensors if self._known(tensor) is not None), None)
+        source = next((tensor for tensor in tensors if self._weights.get(tensor) is not None), None)
         if source is None:
             return
-        weights = self._known(source)
+        weights = self._weights.get(source)
         assert weights is not None
         if func in KEEPS_VALUES and out.numel() == source.numel():
             if out is not source:
@@ -177,7 +174,7 @@ class SoftmaxFollower:
             self._weights[out] = Weights(None, allowed, weights.compared, intact=False, sums_down=down)
 
     def _assigned(self, tensor: Tensor, where: object, value: object) -> None:
-        weights = self._known(tensor)
+        weights = self._weights.get(tensor)
         if weights is not None:
             self._weights[tensor] = replace(weights, probabilities=None, intact=False)
         elif tensor in self._compared:
@@ -187,11 +184,11 @@ class SoftmaxFollower:
         if len(tensors) != 2:
             return None
         first, second = tensors
-        weights = self._known(first)
+        weights = self._weights.get(first)
         straight = tuple(range(out.dim()))
         if weights is not None and not weights.sums_down:
             return replace(self._mixed(weights, first, second, second, out), axes=straight)
-        weights = self._known(second)
+        weights = self._weights.get(second)
         if weights is None or min(first.dim(), second.dim(), out.dim()) < 2:
             return None
         # Channels first: Y = V Mᵀ is Yᵀ = M Vᵀ.
@@ -208,7 +205,7 @@ class SoftmaxFollower:
             return None
         for at in (0, 1):
             operand, other = read.tensors[at], read.tensors[1 - at]
-            weights, how = self._known(operand), contraction(read, at)
+            weights, how = self._weights.get(operand), contraction(read, at)
             if weights is None or how is None or weights.sums_down:
                 continue
             values, theirs = other, read.letters[1 - at]
