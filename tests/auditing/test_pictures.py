@@ -150,7 +150,7 @@ def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
     twins = samples.finding(
         "DUPLICATE_HEADS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01}
     )
-    kept = chosen_heads("flagged").kept(heads, [twins])
+    kept = chosen_heads("flagged").kept(heads, [twins.model_copy(update={"heads": [2, 3]})])
     assert [(h.layer, h.head) for h in kept if h.attention_map] == [(1, 2), (1, 3)]
     assert [(h.layer, h.head) for h in kept if h.second_attention_map] == [(1, 2), (1, 3)]
 

@@ -108,7 +108,7 @@ def test_a_chosen_head_keeps_its_matrix_with_the_tokens(run: Run, folder: Path, 
     assert run("audit", folder, *data, "--matrices", "1:0").exit_code == 0
     audit = audit_of(tmp_path)
     assert [(head.layer, head.head) for head in audit.heads if head.attention_map] == [(1, 0)]
-    assert len(audit.texts["input_ids"]) == audit.head(1, 0).picture.tokens == 16
+    assert len(audit.texts["input_ids"]) == audit.head(1, 0).attention_map.tokens == 16
     assert "".join(audit.texts["input_ids"]) == "It␣is␣a␣truth␣u</s>"
     assert run("audit", folder, *data).exit_code == 0
     assert not any(head.attention_map for head in audit_of(tmp_path).heads)

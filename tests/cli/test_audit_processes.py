@@ -53,7 +53,7 @@ WAYS = {
     "sharded": [f"{WORKER}:sharded", "--text", "text.txt"],
     "failing": [f"{WORKER}:failing"],
     "drawn": [f"{WORKER}:drawn"],
-    "baseline": ["tiny", *DATA, "--baseline"],
+    "baseline": ["tiny", *DATA, "--sequences", "5", "--baseline-seeds", "2"],
     "several": ["tiny", "tiny", *DATA],
     "spread": ["tiny", *DATA, "--device-map", "auto"],
     "no_gpu": ["tiny", *DATA, "--device", "cuda"],
@@ -113,6 +113,14 @@ def test_two_processes_find_what_one_finds(told, folder, monkeypatch) -> None:
     assert told[1]["shared"] == {"status": 0, "out": "", "errors": ""}
 
 
+def test_the_baseline_of_two_processes_is_that_of_one(told, folder, monkeypatch) -> None:
+    assert told[0]["baseline"]["status"] == 0, told[0]["baseline"]
+    shared = Audit.load(folder / "baseline")
+    assert compared(alone(folder, "baseline", monkeypatch), shared, of_all=set()) == []
+    assert shared.baseline.seeds == [0, 1]
+    assert shared.heads[0].baseline.band[2].pairs == 2 * 5
+
+
 def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> None:
     assert told[0]["single"]["status"] == 0, told[0]["single"]
     assert compared(alone(folder, "single", monkeypatch), Audit.load(folder / "single")) == []
@@ -126,7 +134,6 @@ def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> 
         ("sharded", "got a FSDPModule, which waits for all of them"),
         ("failing", "process 1 of 2: batch 2: expected a batch, got OSError: no such shard"),
         ("drawn", "expected the same weights in all processes, got others in process 1"),
-        ("baseline", "2 processes: expected an audit without --baseline, got --baseline"),
         ("several", "2 processes: expected an audit without several models"),
         ("spread", "2 processes: expected an audit without --device-map"),
         ("no_gpu", "--device cuda: expected a GPU for process 1 of this machine, got 0 GPUs"),

@@ -55,12 +55,12 @@ class Chosen:
 
 
 def _heads_of(finding: Finding) -> list[tuple[str, int | None, str, int]]:
-    """The head a finding is placed at, and the twin that it names."""
+    """Return the head of a finding, and all duplicates that it names."""
     where = finding.where
     if where.head is None:
         return []
-    twin = [int(finding.evidence["nearest_head"])] if finding.code == "DUPLICATE_HEADS" else []
-    return [(where.stack, where.layer, where.site, head) for head in (where.head, *twin)]
+    heads = {where.head, *(finding.heads if finding.code == "DUPLICATE_HEADS" else ())}
+    return [(where.stack, where.layer, where.site, head) for head in heads]
 
 
 def chosen_heads(matrices: Any) -> Chosen | None:

@@ -157,7 +157,7 @@ def command(
     from rankwise.measures import check_delta
 
     processes = from_environment()
-    _check_processes(processes, models or [], baseline or baseline_seeds is not None, device_map)
+    _check_processes(processes, models or [], device_map)
     codes = check_codes(fail_on or [])
     check_delta(delta)
     how = check_method(method)
@@ -178,7 +178,7 @@ def command(
         importance=_importance(
             importance, is_demo, importance_tolerance, importance_ablation, importance_loss
         ),
-        baseline=baseline_seeds or baseline or (is_demo and not processes.several),
+        baseline=baseline_seeds or baseline or is_demo,
         device=device,
         device_map=device_map,
         offload_folder=offload_folder,
@@ -206,9 +206,7 @@ def command(
             _fail_on([audit_model(models[0] if models else source, out)], codes)
 
 
-def _check_processes(
-    processes: "Processes", models: Sequence[str], baseline: bool, device_map: str | None
-) -> None:
+def _check_processes(processes: "Processes", models: Sequence[str], device_map: str | None) -> None:
     """Refuse what several processes cannot share."""
     from rankwise.errors import InputError
 
