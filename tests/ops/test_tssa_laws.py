@@ -1,16 +1,26 @@
 """What TSSA is, whatever computes it: padding, packing, pieces, the future, symmetry."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn.functional import linear
 from torch.testing import assert_close
 from tssa_cases import Case, gradients_with_a_later_nan, outputs
 
 from rankwise.ops import TSSAState, tssa
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = {
+    "bidirectional_0": ("qkv", "to_out.0"),
+    "bidirectional_1": ("qkv", "to_out.0"),
+    "causal_0": ("c_attn", "c_proj"),
+    "causal_1": ("c_attn", "c_proj"),
+}
 IMPLS = ["reference", "cpu"]
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, a hundred additions in another order
 causalities = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -300,3 +310,28 @@ def test_a_state_is_saved_and_loaded_with_nothing_but_tensors_trusted(tmp_path):
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert isinstance(loaded, TSSAState)
     assert all(map(torch.equal, loaded, state))
+
+
+@impls
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_released_modules_do(name, impl):
+    tensors = load_file(GOLDEN / f"tssa_{name}.safetensors")
+    into, out_of = CASES[name]
+    weights = {k.removeprefix("param."): v for k, v in tensors.items() if k.startswith("param.")}
+    x = tensors["input"].requires_grad_()
+    for weight in weights.values():
+        weight.requires_grad_()
+    w = linear(x, weights[f"{into}.weight"], weights[f"{into}.bias"])
+    temperature, bias = weights["temp"].flatten(), weights.get("denom_bias")
+    bias = None if bias is None else bias[..., 0]
+    split = w.unflatten(-1, (len(temperature), -1))
+    mixed = tssa(split, temperature, causal=name.startswith("causal"), bias=bias, impl=impl).output
+    output = linear(mixed.flatten(-2), weights[f"{out_of}.weight"], weights[f"{out_of}.bias"])
+    assert (output - tensors["output"]).abs().max() < 1e-5
+    output.backward(tensors["cotangent"])
+    found = {"input": x.grad} | {k: v.grad for k, v in weights.items()}
+    wanted = {k.removeprefix("grad."): v for k, v in tensors.items() if k.startswith("grad.")}
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm(), key
+    assert torch.isfinite(mixed).all()

@@ -22,7 +22,7 @@ def fresh():
 
 def right(loop, dtype):
     x, out = np.arange(1, 8, dtype=dtype), np.zeros(7, dtype)
-    loop(x, out)
+    loop.of(x, out)(x, out)
     return bool((out == FACTOR * x + 7).all())
 """
 RACER = """

@@ -220,15 +220,16 @@ def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> No
         if not torch.compiler.is_compiling():
             check_boundaries(bounds.tolist(), tokens)
         sequences = len(bounds) - 1
-    sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "N": sequences}
+    shapes = {"H": (heads,), "BT": w.shape[:2], "BTH": w.shape[:3], "BTHK": w.shape}
+    shapes |= {"N": (sequences,), "NH": (sequences, heads), "NHK": (sequences, heads, width)}
     for name, part in parts.items():
         if part is None:
             continue
-        axes = AXES[name.removeprefix("state.")]
-        if part.ndim != len(axes) or any(sizes.get(a, n) != n for a, n in zip(axes, part.shape, strict=True)):
-            wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes) + "," * (len(axes) == 1)
+        wanted = shapes.get(AXES[name.removeprefix("state.")])  # None for a bias, whose length is free
+        if part.shape != wanted if wanted else part.ndim != 2 or part.shape[0] != heads:
+            expected = f"{tuple(wanted)}" if wanted else f"({heads}, P)"
             fix = FIXES.get(name, "Call rankwise.ops.tssa, which prepares the tensors of an operator.")
-            raise ShapeError(name, expected=f"({wanted})", got=f"{tuple(part.shape)}", fix=fix)
+            raise ShapeError(name, expected=expected, got=f"{tuple(part.shape)}", fix=fix)
 
 
 def check_boundaries(ends: list[int], tokens: int) -> None:

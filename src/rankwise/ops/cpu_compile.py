@@ -45,10 +45,6 @@ class Loop:
             self._compiled[key] = _compile(self.function, tuple(map(numba.typeof, given)))
         return self._compiled[key]
 
-    def __call__(self, *given: Any) -> Any:
-        """Run the loop in this thread."""
-        return self.of(*given)(*given)
-
     def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
         """Call ``loop(*given, low, high)`` on slices of the tasks until all are done.
 
