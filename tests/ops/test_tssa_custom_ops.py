@@ -52,7 +52,7 @@ def test_gradcheck(impl, masked, kind):
 @pytest.mark.parametrize("keep", [False, True], ids=["plain", "gradient"])
 @causalities
 def test_operators_are_registered_as_they_behave(is_causal, keep, masked, dtype):
-    """Without a mask: rows from nothing on; with one: packed sequences that go on from others, decaying."""
+    """Without a mask: rows without a state; with a mask: packed, decaying sequences with states."""
     cuts = (0, 3, 10) if masked else None
     stated = is_causal and masked
     case = Case((1, 10, 2, 3), is_causal, masked, decayed=stated, stated=stated, cuts=cuts, dtype=dtype)
@@ -67,7 +67,7 @@ def test_operators_are_registered_as_they_behave(is_causal, keep, masked, dtype)
 
 @pytest.mark.parametrize("kind", ["bidirectional", "literal", "decayed"])
 @pytest.mark.parametrize("membership", ["softmax", "uniform"])
-def test_nothing_but_the_gradient_changes_where_one_is_wanted(membership, kind):
+def test_outputs_do_not_change_if_a_gradient_is_required(membership, kind):
     """Without a gradient, memberships are written over the scores."""
     in_order = kind != "bidirectional"
     case = Case((2, 70, 3, 5), causal=in_order, masked=True, decayed=kind == "decayed", stated=in_order)
@@ -109,7 +109,7 @@ def with_a_gradient(w: torch.Tensor, is_causal: bool) -> None:
 
 @causalities
 @pytest.mark.parametrize("watched", [looked_at, traced, profiled, with_a_gradient])
-def test_whoever_wants_to_see_an_operator_does(watched, is_causal):
+def test_modes_tracers_profilers_and_gradients_see_the_operator(watched, is_causal):
     seen.clear()
     watched(torch.randn(1, 4, 3, 5), is_causal)
     assert any(re.search(r"rankwise(::|\.|_)tssa", str(thing)) for thing in seen)
@@ -168,7 +168,7 @@ def test_infinities_that_cancel_give_no_warning(is_causal):
 
 
 @causalities
-def test_a_kernel_is_called_without_an_operator_where_nobody_looks(monkeypatch, is_causal):
+def test_the_bare_kernel_runs_if_nothing_observes_torch(monkeypatch, is_causal):
     monkeypatch.setattr(custom_ops, "tssa", None)
     w, parameter = torch.randn(1, 4, 3, 5), torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
@@ -255,7 +255,7 @@ def direct_calls(is_causal):
 
 @causalities
 @pytest.mark.parametrize("name", direct_calls(True))
-def test_an_operator_called_directly_trusts_no_shape(name, is_causal):
+def test_operators_check_the_shapes_of_direct_calls(name, is_causal):
     operator, right = direct_calls(is_causal)[name]
     assert all(torch.isfinite(x).all() for x in operator(**right))
     for wrong in ([0, 6, 9], [1, 6, 10], [0, 11, 10], [0, 60, 70], [[0, 10]], []):
@@ -277,7 +277,7 @@ def test_an_operator_called_directly_trusts_no_shape(name, is_causal):
 
 
 @pytest.mark.parametrize("name", direct_calls(True))
-def test_a_causal_operator_takes_no_sums_for_zeros_but_not_some(name):
+def test_causal_operators_take_all_first_sums_or_none(name):
     operator, right = direct_calls(True)[name]
     sums = {part: torch.zeros_like(right[part]) for part in ("energy", "assigned", "mass")}
     zeros, none = operator(**(right | sums)), operator(**(right | dict.fromkeys(sums)))
@@ -337,7 +337,7 @@ def test_output_in_the_dtype_of_w_and_sums_at_least_in_float32(impl, is_causal, 
 
 
 @impls
-def test_memberships_and_states_alone_give_gradients(impl):
+def test_memberships_and_states_have_gradients(impl):
     case = Case((1, 9, 2, 4), causal=True)
     case.w.requires_grad_()
     found = case.run(impl)

@@ -1,4 +1,4 @@
-"""Every refusal says what was wanted, what came, and what to do."""
+"""Errors of `tssa`: subject, expected value, actual value, fix."""
 
 import operator
 import os

@@ -1,4 +1,4 @@
-"""What TSSA is, whatever computes it: padding, packing, pieces, the future, symmetry."""
+"""Laws of TSSA for every implementation: padding, packing, causality, NaN, symmetry; and released outputs."""
 
 from itertools import pairwise
 from pathlib import Path

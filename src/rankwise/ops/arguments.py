@@ -1,4 +1,4 @@
-"""Check the arguments of `tssa` and lay them out as a `Call`, the input of every implementation."""
+"""Check the arguments of `tssa` and convert them to a `Call`, the input of every implementation."""
 
 import os
 import sys
@@ -163,7 +163,7 @@ def make_call(
     half_life: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Call, Int[Tensor, " N"] | None]:
-    """Check the arguments of `tssa` and lay them out.
+    """Check the arguments of `tssa` and convert them.
 
     Returns:
         The call and, if causal, the number of real tokens that each sequence has seen after it.

@@ -179,7 +179,7 @@ def output_row_back(row, d_output, out, share, membership, n):
 @inlined
 @no_type_check
 def assigned_row_back(row, out, share, local, factors, membership):
-    """Add the gradient of one token through a, which it and later tokens read; return that of its Π."""
+    """Add the gradient of one token through a of this and later tokens; return the gradient of its Π."""
     two = row.dtype.type(2)
     through = row.dtype.type(0)
     for k in range(len(row)):

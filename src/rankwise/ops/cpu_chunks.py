@@ -119,7 +119,7 @@ def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
-    """Return (B, T, …) as (M, …); None as an empty array with so many axes."""
+    """Return (B, T, …) as (M, …); None as an empty array of that number of axes."""
     if x is None:
         return np.zeros((0,) * axes, NUMPY[dtype])
     return array(x, dtype).reshape(-1, *x.shape[2:])
@@ -132,7 +132,7 @@ def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(256)
 def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of powers of λ with what the dtype loses, and λ in float64."""
+    """Return the table of powers of λ with the parts lost in the dtype, and λ in float64."""
     rate = np.array(rates)
     lost = rate - rate.astype(NUMPY[dtype])
     return np.concatenate([rate ** np.arange(CHUNK + 1)[:, None], lost[None]]).astype(NUMPY[dtype]), rate
@@ -221,7 +221,7 @@ def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, 
 @Loop
 @no_type_check
 def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, low, high):
-    """Replace what each chunk adds by the sums at its start, for the heads low ≤ h < high.
+    """Replace the sums over each chunk by the running sums at its start, for the heads low ≤ h < high.
 
     Backward, chunks come in reverse order, and the sums at the end of a chunk are written.
     """
@@ -315,7 +315,7 @@ def softmax_rows(score, temperature, mask, out, first, last):
 @inlined
 @no_type_check
 def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
-    """Write the gradients of the scores, temperature · Π (g - Σ_h Π g), and add those of the temperature.
+    """Write the gradients of the scores, temperature · Π (g - Σ_h Π g); add to those of the temperature.
 
     Without a temperature both are 0.
     """

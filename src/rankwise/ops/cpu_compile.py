@@ -49,7 +49,7 @@ class Loop:
         """Call ``loop(*given, low, high)`` on slices of the tasks until all are done.
 
         Each task writes its own part of the results. Threads take the next slice when they are free, so a
-        thread that the system keeps waiting delays no other. The caller works too, and does not wait for
+        waiting thread does not delay the others. The caller works too, and does not wait for
         threads that have not begun.
         """
         run = self.of(*given, 0, tasks)  # compiled before threads call it
@@ -83,7 +83,7 @@ def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[...
 
 
 def threads_for(numbers: int) -> int:
-    """Return the threads for a w of so many numbers: those of torch, at most one per core."""
+    """Return the number of threads for a w of this size: as many as torch uses, at most one per core."""
     return 1 if numbers < TWO_THREADS_FROM else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 

@@ -14,15 +14,14 @@ from rankwise.ops.dispatch import choose, solve
 class TSSAState(NamedTuple):
     """Running sums of causal TSSA after a token, for each of N sequences; their size does not grow.
 
-    Sums are float32, or float64 if the inputs are float64. Each call rounds them once: after n calls they are
-    off by at most n·2^-24 of themselves, with a half-life of h tokens by 1.44·h·2^-24. A sum that is 2^24
-    times what a call adds does not change. Pass float64 inputs to decode millions of tokens one by one
-    without half-lives.
+    Sums are float32, or float64 if the inputs are float64. Each call rounds them once: after n calls their
+    relative error is at most n·2^-24, with a half-life of h tokens 1.44·h·2^-24. A sum that is 2^24 times the
+    addend does not change. Pass float64 inputs to decode millions of tokens one by one without half-lives.
 
     Attributes:
-        energy: Σ_u w²[u,h,k], decayed by λ per token if there are half-lives.
-        assigned: Σ_u Π[u,h]·w²[u,h,k], decayed likewise.
-        mass: Σ_u Π[u,h], decayed likewise.
+        energy: Σ_u w²[u,h,k], decayed by λ per token if half-lives are passed.
+        assigned: Σ_u Π[u,h]·w²[u,h,k], decayed by the same λ.
+        mass: Σ_u Π[u,h], decayed by the same λ.
         seen: number of real tokens so far; the next position of a learned bias.
 
     Examples:

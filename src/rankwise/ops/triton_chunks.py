@@ -63,7 +63,7 @@ def triangle(x, age, real, rate, REVERSE: tl.constexpr):
         order = t[:, None] <= t[None, :]
     else:
         gap = age[:, None] - age[None, :]
-        order = t[:, None] >= t[None, :]  # of tokens of one age, only the real one counts itself
+        order = t[:, None] >= t[None, :]  # among tokens of equal age, only the real one counts itself
     weight = tl.where((gap >= 0) & order & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
     return weight.to(x.dtype)
 
@@ -97,7 +97,7 @@ def sums_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write what a chunk adds to Σ weight w² and to Σ weight at its end."""
+    """Write Σ weight w² and Σ weight over a chunk, decayed to its end."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(total.dtype.element_ty)
@@ -118,7 +118,7 @@ def carry_kernel(
     sums, ages, start, at, end, begin, decay,
     H, X, BX: tl.constexpr, BACKWARD: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums at each chunk of a sequence, added in float64, from what the chunks add."""
+    """Write the sums at each chunk of a sequence, added in float64, from the sums over the chunks."""
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
     low, high = tl.load(begin + n), tl.load(begin + n + 1)
@@ -203,7 +203,7 @@ class Chunks:
     def carry(self, sums: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
         """Return the sums at the start of each chunk (its end, if backward) and after each sequence.
 
-        ``sums`` is what each chunk adds, (C, H, X); ``start`` is (N, H, X).
+        ``sums`` is the sum over each chunk, (C, H, X); ``start`` is (N, H, X).
         """
         at, end = torch.empty_like(sums), torch.empty_like(start, memory_format=torch.contiguous_format)
         width = sums.shape[2]
