@@ -24,7 +24,7 @@ def uniform(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 
 
 def products(magnitude: Tensor, terms: int, dtype: torch.dtype) -> tuple[Slack, Slack]:
-    """Slack of M V and Mᵀ U for sums of ``terms`` roundings, each relative to the sizes of what is summed.
+    """Slack of M V and Mᵀ U for sums of ``terms`` roundings, each relative to the sizes of the terms.
 
     γ_n = n·u/(1 − n·u) of Higham's "Accuracy and Stability of Numerical Algorithms", lemma 3.1, doubled
     because both sides round.
@@ -43,7 +43,7 @@ def near(got: Tensor, wanted: Tensor, slack: Tensor) -> None:
 
 
 def check_matrix(op: MixingOperator, exact: Tensor, slack: Tensor, support: Tensor) -> None:
-    """Dense, rows, transpose and support are those of the matrix formed by hand."""
+    """Dense, rows, transpose and support equal the matrix formed by hand."""
     dense = op.dense()
     assert dense.dtype == (torch.float64 if op.dtype == torch.float64 else torch.float32)
     assert op.shape == exact.shape
@@ -71,7 +71,7 @@ def check_products(op: MixingOperator, exact: Tensor, slacks: tuple[Slack, Slack
         near(got, exact.mT @ u.double(), backward)
     left = (op.apply_transposed(u).double() * v.double()).sum()
     right = (u.double() * (op @ v).double()).sum()
-    # each entry may be off by its slack; the sums here are in float64 and add next to nothing
+    # each entry may be off by its slack; the sums here are in float64 and add almost nothing
     assert abs(left - right) <= (backward * v.abs()).sum() + (forward * u.abs()).sum()
     if batch:  # values without the leading axes serve every sequence and head
         alone = v[(0,) * len(batch)]
@@ -91,7 +91,7 @@ class LargestTensor(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for made in result if isinstance(result, tuple | list) else (result,):
             if isinstance(made, Tensor):
-                # a view made by expand is as large as what it shows, not as its shape says
+                # a view made by expand is as large as its storage, not as its shape
                 stored = made.untyped_storage().nbytes() // made.element_size()
                 self.elements = max(self.elements, stored)
         return result

@@ -103,7 +103,7 @@ KINDS |= {f"part of {name}": part_of(KINDS[name]) for name in PARTS}
 
 
 def case_id(kind: str) -> str:
-    """The id of a case, with no space in it, so that `-k gated_delta` picks a file and its cases alike."""
+    """The id of a case, with no space in it, so that `-k gated_delta` picks both a file and its cases."""
     return "-".join(part.replace(" ", "_") for part in kind.split(", "))
 
 

@@ -60,7 +60,7 @@ def test_support_follows_chains():
 
 
 def test_half_precision_is_carried_in_float32_between_the_parts():
-    """1 + 2⁻⁸ is no bfloat16; both parts together give it back whole."""
+    """1 + 2⁻⁸ is not a bfloat16; both parts together return it exactly."""
     up = DiagonalMixing(torch.full((1, 2), 257.0))
     down = DiagonalMixing(torch.full((1, 2), 1 / 257))
     one = torch.ones(1, 2, 1, dtype=torch.bfloat16)

@@ -39,7 +39,7 @@ def by_hand(query, key, beta, log_decay=None):
 
 
 def size_and_terms(query):
-    """What rounding errors of one entry are relative to, and how many there are.
+    """Size to which rounding errors of one entry are relative, and their number.
 
     With ‖k‖ = 1, β in [0, 2] and a ≤ 1 no step makes a state longer, and one source leaves a state of norm at
     most 2: an entry is at most 2 ‖q_t‖, and each of T steps adds an error of (K + 4) u of that, which no
@@ -119,7 +119,7 @@ def test_a_small_beta_is_linear_attention_with_decay():
     near(plain, LinearAttentionMixing(query, key, is_causal=True).dense(), slack)
 
 
-def test_beta_of_one_overwrites_what_a_key_held():
+def test_beta_of_one_overwrites_the_value_of_a_key():
     """With β = 1 and one key throughout, each token reads the last value alone."""
     key = torch.ones(1, 5, 1, dtype=torch.float64)
     op = GatedDeltaMixing(key, key, torch.ones(1, 5, dtype=torch.float64))

@@ -44,7 +44,7 @@ def terms(query, key):
 def check(query, key, is_causal, normalized, dtype=torch.float64):
     op = LinearAttentionMixing(query, key, is_causal, normalized)
     exact = by_hand(query, key, is_causal, normalized)
-    # what is summed: for positive features the entries themselves, else the products of magnitudes
+    # the terms: for positive features the entries themselves, else the products of magnitudes
     size = exact if normalized else by_hand(query.abs(), key.abs(), is_causal, normalized)
     seen = torch.ones(exact.shape[-2:], dtype=torch.bool)
     rounding = 2 * terms(query, key) * torch.finfo(dtype).eps * size
@@ -53,7 +53,7 @@ def check(query, key, is_causal, normalized, dtype=torch.float64):
 
 
 def features(tokens, sources, normalized, *lead, width=3, seed=0, dtype=torch.float64):
-    """Positive where rows are divided by their sum, of any sign where they are not."""
+    """Positive if rows are divided by their sum, otherwise of any sign."""
     draw = uniform if normalized else normal
     return draw(*lead, tokens, width, seed=seed, dtype=dtype), draw(
         *lead, sources, width, seed=seed + 1, dtype=dtype

@@ -1,4 +1,4 @@
-"""What holds for every mixing operator, whatever its kind, mask and shape."""
+"""Laws of every mixing operator, of any kind, mask and shape."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_applying_is_multiplying_by_the_dense_matrix(kind, size, seed):
 @every_kind
 @some
 @given(size=sizes)
-def test_the_transpose_is_one(kind, size):
+def test_the_transpose_is_an_operator(kind, size):
     op = KINDS[kind](*size)
     assert op.mT.shape == torch.Size([*op.shape[:-2], op.shape[-1], op.shape[-2]])
     assert torch.equal(op.mT.dense(), op.dense().mT)

@@ -1,4 +1,4 @@
-"""The chunked scan against the recurrence it stands for."""
+"""The chunked scan against the recurrence."""
 
 import itertools
 import math

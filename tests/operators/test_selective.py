@@ -172,7 +172,7 @@ def test_neither_matrix_nor_state_by_token_is_formed():
     c, b, rate, step = op.c, op.b, op.rate, op.step
     assert largest_tensor(lambda: selective_scan(c, b, rate, step, v, numbers)) <= channels * tokens
     for work in (lambda: op @ v, lambda: op.mT @ v):
-        assert largest_tensor(work) <= 1 << 20  # D·N·T is 768,000: below what is held at once
+        assert largest_tensor(work) <= 1 << 20  # D·N·T is 768,000: below STATES
     assert largest_tensor(lambda: op[:2].dense()) >= 2 * tokens * tokens
 
 

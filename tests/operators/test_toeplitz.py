@@ -145,7 +145,7 @@ def test_a_state_that_does_not_decay_is_a_running_sum():
 
 
 def test_tiny_rates_are_exact():
-    """(exp(x) − 1)/x loses every digit at x = 1e-17 unless it is taken as a whole."""
+    """(exp(x) − 1)/x loses every digit at x = 1e-17 unless expm1 computes it."""
     a = torch.full((1, 1), -1e-17, dtype=torch.float64)
     one = torch.ones_like(a)
     kernel = ToeplitzMixing.from_ssm(a, one, one, one[0], 3).kernel

@@ -82,7 +82,7 @@ def test_the_gram_matrix_counts_what_singular_values_count(tokens, sources, shar
 
 
 def test_a_delta_that_the_gram_matrix_cannot_see():
-    """Nearly uniform rows: singular values of some 1e-10, whose squares drown in the rounding of a 1."""
+    """Nearly uniform rows: singular values of some 1e-10, whose squares are below the rounding of 1."""
     scores = torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrix = (1e-9 * scores).softmax(-1)
     sigma = torch.linalg.svdvals(matrix)

@@ -72,7 +72,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
 
 
 def test_one_simulation_serves_every_delta():
-    """Below what the Gram matrix can tell, a second one with singular values."""
+    """Below the accuracy of the Gram matrix, a second simulation with singular values."""
     asked = (0.5, 0.1, 1e-2, 1e-3)
     random_head_rank(77, 3, trials=2, seed=5)
     with Operations() as seen:
@@ -236,8 +236,8 @@ def test_all_lengths_of_a_data_set_take_few_simulations():
     ],
 )
 @pytest.mark.parametrize("head_dim", [1, 4, 32])
-def test_interpolation_is_within_what_it_documents(mask, window, temperature, head_dim):
-    for tokens in (34, 60, 76, 108, 150):  # half way between what is simulated, and nearer to an end
+def test_interpolation_is_within_its_documented_error(mask, window, temperature, head_dim):
+    for tokens in (34, 60, 76, 108, 150):  # half way between simulated lengths, and nearer to an end
         options = (head_dim, mask, window, temperature)
         got = interpolated(tokens, *options, trials=24)
         direct = random_head_rank(tokens, *options, trials=24, seed=1)
@@ -316,6 +316,6 @@ def test_too_long_a_sequence_is_refused_at_once(tokens, temperature):
     ],
     ids=str,
 )
-def test_what_has_no_meaning_is_refused(options, match, interpolate):
+def test_arguments_without_meaning_are_refused(options, match, interpolate):
     with pytest.raises(RankwiseError, match=match):
         random_head_rank(**{"tokens": 8, "head_dim": 4} | options, interpolate=interpolate)

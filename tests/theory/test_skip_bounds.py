@@ -1,4 +1,4 @@
-"""Bounds on what a λ-skip keeps: never violated, by random states, chosen ones, or ascent on violation."""
+"""Bounds of a λ-skip: never violated, by random states, chosen ones, or ascent on violation."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def normed(x: Tensor, norm: str, eps: float = 0.0) -> Tensor:
 
 
 def states(seed: int, tokens: int, width: int, alike: float) -> Tensor:
-    """Random states; ``alike`` mixes in one row common to all."""
+    """Random states; ``alike`` is the share of one common row."""
     generator = torch.Generator().manual_seed(seed)
     own, common = torch.randn((2, tokens, width), generator=generator, dtype=torch.float64)
     return (1 - alike) * own + alike * common[:1]
@@ -104,7 +104,7 @@ def test_a_larger_scale_keeps_more(
 
 @settings(max_examples=25)
 @cases
-def test_the_least_scale_does_what_it_says(
+def test_the_least_scale_keeps_its_share(
     seed: int, tokens: int, width: int, alike: float, size: float, scale: float, opposed: float
 ) -> None:
     y = states(seed, tokens, width, alike)
@@ -112,7 +112,7 @@ def test_the_least_scale_does_what_it_says(
     a = 0.3
     for relative in (False, True):
         least = min_lambda(y, b, a, relative=relative)
-        if mu(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 stands for any λ but 0 itself
+        if mu(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 means any λ except 0
             continue
         for factor in (1, -1.7, 30):
             out = factor * least * y + b
@@ -128,7 +128,7 @@ def test_the_least_scale_does_what_it_says(
             assert mu(normed(factor * least * y + b, norm)) >= math.sqrt(a) * before * (1 - 1e-6)
 
 
-def test_least_scales_are_infinite_where_nothing_can_be_kept() -> None:
+def test_least_scales_are_infinite_if_nothing_can_be_kept() -> None:
     alike = torch.ones(4, 3, dtype=torch.float64)
     other = states(0, 4, 3, 0.0)
     assert min_lambda(alike, other, 0.5) == math.inf
@@ -197,7 +197,7 @@ def test_each_of_the_two_is_the_larger_one_somewhere() -> None:
 @true_norms
 def test_ascent_finds_no_violation_behind_a_norm(seed: int, bound: int, norm: str) -> None:
     def violation(y: Tensor, b: Tensor) -> Tensor:
-        """(promised − found) in units of what the bound takes off."""
+        """(promised − found) in units of the promised loss."""
         z = normed(1.5 * y + 0.3 * b, norm)
         found = (z - z.mean(0)).square().sum()
         numbers = written_again(y, 0.3 * b, 1.5, norm)
@@ -207,7 +207,7 @@ def test_ascent_finds_no_violation_behind_a_norm(seed: int, bound: int, norm: st
 
 
 def test_rows_that_are_zero() -> None:
-    """u_i = 0 there: what the mixer gives decides them, and nothing where it gives nothing."""
+    """u_i = 0 there: the output of the mixer decides their direction, if it is not zero too."""
     y = states(0, 4, 3, 0.0)
     y[1:3] = 0
     b = torch.zeros(4, 3, dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_rows_that_are_zero() -> None:
 
 
 def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
-    """0.7 is no float: its mean over seven channels differs from it by rounding, which is no direction."""
+    """0.7 is not a float: its mean over seven channels differs by rounding, which is not a direction."""
     y = (0.1 * torch.arange(1.0, 9.0, dtype=torch.float64))[:, None].expand(8, 7)
     assert skip_bound(y, 0 * y, 1.0, norm="layer") == 0
     assert min_lambda(y, 0 * y, 0.5, norm="layer") == math.inf
@@ -229,7 +229,7 @@ def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
 
 @pytest.mark.parametrize("moved", [True, False])
 def test_numbers_far_from_zero_promise_nothing_that_is_not_so(moved: bool) -> None:
-    """A row 1e12 ± 1e-3 is no row of equal numbers, though its mean takes most of its digits."""
+    """A row 1e12 ± 1e-3 is not a row of equal numbers, though its mean takes most of its digits."""
     torch.manual_seed(0)
     width, far = 1000, 1e12
     y = 1e-3 * torch.randn(6, width, dtype=torch.float64)
@@ -250,7 +250,7 @@ def test_a_row_of_unknown_direction_may_have_any() -> None:
 
 
 def test_rows_whose_squares_leave_float64_promise_nothing_that_is_not_so() -> None:
-    """Alike but for 1e-200, and with a λ of 1e-200: what is kept is all, and the bound is a number."""
+    """Rows that differ by 1e-200, and a λ of 1e-200: all is kept, and the bound is a number."""
     row = torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     alike = torch.stack([row, row, 1e-200 * row])
     assert skip_bound(alike, 0 * alike, 1.0, norm="rms") <= 1e-9
@@ -280,7 +280,7 @@ def test_ascent_finds_no_violation_of_the_sum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.1, -0.3, 1e-3, 1e39])
-def test_the_sum_bound_takes_the_scale_as_it_is(scale: float) -> None:
+def test_the_sum_bound_does_not_round_the_scale(scale: float) -> None:
     """A λ rounded to float32 would promise up to 6·10⁻⁸ too much, or infinity."""
     y = torch.randn(5, 3, dtype=torch.float64)
     bound, kept = skip_bound(y, 0 * y, scale), mu(scale * y)
@@ -369,7 +369,7 @@ def test_the_step_of_its_proof_that_is_false() -> None:
 def test_ascent_finds_no_violation_of_the_whole_theorem(norm: str, eps: float, on_sphere: bool) -> None:
     """With both halves, Eq. 7 and μ² ≥ b, at the largest a they allow: the search must not get past it.
 
-    With ε and rows of other lengths, by the strength that stands for S·C_M there.
+    With ε and rows of other lengths, by `mixing_strength` in place of S·C_M.
     """
     tokens, width, scale = 4, 5, 1.0
     generator = torch.Generator().manual_seed(3)
@@ -407,7 +407,7 @@ def test_ascent_finds_no_violation_of_the_whole_theorem(norm: str, eps: float, o
 @given(
     sigma=st.floats(1e-6, 2 / 9), turn=st.floats(0, 1), angle=st.floats(0, math.pi), length=st.floats(0, 1.0),
 )  # fmt: skip
-def test_the_line_of_the_proof_lies_above_what_a_row_can_cost(
+def test_the_line_of_the_proof_is_above_the_cost_of_a_row(
     sigma: float, turn: float, angle: float, length: float
 ) -> None:
     """d + 1 − ρ² ≤ σ/2 + σ²/2 + s/(2σ): the one inequality on which the proof of the theorem rests."""
@@ -458,7 +458,7 @@ def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
     assert float(m.norm() * c.norm()) == pytest.approx(strength)
     assert min_lambda_paper(strength, a, 2, 3, math.inf) == pytest.approx(strength)
     assert mu(m @ y @ c + strength * y) < 1e-12 * strength
-    # without a norm, μ is kept to √a from |λ| = √a + η on, and no sooner: what the sum bound asks for
+    # without a norm, μ is kept to √a from |λ| = √a + η on, and no sooner: the bound of the sum
     least = min_lambda(y, m @ y @ c, a)
     assert least == pytest.approx(math.sqrt(a) + strength)
     assert mu(m @ y @ c + least * y) == pytest.approx(math.sqrt(a) * float(mu(y)))
@@ -479,7 +479,7 @@ def test_shares_outside_the_open_interval_are_refused(a: float) -> None:
 # --- their inputs ------------------------------------------------------------------------------------------
 
 
-def test_the_spread_that_they_bound_is_that_of_the_measures() -> None:
+def test_they_bound_the_spread_of_the_measures() -> None:
     rows = torch.randn(3, 5, 4, dtype=torch.float64)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 2 + [True] * 3])
     rows[1, 4] = torch.nan
@@ -516,6 +516,6 @@ def test_a_share_of_the_norm_and_an_unknown_norm_are_refused() -> None:
     ],
 )
 @norms
-def test_rows_that_are_none_are_refused(norm, rows, mask, match) -> None:
+def test_tensors_that_are_not_rows_are_refused(norm, rows, mask, match) -> None:
     with unchecked(), pytest.raises(ShapeError, match=match):
         skip_bound(rows, rows, 1.0, mask, norm)

@@ -24,7 +24,7 @@ def even(tokens: int, mask: str, window: int | None = None) -> torch.Tensor:
 )
 def test_pivots_count_singular_values_of_the_causal_mask(tokens, delta):
     sigma = torch.linalg.svdvals(even(tokens, "causal"))
-    # rounding of σ, some T·1e-16, may decide about one that lies as near to δ
+    # rounding of σ, some T·1e-16, may decide about a σ as near to δ
     assert (sigma >= delta + 1e-13).sum() <= uniform_rank(tokens, "causal", delta=delta)
     assert uniform_rank(tokens, "causal", delta=delta) <= (sigma >= delta - 1e-13).sum()
 
@@ -38,7 +38,7 @@ def test_a_causal_mask_alone_makes_rank_and_less_of_it_the_longer_it_is(tokens, 
 
 @pytest.mark.parametrize("delta", [0.002, 0.3])
 def test_a_long_causal_one_grows_slower_than_its_length(delta):
-    """σ of 1/i rows are near those of the continuous average, whose density in log T is fixed."""
+    """σ of 1/i rows approach the continuous average, whose density in log T is fixed."""
     ranks = [uniform_rank(tokens, "causal", delta=delta) for tokens in (4096, 16384, 65536)]
     assert ranks[0] < ranks[1] < ranks[2] < 4 * ranks[0]
 
@@ -71,7 +71,7 @@ def test_the_smallest_thresholds_count_all(delta):
     assert uniform_rank(30, "causal", delta=delta) == 30
 
 
-def test_what_has_no_meaning_is_refused():
+def test_arguments_without_meaning_are_refused():
     with pytest.raises(RankwiseError, match="`tokens`: expected a whole number of at least 1, got 0"):
         uniform_rank(0)
     with pytest.raises(ShapeError, match="`sources`: expected 4, as many as tokens"):

@@ -1,4 +1,4 @@
-"""Interface of all mixing operators, and what every kind of operator shares."""
+"""Interface of all mixing operators, and the code that every kind shares."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class MixingOperator(ABC):
     """Name of the kind in the field, as records show it."""
     held: ClassVar[tuple[str, ...]] = ()
     """Tensors of the operator, by the name of both attribute and constructor argument; they decide its dtype.
-    Their axes are those of sequences and heads, then their own."""
+    Axes of sequences and heads come first, then a tensor's own axes."""
     masks: ClassVar[tuple[str, ...]] = ()
     """Masks of the operator, named in the same way; their leading axes may have size 1."""
     options: ClassVar[tuple[str, ...]] = ()

@@ -142,7 +142,7 @@ class SumMixing(_SeveralMixing):
 class IndexedMixing(ComposedMixing):
     """Some rows and columns of another operator, ``M[rows][:, columns]``, such as those without padding.
 
-    Cost: that of the products of M, with values padded with zeros.
+    Cost: the products of M, with values padded with zeros.
 
     Args:
         operator: M, of shape (..., T, S).

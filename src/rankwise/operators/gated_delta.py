@@ -143,7 +143,7 @@ def delta_scan(
         key: k, vectors along which the state is written and corrected.
         beta: β, strength of each write.
         log_decay: log a, in [−inf, 0]; F is 1 or K. The decay of the first token has no effect.
-        values: v; their leading axes broadcast with those of the other tensors.
+        values: v; their leading axes broadcast with the leading axes of the others.
         chunk: tokens per block, by default 64, or 16 with a decay per feature; it affects rounding and time
             only.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens multiplied as a dense block: its cost, O(CHUNK) per token, is that of a state with 64 features."""
+"""Tokens multiplied as a dense block: its cost, O(CHUNK) per token, equals a state with 64 features."""
 
 
 class CausalScanMixing(FastMixing):
@@ -64,7 +64,7 @@ def scan(
     1, and nothing is divided by a decay.
 
     Args:
-        left: one vector per row; its leading axes broadcast with those of the other tensors.
+        left: one vector per row; its leading axes broadcast with the leading axes of the others.
         right: one vector per source.
         log_decay: log a_r, in [−inf, 0], or None for a = 1. The decay of the first token has no effect.
         values: vectors that are summed.

@@ -143,7 +143,7 @@ def selective_scan(
     all leading axes.
 
     Args:
-        left: one vector per row; its leading axes broadcast with those of the other tensors.
+        left: one vector per row; its leading axes broadcast with the leading axes of the others.
         right: one vector per source.
         rate: log-decay of each feature per unit of step, at most 0.
         step: exponent of the decay per token, finite. The step of the first token has no effect.

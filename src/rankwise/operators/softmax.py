@@ -17,9 +17,9 @@ MASKED_BELOW = -9e3
 class SoftmaxMixing(MixingOperator):
     r"""Softmax attention ``M = softmax(Q Kᵀ · scale + mask)``.
 
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. If there are fewer key
-    heads than query heads, each is shared by a group: query head h reads key head ``h // (H // Hkv)``. A row
-    that sees no column is zero.
+    It takes the arguments of `torch.nn.functional.scaled_dot_product_attention`. If there are fewer key heads
+    than query heads, each is shared by a group: query head h reads key head ``h // (H // Hkv)``. A row that
+    sees no column is zero.
 
     Args:
         query: queries, (..., H, T, K).

@@ -79,7 +79,7 @@ class ToeplitzMixing(FastMixing):
             c: output weight of each state.
             step: Δ, one per head.
             tokens: T.
-            conjugates: True if each complex state also stands for its conjugate, as in S4D.
+            conjugates: True if each complex state represents its conjugate too, as in S4D.
 
         Raises:
             ShapeError: if the tensors do not fit together, or T is less than 1.

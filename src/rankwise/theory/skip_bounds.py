@@ -1,4 +1,4 @@
-"""What a λ-skip is proved to keep, with or without a norm after the sum; see docs/proofs/skip-bound.md."""
+"""Proved bounds of a λ-skip, with or without a norm after the sum; see docs/proofs/skip-bound.md."""
 
 import math
 from typing import Literal, NamedTuple
@@ -171,8 +171,8 @@ def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
     exists = directions.lengths > 0
     lost = torch.where(exists, (chords + 1 - length).clamp(max=2), (directions.moves > 0).double())
     by_rows = directions.spread - torch.linalg.vector_norm(lost, dim=-1)
-    # Σ r_i² − T(‖ū‖ + ē)² with μ(U)² = Σ‖u_i‖² − T‖ū‖² taken out: if tokens are alike, the difference of the
-    # two sums would be rounding.
+    # Σ r_i² − T(‖ū‖ + ē)², written with μ(U)² = Σ‖u_i‖² − T‖ū‖²: for nearly equal tokens, the difference of
+    # the two sums would be rounding.
     shorter = torch.where(exists, 1 - length.square(), 0.0).sum(-1)
     number = directions.real.sum(-1).clamp(min=1)
     moved = lost.sum(-1) / number
@@ -225,7 +225,7 @@ def _constant(rows: Tensor) -> Tensor:
 
 
 def direction_unknown(rows: Tensor) -> Tensor:
-    """Return True for rows of numbers that differ by no more than the rounding of their mean."""
+    """Return True for rows of numbers that differ by at most the rounding of their mean."""
     rounding = rows.shape[-1] * torch.finfo(rows.dtype).eps
     largest = (rows - rows.mean(-1, keepdim=True)).abs().amax(-1)
     return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)

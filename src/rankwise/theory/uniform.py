@@ -58,9 +58,8 @@ def _causal(tokens: int, delta: float) -> int:
     """Count the pivots of BᵀB − I/δ² that are not positive.
 
     BᵀB has 2j² on its diagonal, T² at its end, and −j(j + 1) next to the diagonal. No pivot is so near 0 that
-    the next one overflows: Sturm counts computed in floating point are those of a matrix with relative errors
-    of a few units in the last place (W. Kahan 1966; J. Demmel, "Applied Numerical Linear Algebra", Section
-    5.3.4).
+    the next one overflows: Sturm counts in floating point are exact for a matrix with relative errors of a
+    few units in the last place (W. Kahan 1966; J. Demmel, "Applied Numerical Linear Algebra", Section 5.3.4).
     """
     shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # δ² may underflow
     for j in range(1, tokens + 1):

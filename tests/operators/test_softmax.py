@@ -18,7 +18,7 @@ TIGHT = tolerance(torch.float64, 8)
 
 
 def weights_of_torch(op):
-    """What fused attention does to the unit vectors is its matrix."""
+    """Fused attention, applied to the unit vectors, returns its matrix."""
     sources = torch.eye(op.shape[-1], dtype=op.dtype).expand(*op.shape[:-2], -1, -1)
     mask, causal = op.mask, op.is_causal
     if causal and mask is not None:
@@ -34,7 +34,7 @@ def weights_of_torch(op):
 @pytest.mark.parametrize("mask", MASKS)
 @settings(max_examples=6)
 @given(size=sizes)
-def test_the_matrix_is_that_of_fused_attention(mask, causal, groups, size):
+def test_the_matrix_equals_fused_attention(mask, causal, groups, size):
     op = softmax_of(mask, causal, groups)(*size)
     assert (op.dense() - weights_of_torch(op)).abs().max() < TIGHT
 
@@ -154,7 +154,7 @@ def test_gradients_flow_to_a_bias():
 
 
 def test_nothing_is_expanded_in_memory():
-    """A padding mask stays as small as it is, also in another dtype."""
+    """A padding mask stays small, also in another dtype."""
     mask = torch.zeros(2, 1, 1, 6)
     op = rw.operators.SoftmaxMixing(normal(2, 8, 5, 3), normal(2, 8, 6, 3), mask)
     assert op.mask.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
