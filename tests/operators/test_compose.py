@@ -4,6 +4,7 @@ import torch
 from mixing_laws import check_matrix, check_products, normal, products
 
 from rankwise.operators import (
+    DenseMixing,
     DiagonalMixing,
     IndexedMixing,
     LinearAttentionMixing,
@@ -81,3 +82,9 @@ def test_indexing_takes_rows_and_columns_of_the_matrix():
     assert part.kind == "softmax"
     assert torch.equal(part.dense(), wanted)
     assert torch.equal(part.support(), op.support()[:, :, rows][..., columns])
+
+
+def test_an_entry_out_of_the_range_of_the_values_is_multiplied_first():
+    op = DenseMixing(torch.full((1, 1), 1e5, dtype=torch.bfloat16))
+    product = op @ torch.full((1, 1), 1e-3, dtype=torch.float16)
+    assert abs(product.item() - 100) < 1

@@ -314,6 +314,13 @@ def test_whole_numbers_are_refused_as_values(kind):
 
 
 @every_kind
+def test_values_of_no_width_stay_empty(kind):
+    op = KINDS[kind](2, 2, 4, 5, 3)
+    assert (op @ torch.ones(op.shape[-1], 0).double()).shape == (*op.shape[:-1], 0)
+    assert op.apply_transposed(torch.ones(op.shape[-2], 0).double()).shape == (*op.mT.shape[:-1], 0)
+
+
+@every_kind
 def test_no_rows_are_an_empty_matrix(kind):
     op = KINDS[kind](1, 2, 3, 4, 2)
     assert op.rows(1, 1).shape == (*op.shape[:-2], 0, op.shape[-1])

@@ -190,3 +190,9 @@ def test_picking_heads_copies_no_expanded_mask():
     q, k = torch.randn(2, 1, 3, 500, 4)
     op = rw.operators.SoftmaxMixing(q, k, torch.ones(1, 500).bool())
     assert largest_tensor(lambda: op[:, torch.tensor([0, 2])]) < 500 * 500
+
+
+def test_a_mask_does_not_decide_the_dtype():
+    q, k = torch.randn(2, 1, 1, 4, 8, dtype=torch.bfloat16)
+    op = rw.operators.SoftmaxMixing(q, k, torch.zeros(4, 4, dtype=torch.float64))
+    assert (op.dtype, op.dense().dtype) == (torch.bfloat16, torch.float32)
