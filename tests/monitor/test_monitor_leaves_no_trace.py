@@ -96,6 +96,10 @@ class Otherwise(Merging):
         return self
 
 
+def compiled() -> nn.Module:
+    return torch.compile(encoder(), backend="eager")
+
+
 def with_passing() -> nn.Module:
     return nn.Sequential(encoder(), Passing(), Otherwise())
 
@@ -107,7 +111,7 @@ def with_merging() -> nn.Module:
 def trained(
     make: Callable[[], nn.Module], watched: bool, cast: Callable[[], Any] = nullcontext, between: bool = False
 ) -> dict[str, Tensor]:
-    """Weights after two steps of two forward passes each, audited before them or between the two."""
+    """Weights and random numbers after two steps of two forward passes, audited before or between them."""
     torch.manual_seed(0)
     model = make().train()
     monitor = rw.RankMonitor(PROBE, every=1)
@@ -117,22 +121,26 @@ def trained(
         with cast():
             for audits in (not between, between):
                 if watched and audits:
-                    monitor.step(model, step)
+                    assert monitor.step(model, step) is not None
+                    assert all(module.training for module in model.modules())
                 loss = loss + model(torch.randn(2, 6, WIDTH)).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
         assert all(weight.grad is not None for weight in model.parameters())
         optimizer.step()
-    return model.state_dict()
+    return {**model.state_dict(), "random numbers": torch.rand(3)}
 
 
 def outer() -> torch.autocast:
     return torch.autocast(*BFLOAT16)
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
 @pytest.mark.parametrize(
     ("make", "cast", "between"),
     [
+        (encoder, nullcontext, False),
+        (compiled, nullcontext, False),
         (encoder, outer, False),
         (BringsAutocast, outer, False),
         (Decorated, outer, False),

@@ -1,0 +1,101 @@
+"""Options of an audit mean the same to the function, the command and the monitor, and are checked first."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from tests.unchecked import unchecked
+from torch import nn
+
+import rankwise as rw
+from rankwise.auditing.initialization import BaselineSettings
+from rankwise.auditing.settings import AuditOptions, AuditSettings, chosen_heads
+from rankwise.errors import InputError, RankwiseError
+from rankwise.importance import ImportanceSettings
+
+DATA = {"model", "batches", "texts", "tokens", "batch_size"}
+WRONG = [
+    ({"delta": "x"}, r"`delta`: expected a number in \(0, ∞\), got 'x'"),
+    ({"method": "fast"}, "`method`"),
+    ({"sites": ["layers.0"]}, "`sites`"),
+    ({"sites": {"layers.0": 3}}, "`sites`"),
+    ({"blocks": 3}, "`blocks`"),
+    ({"baseline": "yes"}, "`baseline`"),
+    ({"baseline": 0}, "`baseline`"),
+    ({"importance": "yes"}, "`importance`"),
+    ({"matrices": "1"}, '`matrices`: expected "flagged", "all"'),
+    ({"matrices": []}, "`matrices`"),
+    ({"tokenizer": 3}, "`tokenizer`.* got int"),
+    ({"provenance": {"modle": "m"}}, "Did you mean model"),
+    ({"on_progress": 3}, "`on_progress`: expected a function"),
+]
+
+
+class Untouched(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the model ran")
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG)
+def test_wrong_options_are_refused_before_the_model_runs(options, says) -> None:
+    x = torch.zeros(1, 2, 3)
+    for build in (
+        lambda: AuditSettings.of(**options),
+        lambda: rw.audit(Untouched(), [x], **options),
+        lambda: rw.RankMonitor(x, **options),
+    ):
+        with unchecked(), pytest.raises(InputError, match=says):
+            build()
+
+
+def test_an_option_that_is_not_one_is_named() -> None:
+    with pytest.raises(RankwiseError, match=r"`metod`: expected a setting of .*Did you mean method"):
+        AuditSettings.of(metod="exact")
+
+
+def test_options_are_the_arguments_of_an_audit() -> None:
+    arguments = inspect.signature(rw.audit).parameters
+    assert set(arguments) - DATA == set(AuditOptions.__annotations__)
+    fields = {field.name for field in dataclasses.fields(AuditSettings)}
+    assert fields ^ set(AuditOptions.__annotations__) == {"maps", "matrices"}
+    defaults = {name: arguments[name].default for name in AuditOptions.__annotations__}
+    assert AuditSettings.of(**defaults) == AuditSettings.of() == AuditSettings()
+
+
+@pytest.mark.parametrize(
+    ("matrices", "heads", "flagged"),
+    [
+        (" Flagged", set(), True),
+        ("all", set(), False),
+        ("3:7, 5:0", {(3, 7), (5, 0)}, False),
+        ([(3, 7), (5, 0)], {(3, 7), (5, 0)}, False),
+    ],
+)
+def test_heads_are_chosen_by_words_text_or_pairs(matrices, heads, flagged) -> None:
+    chosen = chosen_heads(matrices)
+    assert (chosen.heads, chosen.flagged) == (heads, flagged)
+    assert chosen.includes(3, 7)
+    assert chosen.includes(0, 0) == (not heads)
+
+
+def test_importance_and_baseline_may_be_short_or_in_full() -> None:
+    assert AuditSettings.of(importance=True).importance == ImportanceSettings()
+    assert AuditSettings.of(importance="exact").importance == ImportanceSettings(exact=True)
+    own = ImportanceSettings(mask_token=3)
+    assert AuditSettings.of(importance=own).importance == own
+    assert AuditSettings.of(baseline=True).baseline == BaselineSettings(3)
+    assert AuditSettings.of(baseline=2).baseline == BaselineSettings(2)
+    build = Untouched
+    assert AuditSettings.of(baseline=build).baseline == BaselineSettings(3, build)
+
+
+def test_the_mask_token_is_the_tokenizers() -> None:
+    class Words:
+        mask_token_id = 7
+
+        def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+            return {}
+
+    for option, wanted in ((True, 7), (ImportanceSettings(mask_token=3), 3)):
+        assert AuditSettings.of(importance=option, tokenizer=Words()).importance.mask_token == wanted
