@@ -9,9 +9,9 @@ from tests.auditing.same_audits import compared
 from torch import nn
 
 import rankwise as rw
-from rankwise.auditing import chosen_heads
 from rankwise.auditing.result import NO_WIDTH
-from rankwise.auditing.run import collect, finished
+from rankwise.auditing.run import build_audit, collect
+from rankwise.auditing.settings import AuditSettings, chosen_heads
 from rankwise.auditing.text_inputs import Shard
 from rankwise.cli.audit_one import Found, Share, merged_shares
 from rankwise.cli.torchrun import Processes, from_environment, raise_first
@@ -70,13 +70,13 @@ def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
 
 
 def share(layer: nn.Module, batch: torch.Tensor) -> Share:
-    return collect(layer, [batch], matrices="all"), None, False
+    return collect(layer, [batch], AuditSettings.of(matrices="all")), None, False
 
 
 def merged(*shares: Share) -> tuple[Found, rw.Audit | None]:
     """Merge shares as another process receives them."""
     found = merged_shares(pickle.loads(pickle.dumps(shares)))
-    return found, None if found.statistics is None else finished(found.statistics, chosen_heads("all"))
+    return found, None if found.statistics is None else build_audit(found.statistics, chosen_heads("all"))
 
 
 def test_shares_of_processes_become_an_audit() -> None:
@@ -96,7 +96,7 @@ def test_shares_of_processes_become_an_audit() -> None:
     assert NO_WIDTH not in audit.provenance.notes
     assert audit.heads[0].attention_map is not None
     flagged = {finding.where.head for finding in audit.findings}
-    kept = finished(found.statistics, chosen_heads("flagged")).heads
+    kept = build_audit(found.statistics, chosen_heads("flagged")).heads
     assert all((head.attention_map is not None) == (head.head in flagged) for head in kept)
 
 
@@ -116,11 +116,14 @@ def test_the_baseline_of_shares_is_that_of_all_sequences() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     batches = [torch.randn(2, length, 8) for length in (9, 9, 12)]
-    _, audit = merged(*((collect(layer, [batch], baseline=2), None, False) for batch in batches))
+    _, audit = merged(
+        *((collect(layer, [batch], AuditSettings.of(baseline=2)), None, False) for batch in batches)
+    )
     whole = rw.audit(layer, batches, baseline=2)
     assert compared(audit, whole, of_all=set()) == []
     assert whole.heads[0].baseline.judged
     assert whole.heads[0].baseline.band[2].pairs == 2 * 6
-    some = [collect(layer, [batch], baseline=seeds) for batch, seeds in zip(batches, (3, 2, 3), strict=True)]
+    settings = [AuditSettings.of(baseline=seeds) for seeds in (3, 2, 3)]
+    some = [collect(layer, [batch], one) for batch, one in zip(batches, settings, strict=True)]
     _, fewer = merged(*((statistics, None, False) for statistics in some))
     assert compared(fewer, audit, of_all=set()) == [], "seeds that a share lacks are left out"

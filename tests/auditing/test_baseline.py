@@ -1,4 +1,4 @@
-"""Baselines: the same architecture at fresh weights on the same data, beside every head and layer."""
+"""Baselines: the same architecture at initialization, on the same data, for every head and layer."""
 
 import copy
 import gc

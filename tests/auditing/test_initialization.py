@@ -1,4 +1,4 @@
-"""Copies of models at fresh weights: drawn anew where a method draws them, refused where none does."""
+"""Copies of models at initialization: weights are drawn by methods of the model, or the copy is refused."""
 
 import copy
 
@@ -148,14 +148,14 @@ def test_a_configuration_that_builds_another_model_is_refused() -> None:
         reinitialized(model)
 
 
-def test_quantised_weights_are_refused() -> None:
+def test_quantized_weights_are_refused() -> None:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(InitializationError, match="int8"):
         reinitialized(model)
 
 
-def test_layers_that_hide_their_weights_are_called_quantised() -> None:
+def test_layers_that_hide_their_weights_are_called_quantized() -> None:
     model = torch.ao.quantization.quantize_dynamic(
         hugging_face("BertModel", **BERT)().eval(), {nn.Linear}, dtype=torch.qint8
     )

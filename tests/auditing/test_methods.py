@@ -8,7 +8,7 @@ from experiments.families import BERT, LLAMA, hugging_face
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.auditing import check_method, measure
+from rankwise.auditing import AuditSettings, measure
 from rankwise.auditing.records import HeadRecord
 from rankwise.errors import InputError
 from rankwise.operators import ToeplitzMixing
@@ -157,7 +157,7 @@ def test_an_unknown_method_is_named():
     with pytest.raises(
         InputError, match=r"`method`: expected one of auto, exact, estimate, got 'estimated'.*mean"
     ):
-        check_method("estimated")
+        AuditSettings.of(method="estimated")
 
 
 @pytest.mark.parametrize(("channels", "measured"), [(128, 128), (129, 16)])

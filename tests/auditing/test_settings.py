@@ -25,7 +25,7 @@ WRONG = [
     ({"baseline": 0}, "`baseline`"),
     ({"importance": "yes"}, "`importance`"),
     ({"matrices": "1"}, '`matrices`: expected "flagged", "all"'),
-    ({"matrices": []}, "`matrices`"),
+    *(({"matrices": wrong}, "`matrices`") for wrong in ("3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)])),
     ({"tokenizer": 3}, "`tokenizer`.* got int"),
     ({"provenance": {"modle": "m"}}, "Did you mean model"),
     ({"on_progress": 3}, "`on_progress`: expected a function"),

@@ -14,7 +14,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.auditing import HeadRecord, Provenance
-from rankwise.auditing.digests import DataDigest, weights_digest
+from rankwise.auditing.provenance import DataDigest, weights_digest
 from rankwise.auditing.statistics import HeadStatistics
 from rankwise.cli.audit import merge_files
 from rankwise.errors import InputError, RecordError

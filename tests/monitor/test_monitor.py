@@ -170,9 +170,11 @@ def test_the_line_of_a_stop_says_what_to_do(caplog):
 
 
 def test_findings_of_one_code_are_one_line(caplog, monkeypatch):
-    [one] = rw.audit(collapsing().eval(), [probe()]).findings
+    one, *_ = rw.audit(collapsing().eval(), [probe()]).findings
     many = [one, one.model_copy(update={"code": "SINK"})]
-    many += [finding.model_copy(update={"where": type(one.where)(stack="", layer=2)}) for finding in many] + [many[1]]
+    many += [finding.model_copy(update={"where": type(one.where)(stack="", layer=2)}) for finding in many] + [
+        many[1]
+    ]
     many += [one.model_copy(update={"code": "CONSTANT", "severity": "info"})]
 
     def with_many(*args, **kwargs):

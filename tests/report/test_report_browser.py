@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.report import samples
 
-from rankwise.auditing.pictures import block_averages
+from rankwise.auditing.attention_maps import block_averages
 from rankwise.auditing.records import AttentionMap
 from rankwise.auditing.result import Audit
 from rankwise.operators import DenseMixing

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report import samples
 
+from rankwise.auditing.attention_maps import block_averages
 from rankwise.auditing.measure_table import HEAD_MEASURES
-from rankwise.auditing.pictures import block_averages
 from rankwise.auditing.records import AttentionMap, Baseline
 from rankwise.operators import DenseMixing
 from rankwise.report.curves import draw_depth

@@ -9,11 +9,9 @@ from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.auditing.comparison import Comparison
-    from rankwise.auditing.failures import AuditError
     from rankwise.auditing.findings import RULES, check_codes
     from rankwise.auditing.history import History, compare, in_order
     from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
-    from rankwise.auditing.pictures import chosen_heads
     from rankwise.auditing.records import (
         AttentionMap,
         Finding,
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
         Unseen,
     )
     from rankwise.auditing.result import Audit
-    from rankwise.auditing.run import audit
-    from rankwise.auditing.settings import check_method
+    from rankwise.auditing.run import AuditError, audit
+    from rankwise.auditing.settings import AuditSettings
     from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
@@ -33,6 +31,7 @@ __all__ = [
     "AttentionMap",
     "Audit",
     "AuditError",
+    "AuditSettings",
     "BaselineSettings",
     "Comparison",
     "Finding",
@@ -45,8 +44,6 @@ __all__ = [
     "Unseen",
     "audit",
     "check_codes",
-    "check_method",
-    "chosen_heads",
     "compare",
     "in_order",
     "reinitialized",
@@ -57,15 +54,13 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "comparison": ("Comparison",),
-        "failures": ("AuditError",),
         "findings": ("RULES", "check_codes"),
         "history": ("History", "compare", "in_order"),
         "initialization": ("BaselineSettings", "InitializationError", "reinitialized"),
-        "pictures": ("chosen_heads",),
         "records": ("AttentionMap", "Finding", "HeadId", "HeadRecord", "LayerRecord", "Provenance", "Unseen"),
         "result": ("Audit",),
-        "run": ("audit",),
-        "settings": ("check_method",),
+        "run": ("AuditError", "audit"),
+        "settings": ("AuditSettings",),
         "text_inputs": ("text_batches",),
     },
 )

@@ -1,11 +1,18 @@
-"""What the records of heads show of single sequences: mask, spectrum, memberships, tokens, attention maps."""
+"""What records show of single sequences: mask, spectrum, memberships, names of tokens, attention maps."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.auditing.records import AttentionMap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rankwise._internals.forward import Batch
+    from rankwise.tracing import MixerSite
 
 TOKENS_KEPT = 16
 """Names per kind that a record keeps of the tokens at the peak of a head: a sink has one, or a few."""
@@ -138,3 +145,110 @@ def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | 
     rows = math.isqrt(tokens * height // width)
     whole = rows > 0 and tokens % rows == 0 and rows * rows * width == tokens * height
     return (rows, tokens // rows) if whole else None
+
+
+READ, WRITTEN = "input_ids", "decoder_input_ids"
+
+
+class TokenIds(NamedTuple):
+    """The token ids of the rows or columns of a mixer."""
+
+    name: str
+    """Name of the input."""
+    ids: "Tensor"
+    """(B, T), with padding."""
+
+
+class TokenNames:
+    """Names tokens by their text, or by their id if there is no tokenizer with ``decode``.
+
+    Examples:
+        >>> TokenNames().text(101)
+        'id 101'
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer if callable(getattr(tokenizer, "decode", None)) else None
+        self._known: dict[int, str] = {}
+
+    def text(self, number: int) -> str:
+        """Return the text of a token id, without the spaces that tokenizers add."""
+        if number not in self._known:
+            text = "" if self._tokenizer is None else str(self._tokenizer.decode([number]))
+            self._known[number] = text.replace("\n", "↵").strip() or ("␣" if text else f"id {number}")
+        return self._known[number]
+
+    def texts(self, numbers: "Tensor") -> list[str]:
+        """Return the texts of a row of token ids."""
+        return [self.text(number) for number in numbers.tolist()]
+
+    def peaks(
+        self, site: "MixerSite", batch: "Batch | None", columns: Sequence[Sequence[int]]
+    ) -> list[list[list[str]]]:
+        """Name the tokens in the given columns, by sequence, head and kind, as `peak_name` does.
+
+        Args:
+            site: mixer call.
+            batch: input of the model.
+            columns: column per sequence and head, padding not counted; −1 for none.
+        """
+        _, read = token_ids(site, batch)
+        real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
+        ids = [None if read is None else read.ids.cpu()[at][places] for at, places in enumerate(real)]
+        return [
+            [[] if at < 0 else peak_name(self, ids[number], at, len(real[number])) for at in heads]
+            for number, heads in enumerate(columns)
+        ]
+
+
+def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
+    """Return the token ids of the rows and columns of a mixer; None if its tokens are others.
+
+    Rows of a decoder are the decoder's input; columns of cross-attention are the encoder's input.
+    """
+    from rankwise._internals.forward import tensors_of
+
+    found = {
+        name: TokenIds(name, tensor)
+        for name, tensor in ({} if batch is None else tensors_of(batch)).items()
+        if tensor.dim() == 2 and str(tensor.dtype) in ("torch.int64", "torch.int32")
+    }
+    if READ not in found and "0" in found:  # a tensor, or the first item of a tuple
+        found[READ] = TokenIds(READ, found["0"].ids)
+    written = found.get(WRITTEN) if site.cross or "decoder" in site.stack else None
+    rows = written if written is not None else found.get(READ)
+    columns = found.get(READ) if site.cross else rows
+    fits = [
+        ids if ids is not None and ids.ids.shape == valid.shape else None
+        for ids, valid in ((rows, site.valid_tokens), (columns, site.valid_sources))
+    ]
+    return fits[0], fits[1]
+
+
+def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) -> list[str]:
+    """Name the token in a column by text and place, by place, and by text, in this order.
+
+    Args:
+        names: names of tokens.
+        ids: token ids of the columns without padding; None if unknown.
+        at: the column.
+        sources: number of columns.
+
+    Examples:
+        >>> peak_name(TokenNames(), None, 0, 9)
+        ['the first token', 'the first token', 'token 0']
+    """
+    place = {0: "the first token", sources - 1: "the last token"}.get(at, f"token {at}")
+    text = f"token {at}" if ids is None else names.text(int(ids[at]))
+    both = place if ids is None else f"{text}, {place}"
+    return [both, place, text]
+
+
+def image_size(batch: "Batch | None") -> tuple[int, int] | None:
+    """Return height and width of the images (B, C, H, W) in a batch; None if it has none."""
+    from rankwise._internals.forward import tensors_of
+
+    for tensor in tensors_of(batch).values() if batch is not None else ():
+        if tensor.dim() == 4 and tensor.is_floating_point():
+            return tensor.shape[2], tensor.shape[3]
+    return None

@@ -1,8 +1,9 @@
-"""Where the numbers of an audit come from: the model, its data, its versions; what is written beside them."""
+"""Where the numbers of an audit come from: model, weights, data and versions; joining of two origins."""
 
+import hashlib
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -16,31 +17,30 @@ from rankwise.errors import InputError, RecordError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
+    from rankwise._internals.forward import Batch
+
 LIBRARIES = ("torch", "transformers")
-"""Their versions go into the record, where they are loaded."""
+"""Libraries whose versions are recorded if they are loaded."""
+SAMPLE = 64
+"""Numbers per weight in a digest: training changes nearly all of them."""
+DIGITS = 16
+"""Hexadecimal digits of a digest."""
 SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "measure_dtype")
-"""What audits that are merged must have in common."""
+"""Fields that audits must have in common to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
-"""What is joined, and the text between the parts."""
+"""Fields whose texts are joined, and the text between the parts."""
 SUMS = ("batches", "sequences", "audits")
 SAME_MODEL = "Merge audits of the same model only, each of other sequences."
 SAME_WEIGHTS = (
-    "Merge audits of the same weights only. Where some are in no checkpoint and drawn at each start, set a "
-    'seed before the model is built; if no head reads them, `rw.audit(…, provenance={"weights": ""})`.'
+    "Merge audits of the same weights only. If some are in no checkpoint and drawn at each start, set a seed "
+    'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights": ""})`.'
 )
 
 
-def check_provenance(given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be written, before anything is measured: the record would be lost.
-
-    Args:
-        given: what the user gave.
-
-    Raises:
-        InputError: if a field is not known, or holds what it cannot.
-    """
+def check_provenance(fields: Mapping[str, Any]) -> None:
+    """Raise before anything is measured if the user's fields of `Provenance` are unknown or wrong."""
     try:
-        Provenance.model_validate({"model": "", "delta": DELTA} | dict(given))
+        Provenance.model_validate({"model": "", "delta": DELTA} | dict(fields))
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -53,39 +53,113 @@ def check_provenance(given: Mapping[str, Any]) -> None:
 
 
 def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mapping[str, Any]) -> Provenance:
-    """What to write down of a run.
+    """Return the origin of an audit; fields that the user gives take precedence.
 
     Args:
-        model: the model that was measured.
-        measured: what the run knows of itself: batches, sequences, method, δ.
-        given: what the user says of it, which goes before what is found here, and all notes.
+        model: model that was measured.
+        measured: fields that the audit knows: batches, sequences, method, δ.
+        given: fields that the user gives, and all notes.
     """
     parameters = list(model.parameters())
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
     found: dict[str, Any] = {
         "model": str(getattr(model, "name_or_path", "") or type(model).__name__),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
-        "model_dtype": ", ".join(
-            sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
-        ),
+        "model_dtype": ", ".join(sorted(dtypes)),
         "device": ", ".join(sorted({str(parameter.device) for parameter in parameters})),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded},
     }
-    said = {**found, **measured, **given}
-    return Provenance(**{name: _printable(value) for name, value in said.items()})
+    fields = {**found, **measured, **given}
+    return Provenance(**{name: _printable(value) for name, value in fields.items()})
 
 
 def _printable(value: Any) -> Any:
-    """Paths may hold bytes that are no text; JSON and HTML may not."""
+    """Escape bytes of paths that are not text, which JSON and HTML cannot hold."""
     if isinstance(value, list | tuple):
         return [_printable(item) for item in value]
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _versions() -> dict[str, str]:
-    loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
-    return {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded}
+def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
+    """Return a digest of the shapes of all weights and of 64 numbers of each, evenly spaced.
+
+    It does not depend on the device, nor on a wrapper around the model. It is empty if numbers cannot be
+    read: weights that are sharded, quantized, or on the device meta. Cost: one small copy of each weight.
+
+    Args:
+        model: any module.
+        without: names of weights to leave out, such as weights that no checkpoint has.
+
+    Examples:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> first, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        >>> weights_digest(first) == weights_digest(torch.nn.Sequential(first))
+        True
+        >>> weights_digest(first) == weights_digest(other)
+        False
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name in without:
+            continue
+        weight = parameter.detach()
+        strided = type(weight) is torch.Tensor and weight.layout is torch.strided
+        if not strided or weight.is_meta or weight.is_quantized:
+            return ""
+        numbers = weight.reshape(-1)
+        numbers = numbers[:: max(len(numbers) // SAMPLE, 1)][:SAMPLE].cpu()
+        if numbers.is_complex():
+            numbers = torch.view_as_real(numbers.resolve_conj())
+        else:
+            numbers = numbers.to(torch.float64)
+        digest.update(str(tuple(weight.shape)).encode())
+        digest.update(numbers.numpy().tobytes())
+    return digest.hexdigest()[:DIGITS]
+
+
+class DataDigest:
+    """A digest of the measured batches in order; empty without batches, or if one has no dense tensors.
+
+    Examples:
+        >>> import torch
+        >>> digest = DataDigest()
+        >>> digest.value
+        ''
+        >>> digest.add(torch.zeros(1, 2))
+        >>> len(digest.value)
+        16
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._known: bool | None = None
+
+    def add(self, batch: "Batch") -> None:
+        """Add a measured batch."""
+        import torch
+
+        from rankwise._internals.forward import tensors_of
+
+        tensors = tensors_of(batch)
+        self._known = bool(tensors) and self._known is not False
+        for name, tensor in sorted(tensors.items()):
+            if tensor.layout != torch.strided or tensor.is_nested:
+                self._known = False
+                return
+            values = tensor.detach().to("cpu").contiguous()
+            self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            self._digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    @property
+    def value(self) -> str:
+        """Hexadecimal digits, or nothing."""
+        return self._digest.hexdigest()[:DIGITS] if self._known else ""
 
 
 def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:

@@ -119,7 +119,7 @@ class AuditSettings:
         return cls(
             delta=given["delta"],
             tokenizer=tokenizer,
-            method=check_method(given["method"]),
+            method=one_of("`method`", given["method"], get_args(Method)),
             sites=sites,
             blocks=blocks,
             maps=chosen_heads(given.get("matrices")),
@@ -128,11 +128,6 @@ class AuditSettings:
             provenance=dict(provenance),
             on_progress=on_progress,
         )
-
-
-def check_method(method: str) -> Method:
-    """Return a method that exists."""
-    return one_of("`method`", method, get_args(Method))
 
 
 def check_callable(name: str, value: Any) -> None:

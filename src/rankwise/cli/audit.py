@@ -148,20 +148,17 @@ def command(
 ) -> None:
     """Audit a model, or several one after the other; see `HELP`."""
     from rankwise._internals.files import writable_folder
-    from rankwise.auditing import check_codes, check_method, chosen_heads
+    from rankwise.auditing import AuditSettings, check_codes
     from rankwise.cli.audit_history import audit_each
     from rankwise.cli.audit_job import AuditTask
     from rankwise.cli.audit_one import audit_one
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.cli.torchrun import from_environment
-    from rankwise.measures import check_delta
 
     processes = from_environment()
     _check_processes(processes, models or [], device_map)
     codes = check_codes(fail_on or [])
-    check_delta(delta)
-    how = check_method(method)
-    chosen_heads(matrices)
+    how = AuditSettings.of(delta=delta, method=method, matrices=matrices).method
     is_demo = not models and not merge
     source, text = _demo(text, images, dataset) if is_demo else ("", text)
     task = AuditTask(

@@ -152,7 +152,8 @@ def run(
     Raises:
         AuditError: as `rankwise.audit`.
     """
-    from rankwise.auditing.digests import weights_digest
+    from rankwise.auditing import AuditSettings
+    from rankwise.auditing.provenance import weights_digest
     from rankwise.auditing.run import collect
     from rankwise.cli.load_model import demo_model, demo_text
 
@@ -165,10 +166,8 @@ def run(
         "notes": ready.notes,
         "weights": weights_digest(subject.model, subject.drawn),
     }
-    return collect(
-        subject.model,
-        _keeping_first(ready.inputs.batches, ready.first),
-        task.delta,
+    settings = AuditSettings.of(
+        delta=task.delta,
         method=task.method,
         matrices=task.matrices,
         baseline=task.baseline,
@@ -177,6 +176,7 @@ def run(
         provenance=said | dict(provenance or {}),
         on_progress=on_progress,
     )
+    return collect(subject.model, _keeping_first(ready.inputs.batches, ready.first), settings)
 
 
 def audit_text(task: AuditTask) -> str:
@@ -185,10 +185,11 @@ def audit_text(task: AuditTask) -> str:
     Args:
         task: what is asked for.
     """
-    from rankwise.auditing import chosen_heads
-    from rankwise.auditing.run import finished
+    from rankwise.auditing.run import build_audit
+    from rankwise.auditing.settings import chosen_heads
 
-    return finished(run(prepare(task)), chosen_heads(task.matrices)).model_dump_json(indent=1) + "\n"
+    audit = build_audit(run(prepare(task)), chosen_heads(task.matrices))
+    return audit.model_dump_json(indent=1) + "\n"
 
 
 def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:

@@ -53,8 +53,8 @@ def audit_one(
         RankwiseError: if it failed, in any of the processes; what was measured is written before.
         typer.Exit: after Ctrl-C, and in all processes but the first.
     """
-    from rankwise.auditing import chosen_heads
-    from rankwise.auditing.run import finished
+    from rankwise.auditing.run import build_audit
+    from rankwise.auditing.settings import chosen_heads
     from rankwise.auditing.text_inputs import Shard
     from rankwise.cli.audit_job import prepare
     from rankwise.cli.output import show_progress, write_report
@@ -74,7 +74,7 @@ def audit_one(
             found = _joined(found, out, processes)
         stopped, audit = found.interrupted, None
         if found.statistics is not None:
-            audit = finished(found.statistics, chosen_heads(task.matrices))
+            audit = build_audit(found.statistics, chosen_heads(task.matrices))
             if audit.complete and not stopped:
                 audit, stopped = _advised(audit, ready.subject.model, ready.first[0], say)
     if audit is not None:
@@ -112,7 +112,7 @@ def _check_alone(model: "nn.Module", processes: "Processes") -> None:
 
 def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
     """Refuse, before anything is measured, weights that each process has drawn for itself."""
-    from rankwise.auditing.digests import weights_digest
+    from rankwise.auditing.provenance import weights_digest
 
     if not processes.several:
         return

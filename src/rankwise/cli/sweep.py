@@ -77,12 +77,11 @@ def command(
 ) -> None:
     """Run a sweep; see `HELP`."""
     from rankwise._internals.files import writable_folder
-    from rankwise.auditing import check_method
+    from rankwise.auditing import AuditSettings
     from rankwise.cli.audit_job import AuditTask
     from rankwise.cli.output import quiet_libraries, show_progress
     from rankwise.cli.sweep_jobs import RETRIES, jobs_of, run_here, sweep, why_again
     from rankwise.cli.sweep_ray import ray_tasks
-    from rankwise.measures import check_delta
 
     if ray is None:
         _refuse_without_ray({"--cpus": cpus, "--gpus": gpus, "--retries": retries})
@@ -90,14 +89,14 @@ def command(
     if gpus:
         _refuse_idle_gpus(gpus, device)
     retries = RETRIES if retries is None else retries
-    check_delta(delta)
+    settings = AuditSettings.of(delta=delta, method=method)
     task = AuditTask(
         model="",
         tokens=tokens,
         sequences=sequences,
         batch_size=batch_size,
         delta=delta,
-        method=check_method(method),
+        method=settings.method,
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,

@@ -1,6 +1,4 @@
-"""Pictures of matrices are the matrices, averaged; tokens are called what they are."""
-
-from types import SimpleNamespace
+"""Attention maps are the matrices, averaged, of the heads that were chosen."""
 
 import numpy as np
 import pytest
@@ -9,28 +7,17 @@ from experiments.families import BERT, LLAMA, hugging_face
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.auditing.test_examples import Words
 from tests.report import samples
 
 import rankwise as rw
-from rankwise.auditing import AttentionMap, chosen_heads
+from rankwise.auditing import AttentionMap
+from rankwise.auditing.attention_maps import block_averages, only_flagged
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.pictures import block_averages
 from rankwise.auditing.result import Audit
-from rankwise.auditing.token_names import TokenNames, commonest, name_counts, peak_name
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing, IndexedMixing, LinearAttentionMixing, SoftmaxMixing
 from rankwise.report.page import page_context
-from rankwise.tracing import MixerSite
-
-
-class Words:
-    """A tokenizer whose token n is the word "wn"; 0 opens a text."""
-
-    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[0, *map(len, text.split())] for text in texts]}
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join("[CLS]" if one == 0 else f" w{one}" for one in ids)
 
 
 def by_hand(matrix: torch.Tensor, side: int) -> torch.Tensor:
@@ -150,51 +137,9 @@ def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
     twins = samples.finding(
         "DUPLICATE_HEADS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01}
     )
-    kept = chosen_heads("flagged").kept(heads, [twins.model_copy(update={"heads": [2, 3]})])
+    kept = only_flagged(heads, [twins.model_copy(update={"heads": [2, 3]})])
     assert [(h.layer, h.head) for h in kept if h.attention_map] == [(1, 2), (1, 3)]
     assert [(h.layer, h.head) for h in kept if h.second_attention_map] == [(1, 2), (1, 3)]
-
-
-@pytest.mark.parametrize("wrong", ["3", "3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)]])
-def test_what_names_no_heads_is_refused(wrong: object) -> None:
-    with pytest.raises(InputError, match=r"`matrices`.*flagged"):
-        chosen_heads(wrong)
-
-
-def test_what_is_no_tokenizer_is_refused_and_one_that_cannot_decode_gives_ids() -> None:
-    with pytest.raises(InputError, match="`tokenizer`"):
-        TokenNames(object())
-    assert TokenNames(lambda texts: {}).text(4) == "id 4"
-
-
-def test_tokens_are_called_by_text_and_place() -> None:
-    names = TokenNames(Words())
-    assert peak_name(names, torch.tensor([0, 5, 6]), 0, 3)[0] == "[CLS], the first token"
-    assert peak_name(names, torch.tensor([0, 5, 6]), 2, 3) == ["w6, the last token", "the last token", "w6"]
-    assert [names.text(7), TokenNames().text(7)] == ["w7", "id 7"]
-    space = SimpleNamespace(decode=lambda ids: " ")
-    assert TokenNames(space).text(3) == "␣"
-
-
-def of_most(named: list[list[str]]) -> tuple[str, int]:
-    return commonest(name_counts(named), len(named))
-
-
-def test_the_commonest_name_is_the_most_telling_of_equals() -> None:
-    same = [["[CLS], the first token", "the first token", "[CLS]"]] * 2
-    assert of_most(same) == ("[CLS], the first token", 2)
-    words = [[f"w{n}, the first token", "the first token", f"w{n}"] for n in range(3)]
-    assert of_most(words) == ("the first token", 3)
-    assert of_most([[f"w{n}, token {n}", f"token {n}", f"w{n}"] for n in range(1, 4)]) == ("", 0)
-    assert of_most([]) == ("", 0)
-
-
-def test_the_peak_of_a_head_is_named_without_padding() -> None:
-    real = torch.tensor([[False, True, True, True]])
-    operator = DenseMixing(torch.eye(4)[None, None])
-    site = MixerSite("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
-    names = TokenNames(Words()).peaks(site, {"input_ids": torch.tensor([[9, 1, 2, 3]])}, [[1]])
-    assert names == [[["w2, token 1", "token 1", "w2"]]]
 
 
 @pytest.mark.parametrize(("mass", "named"), [(0.5, "[CLS]"), (0.49, ""), (0.02, ""), (float("nan"), "")])

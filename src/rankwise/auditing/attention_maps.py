@@ -1,0 +1,157 @@
+"""Which heads keep an attention map: block averages of their matrices, within a budget of bytes."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rankwise._internals.forward import Batch
+from rankwise.auditing.examples import TokenNames, token_ids
+from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecord
+from rankwise.auditing.settings import ChosenHeads
+from rankwise.errors import InputError
+from rankwise.operators import IndexedMixing, MixingOperator
+from rankwise.tracing import MixerSite
+
+MAP_BYTES = 2**28
+"""Budget of all packed maps of an audit, at most 43 KiB each; later heads have no map."""
+SEQUENCES = 2
+"""Sequences whose maps are kept: what both have in common is less likely to be due to their words."""
+
+
+class NoSuchHeadsError(InputError):
+    """The model has none of the heads whose maps are requested."""
+
+
+def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
+    """Return a matrix averaged over blocks of rows and columns that are as equal as possible.
+
+    Formula: Eᵀ M F, where the columns of E and F are 1/n on the n rows or columns of a block. M itself is
+    not formed.
+
+    Range: the range of the entries; the entries themselves if T and S are at most ``side``.
+    Cost: one product with ``side`` columns per head: O(T S side) time and O(T side + S side) memory for
+    attention.
+
+    Args:
+        operator: operator of shape (..., T, S).
+        side: maximum number of rows and columns.
+
+    Examples:
+        >>> import torch
+        >>> from rankwise.operators import DenseMixing
+        >>> block_averages(DenseMixing(torch.arange(16.0).reshape(4, 4)), side=2).tolist()
+        [[2.5, 4.5], [10.5, 12.5]]
+    """
+    tokens, sources = operator.shape[-2:]
+    rows, columns = min(tokens, side), min(sources, side)
+    if (rows, columns) == (tokens, sources):
+        return operator.dense()
+    dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
+    over_columns = _averaging(sources, columns, dtype, operator.device)
+    over_rows = _averaging(tokens, rows, dtype, operator.device)
+    return over_rows.mT @ (operator @ over_columns)
+
+
+def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    block = torch.arange(size, device=device) * blocks // size
+    member = torch.zeros(size, blocks, dtype=dtype, device=device)
+    member[torch.arange(size, device=device), block] = 1
+    return member / member.sum(0)
+
+
+class AttentionMapRecorder:
+    """Records the attention maps of one audit."""
+
+    def __init__(self, chosen: ChosenHeads, names: TokenNames) -> None:
+        self.chosen, self.names = chosen, names
+        self.texts: dict[str, list[str]] = {}
+        """Tokens of the sequences by the name of the input, with its number for the second sequence."""
+        self.notes: list[str] = []
+        self._bytes_left = MAP_BYTES
+
+    def record(
+        self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
+    ) -> list[dict[int, AttentionMap]]:
+        """Return the maps of the first sequences of a mixer call, by the place of the head in `heads`.
+
+        Args:
+            site: mixer call.
+            heads: numbers of its heads.
+            batch: input of the model.
+            before: sequences of earlier batches that have maps.
+        """
+        places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
+        sequences = range(min(site.sequences, SEQUENCES - before))
+        return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]
+
+    def _record_sequence(
+        self, site: MixerSite, at: int, places: Sequence[int], batch: Batch | None, sequence: int
+    ) -> dict[int, AttentionMap]:
+        """Return the maps of one sequence, or of its first window if it has several."""
+        row = at * (site.operator.shape[0] // max(site.sequences, 1))
+        rows, columns = site.valid_tokens[row], site.valid_sources[row]
+        if not (places and rows.any() and columns.any()):
+            return {}
+        operator: MixingOperator = site.operator[row : row + 1]
+        if not bool(rows.all() and columns.all()):
+            operator = IndexedMixing(operator, rows, columns)
+        tokens, sources = operator.shape[-2:]
+        maps: dict[int, AttentionMap] = {}
+        for place in places:
+            if self._bytes_left <= 0:
+                self.notes = [f"attention maps end at {MAP_BYTES >> 20} MiB: name the heads to see others"]
+                break
+            with torch.no_grad():
+                averages = block_averages(operator[:, place : place + 1])[0, 0].float().cpu().numpy()
+            maps[place] = AttentionMap.of(averages, tokens, sources, *self._texts(site, batch, row, sequence))
+            self._bytes_left -= len(maps[place].values)
+        return maps
+
+    def check(self, heads: Iterable[tuple[int, int]]) -> None:
+        """Raise if none of the chosen heads is among (layer, head) of the first batch."""
+        known = set(heads)
+        if self.chosen.heads and not self.chosen.heads & known:
+            layers, numbers = ([pair[axis] for pair in known] for axis in (0, 1))
+            raise NoSuchHeadsError(
+                "`matrices`",
+                expected=f"heads of layers {min(layers)}–{max(layers)}, "
+                f"numbers {min(numbers)}–{max(numbers)}",
+                got=_listed(self.chosen.heads),
+                fix='Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.',
+            )
+
+    def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
+        """Return notes on requested maps that do not exist."""
+        absent = self.chosen.heads - set(heads)
+        return [*self.notes, *([f"no such head to keep the matrix of: {_listed(absent)}"] if absent else [])]
+
+    def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
+        """Return the names of the inputs of rows and columns; note their tokens the first time."""
+        found = []
+        for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
+            tokens = [] if ids is None else self.names.texts(ids.ids[row][valid[row].to(ids.ids.device)])
+            name = "" if ids is None else ids.name + (f" of sequence {sequence + 1}" if sequence else "")
+            fits = bool(name) and self.texts.setdefault(name, tokens) == tokens
+            found.append(name if fits else "")
+        return found
+
+
+def only_flagged(heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:
+    """Return the heads, without the maps of heads that no finding names."""
+    flagged = set()
+    for finding in findings:
+        where = finding.where
+        if where.head is not None:
+            duplicates = finding.heads if finding.code == "DUPLICATE_HEADS" else ()
+            flagged |= {(where.stack, where.layer, where.site, head) for head in (where.head, *duplicates)}
+    no_maps = {"attention_map": None, "second_attention_map": None}
+    return [
+        head if (head.stack, head.layer, head.site, head.head) in flagged else head.model_copy(update=no_maps)
+        for head in heads
+    ]
+
+
+def _listed(heads: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{layer}:{head}" for layer, head in sorted(heads))

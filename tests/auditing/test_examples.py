@@ -1,0 +1,90 @@
+"""Tokens are named by text and place; patches of an image form its grid, or none."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rankwise as rw
+from rankwise.auditing import measure
+from rankwise.auditing.examples import Examples, TokenNames, patch_grid, peak_name
+from rankwise.models import ToSTConfig, ToSTForImageClassification
+from rankwise.operators import DenseMixing
+from rankwise.tracing import MixerSite
+
+
+class Words:
+    """A tokenizer whose token n is the word "wn"; 0 opens a text."""
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[0, *map(len, text.split())] for text in texts]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("[CLS]" if one == 0 else f" w{one}" for one in ids)
+
+
+def test_a_tokenizer_that_cannot_decode_gives_ids() -> None:
+    assert TokenNames(lambda texts: {}).text(4) == "id 4"
+
+
+def test_tokens_are_called_by_text_and_place() -> None:
+    names = TokenNames(Words())
+    assert peak_name(names, torch.tensor([0, 5, 6]), 0, 3)[0] == "[CLS], the first token"
+    assert peak_name(names, torch.tensor([0, 5, 6]), 2, 3) == ["w6, the last token", "the last token", "w6"]
+    assert [names.text(7), TokenNames().text(7)] == ["w7", "id 7"]
+    space = SimpleNamespace(decode=lambda ids: " ")
+    assert TokenNames(space).text(3) == "␣"
+
+
+def of_most(named: list[list[str]]) -> tuple[str, int]:
+    examples = Examples.empty(1)
+    examples.add_names([[kinds] for kinds in named])
+    return examples.peak(0)
+
+
+def test_the_commonest_name_is_the_most_telling_of_equals() -> None:
+    same = [["[CLS], the first token", "the first token", "[CLS]"]] * 2
+    assert of_most(same) == ("[CLS], the first token", 2)
+    words = [[f"w{n}, the first token", "the first token", f"w{n}"] for n in range(3)]
+    assert of_most(words) == ("the first token", 3)
+    assert of_most([[f"w{n}, token {n}", f"token {n}", f"w{n}"] for n in range(1, 4)]) == ("", 0)
+    assert of_most([]) == ("", 0)
+
+
+def test_the_peak_of_a_head_is_named_without_padding() -> None:
+    real = torch.tensor([[False, True, True, True]])
+    operator = DenseMixing(torch.eye(4)[None, None])
+    site = MixerSite("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
+    names = TokenNames(Words()).peaks(site, {"input_ids": torch.tensor([[9, 1, 2, 3]])}, [[1]])
+    assert names == [[["w2, token 1", "token 1", "w2"]]]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 16))
+def test_a_grid_of_patches_is_found(rows: int, columns: int, patch: int) -> None:
+    assert patch_grid(rows * columns, (rows * patch, columns * patch)) == (rows, columns)
+
+
+@given(st.integers(1, 2000), st.tuples(st.integers(1, 100), st.integers(1, 100)))
+def test_a_grid_holds_every_token(tokens: int, picture: tuple[int, int]) -> None:
+    grid = patch_grid(tokens, picture)
+    assert grid is None or grid[0] * grid[1] == tokens
+
+
+def test_three_rows_of_ten_patches_are_no_grid() -> None:
+    assert patch_grid(10, (9, 10)) is None
+
+
+@pytest.mark.parametrize(("pixels", "grid"), [(8, (4, 4)), (12, None)])
+def test_the_first_tokens_of_a_large_picture_are_not_drawn_as_one(
+    pixels: int, grid: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "MAP_TOKENS", 16)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = ToSTConfig(**sizes, image_size=pixels, patch_size=2, num_labels=2, causal=False)
+    model = ToSTForImageClassification(config).eval()
+    audit = rw.audit(model, [{"pixel_values": torch.randn(1, 3, pixels, pixels)}])
+    mapped = [head for head in audit.heads if head.membership_map]
+    assert {len(head.membership_map) for head in mapped} == {16}
+    assert {head.membership_grid for head in mapped} == {grid}
