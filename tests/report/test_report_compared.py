@@ -108,9 +108,7 @@ def test_maps_that_would_make_the_page_too_large_are_left_out_by_name(
 def test_every_outcome_stands_on_the_page_with_its_count() -> None:
     before = samples.encoder()
     worse = before.findings[2].model_copy(update={"severity": "error"})
-    new = samples.finding(
-        "DUPLICATE_HEADS", "info", where=before.findings[2].where, evidence={"nearest_head": 1.0}
-    )
+    new = samples.finding("DUPLICATE_HEADS", "info", where=before.findings[2].where, heads=[7, 8])
     after = before.model_copy(update={"findings": [before.findings[0], worse, new]})
     outcomes = comparison_context(rw.compare(before, after))["outcomes"]
     assert [(outcome, len(rows)) for outcome, _, rows in outcomes] == [

@@ -121,11 +121,8 @@ def test_the_scale_of_a_measure_holds_its_values_but_for_far_outliers_and_has_a_
         assert all(low <= value <= high or value > fence for value in values)
 
 
-def test_twins_without_a_nearest_head_lead_to_one_head() -> None:
-    audit = samples.encoder()
-    heads = [head.model_copy(update={"nearest_head": None}) for head in audit.heads]
-    target = _target(audit.model_copy(update={"heads": heads}), code="DUPLICATE_HEADS")
-    assert target.heads == (2 * 12 + 7,)
+def test_duplicates_that_name_no_other_heads_lead_to_one_head() -> None:
+    assert _target(samples.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
 
 
 def test_what_a_page_shows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ class Change:
                 module = self.model.get_submodule(added.module)
                 before = added.kind == "before"
                 register = module.register_forward_pre_hook if before else module.register_forward_hook
-                handle = register(added.hook, prepend=added.prepend, with_kwargs=True)  # type: ignore[operator]
+                handle = register(added.hook, prepend=added.prepend, with_kwargs=True)
                 self._undo.append(handle.remove)
         except BaseException:
             self.undo()

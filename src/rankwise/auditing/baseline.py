@@ -1,7 +1,7 @@
 """Statistics of a model and of its copies at initialization to the baseline of every head and layer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -89,9 +89,7 @@ def _of_head(
     return Baseline.model_validate(fields)
 
 
-def _moments(
-    copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequence[str]
-) -> Mapping[str, dict[str, float]]:
+def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequence[str]) -> dict[str, Any]:
     means = {name: np.array([getattr(record, name) for record in copies]) for name in names}
     stds = {name: np.array([record.std.get(name, math.nan) for record in copies]) for name in names}
     return {

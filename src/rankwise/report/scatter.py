@@ -102,12 +102,10 @@ def _set(importance: ImportanceRecord) -> list[str]:
         return []
     if not found.heads:
         return [f"none was found at {found.tolerance:.2%} of {importance.reference_name}"]
-    layers: dict[tuple[str, int], list[int]] = {}
-    for head in found.heads:
-        layers.setdefault((head.stack, head.layer), []).append(head.head)
-    where = "; ".join(
-        f"layer {layer}: {', '.join(map(str, sorted(heads)))}" for (_, layer), heads in sorted(layers.items())
-    )
+    layers: dict[tuple[str, int | None], list[str]] = {}
+    for head in sorted(found.heads, key=lambda head: head.sort_key):
+        layers.setdefault((head.stack, head.layer), []).append(str(head.head))
+    where = "; ".join(f"layer {layer}: {', '.join(heads)}" for (_, layer), heads in layers.items())
     count = len(found.heads)
     heads, them = ("1 head", "it") if count == 1 else (f"{count} heads together", "them")
     return [f"removing {heads} {share_words(importance, found.cost)}, by a run without {them} ({where})"]
