@@ -179,19 +179,6 @@ def run(
     return collect(subject.model, _keeping_first(ready.inputs.batches, ready.first), settings)
 
 
-def audit_text(task: AuditTask) -> str:
-    """Audit in a worker process: what comes back is JSON.
-
-    Args:
-        task: what is asked for.
-    """
-    from rankwise.auditing.run import build_audit
-    from rankwise.auditing.settings import chosen_heads
-
-    audit = build_audit(run(prepare(task)), chosen_heads(task.matrices))
-    return audit.model_dump_json(indent=1) + "\n"
-
-
 def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
     """The batches; the first is kept for what looks at the model once more."""
     for batch in batches:

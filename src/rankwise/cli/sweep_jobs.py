@@ -266,15 +266,16 @@ def in_worker(task: AuditTask) -> tuple[str, dict[str, str]]:
     Raises:
         KeyboardInterrupt: if Ctrl-C came, also where an audit would hold what was measured until then.
     """
-    from rankwise.auditing import chosen_heads
-    from rankwise.auditing.run import finished
+    from rankwise.auditing.run import build_audit
+    from rankwise.auditing.settings import chosen_heads
 
     try:
         sources = task.sources()  # before they are read: what changes meanwhile is seen by --resume
         found = run(prepare(task), {"sources": sources})
         if not found.complete:
             raise KeyboardInterrupt
-        return finished(found, chosen_heads(task.matrices)).model_dump_json(indent=1) + "\n", {}
+        audit = build_audit(found, chosen_heads(task.matrices))
+        return audit.model_dump_json(indent=1) + "\n", {}
     except RankwiseError as error:
         return "", {"subject": error.subject, "expected": error.expected, "got": error.got, "fix": error.fix}
     except (Exception, SystemExit) as error:  # a factory may call sys.exit
