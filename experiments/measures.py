@@ -46,7 +46,7 @@ def _table(shown: Sequence[Measure]) -> str:
 def _row(measure: Measure, heads: bool) -> list[str]:
     named = measure.name.replace("_", " ")
     named += f" ({measure.symbol})" if measure.symbol else ""
-    row = [named, measure.formula, measure.range, measure.low, measure.high, measure.cost]
+    row = [named, measure.formula, measure.range.text, measure.low, measure.high, measure.cost]
     row += [", ".join(null.replace("_", " ") for null in measure.nulls)] if heads else []
     return [cell.replace("|", "\\|") for cell in row]
 

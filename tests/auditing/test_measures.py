@@ -20,7 +20,9 @@ from rankwise import measures, report
 from rankwise.auditing import audit as run_audit
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, NULLS, PICTURED
 from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.report.head_columns import color_limits
 
+UNBOUNDED = {"sigma_max", "coding_rate", "removal_cost", "norm", "token_spread"}
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,9 +41,16 @@ def test_every_row_is_a_field_and_says_what_it_is(rows, record) -> None:
         name for name in record.model_fields if name in {measure.name for measure in rows}
     ]
     for measure in rows:
-        for said in (measure.title, measure.formula, measure.range, measure.low, measure.high, measure.cost):
+        for said in (
+            measure.title,
+            measure.formula,
+            measure.range.text,
+            measure.low,
+            measure.high,
+            measure.cost,
+        ):
             assert said == said.strip() != ""
-        assert not measure.meaning or measure.bounds or measure.name in ("sigma_max", "removal_cost")
+        assert not measure.meaning or measure.range.high == measure.range.high or measure.name in UNBOUNDED
         assert set(measure.nulls) <= set(NULLS) <= set(HeadRecord.model_fields)
     assert len({measure.title for measure in rows}) == len(rows)
 
@@ -56,13 +65,13 @@ def test_values_of_an_audit_lie_within_the_ranges_of_the_table() -> None:
                 value = measure.value(record)
                 known = [number for number in (low, value, high) if math.isfinite(number)]
                 assert known == sorted(known), measure.name
-                assert math.isfinite(measure.span(record)) == (measure.bounds is not None)
+                assert math.isfinite(measure.span(record)) == (measure.name not in UNBOUNDED)
 
 
 def test_scales_hold_all_values() -> None:
     heads = samples.encoder().heads
     for measure in (*PICTURED,):
-        low, high = measure.limits(heads)
+        low, high = color_limits(measure, heads)
         assert low < high
         assert all(low <= value <= high for head in heads if math.isfinite(value := measure.value(head)))
     assert [measure.name for measure in DRAWN] == ["relative_spread", "mean_cosine", "effective_rank"]

@@ -57,7 +57,7 @@ def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() 
     (winners,) = column(samples.encoder().heads, "numerical_rank")["references"]
     assert (winners["name"], winners["at"]) == ("random winners", pytest.approx(expected, rel=1e-5))
     assert winners["said"] == f"{expected:.2g}"
-    assert " no " in winners["note"]
+    assert " not " in winners["note"]
     (winners,) = column(samples.mixed().heads, "numerical_rank")["references"]
     assert winners["said"] == "0.5–0.63"  # under a causal and a full mask
 

@@ -54,7 +54,7 @@ def test_every_head_has_one_colour_and_its_number() -> None:
     text = notebook_html(audit)
     titles = re.findall(r"title='head (\d+): ([^']+)'", text)
     assert len(titles) == len(audit.heads)
-    assert [said for _, said in titles] == [HEAD_MEASURES[0].said(head) for head in audit.heads]
+    assert [said for _, said in titles] == [HEAD_MEASURES[0].formatted(head) for head in audit.heads]
     assert text.count("<tr>") == 1 + 6
 
 

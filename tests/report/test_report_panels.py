@@ -8,10 +8,10 @@ import pytest
 from tests.report import samples
 
 from rankwise.auditing.measure_table import PICTURED as HEAD_MEASURES
-from rankwise.auditing.measure_table import outer_fence
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.auditing.result import Audit
 from rankwise.report import page
+from rankwise.report.head_columns import color_limits, outer_fence
 from rankwise.report.panels import HeadsByLayer, make_panels
 from rankwise.report.targets import Target, find_targets
 
@@ -114,7 +114,7 @@ def test_a_finding_about_nothing_in_particular_leads_to_the_provenance() -> None
 @pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)
 def test_the_scale_of_a_measure_holds_its_values_but_for_far_outliers_and_has_a_length(measure) -> None:
     for heads in (samples.encoder().heads, samples.only_nan().heads, samples.grid(1, 1)):
-        low, high = measure.limits(heads)
+        low, high = color_limits(measure, heads)
         assert low < high
         values = [value for head in heads if math.isfinite(value := measure.value(head))]
         fence = outer_fence(values)

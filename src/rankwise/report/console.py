@@ -188,7 +188,7 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table
     name = f"{stack}, token states" if stack else "token states"
     table = new_table([(column, True) for column in columns])
     for layer in sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer):
-        measured = [measure.said(layer) for measure in _LAYER_COLUMNS]
+        measured = [measure.formatted(layer) for measure in _LAYER_COLUMNS]
         table.add_row(str(layer.layer), format_number(layer.tokens, 0), *measured)
     return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
 

@@ -59,9 +59,7 @@ def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
     value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
     low, high = measure.ends(layer)
     return (
-        min(max(value, low), math.inf if measure.to_the_largest else high)
-        if math.isfinite(value)
-        else math.nan
+        min(max(value, low), math.inf if measure.range.wide else high) if math.isfinite(value) else math.nan
     )
 
 

@@ -17,6 +17,7 @@ from rankwise.auditing.measure_table import (
 from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, did_you_mean
+from rankwise.report.head_columns import color_limits
 from rankwise.report.panels import Panel, make_panels
 from rankwise.report.text import model_name
 
@@ -49,7 +50,7 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     )  # fmt: skip
     for row, panel in enumerate(panels, start=1):
         figure.add_trace(go.Heatmap(_map(panel, audit.heads, of), coloraxis="coloraxis"), row=row, col=1)
-    low, high = of.limits(audit.heads)
+    low, high = color_limits(of, audit.heads)
     height = sum(_ROW * len(panel.rows) + _AROUND for panel in panels)
     title = f"{of.title}, {html.escape(model_name(audit.provenance.model))}"
     scale = {"colorscale": SCALE, "cmin": low, "cmax": high, "colorbar": {"title": {"text": of.head}}}
@@ -128,7 +129,7 @@ def _map(panel: Panel, heads: Sequence[HeadRecord], measure: HeadMeasure) -> dic
 
 
 def _said(head: HeadRecord, measure: HeadMeasure) -> str:
-    said = f"{measure.head}: {measure.said(head)}{_around(head, measure)}"
+    said = f"{measure.head}: {measure.formatted(head)}{_around(head, measure)}"
     return f"layer {head.layer}, head {head.head}<br>{said}"
 
 

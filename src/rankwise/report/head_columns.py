@@ -7,9 +7,10 @@ a baseline) adds columns to them.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import quantiles
 from typing import Any
 
-from rankwise.auditing.measure_table import HEAD_MEASURES, NULLS, HeadMeasure, share
+from rankwise.auditing.measure_table import HEAD_MEASURES, NULLS, HeadMeasure, Measure, share
 from rankwise.auditing.records import HeadRecord
 from rankwise.report.pages import short
 from rankwise.report.references import Reference, references_of
@@ -147,8 +148,8 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         heads: all heads.
     """
     values = [measure.value(head) for head in heads]
-    said = [(at, measure.said(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
-    spoken = [head for head in heads if measure.speaks_of(head)]
+    said = [(at, measure.formatted(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
+    spoken = [head for head in heads if measure.applies_to(head)]
     return Column(
         name=measure.name,
         share=measure.share,
@@ -161,8 +162,8 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         meaning=measure.meaning,
         low=measure.low,
         high=measure.high,
-        limits=measure.limits(spoken),
-        silent=frozenset(at for at, head in enumerate(heads) if not measure.speaks_of(head)),
+        limits=color_limits(measure, spoken),
+        silent=frozenset(at for at, head in enumerate(heads) if not measure.applies_to(head)),
         references=references_of(measure, spoken),
     )
 
@@ -170,3 +171,32 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
 def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
     """Of a share it is not known: the deviation of a rank holds that of the lengths of sequences."""
     return math.nan if measure.share else head.std.get(measure.name, math.nan)
+
+
+def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float]:
+    """Return the ends of a color scale: the range of the measure, or the values without far outliers.
+
+    Values beyond `outer_fence` do not stretch the scale: they have its last color.
+    """
+    values = [value for record in records if math.isfinite(value := measure.value(record))]
+    ends = [measure.ends(record) for record in records]
+    lows = [low for low, _ in ends if math.isfinite(low)] or values
+    highs = [high for _, high in ends if math.isfinite(high)]
+    if measure.range.wide or not highs:
+        fence = outer_fence(values)
+        highs = [value for value in values if value <= fence]
+    low, high = min(lows, default=0.0), max(highs, default=1.0)
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def outer_fence(values: Sequence[float]) -> float:
+    """Return Tukey's outer fence, Q3 + 3 (Q3 − Q1); infinity for fewer than four values.
+
+    Examples:
+        >>> outer_fence([1.0, 2.0, 3.0, 4.0, 100.0])
+        10.0
+    """
+    if len(values) < 4:
+        return math.inf
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return third + 3 * (third - first)

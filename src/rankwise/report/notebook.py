@@ -90,7 +90,7 @@ def _mean(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> float:
 
 def _coloured(head: HeadRecord) -> str:
     measure = HEAD_MEASURES[0]
-    return _block(measure.value(head), f"head {head.head}: {measure.said(head)}")
+    return _block(measure.value(head), f"head {head.head}: {measure.formatted(head)}")
 
 
 def _block(value: float, title: str = "") -> str:

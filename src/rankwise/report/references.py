@@ -5,10 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankwise.auditing.measure_table import NULL_NOTES, NULLS, HeadMeasure, share
+from rankwise.auditing.measure_table import NULLS, HeadMeasure, share
 from rankwise.auditing.records import HeadRecord
 from rankwise.report.pages import short
 from rankwise.report.text import count
+
+_NOTES = {
+    "hardmax_rank": "Every row picks one token at random, under the head's mask. This is not an untrained "
+    "model: its rows weigh many tokens. It does not bound the rank of a head.",
+    "random_rank": "Softmax of independent, standard normal queries and keys of the head's width and scale. "
+    "This is not an untrained model: its queries and keys are smaller and come from the same tokens.",
+    "uniform_rank": "Every row weighs all tokens under its mask equally: the limit without scores, not the "
+    "least possible rank.",
+}
+"""What each reference rank is, and what it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,7 @@ def references_of(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Ref
     nulls = [
         Reference(
             name=words,
-            note=NULL_NOTES[name],
+            note=_NOTES[name],
             values=[share(getattr(head, name), head) for head in heads],
         )
         for name, words in NULLS.items()

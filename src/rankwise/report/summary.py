@@ -18,7 +18,7 @@ def summary(audit: Audit) -> list[tuple[str, str, str]]:
     """
     heads, layers = audit.heads, audit.layers
     facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
-    mixing = [head for head in heads if HEAD_MEASURES[0].speaks_of(head)]
+    mixing = [head for head in heads if HEAD_MEASURES[0].applies_to(head)]
     if mixing:
         nulls = {words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()}
         fresh = mean(share(head.init_numerical_rank, head) for head in mixing)
