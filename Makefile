@@ -39,7 +39,7 @@ torch:  ## Test what torch keeps private against a version of it: make torch TOR
 	test -n "$(TORCH)" || { echo "Name a version: make torch TORCH=2.9.0" >&2; exit 2; }
 	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
 	$(TORCH_BIN)/python -m pip install --quiet 'torch==$(TORCH)' 'numpy>=1.26' 'pytest>=8'
-	PYTHONPATH=src $(TORCH_BIN)/python -m pytest -p no:cacheprovider --noconftest --override-ini addopts= tests/test_torch_internals.py $(ARGS)
+	PYTHONPATH=src $(TORCH_BIN)/python -m pytest -p no:cacheprovider --noconftest --override-ini addopts= tests/internals/test_torch_private.py $(ARGS)
 
 check: $(STAMP)  ## Lint, format, types.
 	$(BIN)/ruff check .

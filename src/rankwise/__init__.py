@@ -64,7 +64,7 @@ __getattr__, __dir__ = lazy_names(
         "skips": ("add_lambda_skip", "certify_skip", "remove_lambda_skip"),
         "tracing": ("Trace", "capture"),
     },
-    packages=(
+    packages=[
         "auditing",
         "compression",
         "data",
@@ -79,5 +79,5 @@ __getattr__, __dir__ = lazy_names(
         "skips",
         "theory",
         "tracing",
-    ),
+    ],
 )

@@ -11,14 +11,7 @@ T = TypeVar("T")
 
 
 class RankwiseError(ValueError):
-    """Base of all errors that a user can fix, printed as "SUBJECT: expected X, got Y. FIX".
-
-    Args:
-        subject: the thing that is wrong, by the name that the user knows.
-        expected: what would have been right.
-        got: what came instead.
-        fix: what to do about it.
-    """
+    """Base of all errors that a user can fix, printed as "SUBJECT: expected X, got Y. FIX"."""
 
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
@@ -140,13 +133,7 @@ def instance_of(
 
 
 def need_package(name: str, subject: str, extra: str) -> ModuleType:
-    """Import an optional package; if it is missing, raise and name the extra that installs it.
-
-    Args:
-        name: name under which the package is imported.
-        subject: feature that needs the package.
-        extra: extra of `rankwise` that installs the package.
-    """
+    """Import an optional package that `subject` needs, or name the extra of `rankwise` that installs it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -159,13 +146,7 @@ def need_package(name: str, subject: str, extra: str) -> ModuleType:
 
 
 def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") -> bytes:
-    """Read a file; the error tells a missing file, a folder and a forbidden file apart.
-
-    Args:
-        path: file to read.
-        kind: noun for the file in the error, such as "an audit".
-        fix: last sentence of the error.
-    """
+    """Read a file of a kind such as "an audit"; the error tells missing, folder and forbidden apart."""
     path = Path(path)
     try:
         return path.read_bytes()

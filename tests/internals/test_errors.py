@@ -1,0 +1,111 @@
+"""Checks raise one error: subject, what was expected, what came, the fix; every error can be pickled."""
+
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.unchecked import unchecked
+
+from rankwise import errors
+from rankwise.auditing import AuditError
+from rankwise.errors import InputError, RankwiseError, SkipError, in_range, instance_of, one_of, whole_number
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a name nobody knows": (
+        lambda: one_of("`mask`", "casual", ["full", "causal"]),
+        "`mask`: expected one of full, causal, got 'casual'. Did you mean causal? Known: causal, full.",
+    ),
+    "a name of another type": (
+        lambda: one_of("`flag`", 1, [True, False]),
+        "`flag`: expected one of True, False, got 1. Known: False, True.",
+    ),
+    "below an open end": (
+        lambda: in_range("`keep`", 0.0, "(0, 1]", fix="Pass a share."),
+        "`keep`: expected a number in (0, 1], got 0.0. Pass a share.",
+    ),
+    "above a closed end": (
+        lambda: in_range("`keep`", 1.5, "(0, 1]"),
+        "`keep`: expected a number in (0, 1], got 1.5. Change it.",
+    ),
+    "NaN": (
+        lambda: in_range("`delta`", math.nan, "(0, inf)"),
+        "`delta`: expected a number in (0, ∞), got nan. Change it.",
+    ),
+    "infinity at an open end": (
+        lambda: in_range("`delta`", math.inf, "(0, inf)"),
+        "`delta`: expected a number in (0, ∞), got inf. Change it.",
+    ),
+    "a number that is too small": (
+        lambda: whole_number("`every`", 0),
+        "`every`: expected a whole number of at least 1, got 0. Change it.",
+    ),
+    "a number that is too large": (
+        lambda: whole_number("`every`", 9, 1, 8, fix="Pass 8."),
+        "`every`: expected a whole number from 1 to 8, got 9. Pass 8.",
+    ),
+    "a truth value": (
+        lambda: whole_number("`every`", True),
+        "`every`: expected a whole number of at least 1, got True. Change it.",
+    ),
+    "another type": (
+        lambda: instance_of("`model`", 3, str, "a name", fix="Pass one."),
+        "`model`: expected a name, got int. Pass one.",
+    ),
+    "a missing package": (
+        lambda: errors.need_package("no_such_package", "--ray", "sweep"),
+        "--ray: expected the package no_such_package, got No module named 'no_such_package'. "
+        "pip install 'rankwise[sweep]'.",
+    ),
+    "a missing file": (
+        lambda: errors.readable_file("nowhere.txt", "a text"),
+        "nowhere.txt: expected a text, got no such file. Check the path.",
+    ),
+    "a folder": (
+        lambda: errors.readable_file(Path(__file__).parent, "a text"),
+        f"{Path(__file__).parent}: expected a text, got a folder. Check the path.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_check_says_what_was_expected(name: str) -> None:
+    call, text = REFUSED[name]
+    with unchecked(), pytest.raises(InputError) as refused:
+        call()
+    assert str(refused.value) == text
+
+
+def test_a_check_returns_its_value(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"text")
+    assert one_of("`mask`", "full", ["full", "causal"]) == "full"
+    assert in_range("`keep`", 1.0, "(0, 1]") == 1.0
+    assert in_range("`share`", 0.0, "[0, 1)") == 0.0
+    assert whole_number("`every`", 8, 1, 8) == 8
+    assert instance_of("`model`", "gpt2", str, "a name", fix="") == "gpt2"
+    assert errors.need_package("math", "sums", "cpu") is math
+    assert errors.readable_file(tmp_path / "a.txt", "a text") == b"text"
+
+
+def test_a_check_raises_the_error_of_its_caller() -> None:
+    with pytest.raises(SkipError):
+        one_of("`kind`", "soft", ["fixed"], error=SkipError)
+
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RankwiseError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_survives_pickling(kind: type[RankwiseError]) -> None:
+    error = kind("model", expected="a name", got="none", fix="Pass one.")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error) == "model: expected a name, got none. Pass one."
+    assert (again.subject, again.expected, again.got, again.fix) == ("model", "a name", "none", "Pass one.")
+
+
+def test_an_error_with_an_audit_survives_pickling() -> None:
+    error = AuditError(None, "model", expected="numbers", got="none", fix="")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.audit, str(again)) == (AuditError, None, "model: expected numbers, got none.")
