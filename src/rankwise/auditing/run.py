@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,10 +192,9 @@ class Run:
     ) -> None:
         self.model, self.settings = model, settings
         self.each_sequence = is_copy or settings.baseline is not None
-        names = TokenNames(settings.tokenizer)
-        self.names = names
-        self.maps = None if settings.maps is None else AttentionMapRecorder(settings.maps, names)
-        self.where = {"sites": settings.sites, "blocks": settings.blocks}
+        self.names = TokenNames(settings.tokenizer)
+        self.maps = None if settings.maps is None else AttentionMapRecorder(settings.maps, self.names)
+        self.where: dict[str, Any] = {"sites": settings.sites, "blocks": settings.blocks}
         self.trace = Trace()
         self.statistics = ModelStatistics()
         """Statistics of finished batches …"""
@@ -326,7 +326,7 @@ class Run:
                 for seed, model in copies:
                     torch.manual_seed(seed)  # for dropout, if the model is in training mode
                     name = f"seed {seed} of {len(copies)} at initialization"
-                    run = Run(model, self._settings_of_copy(name), is_copy=True)
+                    run = Run(model, self._for_copy(name), is_copy=True)
                     run.run(batches)
                     if not run.complete:
                         raise KeyboardInterrupt
@@ -337,12 +337,15 @@ class Run:
         except Exception as error:
             raise self._step_failed(error, "baseline", "an audit at initialization") from error
 
-    def _settings_of_copy(self, name: str) -> AuditSettings:
-        return AuditSettings(
-            delta=self.settings.delta,
-            method=self.settings.method,
+    def _for_copy(self, name: str) -> AuditSettings:
+        """Return the settings of an audit of a copy: its statistics alone are used."""
+        return replace(
+            self.settings,
+            tokenizer=None,
+            maps=None,
+            importance=None,
+            baseline=None,
             on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}"),
-            **self.where,
         )
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
@@ -381,7 +384,7 @@ class Run:
         given = self.settings.provenance
         missing = [] if self.maps is None else self.maps.missing(self._head_numbers())
         self.notes += [note for note in missing if note not in self.notes]
-        measured = {
+        measured: dict[str, Any] = {
             "delta": self.settings.delta,
             "method_asked": self.settings.method,
             "batches": self.batches,

@@ -158,7 +158,7 @@ def command(
     processes = from_environment()
     _check_processes(processes, models or [], device_map)
     codes = check_codes(fail_on or [])
-    how = AuditSettings.of(delta=delta, method=method, matrices=matrices).method
+    how = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
     is_demo = not models and not merge
     source, text = _demo(text, images, dataset) if is_demo else ("", text)
     task = AuditTask(

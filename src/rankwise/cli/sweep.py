@@ -89,7 +89,7 @@ def command(
     if gpus:
         _refuse_idle_gpus(gpus, device)
     retries = RETRIES if retries is None else retries
-    settings = AuditSettings.of(delta=delta, method=method)
+    settings = AuditSettings.of(delta=delta, method=method)  # type: ignore[arg-type]
     task = AuditTask(
         model="",
         tokens=tokens,
