@@ -343,7 +343,7 @@ def test_tables_are_saved_as_csv_that_runs_nothing_and_keeps_its_numbers(
     assert (rows[0]["site"], rows[0]["kind"]) == ('\'=1+1,"x"', "'-x")
     assert (float(rows[0]["sigma_max"]), rows[0]["identity_distance"]) == (1e-7, "-0.25")
     assert [row["numerical_rank_share"] for row in rows].count("") == 1
-    assert float(rows[5]["sink_mass_std"]) == pytest.approx(heads[5].std["first_token_mass"], rel=1e-5)
+    assert float(rows[5]["first_token_mass_std"]) == pytest.approx(heads[5].std["first_token_mass"], rel=1e-5)
     page.close()
 
 

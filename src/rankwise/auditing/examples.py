@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.auditing.records import AttentionMap
+from rankwise.auditing.records import AttentionMap, HeadRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,28 @@ class Examples:
             named=[0] * heads,
             names=[[] for _ in range(heads)],
             attention_maps=[[] for _ in range(heads)],
+        )
+
+    @classmethod
+    def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
+        """Return what the records of one mixer call show."""
+        held = [record.merging for record in records]
+        names = [[Counter(kind) for kind in data.names] for data in held if data is not None]
+        return cls(
+            longest=[
+                0.0 if not record.sequences else record.tokens if data is None else float(data.longest)
+                for record, data in zip(records, held, strict=True)
+            ],
+            masks=[record.mask for record in records],
+            spectra=[record.spectrum for record in records],
+            memberships=[record.membership_map for record in records],
+            grids=[record.membership_grid for record in records],
+            named=[0 if data is None else data.named for data in held],
+            names=names if len(names) == len(records) else None,
+            attention_maps=[
+                [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
+                for record in records
+            ],
         )
 
     def see_length(self, tokens: float, masks: Sequence[str]) -> None:

@@ -13,16 +13,14 @@ from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
 from rankwise.auditing.examples import patch_grid
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, mixer_kind
+from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import Method
 from rankwise.auditing.statistics import (
     ERRORS,
     MEANS,
-    PROBES,
     RANKS,
-    SEED,
-    STEPS,
     HeadStatistics,
     StateStatistics,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from rankwise._internals.statistics import DELTA
-from rankwise.auditing.records import Provenance
+from rankwise.auditing.records import HeadRecord, Provenance, Unseen
 from rankwise.errors import InputError, RecordError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,10 +25,13 @@ SAMPLE = 64
 """Numbers per weight in a digest: training changes nearly all of them."""
 DIGITS = 16
 """Hexadecimal digits of a digest."""
+PROBES, STEPS, SEED = 16, 64, 0
+"""Random vectors, steps and seed of every estimate."""
 SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "measure_dtype")
 """Fields that audits must have in common to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Fields whose texts are joined, and the text between the parts."""
+NEVER_CALLED = "never called"
 SUMS = ("batches", "sequences", "audits")
 SAME_MODEL = "Merge audits of the same model only, each of other sequences."
 SAME_WEIGHTS = (
@@ -162,6 +165,17 @@ class DataDigest:
         return self._digest.hexdigest()[:DIGITS] if self._known else ""
 
 
+def describe_method(heads: Sequence[HeadRecord]) -> str:
+    """Return in words how the ranks of an audit were computed."""
+    sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
+    if not estimated:
+        return "exact"
+    how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}"
+    if estimated == sequences:
+        return how
+    return f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
+
+
 def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
     """Refuse audits of different models, or that share data; older files do not say what data they are of.
 
@@ -224,6 +238,20 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     fields |= {name: sum(getattr(about, name) for about in both) for name in SUMS}
     fields |= {name: _joined([getattr(about, name) for about in both], by) for name, by in JOINED.items()}
     return first.model_copy(update=fields)
+
+
+def joined_uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list[Unseen]:
+    """Return modules that an audit could not capture, and those that none of them called."""
+    found: dict[str, list[Unseen]] = {}
+    for module in (*first, *second):
+        found.setdefault(module.name, []).append(module)
+    both = {module.name for module in first} & {module.name for module in second}
+    kept = []
+    for name, modules in found.items():
+        called = [module for module in modules if not module.reason.startswith(NEVER_CALLED)]
+        if called or name in both:
+            kept.append(min(called or modules, key=lambda module: module.reason))
+    return kept
 
 
 def _joined(texts: Sequence[str], by: str) -> str:

@@ -11,7 +11,7 @@ from rankwise._internals.records import Record, load_record
 from rankwise.auditing.baseline import head_baselines, layer_baselines
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.frames import Records, csv_text, data_frame, table
-from rankwise.auditing.provenance import check_mergeable, check_same
+from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
 from rankwise.auditing.records import (
     SCHEMA_VERSION,
     BaselineRecord,
@@ -22,7 +22,7 @@ from rankwise.auditing.records import (
     Unseen,
     Verdict,
 )
-from rankwise.auditing.statistics import AuditStatistics, describe_method
+from rankwise.auditing.statistics import AuditStatistics
 from rankwise.auditing.upgrade import upgraded
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of

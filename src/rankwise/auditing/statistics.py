@@ -12,7 +12,7 @@ import numpy as np
 from rankwise._internals.statistics import Floats, Moments
 from rankwise.auditing.examples import TOKENS_KEPT, Examples, most_common
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
-from rankwise.auditing.provenance import joined
+from rankwise.auditing.provenance import joined, joined_uncaptured
 from rankwise.auditing.records import (
     BAND,
     HeadRecord,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
     from rankwise.measures import LogitMoments
 
-PROBES, STEPS, SEED = 16, 64, 0
-"""Random vectors, steps and seed of every estimate."""
 DELTA_INDEX = BAND.index(1.0)
 """Place of δ itself in the band."""
 MEANS = (
@@ -46,7 +44,6 @@ RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank
 """Fields with a value at each δ of the band; a mean is known only if all sequences have one."""
 ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures with a standard error if they are estimated."""
-NEVER_CALLED = "never called"
 LEFT_OUT = "importance left out: not all audits that were merged have it"
 STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
 
@@ -60,11 +57,6 @@ class BandRanks:
     rank_high: Moments
     random_rank: Moments
     uniform_rank: Moments
-
-    @classmethod
-    def empty(cls, heads: int) -> "BandRanks":
-        """Return the ranks of no sequences."""
-        return cls(*(Moments.empty(heads, len(BAND)) for _ in RANKS))
 
 
 @dataclass
@@ -99,12 +91,9 @@ class HeadStatistics:
         """Return the statistics of no sequences."""
         number = len(heads)
         return cls(
-            mixer=mixer,
-            kind=kind,
-            cross=cross,
-            heads=heads,
+            *(mixer, kind, cross, heads),
             measures={name: Moments.empty(number) for name in MEANS},
-            ranks=BandRanks.empty(number),
+            ranks=BandRanks(*(Moments.empty(number, len(BAND)) for _ in RANKS)),
             stderr={name: Moments.empty(number) for name in ERRORS},
             distances=Moments.empty(number, number),
             nonfinite=np.zeros(number),
@@ -140,9 +129,8 @@ class HeadStatistics:
             self.distances = None
         else:
             self.distances.merge(other.distances)
-        self.nonfinite = self.nonfinite + other.nonfinite
-        self.estimated = self.estimated + other.estimated
-        self.fallbacks = self.fallbacks + other.fallbacks
+        for name in ("nonfinite", "estimated", "fallbacks"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.examples.merge(other.examples, attention_maps=attention_maps)
         self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
         if self.logits is None or other.logits is None:
@@ -245,7 +233,7 @@ class HeadStatistics:
             nonfinite=np.array([float(record.nonfinite) for record in records]),
             estimated=np.array([float(record.estimated) for record in records]),
             fallbacks=np.array([float(record.fallbacks) for record in records]),
-            examples=_examples_of(records),
+            examples=Examples.from_records(records),
             head_dim=first.width,
         )
 
@@ -330,27 +318,6 @@ def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
         count[at, to], mean[at, to] = record.merging.pairs, record.merging.distances
     np.fill_diagonal(mean, 0.0)
     return Moments.from_record(count, mean, np.full_like(mean, np.nan))
-
-
-def _examples_of(records: Sequence[HeadRecord]) -> Examples:
-    held = [record.merging for record in records]
-    names = [[Counter(kind) for kind in data.names] for data in held if data is not None]
-    return Examples(
-        longest=[
-            0.0 if not record.sequences else record.tokens if data is None else float(data.longest)
-            for record, data in zip(records, held, strict=True)
-        ],
-        masks=[record.mask for record in records],
-        spectra=[record.spectrum for record in records],
-        memberships=[record.membership_map for record in records],
-        grids=[record.membership_grid for record in records],
-        named=[0 if data is None else data.named for data in held],
-        names=names if len(names) == len(records) else None,
-        attention_maps=[
-            [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
-            for record in records
-        ],
-    )
 
 
 @dataclass
@@ -466,17 +433,6 @@ def _pattern(mixer: HeadId) -> HeadId:
     return replace(mixer, site=re.sub(r"\d+(?=\D*$)", "*", mixer.site))
 
 
-def describe_method(heads: Sequence[HeadRecord]) -> str:
-    """Return in words how the ranks of an audit were computed."""
-    sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
-    if not estimated:
-        return "exact"
-    how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}"
-    if estimated == sequences:
-        return how
-    return f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
-
-
 @dataclass
 class AuditStatistics(ModelStatistics):
     """Statistics from which an audit is made, and those of the same sequences at initialization."""
@@ -503,7 +459,7 @@ class AuditStatistics(ModelStatistics):
         self.texts = self.texts if mapped else other.texts
         self.provenance = joined(self.provenance, other.provenance)
         self.complete = self.complete and other.complete
-        self.uncaptured = _uncaptured(self.uncaptured, other.uncaptured)
+        self.uncaptured = joined_uncaptured(self.uncaptured, other.uncaptured)
         if self.importance is None or other.importance is None:
             if self.importance is not other.importance:
                 self.note(LEFT_OUT)
@@ -541,17 +497,3 @@ class AuditStatistics(ModelStatistics):
             texts=audit.texts,
             importance=importance,
         )
-
-
-def _uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list[Unseen]:
-    """Return modules that an audit could not capture, and those that none of them called."""
-    found: dict[str, list[Unseen]] = {}
-    for module in (*first, *second):
-        found.setdefault(module.name, []).append(module)
-    both = {module.name for module in first} & {module.name for module in second}
-    kept = []
-    for name, modules in found.items():
-        called = [module for module in modules if not module.reason.startswith(NEVER_CALLED)]
-        if called or name in both:
-            kept.append(min(called or modules, key=lambda module: module.reason))
-    return kept
