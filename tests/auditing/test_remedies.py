@@ -164,7 +164,7 @@ def raised(finding: Finding) -> None:
 
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "set the weights of the output projection that read this head to 0, and compare the loss": without_head,
-    "put a linear map of each token in its place, the product of its output and value projections, "
+    "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
     "give both the query and key weights of one of them, and compare the loss": merged,
     "raise λ in the model's own config or skip connections, where it has one": raised,
@@ -173,12 +173,12 @@ FOLLOWED: dict[str, Callable[[Finding], None]] = {
 }
 LEADS = (
     "see whether half precision overflowed, ",
-    "what is not finite in float32 either comes from inputs or from weights, ",
+    "if a number is not finite in float32 either, its cause is in the inputs or in the weights, ",
     "see how much mixing its λ-skip or LayerScale leaves, ",
     "see what training did: ",
     "see what the model loses without it: ",
     ", then ",
-    ", with the part rotary in place of qk where positions are rotated in",
+    ", with the part rotary instead of qk if positions are rotated in",
 )
 """Words around commands and calls, which say what these show."""
 

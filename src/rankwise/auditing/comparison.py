@@ -1,15 +1,16 @@
 """Compare two audits: changes of heads, layers, totals and findings, and why numbers may not compare."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from rankwise._internals.records import Count, Number, Record
-from rankwise.auditing.findings import place_of
+from rankwise.auditing.findings import grouped, place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance
@@ -24,6 +25,8 @@ INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.starts
 
 R = TypeVar("R", HeadRecord, LayerRecord)
 AnyMeasure = HeadMeasure | LayerMeasure
+Matched = tuple[list[tuple[R, R]], list[R], list[R]]
+"""Records of two audits in pairs, and the records that only one of them has."""
 
 
 class Change(Record):
@@ -152,8 +155,8 @@ class Comparison(Record):
 def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
-    heads, only_heads = _matched_heads(before, after, stacks)
-    layers, only_layers = _matched(before.layers, after.layers, "stack layer", stacks)
+    heads, *only_heads = _matched_heads(before, after, stacks)
+    layers, *only_layers = _matched(before.layers, after.layers, "stack layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
     left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
@@ -163,23 +166,17 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         *(change for pair in heads for change in _changes(*pair, measures, cost_range)),
         *(change for pair in layers for change in _changes(*pair, LAYER_MEASURES)),
     ]
+    by_layer = _layer_changes(before, after, stacks)
+    only = [[place_of(one) for one in (*only_heads[side], *only_layers[side])] for side in (0, 1)]
     return Comparison(
-        before=before.provenance,
-        after=after.provenance,
-        heads=len(heads),
-        layers=len(layers),
+        before=before.provenance, after=after.provenance, heads=len(heads), layers=len(layers),
         warnings=[*_warnings(before, after, heads, layers), *costs, *baselines],
-        structure=_structure(before, after, stacks),
-        totals=_totals(before, after),
-        by_layer=[
-            change for change in _layer_changes(before, after, stacks) if change.measure not in left_out
-        ],
+        structure=[*_structure(before, after, stacks)], totals=_totals(before, after),
+        by_layer=[change for change in by_layer if change.measure not in left_out],
         changes=sorted(changes, key=lambda change: (-change.size, change.where.sort_key, change.measure)),
-        findings=finding_changes(before, after),
-        matched=[place_of(head) for _, head in heads],
-        only_before=[*map(place_of, only_heads[0]), *map(place_of, only_layers[0])],
-        only_after=[*map(place_of, only_heads[1]), *map(place_of, only_layers[1])],
-    )
+        findings=finding_changes(before, after), matched=[place_of(head) for _, head in heads],
+        only_before=only[0], only_after=only[1],
+    )  # fmt: skip
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
@@ -195,39 +192,34 @@ def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
 
 
 def _stacks(audit: Audit) -> list[str]:
-    return list(dict.fromkeys([head.stack for head in audit.heads] + [state.stack for state in audit.layers]))
-
-
-Matched = tuple[list[tuple[R, R]], tuple[list[R], list[R]]]
-"""Records of two audits in pairs, and the records that only one of them has."""
+    return list(dict.fromkeys(record.stack for record in (*audit.heads, *audit.layers)))
 
 
 def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
     """Match heads by name, or by number if no name agrees, as for a model that is part of another."""
     named = _matched(before.heads, after.heads, "stack site layer call head cross", {})
-    if named[0]:
-        return named
-    numbered = _matched(before.heads, after.heads, "stack layer call head cross kind", stacks)
-    return numbered if numbered[0] else named
+    numbered = "stack layer call head cross kind"
+    return named if named[0] else _matched(before.heads, after.heads, numbered, stacks)
 
 
 def _matched(first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]) -> Matched[R]:
-    """Match records by their fields, of which the first is the stack, and equal records by their order."""
-    ours, theirs = _by_fields(first, fields, stacks), _by_fields(second, fields, {})
+    """Match records by their fields, the stack first, and equal records by their order."""
+    key_of = attrgetter(*fields.split())
+
+    def by_fields(records: Sequence[R], stacks: Mapping[str, str]) -> dict[Hashable, R]:
+        seen: Counter[Hashable] = Counter()
+        found: dict[Hashable, R] = {}
+        for record in records:
+            stack, *others = key_of(record)
+            key = (stacks.get(stack, stack), *others)
+            found[key, seen[key]] = record
+            seen[key] += 1
+        return found
+
+    ours, theirs = by_fields(first, stacks), by_fields(second, {})
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
     only_ours = [record for key, record in ours.items() if key not in theirs]
-    return both, (only_ours, [record for key, record in theirs.items() if key not in ours])
-
-
-def _by_fields(records: Sequence[R], fields: str, stacks: Mapping[str, str]) -> dict[Hashable, R]:
-    seen: Counter[Hashable] = Counter()
-    found: dict[Hashable, R] = {}
-    for record in records:
-        stack, *others = (getattr(record, name) for name in fields.split())
-        key = (stacks.get(stack, stack), *others)
-        found[key, seen[key]] = record
-        seen[key] += 1
-    return found
+    return both, only_ours, [record for key, record in theirs.items() if key not in ours]
 
 
 def _changes(
@@ -238,9 +230,8 @@ def _changes(
         known = [math.isfinite(value) for value in (old, new)]
         if old == new or not any(known):
             continue
-        ranges = [width for record in (before, after) if math.isfinite(width := measure.span(record))]
-        largest = max((width for width in ranges if width > 0), default=max(abs(old), abs(new)))
-        scale = cost_range if measure.name == COST else largest
+        spans = [span for record in (before, after) if (span := measure.span(record)) > 0]  # False for NaN
+        scale = cost_range if measure.name == COST else max(spans, default=max(abs(old), abs(new)))
         change = new - old if all(known) else math.nan
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
         yield Change(
@@ -259,24 +250,28 @@ def layer_means(audit: Audit, stacks: Mapping[str, str] | None = None) -> dict[L
     """
     named = stacks or {}
     found: dict[LayerKey, tuple[float, float]] = {}
-    for (stack, layer, cross), heads in _heads_by_layer(audit, named).items():
+    for layer, heads in _heads_by_layer(audit, named).items():
         for measure in HEAD_MEASURES:
-            value = _mean(measure.value(head) for head in heads)
-            std = _mean(_std(measure, head) for head in heads)
-            found[LayerKey("heads", stack, layer, cross, measure.name)] = value, std
+            values, deviations = zip(
+                *((measure.value(head), _std(measure, head)) for head in heads), strict=True
+            )
+            found[LayerKey("heads", *layer, measure.name)] = _mean(values), _mean(deviations)
     for state in audit.layers:
         stack = named.get(state.stack, state.stack)
-        for state_measure in LAYER_MEASURES:
-            key = LayerKey("states", stack, state.layer, False, state_measure.name)
-            found[key] = state_measure.value(state), _std(state_measure, state)
+        for of_states in LAYER_MEASURES:
+            key = LayerKey("states", stack, state.layer, False, of_states.name)
+            found[key] = of_states.value(state), _std(of_states, state)
     return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
 
 
 def _heads_by_layer(audit: Audit, stacks: Mapping[str, str]) -> dict[tuple[str, int, bool], list[HeadRecord]]:
-    layers: dict[tuple[str, int, bool], list[HeadRecord]] = {}
-    for head in audit.heads:
-        layers.setdefault((stacks.get(head.stack, head.stack), head.layer, head.cross), []).append(head)
-    return layers
+    return grouped(audit.heads, lambda head: (stacks.get(head.stack, head.stack), head.layer, head.cross))
+
+
+def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
+    """Return the standard deviation over sequences, in the unit of `Measure.value`."""
+    std = record.std.get(measure.name, math.nan)
+    return std / record.smaller if measure.share else std
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
@@ -297,68 +292,63 @@ def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> It
             yield LayerChange(**key._asdict(), before=old, after=new, change=new - old, std=std)
 
 
-def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
-    """Return the standard deviation over sequences, in the unit of `Measure.value`."""
-    std = record.std.get(measure.name, math.nan)
-    return std / record.smaller if measure.share else std
-
-
 def _totals(before: Audit, after: Audit) -> list[Total]:
-    old, new = _sizes_and_means(before), _sizes_and_means(after)
-    return [Total(name=name, before=value, after=new[name]) for name, value in old.items()]
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for audit in (before, after):
+        last = {layer.stack: layer for layer in sorted(audit.layers, key=lambda layer: layer.layer)}.values()
+        numbers["parameters"].append(audit.provenance.parameters or math.nan)
+        numbers["layers that mix"].append(len({(head.stack, head.layer) for head in audit.heads}))
+        numbers["heads"].append(len(audit.heads))
+        numbers["tokens of a sequence"].append(_mean(head.tokens for head in audit.heads))
+        numbers["width of the token states"].append(_mean(layer.width for layer in last))
+        numbers["μ/‖Y‖ at the end"].append(_mean(layer.relative_spread for layer in last))
+        numbers["effective rank of the last states"].append(_mean(layer.effective_rank for layer in last))
+        numbers["findings"].append(len(audit.findings))
+    return [Total(name=name, before=old, after=new) for name, (old, new) in numbers.items()]
 
 
-def _sizes_and_means(audit: Audit) -> dict[str, float]:
-    last = {layer.stack: layer for layer in sorted(audit.layers, key=lambda layer: layer.layer)}.values()
-    numbers = {
-        "parameters": audit.provenance.parameters or math.nan,
-        "layers that mix": len({(head.stack, head.layer) for head in audit.heads}),
-        "heads": len(audit.heads),
-        "tokens of a sequence": _mean(head.tokens for head in audit.heads),
-        "width of the token states": _mean(layer.width for layer in last),
-        "μ/‖Y‖ at the end": _mean(layer.relative_spread for layer in last),
-        "effective rank of the last states": _mean(layer.effective_rank for layer in last),
-        "findings": len(audit.findings),
-    }
-    return {name: float(number) for name, number in numbers.items()}
-
-
-def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> list[str]:
-    """Return sentences on the stacks, layers, heads, mixers, masks and widths that differ."""
-    found: list[str] = []
+def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[str]:
+    """Yield sentences on the stacks, layers, heads, mixers, masks and widths that differ."""
     for ours, theirs in stacks.items():
         if ours != theirs:
-            found.append(f"The stack {ours or 'model'!r} is compared with {theirs or 'model'!r}.")
-        found += _stack_differences(ours, theirs, before, after)
-    for name, audit, known in (("before", before, set(stacks)), ("after", after, set(stacks.values()))):
-        alone = [stack for stack in _stacks(audit) if stack not in known]
-        found += [f"The stack {stack or 'model'!r} is only in the audit {name}." for stack in alone]
-    return found
+            yield f"The stack {ours or 'model'!r} is compared with {theirs or 'model'!r}."
+        place = f" in {theirs!r}" if theirs else ""
+        old, new = (
+            grouped((head for head in audit.heads if head.stack == stack), attrgetter("layer"))
+            for audit, stack in ((before, ours), (after, theirs))
+        )
+        yield from _stack_differences(place, old, new)
+        widths, other_widths = (
+            ", ".join(map(str, sorted({layer.width for layer in audit.layers if layer.stack == stack})))
+            for audit, stack in ((before, ours), (after, theirs))
+        )
+        if widths and other_widths and widths != other_widths:
+            yield f"Width of the token states{place}: {widths} before, {other_widths} after."
+    for name, audit, known in (("before", before, stacks.keys()), ("after", after, stacks.values())):
+        for stack in _stacks(audit):
+            if stack not in known:
+                yield f"The stack {stack or 'model'!r} is only in the audit {name}."
 
 
-_FACTS: dict[str, Callable[[Sequence[HeadRecord]], str]] = {
-    "Heads of a layer": lambda heads: str(len(heads)),
-    "Mixing": lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)),
-    "Masks": lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)),
-}
 _OTHER_MIXING = (
     " Ranks of different kinds of operators do not compare: only the token states and totals of these layers "
     "are compared."
 )
+_FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
+    "Heads of a layer": (lambda heads: str(len(heads)), ""),
+    "Mixing": (lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)), _OTHER_MIXING),
+    "Masks": (lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)), ""),
+}
 
 
-def _stack_differences(ours: str, theirs: str, before: Audit, after: Audit) -> Iterator[str]:
-    old: dict[int, list[HeadRecord]] = {}
-    new: dict[int, list[HeadRecord]] = {}
-    for layers, audit, stack in ((old, before, ours), (new, after, theirs)):
-        for head in audit.heads:
-            if head.stack == stack:
-                layers.setdefault(head.layer, []).append(head)
-    name = f" in {theirs!r}" if theirs else ""
+def _stack_differences(
+    place: str, old: Mapping[int, Sequence[HeadRecord]], new: Mapping[int, Sequence[HeadRecord]]
+) -> Iterator[str]:
+    """Yield differences between the heads of a stack, by layer."""
     if old and new and len(old) != len(new):
-        yield f"Layers that mix{name}: {len(old)} before, {len(new)} after."
+        yield f"Layers that mix{place}: {len(old)} before, {len(new)} after."
     both = [layer for layer in old if layer in new]
-    for words, fact in _FACTS.items():
+    for words, (fact, consequence) in _FACTS.items():
         pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
         unlike = [
             f"{one} before, {other} after ({'all' if number == len(both) else number} layers)"
@@ -366,45 +356,7 @@ def _stack_differences(ours: str, theirs: str, before: Audit, after: Audit) -> I
             if one != other
         ]
         if unlike:
-            yield f"{words}{name}: {'; '.join(unlike)}.{_OTHER_MIXING if words == 'Mixing' else ''}"
-    widths = [
-        sorted({layer.width for layer in audit.layers if layer.stack == stack})
-        for audit, stack in ((before, ours), (after, theirs))
-    ]
-    if all(widths) and widths[0] != widths[1]:
-        listed = [", ".join(map(str, width)) for width in widths]
-        yield f"Width of the token states{name}: {listed[0]} before, {listed[1]} after."
-
-
-def _warnings(
-    before: Audit,
-    after: Audit,
-    heads: Sequence[tuple[HeadRecord, HeadRecord]],
-    layers: Sequence[tuple[LayerRecord, LayerRecord]],
-) -> Iterator[str]:
-    yield from _provenance_warnings(before.provenance, after.provenance)
-    pairs: list[tuple[HeadRecord | LayerRecord, HeadRecord | LayerRecord]] = [*heads, *layers]
-    old, new = (_mean(pair[side].tokens for pair in pairs) for side in (0, 1))
-    if old != new and math.isfinite(old) and math.isfinite(new):
-        yield (
-            f"The sequences are not equally long: {old:.4g} tokens on average before, {new:.4g} after. Ranks "
-            "and entropies grow with the number of tokens."
-        )
-    other = sum((a.kind, a.mask) != (b.kind, b.mask) for a, b in heads)
-    if other:
-        yield f"{other} of {len(heads)} heads have another kind or mask: their references differ."
-    findings = (*before.findings, *after.findings)
-    examined = any("mixer_share" in finding.evidence for finding in findings)
-    if examined and before.provenance.advised != after.provenance.advised:
-        yield (
-            "Only one of the audits was examined by `rw.skips.recommend`; the other cannot name suppressed "
-            "mixers."
-        )
-    for name, audit in (("before", before), ("after", after)):
-        if not audit.complete:
-            yield f"The audit {name} is incomplete: it read only part of its data."
-    if before.heads and after.heads and not heads:
-        yield "No head of one audit is in the other. Are they of the same architecture?"
+            yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
 
 
 _PROVENANCE = {
@@ -416,11 +368,37 @@ _PROVENANCE = {
 }
 
 
-def _provenance_warnings(before: Provenance, after: Provenance) -> Iterator[str]:
+def _warnings(
+    before: Audit,
+    after: Audit,
+    heads: Sequence[tuple[HeadRecord, HeadRecord]],
+    layers: Sequence[tuple[LayerRecord, LayerRecord]],
+) -> Iterator[str]:
+    """Yield reasons why numbers may not compare, other than costs and baselines."""
     for field, (subject, consequence) in _PROVENANCE.items():
-        old, new = getattr(before, field), getattr(after, field)
-        if old != new:
-            yield f"{subject}: {old or 'unknown'} before, {new or 'unknown'} after. {consequence}"
+        one, other = (getattr(audit.provenance, field) for audit in (before, after))
+        if one != other:
+            yield f"{subject}: {one or 'unknown'} before, {other or 'unknown'} after. {consequence}"
+    old, new = (_mean(pair[side].tokens for pair in (*heads, *layers)) for side in (0, 1))
+    if old != new and math.isfinite(old) and math.isfinite(new):
+        yield (
+            f"The sequences are not equally long: {old:.4g} tokens on average before, {new:.4g} after. Ranks "
+            "and entropies grow with the number of tokens."
+        )
+    unlike = sum((a.kind, a.mask) != (b.kind, b.mask) for a, b in heads)
+    if unlike:
+        yield f"{unlike} of {len(heads)} heads have another kind or mask: their references differ."
+    examined = any("mixer_share" in finding.evidence for finding in (*before.findings, *after.findings))
+    if examined and before.provenance.advised != after.provenance.advised:
+        yield (
+            "Only one of the audits was examined by `rw.skips.recommend`; the other cannot name suppressed "
+            "mixers."
+        )
+    for name, audit in (("before", before), ("after", after)):
+        if not audit.complete:
+            yield f"The audit {name} is incomplete: it read only part of its data."
+    if before.heads and after.heads and not heads:
+        yield "No head of one audit is in the other. Are they of the same architecture?"
 
 
 def _baseline_difference(before: Audit, after: Audit) -> list[str]:

@@ -1,7 +1,7 @@
 """Findings: a table of rules, a function per code, and `diagnose`, which applies all of them to an audit."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, product
@@ -31,19 +31,15 @@ K = TypeVar("K", bound=Hashable)
 MIN_TOKENS = 8
 # For shorter sequences SINK and CONSTANT are notes: mass that 20 tokens leave to one may spread among 500.
 STRUCTURE_TOKENS = 64
-# Nine tenths of every row are on one token, so the head passes on little else.
+# Nine tenths of every row are on one token.
 SINK_MASS = 0.9
-# At most a tenth of the energy of the strongest direction is outside it, and at most 9 % (0.3²) of the energy
-# distinguishes rows.
+# At most a tenth of the energy of the strongest direction is outside it, and 9 % (0.3²) distinguishes rows.
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
-# M − I has 1 % of the joint energy of M and I, so about 1 % of a row is on other tokens.
-IDENTITY_DISTANCE = 0.1
-# The difference of two heads has 1 % of their joint energy.
-DUPLICATE_DISTANCE = 0.1
-# Bounds of the numerical rank relative to every known reference, at every threshold of the band. The hardmax
-# rank has a standard deviation below 8 % for T ≥ 32. The references are uninformed heads at temperature 0, at
-# the head's own and at an infinite temperature; at other temperatures the rank is between them. Without a
-# mask uniform attention has rank 1, and no rank is lower.
+# M − I, or the difference of two heads, has 1 % of the joint energy: 1 % of a row is on other tokens.
+IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
+# Numerical rank relative to all known references, at every threshold of the band. The hardmax rank has a
+# standard deviation below 8 % for T ≥ 32. The references are uninformed heads at temperature 0, at the head's
+# own and at an infinite temperature. Without a mask uniform attention has rank 1, and no rank is lower.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
 # μ/‖Y‖ at which 9 % and 1 % of the energy of the token states distinguish tokens.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
@@ -60,6 +56,9 @@ TOKENS_PER_CHANNEL = 4
 # Part of a linear map reads each attention head, whatever its library calls that map.
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
 
+Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
+Find = Callable[..., Iterator[Finding]]
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -73,11 +72,7 @@ class Measured:
     @cached_property
     def mixers(self) -> list[list[HeadRecord]]:
         """Heads grouped by mixer."""
-        return _grouped(self.heads, lambda head: (head.id.at(None), head.cross))
-
-
-Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
-Find = Callable[..., Iterator[Finding]]
+        return [*grouped(self.heads, lambda head: (head.id.at(None), head.cross)).values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +120,10 @@ def diagnose(
 ) -> list[Finding]:
     """Return all findings, sorted by severity, then in the order of the rules and of the model."""
     measured = Measured(heads, layers, uncaptured, importance)
-    rules = {id(rule.find): rule for rule in RULES.values()}.values()
+    subjects = {rule.find: rule.about for rule in RULES.values()}
     found: list[Finding] = []
-    for about_heads, some in groupby(rules, lambda rule: rule.about == "head"):
-        finds = [rule.find for rule in some]
+    for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
+        finds = list(group)
         for subject in heads if about_heads else [measured]:
             found += (finding for find in finds for finding in find(subject))
     if importance is not None:
@@ -144,8 +139,7 @@ def about(code: str) -> Subject | Literal[""]:
 
 def check_codes(codes: Sequence[str]) -> list[str]:
     """Return codes in upper case with underscores; raise an `InputError` that names similar codes."""
-    known = [code.upper().replace("-", "_") for code in codes]
-    return [one_of(f"code {code}", code, RULES) for code in known]
+    return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
 
 
 @rule(
@@ -155,20 +149,19 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
-    if importance is not None and importance.removable is not None and importance.removable.heads:
-        found = importance.removable
+    found = None if importance is None else importance.removable
+    if importance is not None and found is not None and found.heads:
         first, *others = found.heads
-        where = HeadId() if others else first
         evidence = {"heads": len(found.heads), **_fields(found, "cost relative loss")}
         words = describe_removable(importance, found)
-        yield _finding("REMOVABLE", where, evidence, words, tolerance=found.tolerance)
+        yield _finding("REMOVABLE", HeadId() if others else first, evidence, words, tolerance=found.tolerance)
 
 
 @rule(
     "NONFINITE", about="mixer", decided_by="heads", worse="higher",
     remedy="see whether half precision overflowed, `rankwise audit MODEL --text TEXT --dtype float32 --out "
-    "DIR`; what is not finite in float32 either comes from inputs or from weights, `[name for name, weight "
-    "in model.named_parameters() if not weight.isfinite().all()]`",
+    "DIR`; if a number is not finite in float32 either, its cause is in the inputs or in the weights, `[name "
+    "for name, weight in model.named_parameters() if not weight.isfinite().all()]`",
 )  # fmt: skip
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
@@ -191,7 +184,7 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
     """Find stacks in which tokens become similar."""
-    for group in _grouped(measured.layers, lambda layer: layer.stack):
+    for group in grouped(measured.layers, lambda layer: layer.stack).values():
         states = [layer for layer in group if layer.tokens >= MIN_TOKENS]
         first = states[0].relative_spread if states else math.nan
         threshold = min(COLLAPSE_WARNING, COLLAPSE_FALL * first)
@@ -202,8 +195,8 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         bounds = {"relative_spread_layer_0": first, "relative_spread_lowest": lowest}
         evidence = {"relative_spread": start.relative_spread, **bounds, "mean_cosine": start.mean_cosine}
         words = (
-            f"Tokens become alike: after {start.layer} blocks μ/‖Y‖ is {start.relative_spread:.2g}, where "
-            f"the first block reads {first:.2g}."
+            f"Tokens become similar: after {start.layer} blocks μ/‖Y‖ is {start.relative_spread:.2g}, at the "
+            f"input of the first block {first:.2g}."
         )
         yield _finding("COLLAPSE", start, evidence, words, "error" if lowest < COLLAPSE_ERROR else "warning")
 
@@ -218,8 +211,8 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
     for layer in measured.layers:
         if layer.relative_update < INACTIVE_TURN:
             words = (
-                f"Block {layer.layer - 1} hardly changes its tokens: only {layer.relative_update:.1g} of "
-                "what it gives is not what it reads, at some scale."
+                f"Block {layer.layer - 1} barely changes its tokens: only {layer.relative_update:.1g} of its "
+                "output is not a multiple of its input."
             )
             change = "take the block out of its list"
             evidence = _fields(layer, "relative_update norm")
@@ -256,7 +249,7 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "IDENTITY", about="head", decided_by="identity_distance", worse="lower", shown_by="identity_distance",
-    remedy="put a linear map of each token in its place, the product of its output and value projections, "
+    remedy="replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss", with_costs=True,
 )  # fmt: skip
 def identity(head: HeadRecord) -> Iterator[Finding]:
@@ -277,13 +270,15 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     out, because dozens of them are similar.
     """
     for mixer in measured.mixers:
-        by_number = {head.head: head for head in mixer if not mixer_kind(head.kind).state_space}
+        by_number: dict[int | None, HeadRecord] = {
+            head.head: head for head in mixer if not mixer_kind(head.kind).state_space
+        }
         finds = [rule.find for rule in RULES.values() if rule.about == "head"]
         explained = {head.head for head in mixer for find in finds for _ in find(head)}
         groups: dict[int, set[int]] = {}
         distances: dict[int, float] = {}
         for head in by_number.values():
-            other = by_number.get(-1 if head.nearest_head is None else head.nearest_head)
+            other = by_number.get(head.nearest_head)
             if other is None or _tokens(head) < MIN_TOKENS or not head.nearest_distance < DUPLICATE_DISTANCE:
                 continue
             if not {head.head, other.head} <= explained:
@@ -318,33 +313,37 @@ def unusual_rank(measured: Measured) -> Iterator[Finding]:
 
 
 def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
-    head = max(found, key=lambda head: min(_log_ratio(head, rank) for rank in _references(head)))
-    rank, baseline = _middle_rank(head), _baseline(head)
+    """Return a finding about the head that is farthest from its nearest reference."""
+
+    def distance(head: HeadRecord) -> float:
+        logs = [math.log((_middle_rank(head) + 1) / (rank + 1)) for rank in _references(head)]
+        return min(map(abs, logs))
+
+    head = max(found, key=distance)
+    rank, baseline, references = _middle_rank(head), _baseline(head), _middle(head.band).nulls
     deltas = {"delta_low": head.band[0].delta, "delta_high": head.band[-1].delta}
-    span = "{delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
+    span = "δ from {delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
     evidence: dict[str, float | int] = {"heads": len(found), "of": judged, "numerical_rank": rank}
-    references = head.band[len(head.band) // 2].nulls
-    words = f"{len(found)} of {judged} heads have"
+    words, high = f"{len(found)} of {judged} heads have", code == "HIGH_RANK"
     if baseline is None:
-        than = f"over {HIGH_RANK:g} times" if code == "HIGH_RANK" else "less than half"
-        said = ", ".join(f"{NULLS[name]} {value:.0f}" for name, value in references.items())
-        words += f" {than} the rank of each reference (of {head.tokens:.0f}: {said}), whatever δ from {span}"
-        question, option = "training did", "baseline"
+        than = f"over {HIGH_RANK:g} times" if high else "less than half"
+        listed = ", ".join(f"{NULLS[name]} {value:.0f}" for name, value in references.items())
+        words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
+        fields = {"question": "training did", "option": "baseline"}
     else:
-        at, (initial,) = baseline.band[len(baseline.band) // 2], _references(head)
+        at, (initial,) = _middle(baseline.band), _references(head)
         evidence |= {
             "baseline": initial, "baseline_std": at.seed_std,
             "difference": (at.difference_low + at.difference_high) / 2, "margin": at.margin,
             "pairs": at.pairs, "seeds": baseline.seeds,
         }  # fmt: skip
         words += (
-            f" {'more' if code == 'HIGH_RANK' else 'less'} rank than the same heads at fresh weights on the "
-            f"same data: head {head.head} has {rank:.0f} of {head.smaller:.0f}, fresh {initial:.0f}; over "
-            f"sequences and seeds the difference varies by ±{at.margin:.2g}. So it is for δ from {span}"
+            f" {'more' if high else 'less'} rank than the same heads at fresh weights on the same data: head "
+            f"{head.head} has {rank:.0f} of {head.smaller:.0f}, fresh {initial:.0f}; over sequences and "
+            f"seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
         )
-        question, option = "the model loses without it", "importance"
-    evidence |= references | deltas
-    return _finding(code, head, evidence, words, heads=found, question=question, option=option)
+        fields = {"question": "the model loses without it", "option": "importance"}
+    return _finding(code, head, evidence | references | deltas, words, heads=found, **fields)
 
 
 def _baseline(head: HeadRecord) -> Baseline | None:
@@ -358,11 +357,9 @@ def rank_code(head: HeadRecord) -> str | None:
 
     The reference is the same head at initialization if the audit judges it, else every known reference rank.
     """
-    baseline = _baseline(head)
-    if baseline is not None:
-        points = baseline.band
-        high = all(point.difference_low > point.margin for point in points)
-        low = all(-point.difference_high > point.margin for point in points)
+    if (baseline := _baseline(head)) is not None:
+        high = all(point.difference_low > point.margin for point in baseline.band)
+        low = all(-point.difference_high > point.margin for point in baseline.band)
     else:
         known = bool(_references(head))
         high = known and all(at.rank_low > HIGH_RANK * max(at.nulls.values()) for at in head.band)
@@ -372,16 +369,15 @@ def rank_code(head: HeadRecord) -> str | None:
 
 def _references(head: HeadRecord) -> list[float]:
     """Return the ranks at δ that the rank of a head is compared with; none if a threshold has none."""
-    baseline = _baseline(head)
-    if baseline is not None:
-        at = baseline.band[len(baseline.band) // 2]
+    if (baseline := _baseline(head)) is not None:
+        at = _middle(baseline.band)
         return [(at.rank_low + at.rank_high) / 2]
     known = bool(head.band) and all(at.nulls for at in head.band)
-    return list(head.band[len(head.band) // 2].nulls.values()) if known else []
+    return list(_middle(head.band).nulls.values()) if known else []
 
 
-def _log_ratio(head: HeadRecord, reference: float) -> float:
-    return abs(math.log((_middle_rank(head) + 1) / (reference + 1)))
+def _middle(band: Sequence[R]) -> R:
+    return band[len(band) // 2]
 
 
 def _middle_rank(head: HeadRecord) -> float:
@@ -391,8 +387,8 @@ def _middle_rank(head: HeadRecord) -> float:
 
 @rule(
     "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
-    remedy="`rankwise compress MODEL --parts qk --tolerance {tolerance:g} --text TEXT --out DIR`, with the "
-    "part rotary in place of qk where positions are rotated in",
+    remedy="`rankwise compress MODEL --parts qk --tolerance {tolerance:g} --text TEXT --out DIR`, with "
+    "the part rotary instead of qk if positions are rotated in",
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require less than half of their head dimension.
@@ -400,7 +396,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
     Heads that require none weigh all tokens evenly, as at initialization, and are left out.
     """
     for mixer in measured.mixers:
-        judged = [head for head in mixer if _has_enough_tokens(head)]
+        judged = [head for head in mixer if _determines_width(head)]
         found = [
             head for head in judged if 1 <= head.required_head_dim <= OVERSIZED_HEADS * (head.width or 0)
         ]
@@ -419,12 +415,11 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
             yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, tolerance=WIDTH_TOLERANCE)
 
 
-def _has_enough_tokens(head: HeadRecord) -> bool:
-    """Return whether the tokens determine the second moments of the channels."""
-    if math.isnan(head.required_head_dim) or _tokens(head) < MIN_TOKENS:
-        return False
-    # Centering takes one token of each sequence.
-    return head.sequences * (_tokens(head) - 1) >= TOKENS_PER_CHANNEL * (head.width or 0)
+def _determines_width(head: HeadRecord) -> bool:
+    """Return whether the tokens determine the second moments; centering takes one token per sequence."""
+    tokens = _tokens(head)
+    enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.width or 0)
+    return enough and tokens >= MIN_TOKENS and not math.isnan(head.required_head_dim)
 
 
 @rule(
@@ -433,7 +428,7 @@ def _has_enough_tokens(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    for modules in _grouped(measured.uncaptured, lambda module: (module.type, module.reason)):
+    for modules in grouped(measured.uncaptured, lambda module: (module.type, module.reason)).values():
         first, number = modules[0], len(modules)
         words = f"{number} × {first.type} looks like a mixer and is not in this audit: {first.reason}."
         severity: Severity = "info" if first.reason.startswith("never called") else "warning"
@@ -467,12 +462,12 @@ def _fields(record: Record, names: str) -> dict[str, float]:
     return {name: getattr(record, name) for name in names.split()}
 
 
-def _grouped(records: Sequence[R], key: Callable[[R], K]) -> list[list[R]]:
-    """Group records by key, in the order of the first of each group: records of stacks may alternate."""
+def grouped(records: Iterable[R], key: Callable[[R], K]) -> dict[K, list[R]]:
+    """Return records by key, in the order of the first of each group: records of stacks may alternate."""
     groups: dict[K, list[R]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
-    return list(groups.values())
+    return groups
 
 
 def _tokens(head: HeadRecord) -> float:
