@@ -1,4 +1,4 @@
-"""One call of a mixer, or the token states after one block, to statistics over its sequences."""
+"""Measure the heads of one mixer call, or the token states after one block, in every sequence."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,50 +35,50 @@ from rankwise.operators import (
 from rankwise.tracing import MixerSite, StateSite
 
 EXACT_BYTES = 2**29
-"""Bytes of one float64 matrix: T = S = 8,192. Decomposing it takes four times as much, 2 GiB, which a machine
-of 8 GB has next to a model; for twice the tokens it would not. Memory is the limit, not speed: exact ranks
-are the faster ones here (docs/how-to/long-contexts.md).
+"""Maximum bytes of a float64 matrix with exact ranks: 512 MiB, T = S = 8,192. Its decomposition takes four
+times as much memory, which fits next to a model on a machine of 8 GB. The limit is memory, not time: up to
+this size exact ranks are also faster than estimates (docs/how-to/long-contexts.md).
 """
 MATRIX_BYTES = 2**28
-"""Bytes of float64 matrices formed at once, or one matrix if it takes more: small ones are batched."""
+"""Bytes of float64 matrices formed at once (256 MiB); a larger matrix is formed alone."""
 SPECTRUM_POINTS = 64
-"""Singular values per head that a record keeps."""
+"""Maximum number of singular values per head in a record."""
 MAP_TOKENS = 1024
-"""Tokens of a membership map."""
+"""Maximum number of tokens in a membership map (weights of tokens in a TSSA head)."""
 MANY_HEADS = 128
-"""A state-space mixer with more matrices than this has one per channel …"""
+"""Channels of a state-space mixer above which only a sample of the channels is measured."""
 MAX_CHANNELS = 16
-"""… of which this many are measured, chosen evenly by a fixed seed."""
+"""Number of channels in the sample; the choice depends on a fixed seed."""
 FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
 NameTokens = Callable[[MixerSite, Sequence[Sequence[int]]], list[list[list[str]]]]
-"""Names the tokens in given columns, by sequence, head and kind of name."""
+"""Function that names the tokens in given columns, by sequence, head and kind of name."""
 
 
 @dataclass
 class HeadBatch:
-    """The heads of some sequences (or windows) of one length; NaN for what is unknown or undefined."""
+    """Measures of H heads in B sequences (or image windows) of equal length; NaN if unknown or undefined."""
 
     means: dict[str, Floats]
-    """The fields `MEANS` of records, (B, H) each."""
+    """Values of the fields in `MEANS`, shape (B, H) each."""
     ranks: dict[str, Floats]
-    """The fields `RANKS`, (B, H, 5) each."""
+    """Values of the fields in `RANKS` at the five thresholds of the band, shape (B, H, 5) each."""
     stderr: dict[str, Floats]
-    """Standard errors of `ERRORS`, (B, H) each."""
+    """Standard errors of the measures in `ERRORS`, shape (B, H) each."""
     estimated: Floats
     fallbacks: Floats
-    """(B, H): 1 if ranks were estimated; 1 if the exact count was too close and the SVD decided."""
+    """Shape (B, H) both: 1 if ranks were estimated; 1 if the fast exact count was replaced by an SVD."""
     distances: Floats
-    """(B, H, H)."""
+    """Distances between the heads of a sequence, shape (B, H, H)."""
     masks: list[list[Mask]]
     spectra: list[list[list[float]]]
     memberships: list[list[list[float]]]
-    """By sequence and head; empty if they are not computed or the mixer has none."""
+    """Memberships of tokens by sequence and head, as ``spectra``; empty if the mixer has none."""
     peaks: list[list[int]]
-    """Column with the largest mean share of a row, padding not counted; −1 for none."""
+    """Column with the largest mean weight by sequence and head, counted without padding; −1 if none."""
 
 
 def sampled(site: MixerSite) -> tuple[MixerSite, list[int]]:
-    """Return the site with the heads that are measured, and their numbers."""
+    """Return the site (one mixer call) restricted to the heads to measure, and the indices of these heads."""
     heads = site.operator.shape[-3]
     if heads <= MANY_HEADS or not mixer_kind(site.kind).state_space:
         return site, list(range(heads))
@@ -96,16 +96,10 @@ def measure_heads(
     image: tuple[int, int] | None = None,
     each_sequence: bool = False,
 ) -> HeadStatistics:
-    """Measure every head and sequence of a mixer call.
+    """Return statistics of the heads of a mixer call; `sampled` returns the site and head indices to pass.
 
-    Args:
-        site: mixer call, with the heads that `sampled` returned.
-        heads: their numbers.
-        delta: threshold of the numerical rank.
-        method: how ranks are computed.
-        name_tokens: names the tokens at the peaks of heads.
-        image: height and width of the model's input if it is an image.
-        each_sequence: keep the ranks of each sequence, for a baseline.
+    ``name_tokens`` names the most attended tokens, ``image`` is the height and width of an image input, and
+    ``each_sequence`` also keeps the ranks of each sequence, which a baseline requires.
     """
     statistics = HeadStatistics.empty(site.head_id(), site.kind, site.cross, heads)
     batches = list(_batches(site, delta, method))
@@ -149,7 +143,7 @@ def measure_heads(
 
 
 def _over_windows(values: Floats, starts: np.ndarray, *, skip_nan: bool) -> Floats:
-    """Return means over the windows of each sequence; NaN if all are NaN, or any if NaN is not skipped."""
+    """Return means over the windows of each sequence; a NaN window is skipped, or makes the mean NaN."""
     if len(starts) == len(values):
         return values
     known = ~np.isnan(values)
@@ -184,7 +178,7 @@ def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatc
             index = slice(start, start + at_once)
             yield _measure(site, index, operator[index], delta, method)
         return
-    for at in range(sequences):  # each of its own length
+    for at in range(sequences):  # one by one: without padding, lengths differ
         rows, columns = site.valid_tokens[at], site.valid_sources[at]
         if rows.any() and columns.any():
             sequence = operator[at : at + 1]
@@ -195,7 +189,7 @@ def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatc
 
 
 def is_estimated(operator: MixingOperator, method: Method) -> bool:
-    """Return True if the ranks of matrices of this size are estimated."""
+    """Return True if ranks of these matrices are estimated: on request, or beyond `EXACT_BYTES`."""
     return method == "estimate" or (method == "auto" and _matrix_bytes(operator) > EXACT_BYTES)
 
 
@@ -260,7 +254,7 @@ def _measure(
 
 
 def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator, measures.RankSummary]:
-    """Return the matrices, formed if all fit, and their ranks: one decomposition for all thresholds."""
+    """Return the operator, dense if all heads fit in `MATRIX_BYTES`, and its ranks at all thresholds."""
     together = MATRIX_BYTES // _matrix_bytes(operator)
     if together >= math.prod(operator.shape[:2]):
         operator, together = DenseMixing(_formed(operator)), operator.shape[1]
@@ -276,7 +270,7 @@ def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator,
 
 
 def _formed(operator: MixingOperator) -> Tensor:
-    """Return the matrices; on a CPU, sequences are formed in parallel."""
+    """Return the dense float64 matrices (B, H, T, S); on a CPU, one thread forms each sequence."""
     if operator.device.type != "cpu" or operator.shape[0] < 2:
         return operator.dense(torch.float64)
     matrices = torch.empty(operator.shape, dtype=torch.float64)
@@ -296,7 +290,7 @@ def _spectra(sigma: Tensor) -> list[list[list[float]]]:
 def _memberships(
     site: MixerSite, index: slice
 ) -> tuple[Tensor | float, Tensor | float, list[list[list[float]]]]:
-    """Return the mean membership and coding rate of each head, and the memberships of single tokens."""
+    """Return mean membership and coding rate per head, and memberships of tokens in the first sequence."""
     operator = site.operator[index]
     if not isinstance(operator, DiagonalMixing):
         return math.nan, math.nan, []
@@ -334,11 +328,9 @@ def _without_tokens(heads: int) -> HeadBatch:
 
 
 def measure_states(state: StateSite, before: StateSite | None) -> StateStatistics:
-    """Measure every sequence of the token states after a block.
+    """Return statistics of the token states after a block; ``before`` are the states that the block read.
 
-    Args:
-        state: the token states.
-        before: the states that the block read, with as many tokens; None if they are unknown.
+    If ``before`` is None, the relative update of the block is NaN.
     """
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask

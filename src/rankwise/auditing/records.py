@@ -1,4 +1,4 @@
-"""What an audit says: plain records that can be saved and read years later; no torch."""
+"""Records of an audit: heads, layers, findings and origin as plain data in JSON; torch is not imported."""
 
 import base64
 import math
@@ -15,26 +15,26 @@ from rankwise.importance.records import HeadImportance
 from rankwise.tracing.head_id import HeadId as HeadId
 
 SCHEMA_VERSION = 3
-"""Raised whenever a field changes its meaning; `Audit.load` refuses newer versions."""
+"""Version of the file format, incremented if a field changes its meaning; `Audit.load` rejects new ones."""
 
 BAND = (10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5)
-"""Thresholds at which ranks are counted, as multiples of δ: one decade, from δ/√10 to √10 δ.
+"""Band of thresholds at which ranks are counted, as multiples of δ: one decade, from δ/√10 to √10 δ.
 
-That δ is 0.01 and not 0.02 or 0.005 is a convention, on which no statement must depend. A wider band reaches
-where rank says nothing: at T = 512 and K = 32, random queries and keys have rank 0.996 T at δ = 1e-4 and
-0.07 T at 1e-1. Ranks and reference ranks fall as δ grows; neighbors of the band are at most 1.8 times apart.
+The choice δ = 0.01 is a convention, so no statement may depend on it. A wider band would include thresholds
+at which rank carries no information: with T = 512 tokens and head dim K = 32, random queries and keys have
+rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ by a factor of at most 1.8.
 """
 
 Severity = Literal["info", "warning", "error"]
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 PEAK_MASS = 0.5
-"""Share of all weight from which rows are said to look at one token: no other token has more."""
+"""Smallest mean attention weight at which a token is named the peak: then no other token can have more."""
 MAP_SIDE = 128
-"""Most rows and columns of an attention map."""
+"""Maximum number of rows and of columns of an attention map."""
 
 
 def thresholds(delta: float) -> tuple[float, ...]:
-    """Return the thresholds of the band around δ, which is one of them.
+    """Return the five thresholds of the band around δ; the third is δ itself.
 
     Examples:
         >>> [round(threshold, 4) for threshold in thresholds(0.01)]
@@ -44,11 +44,11 @@ def thresholds(delta: float) -> tuple[float, ...]:
 
 
 class RankAt(Record):
-    """The ranks of a head and its reference ranks at one threshold: means over the sequences."""
+    """Rank of a head and reference ranks (of uninformed heads) at one threshold: means over sequences."""
 
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     numerical_rank: Number
-    """NaN if an estimate can only bound it."""
+    """Number of singular values above δ; NaN if an estimate yields only the interval below."""
     rank_low: Number
     rank_high: Number
     hardmax_rank: Number
@@ -57,7 +57,7 @@ class RankAt(Record):
 
     @property
     def nulls(self) -> dict[str, float]:
-        """Reference ranks that are known, by name."""
+        """Reference ranks that are not NaN, by field name."""
         named = {name: getattr(self, name) for name in NULLS}
         return {name: null for name, null in named.items() if not math.isnan(null)}
 
@@ -65,57 +65,57 @@ class RankAt(Record):
 class BaselineAt(Record):
     """The rank of a head at initialization at one threshold, and its difference from the rank of the model.
 
-    Differences are the rank of the model minus the rank at initialization, for one sequence and one seed at a
-    time: effects of the length and content of sequences on both cancel.
+    A difference is the rank of the model minus the rank at initialization, for one sequence and one seed.
+    Pairing by sequence cancels the effects of sequence length and content.
     """
 
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     rank_low: Number
-    """Mean over seeds and sequences; with ``rank_high`` an interval if ranks are estimated."""
+    """Lower bound of the rank, mean over seeds and sequences; equal to ``rank_high`` if ranks are exact."""
     rank_high: Number
     seed_std: Number
-    """Standard deviation over seeds of the mean over sequences; NaN for one seed."""
+    """Standard deviation over seeds, computed from the mean over sequences of each seed; NaN for one seed."""
     difference_low: Number
-    """Mean difference at the near ends of the intervals, the least that it can be …"""
+    """Lower bound of the mean difference: lower end of the model minus upper end at initialization."""
     difference_high: Number
-    """… and the most."""
+    """Upper bound of the mean difference."""
     margin: Number
-    """t·s, where s is the standard deviation of the differences over all pairs of a sequence and a seed and
-    t the 97.5 % quantile of Student's t: a random pair is within it of the mean difference. NaN below three
-    pairs or two seeds."""
+    """t·s: s is the standard deviation of the differences over all pairs (sequence, seed), t the 97.5 %
+    quantile of Student's t distribution. About 95 % of pairs differ from the mean by less than the margin.
+    NaN for fewer than three pairs or two seeds."""
     pairs: Count
 
 
 class Baseline(Record):
-    """The same measures of the same architecture at initialization, on the same data."""
+    """Measures of the same head or layer in untrained copies of the model, on the same data."""
 
     seeds: Count
-    """Copies with finite numbers."""
+    """Number of copies at initialization whose measures are finite."""
     mean: dict[str, Number]
-    """Mean over seeds of means over sequences, under the name of each measure."""
+    """Mean of each measure over sequences and then over seeds, by name of the measure."""
     seed_std: dict[str, Number]
-    """Standard deviation over seeds; NaN for one seed."""
+    """Standard deviation of each measure over seeds; NaN for one seed."""
     std: dict[str, Number]
-    """Standard deviation over sequences, mean over seeds."""
+    """Standard deviation of each measure over sequences, averaged over seeds."""
     band: list[BaselineAt] = Field(default_factory=list)
-    """For heads: at the thresholds of the head's own ``band``."""
+    """For heads: comparison at each threshold in the head's own ``band``; empty for layers."""
     spectrum: list[Number] = Field(default_factory=list)
-    """For heads: singular values of the first sequence, at the indices of the head's own ``spectrum``; means
-    over seeds."""
+    """For heads: singular values of the first sequence, averaged over seeds, at the same indices as the
+    head's own ``spectrum``."""
 
     @property
     def judged(self) -> bool:
-        """True if its margins are known, so that a head can be above or below it."""
+        """True if all margins are known, so that a head can be reported as above or below its baseline."""
         return bool(self.band) and all(math.isfinite(point.margin) for point in self.band)
 
 
 class BaselineRecord(Record):
-    """How the baseline of an audit was made."""
+    """Seeds and method with which an audit built copies of the model at initialization."""
 
     seeds: list[Count]
-    """Seeds of the copies that were audited."""
+    """Random seeds of the audited copies."""
     built: str
-    """How the copies were initialized."""
+    """How the copies were initialized, in words: "from its configuration", for example."""
 
     def __str__(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
@@ -124,21 +124,21 @@ class BaselineRecord(Record):
 
 
 class AttentionMap(Record):
-    """The matrix of a head on one sequence, without padding; beyond 128 tokens, means over blocks of it."""
+    """Mixing matrix of a head on one sequence, without padding; averaged block by block beyond 128 tokens."""
 
     rows: Annotated[int, Field(gt=0, le=MAP_SIDE)]
     columns: Annotated[int, Field(gt=0, le=MAP_SIDE)]
-    """Size of the map."""
+    """Number of columns of the map."""
     tokens: Annotated[int, Field(gt=0, lt=2**53)]
     sources: Annotated[int, Field(gt=0, lt=2**53)]
-    """Rows T and columns S of the matrix. Row t of it is in row t·rows//tokens of the map."""
+    """Columns S of the matrix; ``tokens`` are its rows T. Matrix row t is in map row t·rows//tokens."""
     largest: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest finite magnitude of the map, of which the values are shares."""
+    """Largest finite magnitude in the map; stored values are divided by it."""
     values: str
-    """Shares in float16, little-endian, row by row; zlib, base64."""
+    """Map divided by ``largest``: little-endian float16, row by row, compressed by zlib, in base64."""
     row_tokens: str = ""
     column_tokens: str = ""
-    """Names of the audit's ``texts`` that hold the tokens of rows and columns; empty if it has none."""
+    """Key of the column tokens in the audit's ``texts`` (``row_tokens``: row tokens); empty if unknown."""
 
     @classmethod
     def of(
@@ -149,15 +149,7 @@ class AttentionMap(Record):
         row_tokens: str = "",
         column_tokens: str = "",
     ) -> "AttentionMap":
-        """Pack a map.
-
-        Args:
-            matrix: the map (rows, columns).
-            tokens: rows of the matrix that it shows.
-            sources: columns of that matrix.
-            row_tokens: name of the text with the tokens of the rows.
-            column_tokens: name of the text with the tokens of the columns.
-        """
+        """Compress a map (rows, columns) of a matrix that has ``tokens`` rows and ``sources`` columns."""
         largest = float(np.abs(matrix, where=np.isfinite(matrix), out=np.zeros_like(matrix)).max())
         with np.errstate(over="ignore", invalid="ignore"):
             shares = (matrix / (largest or 1.0)).astype("<f2")
@@ -174,12 +166,12 @@ class AttentionMap(Record):
         )
 
     def matrix(self) -> NDArray[np.float32]:
-        """Return the map as numbers (rows, columns), to 3 significant digits of the largest."""
+        """Return the decompressed map (rows, columns), accurate to 3 digits of the largest value."""
         shares = np.frombuffer(self._unpacked(), dtype="<f2").reshape(self.rows, self.columns)
         return shares.astype(np.float32) * np.float32(self.largest)
 
     def _unpacked(self) -> bytes:
-        """Unpack no more bytes than the map may have."""
+        """Return the decompressed bytes; raise if the map is damaged. Output is bounded against zip bombs."""
         size = 2 * self.rows * self.columns
         try:
             packed = base64.b64decode(self.values, validate=True)
@@ -197,131 +189,130 @@ class AttentionMap(Record):
 
 
 class MergeData(Record):
-    """What merging needs of a head next to its means."""
+    """Data of a head that `Audit.merge` needs in addition to the means in the record."""
 
     longest: Count
-    """Tokens of the longest sequence: the head's mask is that of it."""
+    """Number of tokens of the longest sequence, from which the head's mask is taken."""
     distances: list[Number]
-    """Mean distance to each head of the mixer, in their order; NaN to itself."""
+    """Mean distance from this head to each head of the mixer, in head order; NaN for the head itself."""
     pairs: list[Count]
-    """Sequences over which each distance is a mean."""
+    """Number of sequences averaged in each distance."""
     named: Count
-    """Sequences whose token at the peak has a name."""
+    """Number of sequences in which the most attended token has a name."""
     names: list[dict[str, Count]]
-    """How many of them share each name: the 16 most frequent of each kind of name."""
+    """Number of sequences by token name, for each kind of name: the 16 most frequent names."""
 
 
 class HeadOrigin(Record):
-    """Which head it is, and on what it was measured."""
+    """Address of a head, and the sequences on which it was measured."""
 
     stack: str
     """Stack of blocks, such as ``encoder.block``."""
     site: str
     """Module that mixes tokens, such as ``encoder.layer.0.attention.self``."""
     layer: Count
-    """Block of the stack, from 0: it reads state ``layer`` and writes state ``layer + 1``."""
+    """Index of the block in its stack, from 0: it reads state ``layer`` and writes state ``layer + 1``."""
     call: Count = 0
-    """Call of the module within its layer, from 0."""
+    """Index of the call of the module within its layer, from 0."""
     head: Count
     kind: str
     mask: Literal["full", "causal", "window", "other"]
-    """Which tokens a row may see; reference ranks are of the same mask."""
+    """Columns to which rows may attend; reference ranks are computed under the same mask."""
     cross: bool = False
     sequences: Count
-    """Sequences (or windows of images) with finite numbers."""
+    """Number of sequences whose operator is finite; means are over these sequences."""
     nonfinite: Count = 0
-    """Sequences whose operator holds NaN or infinity; they are not in any mean."""
+    """Number of sequences whose operator contains NaN or infinity; they are excluded from all means."""
     estimated: Count = 0
-    """Sequences whose ranks were estimated without the matrix; all others are exact."""
+    """Number of sequences whose ranks were estimated without forming the matrix; the others are exact."""
     fallbacks: Count = 0
-    """Sequences in which a singular value was too close to a threshold for the fast count, so that the SVD
-    decided."""
+    """Number of sequences in which a singular value was too close to a threshold for the fast count, so that
+    an SVD was computed."""
     tokens: Size
-    """Rows T without padding, mean over sequences."""
+    """Number of rows T without padding, mean over sequences."""
     sources: Size
-    """Columns S without padding, mean over sequences."""
+    """Number of columns S without padding, mean over sequences."""
     full_rank: Size = math.nan
-    """min(T, S), mean over sequences: it may be less than the minimum of the means."""
+    """Mean of min(T, S) over sequences; it can be smaller than the minimum of the two means."""
     width: Count | None = None
-    """K of queries and keys; None if the mixer has none, or if the model formed the matrix itself."""
+    """Head dim K of queries and keys; None if the mixer has none or the model formed the matrix itself."""
 
     @property
     def id(self) -> HeadId:
-        """Address of the head."""
+        """Address of the head: stack, layer, site, call and head index."""
         return HeadId(self.stack, self.layer, self.site, self.call, self.head)
 
     @property
     def smaller(self) -> float:
-        """min(T, S), mean over sequences; in records of version 1 that of the means."""
+        """Mean of min(T, S) over sequences; in records of version 1, the minimum of the means."""
         return min(self.tokens, self.sources) if math.isnan(self.full_rank) else self.full_rank
 
 
 class HeadRecord(HeadMeasures, HeadOrigin):
-    """One head of one layer: means over the sequences of the audit, with standard deviations.
+    """Measures of one head of one layer: means over the sequences of the audit, with standard deviations.
 
-    Its measures are the rows of `rankwise.auditing.measure_table.HeadMeasures`, listed in `docs/measures.md`.
-    Ranks are of the operator without padded rows and columns, in float64.
+    `docs/measures.md` lists the measures, which are fields of `rankwise.auditing.measure_table.HeadMeasures`.
+    Ranks are computed in float64, from the operator (mixing matrix) without padded rows and columns.
     """
 
     rank_low: Number = math.nan
-    """Mean lower end of the 95 % interval of the numerical rank; the rank itself if it is exact."""
+    """Mean lower end of the 95 % interval of the numerical rank; equal to the rank if the rank is exact."""
     rank_high: Number = math.nan
-    """Mean upper end of the interval."""
+    """Mean upper end of the 95 % interval of the numerical rank."""
     hardmax_rank: Number
-    """Expected rank of a hardmax matrix with uniform winners under the same mask.
+    """Expected rank of one-hot rows under the same mask: each row selects one allowed column at random.
 
-    NaN for mixers whose rows are not means over tokens (state-space, diagonal), and for δ > 1, which a column
-    that wins a single row does not reach.
+    NaN for mixers whose rows are not averages over tokens (state-space, diagonal). NaN also for δ > 1,
+    because a column that one row selects has singular value 1.
     """
     random_rank: Number = math.nan
-    """Numerical rank for random queries and keys of each sequence's length, width, mask and scale.
+    """Numerical rank of softmax attention with random queries and keys: same length, head dim, mask, scale.
 
-    NaN if the width is unknown (the model formed the matrix itself), the mask has no name, or T is large.
+    NaN if the head dim is unknown (the model formed the matrix itself), the mask is "other", or T is large.
     """
     uniform_rank: Number = math.nan
-    """Numerical rank of equal weights on all that a row may see, at each sequence's length: attention that
-    does not distinguish tokens. NaN if the mask has no name, or is a window of more than 4,096 tokens.
+    """Numerical rank of equal weights on all columns that the mask allows: attention that does not
+    distinguish tokens. NaN if the mask is "other", or a window on sequences of more than 4,096 tokens.
     """
     band: list[RankAt] = Field(default_factory=list)
-    """Ranks at five thresholds from δ/√10 to √10 δ, from the same spectra: a statement that holds at all of
-    them does not depend on the choice of δ. Empty in records of version 1.
+    """Ranks at five thresholds from δ/√10 to √10 δ. A statement that holds at all five thresholds does not
+    depend on the choice of δ. Empty in records of version 1.
     """
     membership_map: list[Number] = Field(default_factory=list)
-    """For TSSA, Π of each token of the first sequence, of at most 1,024; empty elsewhere."""
+    """For TSSA: membership Π (weight in the head) of the first 1,024 tokens of the first sequence."""
     membership_grid: tuple[Count, Count] | None = None
-    """Rows and columns of these tokens if they are patches of an image."""
+    """Numbers of rows and columns of patches if the tokens of ``membership_map`` are patches of an image."""
     nearest_head: Count | None = None
-    """Head of the same site with the nearest matrix."""
+    """Index of the head of the same site whose mixing matrix is nearest."""
     std: dict[str, Number] = Field(default_factory=dict)
-    """Standard deviation over sequences, under the name of each measure."""
+    """Standard deviation over sequences, by name of the measure."""
     stderr: dict[str, Number] = Field(default_factory=dict)
-    """Mean standard error over sequences of estimated measures; empty if all are exact.
+    """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
 
-    The random vectors of an estimate are the same for all sequences: errors do not average out.
+    All sequences share the random vectors of the estimate, so errors do not average out.
     """
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Sequences over which a number is a mean, for numbers that some finite sequences do not have."""
+    """Number of sequences averaged, for measures that are undefined in some finite sequences."""
     max_token: str = ""
-    """The token with the largest mean share of a row, by what most sequences have in common: its text, if
-    there is a tokenizer, and its place. Its share is ``max_token_mass``: if it is small, other tokens have
-    nearly as much, and single rows may look elsewhere (`named_peak`)."""
+    """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
+    as most sequences have in common. If the weight is small, other tokens have nearly the same weight, and
+    single rows may attend to other tokens (see `named_peak`)."""
     max_token_sequences: Count = 0
-    """Sequences in which this is the token."""
+    """Number of sequences in which ``max_token`` names the token with the largest weight."""
     attention_map: AttentionMap | None = None
-    """The matrix on the first sequence, if it was requested."""
+    """Attention map of the first sequence; None if it was not requested."""
     second_attention_map: AttentionMap | None = None
-    """The matrix on the second sequence, if there is one."""
+    """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
-    """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence, at most 64, evenly spaced by index.
-
-    Empty if they were not computed.
+    """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence: at most 64, evenly spaced by index. Empty if ranks
+    were estimated.
     """
     importance: HeadImportance | None = None
-    """Loss without the head, in the unit of the audit's importance; None if it was not requested."""
+    """Change of the loss if the head is removed; None if importance was not requested."""
     baseline: Baseline | None = None
-    """The same head at initialization, on the same data; None if it was not requested."""
+    """Measures of the same head at initialization, on the same data; None if not requested."""
     merging: MergeData | None = None
-    """What `Audit.merge` needs next to the means; None in older files."""
+    """Data that `Audit.merge` needs in addition to the means; None in older files."""
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.smaller)}"
@@ -341,56 +332,56 @@ class HeadRecord(HeadMeasures, HeadOrigin):
 
     @property
     def named_peak(self) -> str:
-        """``max_token`` if it has at least half of all weight, `PEAK_MASS`: no other token has more.
+        """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise.
 
-        Below that there may be no token that rows look at most: for a head that looks at the previous token,
-        the largest mean share is little above 1/S.
+        A smaller weight need not point to one token: if each row attends to the previous token, the largest
+        mean weight is only slightly above 1/S.
         """
         return self.max_token if self.max_token_mass >= PEAK_MASS else ""
 
     @property
     def least_rank(self) -> float:
-        """Lower bound of the numerical rank: ``rank_low``, or the rank itself if no interval is kept."""
+        """Lower bound of the numerical rank: ``rank_low``, or the rank itself without an interval."""
         return self.numerical_rank if math.isnan(self.rank_low) else self.rank_low
 
     @property
     def most_rank(self) -> float:
-        """Upper bound of the numerical rank."""
+        """Upper bound of the numerical rank: ``rank_high``, or the rank itself without an interval."""
         return self.numerical_rank if math.isnan(self.rank_high) else self.rank_high
 
 
 class LayerOrigin(Record):
-    """Which token states they are, and on what they were measured."""
+    """Address of token states in a stack of blocks, and the sequences on which they were measured."""
 
     stack: str
     site: str
-    """Block that wrote the states; for layer 0 the block that reads them."""
+    """Name of the block that wrote the states; for layer 0, of the block that reads them."""
     layer: Count
-    """Blocks of the stack that ran before."""
+    """Number of blocks of the stack that ran before."""
     sequences: Count
     nonfinite: Count = 0
     tokens: Number
-    """Tokens without padding, mean over sequences."""
+    """Number of tokens T without padding, mean over sequences."""
     width: Count
 
     @property
     def smaller(self) -> float:
-        """min(T, D)."""
+        """min(T, D): T is the mean number of tokens, D the width of a token state."""
         return min(self.tokens, float(self.width))
 
 
 class LayerRecord(LayerMeasures, LayerOrigin):
-    """The token states after ``layer`` blocks of a stack (0 = what the first block reads).
+    """Measures of the token states after ``layer`` blocks of a stack (layer 0: input of the first block).
 
-    Its measures are the rows of `rankwise.auditing.measure_table.LayerMeasures`: means over the sequences.
+    The measures are fields of `rankwise.auditing.measure_table.LayerMeasures`: means over the sequences.
     """
 
     std: dict[str, Number] = Field(default_factory=dict)
-    """Standard deviation over sequences, under the name of each measure."""
+    """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Sequences over which a number is a mean, for numbers that some finite sequences do not have."""
+    """Number of sequences averaged, for measures that are undefined in some finite sequences."""
     baseline: Baseline | None = None
-    """The same states at initialization, on the same data; None if it was not requested."""
+    """Measures of the same states at initialization, on the same data; None if not requested."""
 
     def __repr__(self) -> str:
         return (
@@ -403,19 +394,19 @@ class LayerRecord(LayerMeasures, LayerOrigin):
 
 
 class Finding(Record):
-    """A problem or a remarkable fact that an audit found."""
+    """Problem or notable property of a model that an audit found."""
 
     code: str
     severity: Severity
     where: HeadId
     evidence: dict[str, Number]
-    """The numbers that it rests on, under the names of the measures."""
+    """Numbers from which the finding follows, by name of the measure."""
     meaning: str
-    """One plain sentence."""
+    """One sentence that explains the finding."""
     remedy: str
-    """A command or a call."""
+    """Suggested command or Python call."""
     heads: list[Count] = Field(default_factory=list)
-    """All heads of the site that it is about if there are several; ``where.head`` is one of them."""
+    """Indices of all heads of the site that the finding concerns, if several; they include ``where.head``."""
 
     def __repr__(self) -> str:
         return f"Finding({_word(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
@@ -424,7 +415,7 @@ class Finding(Record):
 
 
 class Action(Record):
-    """Next step for the reader of an audit."""
+    """Suggested next step for the reader of an audit."""
 
     text: str
     """The step in words, with its commands in backticks."""
@@ -435,15 +426,15 @@ class Action(Record):
 
 
 class Verdict(Record):
-    """What follows from the findings of an audit."""
+    """Summary of the findings of an audit: one sentence and suggested actions."""
 
     sentence: str
     actions: tuple[Action, ...] = ()
-    """At most three actions, the most urgent first."""
+    """At most three suggested actions, most urgent first."""
 
 
 class Unseen(Record):
-    """A module that looks like a mixer and was not captured."""
+    """Module that looks like a mixer (it mixes tokens) but was not captured, with the reason."""
 
     name: str
     type: str
@@ -451,7 +442,7 @@ class Unseen(Record):
 
 
 class Provenance(Record):
-    """What was audited, on which data, with which versions, by which command."""
+    """Origin of an audit: model, weights, data, settings, package versions and command."""
 
     model: str
     model_class: str = ""
@@ -463,28 +454,28 @@ class Provenance(Record):
     measure_dtype: str = "float64"
     method: str = "exact"
     method_asked: str = ""
-    """``exact``, ``estimate`` or ``auto``; empty in older files."""
+    """Requested method of computing ranks: ``exact``, ``estimate`` or ``auto``; empty in older files."""
     device: str = ""
     batches: Count = 0
     sequences: Count = 0
     audits: Annotated[int, Field(ge=1)] = 1
-    """Number of audits that were merged into this audit."""
+    """Number of audits that were merged into this audit; 1 if none were merged."""
     parts: list[str] = Field(default_factory=list)
-    """A digest of the data of each audit that was merged into this audit, or of its own."""
+    """Digest of the data of this audit, or of each audit that was merged into it."""
     weights: str = ""
-    """A digest of the weights; empty if they cannot be read."""
+    """Digest of the weights of the model; empty if the weights cannot be read."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """For a job of a sweep, digests of the local files that it reads."""
+    """For a job of a sweep (audits of several models): digests of the local files that the job read."""
     created: str = ""
-    """UTC, ISO 8601."""
+    """Date and time at the end of the audit: UTC, ISO 8601."""
     command: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     advised: bool = False
     """True if `rankwise.skips.recommend` has examined the skip connections."""
     notes: list[str] = Field(default_factory=list)
-    """What a reader must know about how the numbers came about: dropout on, compiled model run eagerly, …"""
+    """Circumstances that affect the numbers, such as active dropout or a compiled model run uncompiled."""
 
 
 def _word(text: str) -> str:
-    """Return a name on one line, whatever is in it."""
+    """Return text with line breaks and control characters escaped, so that it stays on one line."""
     return repr(text)[1:-1]

@@ -1,4 +1,4 @@
-"""Masks of heads, read block by block, and ranks of hardmax, random and uniform heads under them."""
+"""Masks of heads, and reference ranks under them: ranks of hardmax, random and uniform attention."""
 
 import math
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
 MaskName = Literal["full", "causal", "window", "other"]
 
 BLOCK_ENTRIES = 2**22
-"""Entries of a mask that are read together."""
+"""Number of mask entries in memory at once: 4 MiB as bool."""
 
 
 class Mask(NamedTuple):
-    """What rows may see."""
+    """Columns to which the rows of a head may attend."""
 
     name: MaskName
     base: str = ""
-    """Mask around a window: "full" or "causal"."""
+    """Mask that the window restricts: "full" or "causal"; empty if the mask is not a window."""
     window: int | None = None
 
 
 class Reach(NamedTuple):
-    """The first and last column that each row may see, and how many it sees."""
+    """First and last column to which each row may attend, and the number of such columns."""
 
     first: Int64[Tensor, "*batch T"]
     last: Int64[Tensor, "*batch T"]
@@ -41,14 +41,10 @@ class Reach(NamedTuple):
 def reference_ranks(
     operator: MixingOperator, masks: list[list[Mask]], delta: float
 ) -> tuple[Float64[Tensor, "B H"], dict[str, Floats]]:
-    """Return the hardmax rank at δ, and the random and uniform rank at each δ of the band, (B, H, 5).
+    """Return the hardmax ranks at δ, and the random and uniform ranks (B, H, 5) at the five δ of the band.
 
-    Each is of the length of the sequences, under the mask of the head; NaN if it is unknown.
-
-    Args:
-        operator: matrices (B, H, T, S).
-        masks: their masks, by `masks_of`.
-        delta: threshold of the numerical rank; beyond 1 the hardmax rank is NaN.
+    Reference ranks are ranks of uninformed heads of the same size (T, S) under the same mask; NaN if unknown.
+    The hardmax rank is NaN for δ > 1. `masks_of` returns the masks of an operator (B, H, T, S).
     """
     tokens, sources = operator.shape[-2:]
     inner = operator.operator if isinstance(operator, IndexedMixing) else operator
@@ -70,22 +66,16 @@ def reference_ranks(
 
 
 def hardmax_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
-    """Return `rank_barrier` under the mask of each matrix (..., H, T, S), which is never formed."""
+    """Return the expected rank of random one-hot rows under the mask of each matrix (..., H, T, S)."""
     return rank_barrier_of_rows(_blocks(operator)).expand(operator.shape[:-2])
 
 
 def random_rank(
     tokens: int, sources: int, mask: Mask, width: int | None, scale: float | None, delta: float
 ) -> float:
-    """Return the mean rank of softmax attention with random queries and keys; NaN if it is unknown.
+    """Return the mean rank of softmax attention (T, S) with random queries and keys; NaN if unknown.
 
-    Args:
-        tokens: rows T.
-        sources: columns S.
-        mask: the mask.
-        width: K; None if the model formed its weights itself.
-        scale: factor of the logits.
-        delta: threshold of the rank.
+    ``width`` is the head dim K, None if the model formed its weights itself; ``scale`` multiplies the logits.
     """
     name = _named(mask, tokens, sources)
     if name is None or width is None or scale is None or scale <= 0:
@@ -97,13 +87,13 @@ def random_rank(
 
 
 def uniform_rank_under(mask: Mask, tokens: int, sources: int, delta: float) -> float:
-    """Return the rank of equal weights on all that a row may see; NaN if it is unknown."""
+    """Return the rank of equal weights on all columns that the mask allows; NaN if the mask has no name."""
     name = _named(mask, tokens, sources)
     return math.nan if name is None else uniform_rank(tokens, name, mask.window, delta, sources)
 
 
 def _named(mask: Mask, tokens: int, sources: int) -> str | None:
-    """Return the name of a mask in `rankwise.theory`, to which its window is passed separately."""
+    """Return the name of a mask in `rankwise.theory`, without its window; None if theory has no such mask."""
     name = mask.base if mask.name == "window" else mask.name
     square = tokens == sources
     if name not in ("full", "causal") or not (square or (name == "full" and mask.window is None)):
@@ -112,7 +102,7 @@ def _named(mask: Mask, tokens: int, sources: int) -> str | None:
 
 
 def masks_of(operator: MixingOperator) -> list[list[Mask]]:
-    """Return the mask of each head of each sequence of an operator (B, H, T, S)."""
+    """Return the mask of each sequence and head of an operator (B, H, T, S)."""
     sources, heads = operator.shape[-1], operator.shape[1]
     column = torch.arange(sources, device=operator.device)
     blocks = []
@@ -132,7 +122,7 @@ def masks_of(operator: MixingOperator) -> list[list[Mask]]:
 
 
 def mask_of(reach: Reach) -> Mask:
-    """Name what the rows of one head may see: everything, all up to themselves, a band or something else."""
+    """Return the mask of one head: all columns, columns up to the row (causal), a diagonal band, or other."""
     first, last, seen, sources = reach
     rows = torch.arange(len(seen))
     seeing = seen > 0
@@ -150,7 +140,7 @@ def mask_of(reach: Reach) -> Mask:
 
 
 def _is_band(reach: Reach, rows: Tensor, low: int, high: int) -> bool:
-    """Return True if row t sees columns t + low … t + high, as far as they exist, and no other."""
+    """Return True if row t may attend exactly to columns t + low … t + high, clipped to the matrix."""
     first, last = (rows + low).clamp(min=0), (rows + high).clamp(max=reach.sources - 1)
     count = (last - first + 1).clamp(min=0)
     same = (reach.first == first) & (reach.last == last)
@@ -158,7 +148,7 @@ def _is_band(reach: Reach, rows: Tensor, low: int, high: int) -> bool:
 
 
 def _blocks(operator: MixingOperator) -> Iterator[Bool[Tensor, "B H R S"]]:
-    """Yield rows of the support; with one head if all heads see alike, as they mostly do."""
+    """Yield blocks of rows of the mask, with one head if all heads have the same mask, to save memory."""
     *batch, tokens, sources = operator.shape
     step = max(1, BLOCK_ENTRIES // (math.prod(batch) * sources))
     for start in range(0, tokens, step):

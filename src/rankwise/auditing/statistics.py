@@ -1,4 +1,4 @@
-"""Statistics of heads and token states; batches, shards, processes and saved audits share one `merge`."""
+"""Statistics of heads and token states, merged over batches, shards, processes and saved audits."""
 
 import math
 import re
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from rankwise.measures import LogitMoments
 
 DELTA_INDEX = BAND.index(1.0)
-"""Place of δ itself in the band."""
+"""Index of δ in the band (five thresholds around δ)."""
 MEANS = (
     *("tokens", "sources", "full_rank", "hardmax_rank"),
     *(row.name for row in HEAD_MEASURES if not row.late and row.name != "numerical_rank"),
 )
-"""Fields of a record that are means over the sequences in which they are known."""
+"""Fields of a head record that are means over the sequences in which the value is known."""
 SIZES = ("tokens", "sources", "full_rank")
-"""Those of them that no record has a standard deviation of."""
+"""Fields in `MEANS` without a standard deviation in records."""
 RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
-"""Fields with a value at each δ of the band; a mean is known only if all sequences have one."""
+"""Fields with a value at each threshold of the band; the mean is known only if all sequences have a value."""
 ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
-"""Measures with a standard error if they are estimated."""
+"""Measures that have a standard error if they are estimated by random vectors."""
 LEFT_OUT = "importance left out: not all audits that were merged have it"
 STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
 
 
 @dataclass
 class BandRanks:
-    """Ranks at the δ of the band, (H, 5) each, under the names of the fields of a record."""
+    """Ranks of H heads at the five thresholds of the band, (H, 5) each, named as in a record."""
 
     numerical_rank: Moments
     rank_low: Moments
@@ -61,34 +61,34 @@ class BandRanks:
 
 @dataclass
 class HeadStatistics:
-    """Statistics of the heads of one mixer call over sequences."""
+    """Statistics over sequences of the H heads of one mixer call (a module that mixes tokens)."""
 
     mixer: HeadId
     kind: str
     cross: bool
     heads: list[int]
-    """Numbers of the heads: not consecutive if channels are sampled."""
+    """Indices of the heads; not consecutive if channels were sampled."""
     measures: dict[str, Moments]
-    """The fields `MEANS` of a record, (H,) each."""
+    """Moments of the fields in `MEANS`, shape (H,) each."""
     ranks: BandRanks
     stderr: dict[str, Moments]
-    """Standard errors of `ERRORS`, (H,) each; 0 for exact ranks."""
+    """Standard errors of the measures in `ERRORS`, shape (H,) each; 0 for exact ranks."""
     distances: Moments | None
-    """Distances of pairs of heads, (H, H); None if an older file has none."""
+    """Distances between heads, shape (H, H); None if read from an older file without distances."""
     nonfinite: Floats
     estimated: Floats
     fallbacks: Floats
-    """Sequences, (H,) each; a fraction of a sequence if it has several windows."""
+    """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; fractions count single windows."""
     examples: Examples
     head_dim: int | None = None
     logits: "LogitMoments | None" = None
-    """None if queries and keys are unknown, as in files."""
+    """Second moments of queries and keys; None if these are unknown, as in saved files."""
     sequence_ranks: list[Floats] | None = None
-    """Lower and upper rank of each sequence at each δ, parts of (N, H, 5, 2); kept for a baseline alone."""
+    """Lower and upper rank per sequence and threshold, arrays (N, H, 5, 2); kept only for a baseline."""
 
     @classmethod
     def empty(cls, mixer: HeadId, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
-        """Return the statistics of no sequences."""
+        """Return statistics to which no sequence has been added."""
         number = len(heads)
         return cls(
             *(mixer, kind, cross, heads),
@@ -103,14 +103,9 @@ class HeadStatistics:
         )
 
     def merge(self, other: "HeadStatistics", *, attention_maps: bool = True) -> None:
-        """Add the statistics of other sequences.
+        """Add statistics of the same heads over other sequences; raise `ShapeError` if the heads differ.
 
-        Args:
-            other: statistics of the same heads.
-            attention_maps: False if the attention maps of `other` are left out.
-
-        Raises:
-            ShapeError: if the heads differ.
+        With ``attention_maps=False`` the attention maps of ``other`` are not added.
         """
         if self.heads != other.heads:
             raise ShapeError(
@@ -143,12 +138,7 @@ class HeadStatistics:
             self.sequence_ranks = self.sequence_ranks + other.sequence_ranks
 
     def to_records(self, delta: float, audits: int = 1) -> list[HeadRecord]:
-        """Return the records of the heads.
-
-        Args:
-            delta: threshold of the numerical rank.
-            audits: how many audits were merged; a record keeps `TOKENS_KEPT` names for each.
-        """
+        """Return a record per head; a record keeps `TOKENS_KEPT` token names per merged audit."""
         finite = self.measures["sigma_max"].count
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
         band = {name: getattr(self.ranks, name).complete(finite[:, None]).to_record() for name in RANKS}
@@ -201,12 +191,7 @@ class HeadStatistics:
 
     @classmethod
     def from_records(cls, records: Sequence[HeadRecord], delta: float) -> "HeadStatistics":
-        """Return the statistics that the records of one mixer call hold.
-
-        Args:
-            records: records of the heads.
-            delta: threshold of the numerical rank.
-        """
+        """Restore statistics from the saved records of all heads of one mixer call."""
         first = records[0]
         sequences = np.array([record.sequences for record in records], dtype=np.float64)
 
@@ -238,7 +223,7 @@ class HeadStatistics:
         )
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
-        """Return the nearest head of each head on average over all sequences, and its distance."""
+        """Return the nearest head of each head by mean distance (None if unknown), and the distance."""
         unknown = np.full(len(self.heads), np.nan)
         if self.distances is None:
             return [None] * len(self.heads), unknown
@@ -262,7 +247,8 @@ class HeadStatistics:
         names = self.examples.names
         if self.distances is None or names is None:
             return None
-        alone = [at] if "*" in self.mixer.site else slice(None)  # heads of modules of their own
+        # If every head is a module of its own, the only known distance is to the head itself.
+        alone = [at] if "*" in self.mixer.site else slice(None)
         count, mean, _ = (part[at].copy() for part in self.distances.to_record())
         mean[at] = np.nan
         return MergeData(
@@ -277,7 +263,7 @@ class HeadStatistics:
 def _band(
     delta: float, sequences: int, hardmax: float, band: Mapping[str, tuple[Floats, ...]], at: int
 ) -> list[RankAt]:
-    """Return the ranks of a head at each δ of the band that all of its sequences have."""
+    """Return the ranks of head ``at`` at each threshold of the band for which every sequence has a rank."""
     return [
         RankAt(
             delta=threshold,
@@ -314,7 +300,7 @@ def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
                 got=f"{held} distances and {len(record.merging.pairs)} counts",
                 fix="The file is damaged; run `rankwise audit` again.",
             )
-        to = slice(None) if held == heads else [at]  # heads of modules of their own know no other
+        to = slice(None) if held == heads else [at]  # one module per head: its own distance
         count[at, to], mean[at, to] = record.merging.pairs, record.merging.distances
     np.fill_diagonal(mean, 0.0)
     return Moments.from_record(count, mean, np.full_like(mean, np.nan))
@@ -322,24 +308,24 @@ def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
 
 @dataclass
 class StateStatistics:
-    """Statistics of the token states after one block over sequences."""
+    """Statistics over sequences of the token states after one block."""
 
     stack: str
     site: str
     layer: int
     width: int
     measures: dict[str, Moments] = field(default_factory=lambda: {name: Moments.empty(1) for name in STATES})
-    """The fields `STATES` of a record, (1,) each."""
+    """Moments of the fields in `STATES`, shape (1,) each."""
     nonfinite: int = 0
 
     def merge(self, other: "StateStatistics") -> None:
-        """Add the statistics of other sequences."""
+        """Add statistics of the same token states over other sequences."""
         for name, moments in self.measures.items():
             moments.merge(other.measures[name])
         self.nonfinite += other.nonfinite
 
     def to_record(self) -> LayerRecord:
-        """Return the record of the token states."""
+        """Return the record of the token states: means and standard deviations over sequences."""
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
         sequences = int(self.measures["norm"].count[0])
         counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
@@ -358,7 +344,7 @@ class StateStatistics:
 
     @classmethod
     def from_record(cls, record: LayerRecord) -> "StateStatistics":
-        """Return the statistics that a record holds."""
+        """Restore statistics from a saved record."""
         measures = {
             name: Moments.from_record(
                 np.array([float(record.counts.get(name, record.sequences))]),
@@ -375,22 +361,22 @@ class ModelStatistics:
     """Statistics of all heads and token states of a model."""
 
     heads: dict[HeadId, HeadStatistics] = field(default_factory=dict)
-    """By the address of the mixer call."""
+    """Statistics of heads by the address of the mixer call."""
     states: dict[tuple[str, int], StateStatistics] = field(default_factory=dict)
-    """By stack and layer."""
+    """Statistics of token states by stack of blocks and layer."""
 
     def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
-        """Merge the statistics of a mixer call."""
+        """Merge statistics of a mixer call into the statistics of the same call, if known."""
         if (known := self.heads.setdefault(heads.mixer, heads)) is not heads:
             known.merge(heads, attention_maps=attention_maps)
 
     def add_states(self, states: StateStatistics) -> None:
-        """Merge the statistics of token states."""
+        """Merge statistics of token states into the statistics of the same states, if known."""
         if (known := self.states.setdefault((states.stack, states.layer), states)) is not states:
             known.merge(states)
 
     def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
-        """Add the statistics of other sequences; objects of `other` may become part of this one."""
+        """Add statistics of other sequences; objects of ``other`` are reused, not copied."""
         for heads in other.heads.values():
             self.add_heads(heads, attention_maps=attention_maps)
         for states in other.states.values():
@@ -401,13 +387,8 @@ class ModelStatistics:
     ) -> list[HeadRecord]:
         """Return the records of all heads, in the order of the model.
 
-        Mixers with one head each whose names differ in the last number are the heads of one list of modules:
-        they become heads of one site, whose name has ``*`` for the number.
-
-        Args:
-            delta: threshold of the numerical rank.
-            known: further fields by the address of the head, as it was captured.
-            audits: how many audits were merged.
+        If each head is a module in a list (``heads.0``, ``heads.1``), they become heads of one site
+        ``heads.*``. ``known`` holds further fields of a record by the address of the captured head.
         """
         alone = Counter(_pattern(mixer) for mixer, heads in self.heads.items() if len(heads.heads) == 1)
         met: Counter[HeadId] = Counter()
@@ -425,7 +406,7 @@ class ModelStatistics:
         return records
 
     def layer_records(self) -> list[LayerRecord]:
-        """Return the records of all token states, in the order of the model."""
+        """Return a record per stack and layer of token states, in the order of the model."""
         return [states.to_record() for states in self.states.values()]
 
 
@@ -435,24 +416,24 @@ def _pattern(mixer: HeadId) -> HeadId:
 
 @dataclass
 class AuditStatistics(ModelStatistics):
-    """Statistics from which an audit is made, and those of the same sequences at initialization."""
+    """Statistics of a model, its origin, and copies at initialization: all that an audit is built from."""
 
     provenance: Provenance = field(kw_only=True)
     complete: bool = True
     uncaptured: list[Unseen] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
-    """Tokens of the sequences that attention maps are of."""
+    """Tokens of the sequences with attention maps, by name of the model input."""
     importance: Importance | None = None
     built: str = ""
-    """How the copies at initialization were built."""
+    """How the copies at initialization were built, in words."""
     copies: dict[int, ModelStatistics] = field(default_factory=dict)
-    """Copies at initialization by seed."""
+    """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add an audit of other sequences: a shard, a process, or a saved audit.
+        """Add an audit of other sequences, such as a shard of the data or a saved audit.
 
-        Copies at initialization are kept if both audits have the seed. Attention maps are of the first audit
-        that has any.
+        A copy at initialization is kept only if both audits have its seed. Attention maps are taken from the
+        first audit that has maps.
         """
         mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
         self.merge(other, attention_maps=not mapped)
@@ -471,13 +452,13 @@ class AuditStatistics(ModelStatistics):
             copy.merge(other.copies[seed])
 
     def note(self, text: str) -> None:
-        """Add a note, once."""
+        """Add a note to the provenance, unless the note is already there."""
         notes = list(dict.fromkeys([*self.provenance.notes, text]))
         self.provenance = self.provenance.model_copy(update={"notes": notes})
 
     @classmethod
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":
-        """Return what a saved audit holds; its baseline and required head dimensions are lost."""
+        """Restore statistics from a saved audit, without baseline and required head dimensions."""
         groups: dict[HeadId, list[HeadRecord]] = {}
         for record in audit.heads:
             groups.setdefault(record.id.at(None), []).append(record)
