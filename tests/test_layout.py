@@ -95,7 +95,7 @@ def test_imports_follow_the_arrows(part: str, path: Path) -> None:
         assert name in allowed, f"{path.name} in {part} imports {name}"
 
 
-def test_surgery_reads_what_an_audit_says_and_runs_one_for_a_remedy_alone() -> None:
+def test_skips_read_records_of_audits_and_only_remedies_run_one() -> None:
     found = {
         path.name: re.findall(
             r"^\s*(?:from|import) rankwise\.auditing(\.\w+)?", path.read_text(), re.MULTILINE

@@ -94,7 +94,7 @@ WHY = """\
 Why causal ToST trails: its output is −Π w / (1 + m), so whatever the past, each channel of a token's own
 w is multiplied by a number from −1 to 0, and its mixing operator is diagonal. The past comes in through
 sums alone, those in Π and the mean m, in which, without decay and with uniform memberships, the token
-before has weight 1 / t (tests/models/test_tost_mixers.py holds both). No token hands its features to
+before has weight 1 / t (tests/models/test_mixers.py holds both). No token hands its features to
 another, and the next byte depends first on the last few. What moves features at linear cost, each an
 option of `rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w
 over 4 tokens, each channel by itself (conv), and a scan of F features with memberships as steps

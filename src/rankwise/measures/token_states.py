@@ -217,7 +217,7 @@ def coding_rate(
     Raises:
         ShapeError: if tokens or mask have the wrong shape or dtype.
         RankwiseError: if ``eps`` is not finite and positive, or if rounding could change a rate by 1e-6 of
-        it.
+            it.
 
     Examples:
         >>> import torch

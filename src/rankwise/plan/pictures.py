@@ -25,7 +25,7 @@ def picture_states(
     Patches are square and as small as gives at most so many; pixels lie in [−1, 1].
 
     Args:
-        path: a folder of pictures, one of them, or a ``.npz`` file (`rankwise.data.open_array`).
+        path: a folder of pictures, one of them, or a ``.npz`` file (`rankwise.data.arrays.open_array`).
         width: D.
         tokens: patches of a picture, at most.
         sequences: pictures, at most.

@@ -15,15 +15,12 @@ MixerState = tuple[Tensor, ...]
 
 
 class MixerOutput(NamedTuple):
-    """Output of a mixer.
-
-    Args:
-        output: (B, T, D), the update that the block adds to its skip.
-        state: argument of the next call, None unless it was requested.
-    """
+    """Output of a mixer."""
 
     output: Float[Tensor, "B T D"]
+    """Update that the block adds to its skip."""
     state: MixerState | None = None
+    """Argument of the next call, None unless it was requested."""
 
 
 class MixingStep(NamedTuple):
