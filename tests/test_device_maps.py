@@ -9,6 +9,7 @@ import torch
 from tests.auditing.same_audits import compared
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from rankwise.auditing import Audit
 from rankwise.cli.audit_job import AuditTask, prepare, run
 from rankwise.cli.device_maps import checked_device
 from rankwise.errors import InputError
@@ -35,11 +36,15 @@ def task(folder: Path, **changes: object) -> AuditTask:
     return AuditTask(**(usual | changes))
 
 
+def audited(task: AuditTask) -> Audit:
+    return Audit.from_statistics(run(prepare(task)))
+
+
 def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None:
-    whole = run(prepare(task(folder)))
-    assert compared(whole, run(prepare(task(folder, device_map="cpu")))) == []
+    whole = audited(task(folder))
+    assert compared(whole, audited(task(folder, device_map="cpu"))) == []
     spread = task(folder, device_map=json.dumps(DISK), offload_folder=tmp_path / "offload")
-    found = run(prepare(spread))
+    found = audited(spread)
     assert found.provenance.device == "cpu, meta", "no weight was on the disk"
     # weights on the disk are not looked at
     assert compared(whole, found, {"device", "weights"}) == []
