@@ -42,7 +42,7 @@ def title(measure: str) -> str:
 
     Examples:
         >>> title("first_token_mass"), title("relative_spread")
-        ('sink mass', 'μ/‖Y‖')
+        ('first token mass', 'μ/‖Y‖')
     """
     return _TITLES.get(measure, measure.replace("_", " "))
 
