@@ -75,7 +75,7 @@ def test_a_random_model_collapses_and_its_remedy_repairs_it(tmp_path: Path) -> N
     assert [site.split()[0] for site in sites] == [f"model.layers.{at}.self_attn" for at in range(3, 6)]
     assert "(the remedy of the COLLAPSE)" in text
     assert "broken → repaired" in text
-    assert "COLLAPSE" in text.split("Gone:")[1]
+    assert "COLLAPSE" in text.split("Resolved:")[1]
 
 
 @pytest.mark.usefixtures("small")
