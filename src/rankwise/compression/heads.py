@@ -28,8 +28,8 @@ PROBES = 2
 def prepare_heads(job: Job) -> Prepared:
     """Remove heads: all that `rankwise.importance` finds removable within the tolerance, or a share of them.
 
-    Under ``tolerance`` the set is the joint one of `importance.measure`, run together; under ``keep`` heads
-    go in rounds, the cheapest by estimate first. Query heads that share keys go together, with their key head.
+    Under ``tolerance`` the set is the joint one of `importance.measure`; under ``keep`` heads go in
+    rounds, the cheapest by estimate first. Query heads that share keys go together, with their key head.
 
     Args:
         job: what to do; its tolerance is a share of the loss.
