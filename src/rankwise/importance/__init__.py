@@ -7,25 +7,15 @@ from rankwise._internals.lazy import lazy_names
 if TYPE_CHECKING:
     from rankwise.importance.ablation import AblationCost, ablation_cost, measure, sort_by_cost
     from rankwise.importance.gated_passes import NotDifferentiableError
-    from rankwise.importance.records import (
-        BlockImportance,
-        HeadImportance,
-        Importance,
-        ImportanceRecord,
-        RemovableSet,
-    )
+    from rankwise.importance.records import Importance
     from rankwise.importance.settings import LOSSES, ImportanceSettings
 
 __all__ = [
     "LOSSES",
     "AblationCost",
-    "BlockImportance",
-    "HeadImportance",
     "Importance",
-    "ImportanceRecord",
     "ImportanceSettings",
     "NotDifferentiableError",
-    "RemovableSet",
     "ablation_cost",
     "measure",
     "sort_by_cost",
@@ -36,7 +26,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "ablation": ("AblationCost", "ablation_cost", "measure", "sort_by_cost"),
         "gated_passes": ("NotDifferentiableError",),
-        "records": ("BlockImportance", "HeadImportance", "Importance", "ImportanceRecord", "RemovableSet"),
+        "records": ("Importance",),
         "settings": ("LOSSES", "ImportanceSettings"),
     },
 )

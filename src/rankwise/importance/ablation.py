@@ -11,7 +11,7 @@ from torch import nn
 from rankwise._internals.forward import Batch, device_of, drop_unused_labels, run_model, to_device
 from rankwise.errors import InputError
 from rankwise.importance.choose_loss import choose_loss
-from rankwise.importance.gated_passes import Estimates, GatedPasses, NotDifferentiableError, quoted
+from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.losses import LossBatch
 from rankwise.importance.records import (
     BlockImportance,
@@ -98,26 +98,24 @@ def measure(
     passes, placed = _start(model, every, settings, capturing, say)
     notes = [TRAINING] if model.training else []
     try:
-        passes.whole(placed, settings.probes, settings.seed, gradients=settings.estimates)
+        passes.whole(placed, gradients=settings.estimates)
     except NotDifferentiableError as error:
         if not settings.exact:
             raise
         settings = replace(settings, estimates=False)
         passes, placed = _start(model, every, settings, capturing, say)  # sums are half filled
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
-        passes.whole((), 0, 0, gradients=False)
-    known = _Known(passes, placed, settings)
-    if known.unreached:
-        notes.append(f"no estimates of {quoted(known.unreached)}: {UNREACHED.removesuffix(' it')} them")
+        passes.whole()
+    found = _estimated_heads(passes, settings, notes)
+    known_blocks = _estimated_blocks(passes, settings, placed)
     removable = None
     try:
         if settings.exact:
-            known.remove_each(heads)
+            _remove_each(passes, heads, found, known_blocks)
         if settings.tolerance is not None:
-            removable = _search(known, settings.tolerance, notes, group)
+            removable = _search(passes, found, settings.tolerance, notes, group)
     except KeyboardInterrupt:
         notes.append("interrupted from the keyboard: not all removals were run")
-    found = known.heads()
     record = ImportanceRecord(
         loss=passes.loss.name,
         unit=passes.loss.unit,
@@ -128,10 +126,10 @@ def measure(
         nonfinite=passes.nonfinite,
         counted=passes.count,
         ablation=settings.ablation,
-        probes=passes.probes_of(settings.probes) if settings.estimates else 0,
+        probes=passes.probes if settings.estimates else 0,
         seed=settings.seed,
         spearman=rank_correlation(found.values()),
-        blocks=known.blocks(),
+        blocks=[*known_blocks.values()],
         removable=removable,
         forward=passes.forward,
         backward=passes.backward,
@@ -173,7 +171,7 @@ def ablation_cost(
     """
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, _ = _start(model, list(batches), settings or ImportanceSettings(), capturing, lambda what: None)
-    passes.whole((), 0, 0, gradients=False)
+    passes.whole()
     calls = {gated.mixer: (key, gated.heads) for key, gated in passes.mixers.items()}
     chosen: dict[CallId, list[int]] = {}
     for head in heads:
@@ -245,96 +243,81 @@ def _start(
     del output
     # the output of a block is the next state; a block whose next state was not seen cannot be removed
     placed = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
-    passes = GatedPasses(model, batches, loss, settings.ablation == "mean", capturing, say)
+    passes = GatedPasses(model, batches, loss, settings, capturing, say)
     passes.forward += 1
     return passes, placed
 
 
-class _Known:
-    """Estimates of a model's heads and blocks, and the exact costs that are known so far."""
-
-    def __init__(
-        self, passes: GatedPasses, placed: dict[str, tuple[str, int]], settings: ImportanceSettings
-    ) -> None:
-        self.passes, self._placed, self._settings = passes, placed, settings
-        self._exact: dict[HeadId, tuple[float, float]] = {}
-        self._exact_blocks: dict[str, float] = {}
-        self.unreached = [
-            gated.mixer.site
-            for key, gated in passes.mixers.items()
-            if self._is_unreached(passes.heads.get(key))
-        ]
-
-    def _is_unreached(self, sums: Any) -> bool:
-        return self._settings.estimates and (sums is None or sums.unreached)
-
-    def _estimates(self, sums: Any, gates: int) -> Estimates:
-        if sums is None or not self._settings.estimates:
-            return Estimates.unknown(gates)
-        passes = self.passes
-        found: Estimates = sums.estimates(passes.loss, passes.count, passes.probes_of(self._settings.probes))
-        return found
-
-    def heads(self) -> dict[HeadId, HeadImportance]:
-        """Return what is known of every head; mixers with gates first."""
-        found: dict[HeadId, HeadImportance] = {}
-        passes, unknown = self.passes, (math.nan, math.nan)
-        gated = [(mixer, passes.heads.get(key), "") for key, mixer in passes.mixers.items()]
-        for mixer, sums, why_not in [*gated, *((mixer, None, UNGATED) for mixer in passes.ungated)]:
-            if not why_not and self._is_unreached(sums) and not self._settings.exact:
-                why_not = UNREACHED
-            estimates = self._estimates(sums, mixer.heads)
-            for number in range(mixer.heads):
-                head = mixer.mixer.at(number)
-                exact, cosine = self._exact.get(head, unknown)
-                fields = estimates.fields(number)
-                found[head] = HeadImportance(exact=exact, cosine=cosine, why_not=why_not, **fields)
-        return found
-
-    def blocks(self) -> list[BlockImportance]:
-        """Return what is known of every block."""
-        found = []
-        for name, (stack, layer) in self._placed.items():
-            calls = [sums for key, sums in self.passes.blocks.items() if key.module == name]
-            lost = self._settings.estimates and (not calls or any(sums.unreached for sums in calls))
-            estimates = self._estimates(calls[0] if calls and not lost else None, 1)
-            found.append(
-                BlockImportance(
-                    stack=stack,
-                    layer=layer,
-                    site=name,
-                    exact=self._exact_blocks.get(name, math.nan),
-                    why_not=UNREACHED if lost else "",
-                    **estimates.fields(0),
-                )
-            )
-        return found
-
-    def remove_each(self, heads: Mapping[HeadId, Sequence[int]] | None) -> None:
-        """Remove heads and blocks one by one."""
-        passes = self.passes
-        chosen = [
-            (key, gated.mixer, head)
-            for key, gated in passes.mixers.items()
-            for head in (range(gated.heads) if heads is None else heads.get(gated.mixer, ()))
-        ]
-        for done, (key, mixer, head) in enumerate(chosen):
-            passes.say(f"without head {done + 1} of {len(chosen)}: {mixer.site}")
-            loss, cosine = passes.without({key: [head]})
-            self._exact[mixer.at(head)] = loss - passes.value, cosine
-        for block in self._placed:
-            passes.say(f"without the block {block}")
-            self._exact_blocks[block] = passes.without({}, [block])[0] - passes.value
+def _estimated_heads(
+    passes: GatedPasses, settings: ImportanceSettings, notes: list[str]
+) -> dict[HeadId, HeadImportance]:
+    """Return the estimates of every head, mixers with gates first; a note lists mixers without estimates."""
+    found: dict[HeadId, HeadImportance] = {}
+    unreached = []
+    for key, (mixer, heads) in passes.mixers.items():
+        estimates = passes.estimates(passes.heads.get(key), heads)
+        if settings.estimates and not any(estimates):
+            unreached.append(mixer.site)
+        why_not = "" if settings.exact or any(estimates) else UNREACHED
+        for head, fields in enumerate(estimates):
+            found[mixer.at(head)] = HeadImportance(why_not=why_not, **fields)
+    for mixer, heads in passes.ungated:
+        found |= {mixer.at(head): HeadImportance(why_not=UNGATED) for head in range(heads)}
+    if unreached:
+        notes.append(f"no estimates of {quoted(unreached)}: {UNREACHED.removesuffix(' it')} them")
+    return found
 
 
-def _search(known: _Known, tolerance: float, notes: list[str], group: Group | None) -> RemovableSet | None:
+def _estimated_blocks(
+    passes: GatedPasses, settings: ImportanceSettings, placed: Mapping[str, tuple[str, int]]
+) -> dict[str, BlockImportance]:
+    """Return the estimates of every block by its name."""
+    found = {}
+    for name, (stack, layer) in placed.items():
+        calls = [sums for key, sums in passes.blocks.items() if key.module == name]
+        reached = bool(calls) and not any(sums.unreached for sums in calls)
+        (fields,) = passes.estimates(calls[0] if reached else None, 1)
+        why_not = UNREACHED if settings.estimates and not reached else ""
+        found[name] = BlockImportance(stack=stack, layer=layer, site=name, why_not=why_not, **fields)
+    return found
+
+
+def _remove_each(
+    passes: GatedPasses,
+    chosen: Mapping[HeadId, Sequence[int]] | None,
+    heads: dict[HeadId, HeadImportance],
+    blocks: dict[str, BlockImportance],
+) -> None:
+    """Remove the chosen heads and all blocks one by one, and write their exact costs into the dicts."""
+    runs = [
+        (key, mixer, head)
+        for key, (mixer, count) in passes.mixers.items()
+        for head in (range(count) if chosen is None else chosen.get(mixer, ()))
+    ]
+    for done, (key, mixer, head) in enumerate(runs):
+        passes.say(f"without head {done + 1} of {len(runs)}: {mixer.site}")
+        loss, cosine = passes.without({key: [head]})
+        exact = {"exact": loss - passes.value, "cosine": cosine}
+        heads[mixer.at(head)] = heads[mixer.at(head)].model_copy(update=exact)
+    for name, block in blocks.items():
+        passes.say(f"without the block {name}")
+        exact = {"exact": passes.without({}, [name])[0] - passes.value}
+        blocks[name] = block.model_copy(update=exact)
+
+
+def _search(
+    passes: GatedPasses,
+    heads: Mapping[HeadId, HeadImportance],
+    tolerance: float,
+    notes: list[str],
+    group: Group | None,
+) -> RemovableSet | None:
     """Find the largest set of heads that can be removed within the tolerance; every set that counts was run.
 
     Heads are sorted by their own costs, exact if all are known. Bisection finds the largest number that fits,
     as if costs rose with it; then the next heads are tried one by one. None if no cost is known, or if there
     is nothing to compare costs with.
     """
-    passes, heads = known.passes, known.heads()
     exact = all(not math.isnan(head.exact) for head in heads.values() if not head.why_not)
     groups = _sorted_groups(heads, exact, group)
     if groups and not passes.reference:

@@ -42,22 +42,11 @@ def choose_loss(
     mask_token: int | None = None,
     seed: int = 0,
 ) -> Loss:
-    """Return a loss by name, or the loss that fits.
+    """Return a loss by name, or the loss that fits the model's first batch and the output for it.
 
     ``auto`` is, in this order: the next tokens of causal and encoder-decoder language models; labels of the
     batch; masked tokens of masked language models, if the mask token is known; how far the output moves, as
     a divergence of ``logits`` or as a squared change.
-
-    Args:
-        model: the model.
-        batch: its first batch.
-        output: its output for that batch.
-        loss: a name in `LOSSES`, or a function of (output, batch).
-        mask_token: id of the mask token, for masked language models.
-        seed: random seed of the masked tokens.
-
-    Raises:
-        InputError: if the loss does not fit.
     """
     if callable(loss):
         return FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
@@ -88,9 +77,8 @@ def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | 
     if isinstance(labels, Tensor):
         if _named(output, "loss") is None:
             return "labels" if _of_places(labels, output) else "output"
-        return (
-            "labels" if _of_places(labels, output) and not invalid_label(labels, logits.shape[-1]) else "own"
-        )
+        classes = _of_places(labels, output) and not invalid_label(labels, logits.shape[-1])
+        return "labels" if classes else "own"
     return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
 
 

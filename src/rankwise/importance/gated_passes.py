@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, batch_size, device_of, run_model, to_device
+from rankwise._internals.forward import batch_size, device_of, run_model, to_device
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import Loss, LossBatch, ProbedLoss, SequenceLosses
+from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
     BlockOutput,
     CallId,
@@ -21,7 +21,6 @@ from rankwise.tracing import (
     HeadOutputs,
     Intervention,
     MixerSite,
-    StateSite,
     capture,
 )
 
@@ -33,17 +32,15 @@ Floats = NDArray[np.float64]
 class NotDifferentiableError(InputError):
     """No gradient flows from the loss of a model to its heads."""
 
-
-def not_differentiable(model: nn.Module, why: str) -> NotDifferentiableError:
-    """Return the error for a model whose heads get no gradient."""
-    return NotDifferentiableError(
-        f"importance of {type(model).__name__}",
-        expected="a model through which gradients flow from its loss to its heads",
-        got=(why.strip().splitlines() or ["none"])[0],
-        fix='Pass importance="exact" (or --importance exact), which removes heads one by one and needs no '
-        "gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, and call "
-        "outside of torch.inference_mode.",
-    )
+    def __init__(self, model: nn.Module, why: str) -> None:
+        super().__init__(
+            f"importance of {type(model).__name__}",
+            expected="a model through which gradients flow from its loss to its heads",
+            got=why,
+            fix='Pass importance="exact" (or --importance exact), which removes heads one by one and needs '
+            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, and "
+            "call outside of torch.inference_mode.",
+        )
 
 
 def quoted(sites: Sequence[str]) -> str:
@@ -80,10 +77,7 @@ class UnitGate(torch.autograd.Function):
 class Gates(Intervention):
     """Put a gate on the output of every head, (B, H), and on the update of every block, (B,).
 
-    Args:
-        blocks: names of the blocks.
-        sequences: number of sequences in the batch.
-        means: outputs (H, V) of each call at ξ = 0; zero by default.
+    At ξ = 0 the outputs of a head are its row of `means` (H, V), or zero.
     """
 
     def __init__(
@@ -136,13 +130,7 @@ class MeanRecorder(Intervention):
 
 
 class Removal(Intervention):
-    """Replace the outputs of some heads by zero or their means, and let blocks return their input.
-
-    Args:
-        heads: numbers of the heads of each call.
-        means: mean outputs (H, V) of each call; zero by default.
-        blocks: names of blocks.
-    """
+    """Replace the outputs of some heads by zero or their means (H, V), and let blocks return their input."""
 
     def __init__(
         self,
@@ -150,9 +138,8 @@ class Removal(Intervention):
         means: Mapping[CallId, Tensor] | None,
         blocks: Iterable[str],
     ) -> None:
-        self.blocks = frozenset(blocks)
+        self.blocks, self._means = frozenset(blocks), means
         self._heads = {key: sorted(chosen) for key, chosen in heads.items()}
-        self._means = means
 
     def on_heads(self, heads: HeadOutputs) -> Tensor | None:
         """Return the outputs without the chosen heads of this call, if any."""
@@ -196,49 +183,23 @@ def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
 
 
 class GatedMixer(NamedTuple):
-    """Address, kind and number of heads of a mixer call."""
+    """Address and number of heads of a mixer call."""
 
     mixer: HeadId
-    kind: str
     heads: int
 
 
-class Estimates(NamedTuple):
-    """Numbers of `HeadImportance` for several gates, (gates,) each; NaN if unknown."""
-
-    gradient: Floats
-    first_order: Floats
-    fisher: Floats
-    curvature: Floats
-    estimate: Floats
-
-    @classmethod
-    def unknown(cls, gates: int) -> "Estimates":
-        """Return estimates of which nothing is known."""
-        return cls(*(np.full(gates, math.nan) for _ in range(5)))
-
-    def fields(self, gate: int) -> dict[str, float]:
-        """Return the numbers of one gate as fields of a record."""
-        return {name: float(values[gate]) for name, values in self._asdict().items()}
-
-
-@dataclass
 class GateSums:
     """Sums over sequences of gradients, absolute values, squares and squares of probes, (gates,) each."""
 
-    gates: int
-    gradient: Floats = field(init=False)
-    absolute: Floats = field(init=False)
-    squares: Floats = field(init=False)
-    curvature: Floats = field(init=False)
-    unreached: bool = False
-    """True if no gradient, or only a part of it, reached the gates."""
-
-    def __post_init__(self) -> None:
-        self.gradient, self.absolute, self.squares, self.curvature = (np.zeros(self.gates) for _ in range(4))
+    def __init__(self, gates: int) -> None:
+        self.gates = gates
+        self.gradient, self.absolute, self.squares, self.curvature = np.zeros((4, gates))
+        self.unreached = False
+        """True if no gradient, or only a part of it, reached the gates."""
 
     def add(self, rows: Floats) -> None:
-        """Add gradients of the sequences' totals (B, gates)."""
+        """Add gradients of the totals of sequences (B, gates)."""
         self.gradient += rows.sum(0)
         self.absolute += np.abs(rows).sum(0)
         self.squares += np.square(rows).sum(0)
@@ -247,36 +208,12 @@ class GateSums:
         """Add gradients of one of several random projections (B, gates)."""
         self.curvature += np.square(rows).sum(0) / probes
 
-    @property
-    def all_zero(self) -> bool:
-        """True if all gradients were exactly 0."""
-        return not (self.absolute.any() or self.curvature.any())
-
-    def estimates(self, loss: Loss, count: float, probes: int) -> Estimates:
-        """Return estimates per counted token."""
-        unknown = Estimates.unknown(self.gates)
-        if self.unreached:
-            return unknown
-        gradient, fisher = self.gradient / count, 0.5 * self.squares / count
-        first_order, curvature = self.absolute / count, unknown.curvature
-        if isinstance(loss, ProbedLoss) and probes:
-            curvature = loss.half * self.curvature / count
-        if loss.compares_outputs:  # the loss has its minimum, 0, at ξ = 1
-            gradient, first_order, fisher = np.zeros(self.gates), unknown.first_order, unknown.fisher
-        second = fisher if curvature is unknown.curvature else curvature
-        return Estimates(gradient, first_order, fisher, curvature, second - gradient)
-
 
 class GatedPasses:
-    """A model, its batches and its loss: passes with gates, and passes without heads and blocks.
+    """Passes of a model over its batches, with gates, and without some heads and blocks.
 
-    Args:
-        model: the model.
-        batches: batches of the loss.
-        loss: loss of its outputs.
-        mean: replace removed heads by their means instead of zero.
-        capturing: keyword arguments for `rankwise.capture`.
-        say: called with a description of each pass.
+    `capturing` holds keyword arguments for `rankwise.capture`; `say` is called with a description of each
+    pass.
     """
 
     def __init__(
@@ -284,35 +221,32 @@ class GatedPasses:
         model: nn.Module,
         batches: Sequence[LossBatch],
         loss: Loss,
-        mean: bool,
+        settings: ImportanceSettings,
         capturing: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
         self.model, self.batches, self.loss, self.say = model, batches, loss, say
-        self._capturing = dict(capturing)
+        self.probes = settings.probes if isinstance(loss, ProbedLoss) else 0
+        self._seed, self._capturing, self._device = settings.seed, dict(capturing), device_of(model)
         self.value = self.reference = math.nan
-        self.count = 0.0
+        self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
         self.mixers: dict[CallId, GatedMixer] = {}
         """Mixer calls with gates."""
         self.ungated: dict[GatedMixer, None] = {}
         self.heads: dict[CallId, GateSums] = {}
         self.blocks: dict[CallId, GateSums] = {}
-        self._reference_sum = 0.0
         self._finite: list[Tensor] = []
-        self._device = device_of(model)
-        self._means: dict[CallId, Tensor] | None = self._find_means() if mean else None
+        self._means: dict[CallId, Tensor] | None = None
+        if settings.ablation == "mean":
+            sums: dict[CallId, tuple[Tensor, int]] = {}
+            for number, batch in enumerate(batches):
+                say(f"means of batch {number + 1} of {len(batches)}")
+                with torch.no_grad():
+                    self._run(batch, MeanRecorder(sums))
+            self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in sums.items()}
 
-    def _find_means(self) -> dict[CallId, Tensor]:
-        """Run every batch for the mean outputs of each head over real tokens, (H, V)."""
-        sums: dict[CallId, tuple[Tensor, int]] = {}
-        for number, batch in enumerate(self.batches):
-            self.say(f"means of batch {number + 1} of {len(self.batches)}")
-            with torch.no_grad():
-                self._run(to_device(batch.batch, self._device), MeanRecorder(sums), _ignore)
-        return {key: summed / max(tokens, 1) for key, (summed, tokens) in sums.items()}
-
-    def whole(self, blocks: Iterable[str], probes: int, seed: int, *, gradients: bool) -> None:
+    def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates, and backward from the loss and from random projections.
 
         Raises:
@@ -320,12 +254,11 @@ class GatedPasses:
             InputError: if no sequence has a finite loss.
         """
         if gradients and torch.is_inference_mode_enabled():
-            raise not_differentiable(self.model, "torch.inference_mode around the call")
-        generator, total = torch.Generator().manual_seed(seed), 0.0
+            raise NotDifferentiableError(self.model, "torch.inference_mode around the call")
+        generator = torch.Generator().manual_seed(self._seed)
         for number, batch in enumerate(self.batches):
             self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
-            gates = Gates(blocks, batch_size(batch.batch), self._means)
-            total += self._gated(batch, gates, self.probes_of(probes), generator, gradients)
+            self._run_gated(batch, blocks, generator, gradients)
         if not self.count:
             raise InputError(
                 f"loss, {self.loss.name}", expected="a finite number for at least one sequence",
@@ -333,58 +266,54 @@ class GatedPasses:
                 fix="Look for NaN in the outputs of the model (float16 overflows; float32 may not), or "
                 "for sequences of a single token.",
             )  # fmt: skip
-        self.value = total / self.count
+        self.value = self._total / self.count
         own = self.loss.reference == Loss.reference
         self.reference = abs(self.value) if own else self._reference_sum / self.count
-        if gradients:
-            self._check_reached()
-
-    def _check_reached(self) -> None:
-        """Gradients that are all exactly 0 are no estimates if the loss changes without the heads."""
+        if not gradients:
+            return
         for key, sums in self.heads.items():
-            if not sums.unreached and sums.all_zero:
+            # gradients that are all exactly 0 are no estimates if the loss changes without the heads
+            if not (sums.unreached or sums.absolute.any() or sums.curvature.any()):
                 sums.unreached = self.without({key: range(sums.gates)})[0] != self.value
         unreached = [key.module for key, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
-            raise not_differentiable(self.model, f"none that reaches {quoted(unreached)}")
+            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}")
 
-    def probes_of(self, wanted: int) -> int:
-        """Return the number of random projections per batch; 0 for losses without them."""
-        return wanted if isinstance(self.loss, ProbedLoss) else 0
-
-    def _gated(
-        self, batch: LossBatch, gates: Gates, probes: int, generator: torch.Generator, gradients: bool
-    ) -> float:
-        found: dict[CallId, GatedMixer] = {}
+    def _run_gated(
+        self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
+    ) -> None:
+        """Run a batch with gates, and add its losses, gradients and mixers to what is known."""
+        gates, found = Gates(blocks, batch_size(batch.batch), self._means), dict[CallId, GatedMixer]()
 
         def note(site: MixerSite) -> None:
-            found[site.call_id] = GatedMixer(site.head_id(), site.kind, site.operator.shape[-3])
+            found[site.call_id] = GatedMixer(site.head_id(), site.operator.shape[-3])
 
         try:
             with torch.set_grad_enabled(gradients):  # whatever surrounds the call
-                output = self._run(to_device(batch.batch, self._device), gates, note)
+                output = self._run(batch, gates, note)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)
                 finite = losses.total.detach().isfinite() & (losses.count > 0)
                 if gradients:
-                    self._backward(gates, output, losses, batch, finite, probes, generator)
+                    self._backward(gates, output, losses, batch, finite, generator)
         except RuntimeError as error:
             if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
                 raise
-            raise not_differentiable(self.model, first_line(error)) from error
+            raise NotDifferentiableError(self.model, first_line(error)) from error
         for key, mixer in found.items():
             gate = gates.of_heads.get(key)
             if gate is None or gate.shape[1] != mixer.heads:
                 self.ungated[mixer] = None
             else:
                 self.mixers.setdefault(key, mixer)
+        total = losses.total.detach()
         self.sequences += len(finite)
-        self.nonfinite += int((~losses.total.detach().isfinite()).sum())
+        self.nonfinite += int((~total.isfinite()).sum())
         self._finite.append(finite)
         self.count += float(losses.count[finite].sum())
+        self._total += float(total[finite].sum())
         if losses.reference is not None:
             self._reference_sum += float(losses.reference[finite].sum())
-        return float(losses.total.detach()[finite].sum())
 
     def _backward(
         self,
@@ -393,18 +322,18 @@ class GatedPasses:
         losses: SequenceLosses,
         batch: LossBatch,
         finite: Tensor,
-        probes: int,
         generator: torch.Generator,
     ) -> None:
+        """Add the gradients of the loss and of random projections of one output."""
         every = [*gates.of_heads.values(), *gates.of_blocks.values()]
         totals = [] if self.loss.compares_outputs else [(losses.total[finite].sum(), 0)]
         probe_of = self.loss.probe if isinstance(self.loss, ProbedLoss) else None
-        projected = (probe_of(output, batch, generator)[finite].sum() for _ in range(probes) if probe_of)
-        for scalar, probe in chain(totals, ((product, probes) for product in projected)):
+        projected = (probe_of(output, batch, generator)[finite].sum() for _ in range(self.probes) if probe_of)
+        for scalar, probe in chain(totals, ((product, self.probes) for product in projected)):
             if not (bool(finite.any()) and every):
                 return
             if not scalar.requires_grad:
-                raise not_differentiable(self.model, "its loss has no gradient")
+                raise NotDifferentiableError(self.model, "its loss has no gradient")
             incomplete = incomplete_gates(scalar, every)
             gradients = iter(torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True))
             self.backward += 1
@@ -418,6 +347,23 @@ class GatedPasses:
                     rows = _by_sequence(gradient, finite)
                     known.add_probe(rows, probe) if probe else known.add(rows)
 
+    def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
+        """Return the estimates of each gate as fields of `HeadImportance`; no fields if nothing is known."""
+        if sums is None or sums.unreached:
+            return [{} for _ in range(gates)]
+        if self.loss.compares_outputs:  # the loss has its minimum, 0, at ξ = 1
+            found: dict[str, Floats] = {"gradient": np.zeros(gates)}
+        else:
+            found = {
+                "gradient": sums.gradient / self.count,
+                "first_order": sums.absolute / self.count,
+                "fisher": 0.5 * sums.squares / self.count,
+            }
+        if isinstance(self.loss, ProbedLoss) and self.probes:
+            found["curvature"] = self.loss.half * sums.curvature / self.count
+        found["estimate"] = found.get("curvature", found.get("fisher", math.nan)) - found["gradient"]
+        return [{name: float(values[gate]) for name, values in found.items()} for gate in range(gates)]
+
     def without(
         self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()
     ) -> tuple[float, float]:
@@ -428,23 +374,22 @@ class GatedPasses:
         total, cosine, sequences = 0.0, 0.0, 0
         for batch, finite in zip(self.batches, self._finite, strict=True):
             with torch.no_grad():
-                removal = Removal(heads, self._means, blocks)
-                output = self._run(to_device(batch.batch, self._device), removal, _ignore)
-                losses = self.loss.read(output, batch)
+                losses = self.loss.read(self._run(batch, Removal(heads, self._means, blocks)), batch)
             total += float(losses.total[finite].sum())
             cosine += math.nan if losses.cosine is None else float(losses.cosine[finite].sum())
             sequences += int(finite.sum())
         return total / self.count, cosine / sequences
 
-    def _run(self, batch: Batch, intervention: Intervention, on_mixer: Callable[[MixerSite], None]) -> Any:
+    def _run(
+        self,
+        batch: LossBatch,
+        intervention: Intervention,
+        on_mixer: Callable[[MixerSite], None] = lambda site: None,
+    ) -> Any:
         self.forward += 1
-        options = self._capturing | {"intervention": intervention}
-        with capture(self.model, on_mixer=on_mixer, on_state=_ignore, **options):
-            return run_model(self.model, batch)
-
-
-def _ignore(site: MixerSite | StateSite) -> None:
-    """Ignore a site."""
+        options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}
+        with capture(self.model, on_state=lambda state: None, **options):
+            return run_model(self.model, to_device(batch.batch, self._device))
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:

@@ -35,11 +35,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def first_floating(output: Any) -> Tensor:
-    """Return the first floating-point tensor of an output that has a batch axis.
-
-    Raises:
-        InputError: if there is none.
-    """
+    """Return the first floating-point tensor of an output that has a batch axis; raise if there is none."""
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(values, tuple | list) or values is not output else (values,):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
@@ -48,9 +44,8 @@ def first_floating(output: Any) -> Tensor:
     raise InputError(
         "output of the model",
         expected="a floating-point tensor (B, …), or an object or dict with one",
-        got=type(output).__name__ + shape,
-        fix=LOSS_HINT,
-    )
+        got=type(output).__name__ + shape, fix=LOSS_HINT,
+    )  # fmt: skip
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B T"]:
@@ -158,13 +153,9 @@ class ProbedLoss(Loss):
 class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
-    Args:
-        name: name of the loss.
-        unit: nats per token or per label.
-        labels: function from a batch to labels (B, T) at the positions of the logits (B, T, V); T is 1 for
-            classifiers.
-        make: function from a batch, its original and its number to a `LossBatch`.
-        given: function from a batch to the labels that it came with; all batches have some, or none.
+    `labels` returns the labels (B, T) of a batch at the positions of its logits (B, T, V), (B,) for
+    classifiers. `given` returns the labels that a batch came with: all batches have some, or none.
+    `make` returns the batch that the loss is computed on.
     """
 
     def __init__(
@@ -175,8 +166,8 @@ class LabelLoss(ProbedLoss):
         make: Callable[[Any, Any, int], LossBatch] = LossBatch,
         given: Callable[[LossBatch], Tensor | None] | None = None,
     ) -> None:
-        self.name, self.unit, self._labels, self._make = name, unit, labels, make
-        self._given = given
+        self.name, self.unit = name, unit
+        self._labels, self._make, self._given = labels, make, given
 
     def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
         """Return the batch, with masked inputs if the loss masks them."""
@@ -212,11 +203,10 @@ class LabelLoss(ProbedLoss):
         """Return sums over the labels of each sequence."""
         logits, labels = self._logits_and_labels(output, batch)
         lost = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+            logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
         )
-        return SequenceLosses(
-            lost.view(labels.shape).double().sum(1), (labels != IGNORE_INDEX).sum(1).double()
-        )
+        total, count = lost.view(labels.shape).double().sum(1), (labels != IGNORE_INDEX).sum(1).double()
+        return SequenceLosses(total, count)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return ``uᵀ logits``, ``u = (diag √p − p √pᵀ) z``: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
@@ -226,16 +216,14 @@ class LabelLoss(ProbedLoss):
     def _logits_and_labels(
         self, output: Any, batch: LossBatch
     ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
-        logits, labels = logits_of(output), self._labels(batch)
-        logits = logits[:, None] if logits.dim() == 2 else logits
+        logits, labels = _token_logits(output), self._labels(batch)
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
         if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
             raise InputError(
                 f"labels of batch {batch.number + 1}",
                 expected=f"one per position of the logits, {tuple(logits.shape[:2])}",
-                got=f"{tuple(labels.shape)}",
-                fix=LOSS_HINT,
-            )
+                got=f"{tuple(labels.shape)}", fix=LOSS_HINT,
+            )  # fmt: skip
         shown = logits[:, : labels.shape[1]]
         return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels.long()
 
@@ -254,11 +242,11 @@ class DivergenceLoss(ProbedLoss):
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
         """Return the log-probabilities."""
-        return _log_probabilities(output).detach()
+        return _token_logits(output).float().log_softmax(-1).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return sums over the real tokens of each sequence."""
-        ours = _log_probabilities(output)
+        ours = _token_logits(output).float().log_softmax(-1)
         whole = ours.detach() if batch.reference_output is None else batch.reference_output
         shares = whole.exp()
         entropy = -torch.special.xlogy(shares, shares).sum(-1)
@@ -270,8 +258,7 @@ class DivergenceLoss(ProbedLoss):
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return the projection of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of logits."""
-        logits = logits_of(output)
-        logits = (logits[:, None] if logits.dim() == 2 else logits).float()
+        logits = _token_logits(output).float()
         return _fisher_projection(logits, _real(output, batch, logits), generator)
 
 
@@ -358,9 +345,10 @@ def _fisher_projection(
     return (u * logits.masked_fill(~counts[..., None], 0)).flatten(1).sum(1)
 
 
-def _log_probabilities(output: Any) -> Tensor:
+def _token_logits(output: Any) -> Float[Tensor, "B T V"]:
+    """Return the logits of an output; classifiers have one position, T = 1."""
     logits = logits_of(output)
-    return (logits[:, None] if logits.dim() == 2 else logits).float().log_softmax(-1)
+    return logits[:, None] if logits.dim() == 2 else logits
 
 
 def _squared_norm(whole: Tensor, real: Tensor) -> Tensor:

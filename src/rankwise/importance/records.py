@@ -1,16 +1,15 @@
 """Importance of heads and blocks, as an audit saves it: no torch. It adds up over shards of the data."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Literal, TypeVar
 
-import numpy as np
 from pydantic import Field
 
 from rankwise._internals.records import Count, Number, Record, format_number
-from rankwise._internals.statistics import Moments, spearman
+from rankwise._internals.statistics import spearman
 from rankwise.errors import RecordError
 from rankwise.tracing.head_id import HeadId
 
@@ -141,26 +140,22 @@ class Importance:
                     got=" and ".join(map(repr, values)),
                     fix="Audit all shards with the same settings of importance.",
                 )
-        tokens, sequences = ((getattr(first, n), getattr(second, n)) for n in ("counted", "sequences"))
+        tokens = second.counted / (first.counted + second.counted)
+        sequences = second.sequences / (first.sequences + second.sequences)
 
         def joined(one: I, two: I) -> I:
-            numbers = {
-                name: _mean(
-                    sequences if name == "cosine" else tokens, (getattr(one, name), getattr(two, name))
-                )
-                for name in HeadImportance.model_fields
-                if name != "why_not"
-            }
+            shares = dict.fromkeys(HeadImportance.model_fields, tokens) | {"cosine": sequences}
+            del shares["why_not"]
+            means = {at: _mean(getattr(one, at), getattr(two, at), share) for at, share in shares.items()}
             why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
-            return one.model_copy(update=numbers | {"why_not": why_not})
+            return one.model_copy(update=means | {"why_not": why_not})
 
-        self.heads = {
-            at: joined(self.heads[at], head) for at, head in other.heads.items() if at in self.heads
-        }
+        both = (at for at in other.heads if at in self.heads)
+        self.heads = {at: joined(self.heads[at], other.heads[at]) for at in both}
         blocks = {(block.stack, block.layer, block.site): block for block in second.blocks}
         places = [(block, (block.stack, block.layer, block.site)) for block in first.blocks]
-        value = _mean(tokens, (first.value, second.value))
-        reference = _mean(tokens, (first.reference, second.reference))
+        value = _mean(first.value, second.value, tokens)
+        reference = _mean(first.reference, second.reference, tokens)
         notes = [note for note in (*first.notes, *second.notes) if note != NOT_SEARCHED]
         self.record = first.model_copy(
             update={name: getattr(first, name) + getattr(second, name) for name in SUMS}
@@ -179,19 +174,15 @@ class Importance:
         return agreement(self.heads.values())
 
 
-def _mean(weights: Sequence[float | int], numbers: Sequence[float]) -> float:
-    """Return a weighted mean; NaN if a number with a weight is NaN."""
-    known = np.array(weights, dtype=np.float64)
-    parts = Moments.from_record(known, np.array(numbers, dtype=np.float64), np.full(2, np.nan))
-    total = Moments(parts.count[:1], parts.mean[:1], parts.m2[:1])
-    total.merge(Moments(parts.count[1:], parts.mean[1:], parts.m2[1:]))
-    return float(total.complete(known.sum(keepdims=True)).to_record()[1][0])
+def _mean(first: float, second: float, share: float) -> float:
+    """Return the mean of two numbers, given the share of the second."""
+    return first + (second - first) * share
 
 
 def rank_correlation(heads: Iterable[HeadImportance]) -> float:
-    """Return the Spearman correlation of estimates and exact costs."""
-    known = [head for head in heads if not head.why_not]
-    return spearman((head.estimate for head in known), (head.exact for head in known))
+    """Return the Spearman correlation of estimates and exact costs; NaN below three heads with both."""
+    found = agreement(heads)
+    return math.nan if found is None else found.spearman
 
 
 @dataclass(frozen=True)
@@ -221,11 +212,8 @@ def agreement(importances: Iterable[HeadImportance | None]) -> Agreement | None:
         >>> str(agreement(HeadImportance(estimate=estimate, exact=exact) for estimate, exact in both))
         'Spearman 1.00; estimate over exact 0.50 at the median, 0.25 at the costliest'
     """
-    known = [
-        (one.estimate, one.exact)
-        for one in importances
-        if one is not None and math.isfinite(one.estimate) and math.isfinite(one.exact)
-    ]
+    known = [(one.estimate, one.exact) for one in importances if one is not None]
+    known = [pair for pair in known if all(map(math.isfinite, pair))]
     if len(known) < 3:
         return None
     ratios = [estimate / exact for estimate, exact in known if exact > 0]

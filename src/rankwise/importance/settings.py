@@ -14,11 +14,10 @@ ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSettings:
-    """How to measure importance.
+    """Settings of `rankwise.importance.measure`.
 
     Args:
-        exact: also remove heads one by one; an audit removes the channels of a state-space mixer that it
-            has measured.
+        exact: also remove heads one by one; an audit removes only the state-space channels that it measured.
         estimates: compute gradients; can be False only with ``exact``.
         ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
         tolerance: cost allowed for a set of heads that is removed together, as a share of the loss (of the
@@ -59,10 +58,7 @@ ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 
 
 def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> ImportanceSettings | None:
-    """Return the settings for a value of `importance=`; None for False.
-
-    A tokenizer knows the mask token if the settings have none.
-    """
+    """Return the settings for a value of `importance=`; the tokenizer's mask token if they have none."""
     if value is False:
         return None
     if value is True or value == "exact":
