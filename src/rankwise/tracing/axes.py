@@ -17,17 +17,14 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads",
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences and heads on the leading axes of an attention call.
-
-    Args:
-        axes: number of leading axes.
-        batch: number of sequences (or windows) that they hold; the rest are heads.
-        split: with three leading axes or more, number of axes that are the batch.
-    """
+    """Sequences and heads on the leading axes of an attention call."""
 
     axes: int
+    """Number of leading axes."""
     batch: int
+    """Number of sequences (or windows) that they hold; the rest are heads."""
     split: int = 1
+    """Number of axes that are the batch, if there are three leading axes or more."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Turn (…, T, ·) into (B, H, T, ·); a tensor with fewer heads keeps their number."""
@@ -49,12 +46,7 @@ class HeadAxes:
 
 
 def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
-    """Return the place of the heads in an output with axes in another order than (…, T, V).
-
-    Args:
-        axes: positions of (…, T, V) in the output.
-        layout: layout of its leading axes in this order.
-    """
+    """Return the place of the heads in an output; ``axes`` are the positions of (…, T, V) in it."""
     home = sorted(range(len(axes)), key=lambda at: axes[at])
     shape: list[int] = []
 
@@ -100,9 +92,8 @@ def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
     """Return the number of heads among B·H matrices, or H matrices in an unbatched call."""
     given = given_shape(call, tokens)
     batch = given[0] if given else None
-    stated = next(
-        (value for name in HEAD_COUNTS if isinstance(value := getattr(call.module, name, None), int)), None
-    )
+    counts = (getattr(call.module, name, None) for name in HEAD_COUNTS)
+    stated = next((count for count in counts if isinstance(count, int)), None)
     if batch is not None and leading % batch == 0 and leading // batch in (1, stated):
         return leading // batch
     if stated and leading % stated == 0:
@@ -117,9 +108,8 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
     """
     groups = getattr(call.module, "num_key_value_groups", 1)
     tokens = call.tokens
-    packed = (
-        query.dim() == 4 and query.shape[-2] == groups > 1 and tokens is not None and tokens.shape[1] == 1
-    )
+    single = tokens is not None and tokens.shape[1] == 1
+    packed = single and query.dim() == 4 and query.shape[-2] == groups > 1
     return query.flatten(1, 2).unsqueeze(2) if packed else query
 
 
@@ -127,9 +117,8 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
     """Return the number of sequences in the batch axis: an outer module may cut them into windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Two axes are (B, F) as often as (T, D), and one sequence has one window unless three axes say otherwise.
-    deep = [call for call in calls if call.tokens is not None]
-    given = [shape for call in deep if (shape := given_shape(call, tokens)) is not None]
-    return min((size for size, _ in given if size and batch % size == 0), default=batch)
+    given = (given_shape(call, tokens) for call in calls if call.tokens is not None)
+    return min((shape[0] for shape in given if shape and shape[0] and batch % shape[0] == 0), default=batch)
 
 
 def find_batch_first(
@@ -142,13 +131,16 @@ def find_batch_first(
     """
     shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
     if tokens.is_nested:
-        return _as_it_is
+        return lambda states: padded(states)[0]
     if tokens.dim() == 2:
-        return _as_batch if (1, tokens.shape[0]) in shapes else None
+        return (lambda states: states.unsqueeze(0)) if (1, tokens.shape[0]) in shapes else None
     first, second = tokens.shape[:2]
-    if _keeps_tokens_first(module) or ((second, first) in shapes and (first, second) not in shapes):
-        return _as_batch_first
-    return _as_it_is
+    turned = (second, first) in shapes and (first, second) not in shapes
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        turned |= not module.self_attn.batch_first
+    if turned:
+        return lambda states: states.transpose(0, 1)
+    return lambda states: padded(states)[0]
 
 
 def padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -158,21 +150,3 @@ def padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     lengths = torch.tensor([item.shape[0] for item in tokens.unbind()], device=tokens.device)
     dense = tokens.to_padded_tensor(0.0)
     return dense, torch.arange(dense.shape[1], device=tokens.device) < lengths[:, None]
-
-
-def _keeps_tokens_first(module: nn.Module) -> bool:
-    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return not module.self_attn.batch_first
-    return False
-
-
-def _as_it_is(tokens: Tensor) -> Tensor:
-    return padded(tokens)[0]
-
-
-def _as_batch(tokens: Tensor) -> Tensor:
-    return tokens.unsqueeze(0)
-
-
-def _as_batch_first(tokens: Tensor) -> Tensor:
-    return tokens.transpose(0, 1)

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from rankwise.tracing.axes import find_batch_first
 from rankwise.tracing.block_stacks import BY_HAND, BlockCall, BlockStacks
 from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
-from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens, same, snapshot, tensors_of
+from rankwise.tracing.module_calls import (
+    ModuleCall,
+    ModuleCalls,
+    first_tokens,
+    holds,
+    same,
+    snapshot,
+    tensors_of,
+)
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite
 
@@ -24,7 +32,6 @@ class BlockCandidate:
     stack: str
     rank: int
     input: Tensor
-    """"""
     input_copy: Tensor
     """Input, safe from changes in place."""
     linked: bool
@@ -50,11 +57,6 @@ class BlockCandidate:
         """Return the calls of a stack inside it that may be the blocks instead."""
         return [inner for inner in self.open if inner.stack == stack]
 
-    def reads_as(self, inner: "BlockCandidate") -> bool:
-        """Return True if a call inside it has the same input and output."""
-        ends = inner.output is not None and self.output is not None and same(self.output, inner.output)
-        return ends and same(self.input, inner.input)
-
     def yields_to_inner(self) -> bool:
         """Return True if the calls inside it are the blocks.
 
@@ -63,7 +65,9 @@ class BlockCandidate:
         alternating attention and feed-forward sublayers.
         """
         if len(self.open) == 1:
-            return self.reads_as(self.open[0])
+            inner = self.open[0]
+            ends = self.output is not None and inner.output is not None and same(self.output, inner.output)
+            return ends and same(self.input, inner.input)
         chained = all(inner.linked for inner in self.open[1:])
         return bool(self.open) and chained and not any((v.stack, v.kind) in self.plain for v in self.open)
 
@@ -74,14 +78,8 @@ class BlockFinder:
     A block is an item of a list of like modules (``encoder.layer.3``, ``transformer.h.0``) that has a mixer
     inside and returns states of the shape of its input. If such items are nested, the inner items are blocks
     if each reads the output of the item before it, as in stages of blocks. If they run in parallel, as heads
-    do, or only one exists, the outer module is the block.
-
-    Args:
-        model: the model.
-        calls: calls under way.
-        stacks: numbers the blocks.
-        mixer_like: names of modules that look like mixers: their block counts even if they are not captured.
-        pattern: names of the blocks, with shell wildcards, if the user names them.
+    do, or only one exists, the outer module is the block. The block of a module that looks like a mixer
+    counts even if no operator of it is captured.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class BlockFinder:
         pattern: str | None,
     ) -> None:
         self._rank = block_ranks(model, pattern)
-        self._expected = enclosing(mixer_like, self._rank)
+        self._expected = {name for name in self._rank if name and any(holds(name, one) for one in mixer_like)}
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
@@ -130,16 +128,16 @@ class BlockFinder:
         self._drop_stale()
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
-            given = first_tokens(call.tensors)
-            given = first_tokens(call.tensors, axes=2) if given is None else given
+            given = call.stream
             if given is not None:
                 self._candidates.append(self._candidate(call, given))
 
     def _candidate(self, call: ModuleCall, given: Tensor) -> BlockCandidate:
-        stack, outer = self._stack(call.name), self._innermost()
+        owning = self._owning()
+        stack = stack_of(call.name, "" if owning is None else owning.name)
         blocks = self._stacks.continues(stack, self._owner(), given)
         known = blocks.snapshot if blocks is not None and same(blocks.output, given) else None
-        follows = outer is not None and any(same(inner.output, given) for inner in outer.offered(stack))
+        inner = [inner for outer in self._candidates[-1:] for inner in outer.offered(stack)]
         other = self._gave.get(stack)
         return BlockCandidate(
             call,
@@ -147,7 +145,7 @@ class BlockFinder:
             self._rank[call.name],
             given,
             snapshot(given) if known is None else known,
-            linked=blocks is not None or follows,
+            linked=blocks is not None or any(same(before.output, given) for before in inner),
             separate_tower=other is not None and not same(other, given),
         )
 
@@ -159,12 +157,15 @@ class BlockFinder:
             self._stacks.drop(call.serial)
             return
         if candidate is not None:
-            candidate.output = _given_back(call, candidate)
+            candidate.output = first_tokens(call.output, axes=candidate.input.dim())
+            # A call that returns nothing may have changed its input in place.
+            if call.output is None and not torch.equal(candidate.input_copy, candidate.input):
+                candidate.output = candidate.input
             self._ended(candidate)
         self._stacks.close(call.serial, tensors_of(call.output))
 
     def _ended(self, candidate: BlockCandidate) -> None:
-        call, outer = candidate.call, self._innermost()
+        call, outer = candidate.call, self._candidates[-1] if self._candidates else None
         if not call.unplaced_mixers and not candidate.settled and call.name not in self._expected:
             self._carry_on(candidate, outer)
             return
@@ -202,6 +203,11 @@ class BlockFinder:
         to_batch_first = find_batch_first(candidate.input_copy, call.module, call.unplaced_mixers)
         if to_batch_first is None:
             return None
+        shape = to_batch_first(candidate.input_copy).shape[:2]
+        own = (site.valid_tokens for site in call.unplaced_mixers if not site.cross)
+        mask = next((tokens for tokens in own if tokens.shape == shape), None)
+        if mask is None:
+            mask = find_token_mask(self._calls.running, OWN_MASK, *shape)
         return BlockCall(
             call.name,
             candidate.kind,
@@ -210,7 +216,7 @@ class BlockFinder:
             candidate.input_copy,
             gave,
             to_batch_first,
-            self._mask(call, to_batch_first(candidate.input_copy)),
+            mask,
             list(call.unplaced_mixers),
             self._stacks.forward_pass,
             candidate.linked,
@@ -250,9 +256,8 @@ class BlockFinder:
         mine = {id(mixer) for mixer in block.mixers}
         for around in self._candidates:
             around.settled = True
-            around.call.unplaced_mixers = [
-                mixer for mixer in around.call.unplaced_mixers if id(mixer) not in mine
-            ]
+            mixers = around.call.unplaced_mixers
+            around.call.unplaced_mixers = [mixer for mixer in mixers if id(mixer) not in mine]
         self._stacks.add(block)
 
     def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
@@ -269,9 +274,6 @@ class BlockFinder:
         running = {call.serial for call in self._calls.running}
         self._candidates = [candidate for candidate in self._candidates if candidate.call.serial in running]
 
-    def _innermost(self) -> BlockCandidate | None:
-        return self._candidates[-1] if self._candidates else None
-
     def _owning(self) -> ModuleCall | None:
         """Return the innermost outer call that is not a candidate: it runs the blocks."""
         visited = {candidate.call.serial for candidate in self._candidates}
@@ -281,23 +283,6 @@ class BlockFinder:
     def _owner(self) -> int:
         owning = self._owning()
         return BY_HAND if owning is None else owning.serial
-
-    def _stack(self, name: str) -> str:
-        owning = self._owning()
-        return stack_of(name, "" if owning is None else owning.name)
-
-    def _mask(self, call: ModuleCall, tokens: Tensor) -> Tensor | None:
-        for site in call.unplaced_mixers:
-            if not site.cross and site.valid_tokens.shape == tokens.shape[:2]:
-                return site.valid_tokens
-        return find_token_mask(self._calls.running, OWN_MASK, *tokens.shape[:2])
-
-
-def _given_back(call: ModuleCall, candidate: BlockCandidate) -> Tensor | None:
-    """Return the output of a call; a call that returns nothing may have changed its input in place."""
-    if call.output is None:
-        return None if torch.equal(candidate.input_copy, candidate.input) else candidate.input
-    return first_tokens(call.output, axes=candidate.input.dim())
 
 
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
@@ -342,8 +327,3 @@ def stack_of(name: str, owner: str = "") -> str:
     if not last.isdigit():
         outer.append(re.sub(r"\d+$", "*", last))
     return ".".join(outer) or "*"
-
-
-def enclosing(names: set[str], candidates: dict[str, int]) -> set[str]:
-    """Return the candidates that are, or hold, one of the names."""
-    return {outer for outer in candidates if any(f"{name}.".startswith(f"{outer}.") for name in names)}

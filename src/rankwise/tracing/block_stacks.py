@@ -92,11 +92,6 @@ class BlockStacks:
     Layer i reads state i, so states 0, 1, … are the inputs of the blocks. The last state is the output of the
     last block, if blocks read the outputs of the blocks before them. A stack that runs again, on other
     tokens, is a new forward pass and starts at layer 0.
-
-    Args:
-        on_mixer: called with each mixer, its layer known.
-        on_state: called with each state.
-        notes: list of notes for the reader.
     """
 
     def __init__(
@@ -118,8 +113,7 @@ class BlockStacks:
     def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
         """Return the stack whose last output is these tokens."""
         blocks = self._open.get(stack)
-        linked = blocks is not None and blocks.owner == owner and blocks.follows(tokens)
-        return blocks if linked else None
+        return blocks if blocks is not None and blocks.owner == owner and blocks.follows(tokens) else None
 
     def reads(self, tensors: list[Tensor]) -> None:
         """Note that a module was called with these tensors."""
@@ -136,7 +130,8 @@ class BlockStacks:
         self._state(blocks, blocks.last or block, block.to_batch_first(block.input_copy), block)
         for mixer in block.mixers:
             self._place(mixer, blocks)
-        self._note_seen(block.stack, block.name, block.forward_pass)
+        names, _ = self._seen.get(block.stack, (set(), 0))
+        self._seen[block.stack] = names | {block.name}, block.forward_pass
         blocks.layers += 1
         blocks.carriers |= {block.kind} | (blocks.passing if block.linked else set())
         blocks.keep(block.output)
@@ -190,11 +185,8 @@ class BlockStacks:
         blocks = self._open[block.stack] = BlockStack(stack, block.owner, carriers=carriers)
         return blocks
 
-    def _note_seen(self, stack: str, name: str, forward_pass: int) -> None:
-        names, _ = self._seen.get(stack, (set(), forward_pass))
-        self._seen[stack] = names | {name}, forward_pass
-
     def _last_state(self, blocks: BlockStack) -> None:
+        """Report the output of the last block if it is a state, or note why it is left out."""
         if blocks.last is None or blocks.snapshot is None:
             return
         read = blocks.read or blocks.owner == BY_HAND

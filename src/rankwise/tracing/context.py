@@ -113,8 +113,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._trace = Trace()
         self._on_mixer = on_mixer or self._trace.mixers.append
         self._on_state = on_state or self._trace.states.append
-        self._values, self._intervention = values, intervention
-        self._block_pattern = blocks
+        self._values, self._intervention, self._block_pattern = values, intervention, blocks
         self._stack, self._entered_once = ExitStack(), False
         self._sightings = Sightings()
         self._outermost: set[str] = set()
@@ -166,19 +165,16 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._blocks.finish()
             if self._mixers and not self._states:
                 self._note(model_checks.NO_STATES)
-        for name, reason in self._sightings.not_exact:
-            if name in self._sightings.captured:
+        seen = self._sightings
+        for name, reason in seen.not_exact:
+            if name in seen.captured:
                 self._note(f"other calls of a mixer that was captured were left out: {reason}")
         candidates = self._mixer_like | set(self._sites)
-        self._trace.uncaptured = uncaptured_modules(
-            self._model, candidates, self._calls.called, self._sightings
-        )
+        self._trace.uncaptured = uncaptured_modules(self._model, candidates, self._calls.called, seen)
         if self._calls.in_other_thread:
             self._note(model_checks.OTHER_THREAD)
         if kind is None and not self._mixers:
-            raise model_checks.nothing_found(
-                self._model, self._trace, self._calls, ran=bool(self._sightings.captured)
-            )
+            raise model_checks.nothing_found(self._model, self._trace, self._calls, bool(seen.captured))
 
     # --- what the hooks and the mode report ---------------------------------------------------------------
 
@@ -223,13 +219,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._add(mixing, kind=mixing.operator.kind, call_id=call.call_id)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
             reason = torch_layers.why_not_known(call.module, call.called_inside)
-            if reason is None:
-                with without_torch_function(), torch.no_grad():
-                    outer = self._calls.running[-2] if len(self._calls.running) > 1 else None
-                    read = partial(torch_layers.layer_mixing, call.module, call.args, call.kwargs, outer)
-                    self._try(read, *call.tensors[:1], calls=self._up_to_torch_layer())
-            else:
+            if reason is not None:
                 self._sightings.leave_out(call.name, reason)
+                return
+            outer = self._calls.running[-2] if len(self._calls.running) > 1 else None
+            read = partial(torch_layers.layer_mixing, call.module, call.args, call.kwargs, outer)
+            with without_torch_function(), torch.no_grad():
+                self._try(read, *call.tensors[:1], calls=self._up_to_torch_layer())
 
     def _up_to_torch_layer(self) -> list[ModuleCall]:
         """Return the calls under way up to the outermost of PyTorch's own layers, which is the mixer."""
@@ -248,8 +244,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._mode_ignores():
+            call = self._calls.running[-1]
             with torch.no_grad():
-                call = self._calls.running[-1]
                 self._try(partial(torch_layers.functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,9 +258,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             read = partial(torch_layers.functional_mixing, args, kwargs, outer)
             added = self._try(read, *calls[-1].tensors[:1], calls=calls)
         with without_torch_function():
-            return torch_layers.attention_by_heads(
-                args, kwargs, lambda heads: self._replace_heads(added, heads)
-            )
+            return torch_layers.attention_by_heads(args, kwargs, partial(self._replace_heads, added))
 
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
         if self._mode_ignores():
@@ -291,10 +285,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return self._substitution.heads(HeadOutputs(added.site.call_id, heads, added.site.valid_tokens))
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
-        if not self._mode_ignores():
-            reader = whose_tokens(self._calls.running, what, lengths)
-            if reader is not None:
-                reader.other_mixing.setdefault(self._calls.running[-1].name, what)
+        reader = None if self._mode_ignores() else whose_tokens(self._calls.running, what, lengths)
+        if reader is not None:
+            reader.other_mixing.setdefault(self._calls.running[-1].name, what)
 
     # --- from a call to a site ----------------------------------------------------------------------------
 
@@ -329,9 +322,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             raise
         except (ShapeError, RuntimeError) as error:
             self._sightings.leave_out(name, f"attention was seen inside it in a way we cannot read: {error}")
-        else:
-            return None if mixing is None else self._add(mixing, calls=calls)
-        return None
+            return None
+        return None if mixing is None else self._add(mixing, calls=calls)
 
     def _add(
         self,
@@ -362,9 +354,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _outside_model(self, device: torch.device | None) -> ExitStack:
         """Run without mode, hooks and gradients, as outside of the model; with a device, without autocast."""
         stack = ExitStack()
-        stack.enter_context(self._calls.paused())
-        stack.enter_context(without_torch_function())
-        stack.enter_context(torch.no_grad())
+        for context in (self._calls.paused(), without_torch_function(), torch.no_grad()):
+            stack.enter_context(context)
         if device is not None and torch.amp.autocast_mode.is_autocast_available(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         return stack

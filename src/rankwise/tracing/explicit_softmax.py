@@ -38,6 +38,8 @@ STARTS_ANEW = {
     *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
 }
 """Layers with weights of their own: their outputs are not scores, even if their inputs are."""
+RECOMBINES = STARTS_ANEW | PRODUCTS | {torch.einsum}
+"""Functions that make each entry of several entries: which ones were hidden is then unknown."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,16 @@ class SoftmaxFollower:
 
     def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        source = next((tensor for tensor in tensors if self._weights.get(tensor) is not None), None)
+        source = next((tensor for tensor in tensors if tensor in self._weights), None)
         if source is None:
             return
-        weights = self._weights.get(source)
-        assert weights is not None
+        weights: Weights = self._weights[source]
         if func in KEEPS_VALUES and out.numel() == source.numel():
             if out is not source:
                 self._weights[out] = replace(weights, probabilities=_or(weights.probabilities, source))
         elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
             allowed = None
-            if weights.allowed is not None and not _recombines(func):
+            if weights.allowed is not None and func not in RECOMBINES:
                 allowed = weights.allowed.through(func, args, kwargs, source, out)
                 allowed = _zeroed(allowed, func, args, out)
             down = weights.sums_down and not _turns(func, args, kwargs, source)
@@ -204,11 +205,11 @@ class SoftmaxFollower:
         if read is None:
             return None
         for at in (0, 1):
-            operand, other = read.tensors[at], read.tensors[1 - at]
+            operand, other, theirs = read.tensors[at], read.tensors[1 - at], read.letters[1 - at]
             weights, how = self._weights.get(operand), contraction(read, at)
             if weights is None or how is None or weights.sums_down:
                 continue
-            values, theirs = other, read.letters[1 - at]
+            values = other
             if set(how.axes) <= set(theirs):
                 values = torch.einsum(f"{theirs}->{how.axes}{how.source}{how.channel}", other)
             wanted = f"{how.axes}{how.row}{how.channel}"
@@ -254,11 +255,6 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
     return first.dim() == 2 or first.shape[0] == second.shape[0] or 1 in (first.shape[0], second.shape[0])
 
 
-def _recombines(func: Function) -> bool:
-    """Return True if each entry is made of several: hidden entries are then unknown."""
-    return func in STARTS_ANEW or func in PRODUCTS or func is torch.einsum
-
-
 def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out: Tensor) -> Entries | None:
     """Remove the entries that a boolean mask sets to zero after the softmax."""
     masks = [arg for arg in args[1:2] if isinstance(arg, Tensor) and arg.dtype == torch.bool]
@@ -278,9 +274,7 @@ def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source
 
 
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
-    """Return True for another matrix of weights: head masks, renormalization, talking heads, moved axes, cut
-    columns.
-    """
+    """Return True for another matrix of weights: masked or mixed heads, new sums, moved axes, cut columns."""
     if out.dim() < 2 or not out.is_floating_point():
         return False
     if func in MOVES_AXES:
@@ -319,15 +313,11 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
         return None
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return None
-    hidden = [
-        tensor.dim() - len(mine.replace("...", ""))
-        for mine, tensor in zip(letters, tensors, strict=True)
-        if "..." in mine
-    ]
-    free = "".join(letter for letter in ascii_uppercase if letter not in equation)[: max(hidden, default=0)]
+    named = [len(mine.replace("...", "")) for mine in letters]
+    hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]  # 0 without "..."
+    free = "".join(letter for letter in ascii_uppercase if letter not in equation)[: max(hidden)]
     first, second = (
-        mine.replace("...", free[len(free) - (tensor.dim() - len(mine.replace("...", ""))) :])
-        for mine, tensor in zip(letters, tensors, strict=True)
+        mine.replace("...", free[len(free) - count :]) for mine, count in zip(letters, hidden, strict=True)
     )
     return Einsum((tensors[0], tensors[1]), (first, second), result.replace("...", free))
 
@@ -346,9 +336,7 @@ def contraction(einsum: Einsum, at: int) -> Contraction | None:
 
 
 def compares(einsum: Einsum) -> bool:
-    """Return True if two streams are compared entry by entry: shared axes are kept, or both are plain
-    matrices.
-    """
+    """Return True if two streams are compared: shared axes are kept, or both are plain matrices."""
     first, second = einsum.letters
     shared = set(first) & set(second) & set(einsum.result)
     return bool(shared) or len(first) == len(second) == 2

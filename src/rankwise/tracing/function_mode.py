@@ -21,17 +21,12 @@ OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionMode(TorchFunctionMode):
-    """Runs every torch function unchanged, then observes the call.
+    """Runs every torch function unchanged, then tells a listener about the call.
 
-    A result of a listener other than None replaces the result of the function.
-
-    Args:
-        on_fused: called after `scaled_dot_product_attention`, with its arguments and result.
-        on_functional: called after `multi_head_attention_forward`, likewise.
-        on_product: called after the product of a written-out softmax with its values.
-        on_other: called after a function that mixes without attention, with a description and the lengths
-            of the axes along which it mixes.
-        by_heads: runs `multi_head_attention_forward` instead, if its heads may be replaced.
+    A result of a listener other than None replaces the result of the function. ``on_product`` is told about
+    the product of a written-out softmax with its values; ``on_other``, about a function that mixes without
+    attention: what it does, and the lengths of the axes along which it mixes. ``by_heads`` runs
+    `multi_head_attention_forward` instead, if its heads may be replaced.
     """
 
     def __init__(
@@ -85,8 +80,7 @@ class AttentionMode(TorchFunctionMode):
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Take the mode off the stack of function modes, or put it back, until the block ends; other modes
-        stay.
+        """Take the mode off the stack of function modes, or put it back, until the block ends.
 
         PyTorch leaves its inference fast path if any function mode is active: its layers must run without
         ours, and with the modes of the user.

@@ -44,30 +44,16 @@ class Intervention:
     """Names of the blocks for which `on_block` is called."""
 
     def on_heads(self, heads: HeadOutputs) -> Float[Tensor, "B H T V"] | None:
-        """Return the outputs with which the model continues; None keeps its own.
-
-        Args:
-            heads: outputs of all heads of a mixer.
-        """
+        """Return the outputs of the heads of a mixer with which the model continues; None keeps its own."""
         return None
 
     def on_block(self, block: BlockOutput) -> Tensor | None:
-        """Return the output with which the model continues, of the same shape; None keeps its own.
-
-        Args:
-            block: input and output of one of the `blocks`.
-        """
+        """Return the output of a block with which the model continues, in its shape; None keeps its own."""
         return None
 
 
 class Substitution:
-    """Applies an `Intervention` in a running model.
-
-    Args:
-        intervention: replaces outputs; None replaces nothing.
-        calls: calls under way.
-        counter: numbers the calls of mixers.
-    """
+    """Applies an `Intervention` in a running model, whose calls of mixers ``counter`` numbers."""
 
     def __init__(self, intervention: Intervention | None, calls: ModuleCalls, counter: CallCounter) -> None:
         self._intervention, self._calls, self._counter = intervention, calls, counter
@@ -92,9 +78,18 @@ class Substitution:
         if self._intervention is None:
             return
         if call.name in self._intervention.blocks:
-            read = _stream(call)
-            call.input_copy = None if read is None else read.clone()
-        self._joined_heads(call)
+            call.input_copy = None if call.stream is None else call.stream.clone()
+        # The call may be the output projection of a mixer, which reads the concatenated heads.
+        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
+        at = None if mixer is None else _joined_at(mixer)
+        if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):
+            return
+        given = call.tokens
+        changed = None if given is None else self._changed_heads(mixer, given, at[1])
+        if changed is not None:
+            call.args = in_place_of(call.args, given, changed)
+            call.kwargs = in_place_of(call.kwargs, given, changed)
+            call.changed_arguments = True
 
     def left(self, call: ModuleCall) -> None:
         """Replace the output of a call that has ended, if it is a block or concatenated heads."""
@@ -105,24 +100,11 @@ class Substitution:
             _replace_output(call, joined, self._changed_heads(call, joined, at[1]))
         if call.name not in self._intervention.blocks:
             return
-        given = _stream(call) if call.input_copy is None else call.input_copy
+        given = call.stream if call.input_copy is None else call.input_copy
         output = None if given is None else first_tokens(call.output, axes=given.dim())
         if given is not None and output is not None and output.shape == given.shape:
             block = BlockOutput(self._block_counter.count(call.name), given, output)
             _replace_output(call, output, self._intervention.on_block(block))
-
-    def _joined_heads(self, call: ModuleCall) -> None:
-        """Replace the concatenated heads before the output projection."""
-        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
-        at = None if mixer is None else _joined_at(mixer)
-        if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):
-            return
-        given = first_tokens(call.tensors)
-        changed = None if given is None else self._changed_heads(mixer, given, at[1])
-        if changed is not None:
-            call.args = in_place_of(call.args, given, changed)
-            call.kwargs = in_place_of(call.kwargs, given, changed)
-            call.changed_arguments = True
 
     def _changed_heads(self, mixer: ModuleCall, joined: Tensor, heads: int) -> Tensor | None:
         assert self._intervention is not None
@@ -139,12 +121,6 @@ class Substitution:
 def _joined_at(call: ModuleCall) -> tuple[str, int] | None:
     adapter: Adapter | None = call.adapter
     return None if adapter is None else adapter.joined_heads(call.module)
-
-
-def _stream(call: ModuleCall) -> Tensor | None:
-    """Return the input of a block."""
-    given = first_tokens(call.tensors)
-    return first_tokens(call.tensors, axes=2) if given is None else given
 
 
 def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:

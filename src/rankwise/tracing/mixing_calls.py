@@ -30,22 +30,13 @@ STREAMS = "a softmax mixes several vectors of each token by itself, as hyper-con
 WITHIN_TOKENS = (ROUTER, STREAMS)
 """Reasons for products that clearly do not mix tokens: they are not reported."""
 CROSS_ARGUMENTS = (
-    "encoder_hidden_states",
-    "key_value_states",
-    "memory",
-    "context",
-    "cross_attention_states",
-    "encoder_output",
+    *("encoder_hidden_states", "key_value_states", "memory", "context"),
+    *("cross_attention_states", "encoder_output"),
 )
 """Arguments with which an attention module receives keys from another sequence."""
 CACHE_ARGUMENTS = (
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-    "cache_params",
-    "kv_cache",
-    "cache",
-    "past",
+    *("past_key_values", "past_key_value", "layer_past", "past"),
+    *("cache_params", "kv_cache", "cache"),
 )
 OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
@@ -106,9 +97,8 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     matrix, allowed = mixed.matrix.detach(), None
     if mixed.allowed is not None:
         allowed = mixed.allowed.of(matrix.shape)
-        # nothing is masked, although entries may be zero by underflow: one True stands for all
-        everything = allowed.new_ones((1, 1, 1, 1))
-        allowed = everything if bool(allowed.all()) else layout(allowed)
+        # Entries may be zero by underflow although no mask hides them: one True says that nothing is masked.
+        allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
     axes = None if mixed.axes is None else permuted(mixed.axes, layout)
     return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output, axes=axes)
@@ -128,7 +118,7 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
         one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
         if one_for_each:
             return ROUTER
-    if not mixed.compared and _streams_of_each_token(mixed.matrix, calls):
+    if not mixed.compared and _streams_of_each_token(matrix, calls):
         return STREAMS
     if mixed.values_learned:
         return f"a softmax gives weights to {sources} vectors that are weights of the model, not tokens"
@@ -144,7 +134,7 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
 def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
     """Return True for a matrix per token, if a module received as many vectors of that token."""
     leading, columns = matrix.shape[:-2], matrix.shape[-1]
-    given = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
+    given = _plain_tensors(calls)
     each_token = any(
         tensor.shape[:2] == leading and tensor.dim() == (3 if tensor.is_floating_point() else 2)
         for tensor in given
@@ -162,10 +152,8 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     layout = layout_of(mixed.matrix.shape, calls[-1])
     heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
     widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
-    columns, columns_of_values = mixed.matrix.shape[-1], mixed.values.shape[-1]
-    return any(columns * n in widths for n in heads) and not any(
-        columns_of_values * n in widths for n in heads
-    )
+    columns, of_values = ({t.shape[-1] * n for n in heads} for t in (mixed.matrix, mixed.values))
+    return bool(columns & widths) and not of_values & widths
 
 
 def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
@@ -180,24 +168,27 @@ def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 
 def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
     """Return the numbers of tokens in the inputs of the outer modules."""
-    tensors = [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
-    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
-    lengths = {tensor.shape[-2] for tensor in floating}
-    lengths |= {tensor.shape[0] for tensor in floating if tensor.dim() == 3}
-    return lengths | {
-        tensor.shape[-1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()
-    }
+    lengths = set()
+    for tensor in _plain_tensors(calls):
+        if not tensor.is_floating_point():
+            lengths |= {tensor.shape[-1]} if tensor.dim() == 2 else set()
+        elif tensor.dim() > 1:
+            lengths |= {tensor.shape[-2], tensor.shape[0 if tensor.dim() == 3 else -2]}
+    return lengths
+
+
+def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
+    return [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
 
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expand leading axes that fused attention broadcasts; heads may differ if they are grouped."""
-    if query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() > 3:
-        return query, key, value
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    if query.dim() == 3:
-        batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in (query, key, value)))
-        return tuple(tensor.expand(*batch, *tensor.shape[-2:]) for tensor in (query, key, value))  # type: ignore[return-value]
-    return tuple(tensor.expand(*batch, *tensor.shape[-3:]) for tensor in (query, key, value))  # type: ignore[return-value]
+    tensors = query, key, value
+    if query.dim() > 3 and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        return tensors
+    kept = 2 if query.dim() == 3 else 3
+    batch = torch.broadcast_shapes(*(tensor.shape[:-kept] for tensor in tensors))
+    return tuple(tensor.expand(*batch, *tensor.shape[-kept:]) for tensor in tensors)  # type: ignore[return-value]
 
 
 def mixer_site(
@@ -208,16 +199,7 @@ def mixer_site(
     values: bool,
     call_id: CallId,
 ) -> MixerSite:
-    """Return the site of a call, whose stack and layer are not known yet.
-
-    Args:
-        mixing: operator of the call.
-        calls: calls under way, outermost first.
-        kind: name of the kind of mixer.
-        forward_pass: number of the forward pass.
-        values: keep copies of the input and output of the operator.
-        call_id: call of the module in the forward pass.
-    """
+    """Return the site of a call, whose stack and layer are not known yet; ``values`` keeps copies of them."""
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -237,15 +219,11 @@ def mixer_site(
             sequences=operator.shape[0] if mixing.whole else sequences_behind(calls, operator),
             forward_pass=forward_pass,
             call_id=call_id,
-            values=_kept(mixing.values) if values else None,
-            output=_kept(mixing.output) if values else None,
+            values=snapshot(mixing.values) if values and mixing.values is not None else None,
+            output=snapshot(mixing.output) if values and mixing.output is not None else None,
             apply_output=mixing.apply_output if values else None,
             projection=mixing.projection,
         )
-
-
-def _kept(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else snapshot(tensor)
 
 
 def is_cross(calls: Sequence[ModuleCall], operator: MixingOperator) -> bool:
@@ -298,15 +276,10 @@ def find_token_mask(
 ) -> Bool[Tensor, "B T"] | None:
     """Return the nearest two-axis mask of a name and shape.
 
-    Args:
-        calls: calls under way, outermost first.
-        name: name of the argument.
-        batch: number of sequences.
-        length: length of the mask.
-        at_least: least length of the mask instead; its last entries are returned.
-        past_none: continue outwards if a module received None.
+    With ``at_least``, the mask may be longer: its last entries are returned. With ``past_none``, the search
+    continues outwards if a module received None.
     """
-    for at in range(len(calls) - 1, -1, -1):
+    for at in reversed(range(len(calls))):
         decodes = name == OWN_MASK and _runs_decoder(calls, at)
         value = calls[at].argument(DECODER_MASK if decodes else name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.torch_private import dropout_rate, is_compiled, original_of, runs_compiled_eagerly
-from rankwise.errors import CaptureError, InputError, did_you_mean
+from rankwise.errors import CaptureError, InputError, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
 from rankwise.tracing.block_finder import matches
 from rankwise.tracing.mixing_calls import MixingCall
-from rankwise.tracing.module_calls import ModuleCalls
+from rankwise.tracing.module_calls import ModuleCalls, holds
 from rankwise.tracing.trace import Trace
 
 NO_STATES = (
@@ -27,15 +27,10 @@ OTHER_THREAD = (
 )
 
 
-def check_capturable(model: object) -> None:
-    """Raise `CaptureError` for a model that is not a module, is compiled or scripted, or split over
-    processes.
-    """
-    if not isinstance(model, nn.Module):
-        raise CaptureError(
-            "`capture`", expected="a torch.nn.Module", got=type(model).__name__,
-            fix="Pass the model itself; of a pipeline, its `.model`.",
-        )  # fmt: skip
+def check_capturable(model: nn.Module) -> None:
+    """Raise `CaptureError` for a model that is no module, compiled, scripted or split over processes."""
+    fix = "Pass the model itself; of a pipeline, its `.model`."
+    model = instance_of("`capture`", model, nn.Module, "a torch.nn.Module", fix=fix, error=CaptureError)
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
             "`capture`", expected="a module whose operations run in Python", got="a TorchScript module",
@@ -58,9 +53,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def checked_operator(given: object, site: str) -> MixingCall:
-    """Return the operator that a function of ``sites`` returned; raise `CaptureError` if it is not (B, H, T,
-    S).
-    """
+    """Return the operator that a function of ``sites`` returned; raise `CaptureError` if it is another."""
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
     shape = getattr(given, "shape", None)
@@ -75,9 +68,10 @@ def checked_operator(given: object, site: str) -> MixingCall:
 
 def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
     """Return the error of a capture without a mixer; ``ran`` if mixers ran in calls that raised."""
+    subject = f"model {type(model).__name__}"
     if ran:
         return CaptureError(
-            f"model {type(model).__name__}",
+            subject,
             expected="at least one call that ends without an error",
             got="mixers only in calls that raised",
             fix="Let the error out of the model, or fix its cause.",
@@ -101,7 +95,7 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
         reasons.setdefault(module.reason, []).append(f"{module.name or 'the model itself'} ({module.type})")
     like = "; ".join(f"{_some(names)}: {reason}" for reason, names in reasons.items())
     return CaptureError(
-        f"model {type(model).__name__}",
+        subject,
         expected="at least one mixing operator",
         got=f"none; modules that look like mixers: {like or 'none'}",
         fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
@@ -117,26 +111,32 @@ def _some(names: list[str]) -> str:
 
 def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
     """Raise `InputError` for names of modules that the model does not have."""
-    known = dict(model.named_modules())
+    known = [name for name, _ in model.named_modules()]
     for name in sites:
         if name not in known:
             raise InputError(
-                f"site {name!r}", expected="the name of a module of the model", got="none of that name",
-                fix=did_you_mean(name, [other for other in known if other]),
-            )  # fmt: skip
+                f"site {name!r}",
+                expected="the name of a module of the model",
+                got="none of that name",
+                fix=did_you_mean(name, filter(None, known)),
+            )
     if blocks is not None and not any(matches(name, blocks) for name in known):
         raise InputError(
             f"blocks {blocks!r}",
             expected="a pattern that matches the names of the residual blocks",
             got="no match",
-            fix=did_you_mean(blocks, [other for other in known if other]),
+            fix=did_you_mean(blocks, filter(None, known)),
         )
 
 
 def training_notes(model: nn.Module) -> list[str]:
     """Return a note if dropout is on: operators are before dropout, states after it."""
-    active = [name for name, module in model.named_modules() if module.training and _drops(module)]
-    return [dropout_note(f"{len(active)} modules")] if active else []
+    active = sum(
+        dropout_rate(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        for module in model.modules()
+        if module.training
+    )
+    return [dropout_note(f"{active} modules")] if active else []
 
 
 def dropout_note(where: str) -> str:
@@ -145,10 +145,6 @@ def dropout_note(where: str) -> str:
         f"dropout was on in {where}: operators are shown as they are before it, token states "
         "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
     )
-
-
-def _drops(module: nn.Module) -> bool:
-    return dropout_rate(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
 
 
 SHARD = "it works on sharded tensors (DTensor), of which this process holds a part"
@@ -163,12 +159,11 @@ def check_whole(model: nn.Module) -> None:
     split = split_modules(model)
     if not split:
         return
-    first = ", ".join(f"{name or 'the model itself'} ({how})" for name, how in list(split.items())[:3])
-    more = f" and {len(split) - 3} more" if len(split) > 3 else ""
+    parts = _some([f"{name or 'the model itself'} ({how})" for name, how in split.items()])
     raise CaptureError(
         f"model {type(model).__name__}",
         expected="a model whose layers are whole in each process when they run",
-        got=f"layers split over processes by a tensor or pipeline parallel plan: {first}{more}",
+        got=f"layers split over processes by a tensor or pipeline parallel plan: {parts}",
         fix="A process would report the heads or layers that it holds as all there are. Load the model "
         "without `tp_plan`, `distributed_config` or `parallelize_module`: on one device, with `device_map=` "
         "where whole layers lie on several, or under FSDP (`fully_shard`) or DDP.",
@@ -180,7 +175,7 @@ def split_modules(model: nn.Module) -> dict[str, str]:
     wrapped = [name for name, module in model.named_modules() if is_of(module, "fsdp", "FSDPModule")]
     split = {}
     for name, module in model.named_modules():
-        gathered = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in wrapped)
+        gathered = any(holds(outer, name) for outer in wrapped)
         for parameter in module.parameters(recurse=False):
             if _processes(parameter, gathered) > 1:
                 split[name] = f"{parameter.placements} over {parameter.device_mesh}"
@@ -221,9 +216,6 @@ def _marked(module: nn.Module) -> str | None:
     return told[0] if told else None
 
 
-COPIES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
 def is_of(thing: object, package: str, name: str) -> bool:
     """Return True for an object of a class in ``torch.distributed.{package}``, if it is imported."""
     kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
@@ -236,7 +228,8 @@ def without_copies(model: Any) -> Any:
     The wrapper hides the arguments and the structure of the model, and waits for the other processes.
     """
     inner = original_of(model)
-    return inner.module if isinstance(inner, COPIES) else model
+    copies = isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    return inner.module if copies else model
 
 
 @contextmanager

@@ -73,6 +73,11 @@ class ModuleCall:
         """First (B, T, D) tensor among its arguments."""
         return first_tokens(self.tensors)
 
+    @property
+    def stream(self) -> Tensor | None:
+        """First (B, T, D) tensor among its arguments, otherwise the first (T, D) tensor."""
+        return first_tokens(self.tensors, axes=2) if self.tokens is None else self.tokens
+
     def argument(self, name: str) -> Any:
         """Return an argument by its name in ``forward``, or `ABSENT`."""
         if name in self.kwargs:
@@ -82,14 +87,15 @@ class ModuleCall:
         return self.args[position] if position < len(self.args) else ABSENT
 
 
+def holds(outer: str, inner: str) -> bool:
+    """Return True if the module of the first name is or contains the second; the empty name contains all."""
+    return not outer or f"{inner}.".startswith(f"{outer}.")
+
+
 def first_tokens(values: object, axes: int = 3) -> Tensor | None:
     """Return the first floating (B, T, D) tensor among some values; nested tensors count."""
-    if isinstance(values, Mapping):
-        values = tuple(values.values())
-    for value in values if isinstance(values, tuple | list) else (values,):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == axes:
-            return value
-    return None
+    tensors = (value for value in tensors_of(values) if value.is_floating_point() and value.dim() == axes)
+    return next(tensors, None)
 
 
 def tensors_of(output: object) -> list[Tensor]:
@@ -104,26 +110,20 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of a module's ``forward``, in order."""
     if "forward" in vars(module):  # replaced on this module alone, as device placement does
         return tuple(inspect.signature(module.forward).parameters)
-    return _names_of(type(module).forward)
+    return _names_of(type(module).forward)[1:]
 
 
 @lru_cache(maxsize=512)
-def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 class ModuleCalls:
-    """Keeps the calls under way in a model.
+    """Keeps the calls under way in a model, and reports each call when it begins and when it has ended.
 
     Ordinary modules get hooks of their own. A hook inside PyTorch's own attention layers would end their
     inference fast path and change the computation; PyTorch's global hooks, which the path ignores, follow the
-    modules there.
-
-    Args:
-        model: the model.
-        hookless: names of the modules that must not carry a hook.
-        on_enter: called with each call that begins.
-        on_leave: called with each call that has ended, with its output or with ``raised``.
+    modules there: ``hookless`` has their names.
     """
 
     def __init__(
@@ -150,21 +150,16 @@ class ModuleCalls:
     def following(self) -> Iterator[None]:
         """Follow the model until the block ends, however it ends."""
         handles = []
+        always: dict[str, Any] = {"with_kwargs": True, "always_call": True}
         try:
             for module in self._model.modules():
                 if id(module) not in self._hookless:
                     handles.append(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
-                    handles.append(
-                        module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True)
-                    )
+                    handles.append(module.register_forward_hook(Hook(self._leave), **always))
             if self._hookless:
-                register = nn.modules.module
-                handles.append(register.register_module_forward_pre_hook(self._enter_hookless))
-                handles.append(
-                    register.register_module_forward_hook(
-                        self._leave_hookless, with_kwargs=True, always_call=True
-                    )
-                )
+                every = nn.modules.module
+                handles.append(every.register_module_forward_pre_hook(self._enter_hookless))
+                handles.append(every.register_module_forward_hook(self._leave_hookless, **always))
             yield
         finally:
             for handle in handles:
@@ -184,9 +179,7 @@ class ModuleCalls:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments
     ) -> tuple[tuple[Any, ...], Arguments] | None:
-        if (
-            in_backward() or self._in_other_thread() or self._paused
-        ):  # a checkpointed block runs a second time
+        if self._ignores():
             return None
         if module is self._model:  # whatever is still here was left behind by a call that never ended
             self._drop_above(0)
@@ -200,12 +193,7 @@ class ModuleCalls:
         return (call.args, call.kwargs) if call.changed_arguments else None
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> Any:
-        if (
-            in_backward()
-            or self._in_other_thread()
-            or self._paused
-            or not any(call.module is module for call in self.running)
-        ):
+        if self._ignores() or not any(call.module is module for call in self.running):
             return None
         # calls of modules that raised are still here
         while self.running[-1].module is not module:
@@ -222,10 +210,12 @@ class ModuleCalls:
             self.running.pop()
         return call.output if call.changed else None
 
-    def _in_other_thread(self) -> bool:
+    def _ignores(self) -> bool:
+        if in_backward():  # a checkpointed block runs a second time
+            return True
         other = threading.get_ident() != self._thread
         self.in_other_thread = self.in_other_thread or other
-        return other
+        return other or self._paused
 
     def _drop_above(self, height: int) -> None:
         while len(self.running) > height:
@@ -256,13 +246,9 @@ class Hook:
         """Pass the call on."""
         return None if torch.compiler.is_dynamo_compiling() else self._call(*given)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
         """Return the replacement in copies and pickles."""
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return _ignore
+        return partial, (_ignore,)
 
 
 def _ignore(*given: Any) -> None:
@@ -310,13 +296,9 @@ def record_calls(
 ) -> Iterator[list[RecordedCall]]:
     """Record calls of some modules of a model, in the order in which the calls end.
 
-    Calls that raise are not recorded, nor are calls that autograd repeats in a backward pass.
-
-    Args:
-        model: the model.
-        where: names of the modules, or a function of name and module that selects them.
-        copy: protect arguments, as they are before the call, and outputs from later changes in place.
-        detach: record tensors without their gradient history.
+    Calls that raise are not recorded, nor are calls that autograd repeats in a backward pass. ``copy``
+    protects arguments, as they are before the call, and outputs from later changes in place. ``detach``
+    records tensors without their gradient history.
 
     Examples:
         >>> import torch

@@ -52,9 +52,7 @@ class Entries:
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
     ) -> "Entries | None":
-        """Return the booleans for a result of a function: axes moved or cut, a new shape, or entries
-        changed.
-        """
+        """Return the booleans for a result of a function of the tensor; None if the shapes do not fit."""
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
             return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
@@ -97,7 +95,9 @@ class Masks:
     def assigned(self, scores: Tensor, where: object, value: object) -> None:
         """Note ``scores[where] = value``."""
         if isinstance(where, Tensor) and where.dtype == torch.bool and _low(value):
-            added = Entries(scores.shape, _beside(where, scores))
+            # The mask indexes the first axes: with axes of length 1 added, it broadcasts to the scores.
+            shape = (*where.shape, *[1] * (scores.dim() - where.dim()))
+            added = Entries(scores.shape, lambda: where.reshape(shape))
             self._hidden[scores] = (*self._hidden.get(scores, ()), added)
 
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
@@ -136,9 +136,7 @@ def _newly_hidden(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], compared: Any
 ) -> Callable[[], Tensor] | None:
     """Return what a call hides, if it hides anything."""
-    if func in FILLS and len(args) > 2 and _low(args[2]):
-        return lambda: args[1]
-    if func in FILLS and len(args) > 1 and _low(kwargs.get("value")):
+    if func in FILLS and len(args) > 1 and _low(args[2] if len(args) > 2 else kwargs.get("value")):
         return lambda: args[1]
     if func in WHERES and len(args) == 3:
         first, second, third = args  # torch.where(condition, ·, ·) or scores.where(condition, ·)
@@ -150,16 +148,12 @@ def _newly_hidden(
         bias = args[0]
         return (lambda: hidden_by(bias)) if kwargs.get("beta", 1) == 1 and bias not in compared else None
     if (func in ADDS or func in SUBTRACTS) and len(args) > 1:
-        biases = [arg for arg in args[:2] if _is_bias(arg, compared)]
+        tensors = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() > 0]
+        biases = [tensor for tensor in tensors if tensor.is_floating_point() and tensor not in compared]
         if len(biases) == 1:
             bias = biases[0]
             return lambda: hidden_by(-bias if func in SUBTRACTS and bias is args[1] else bias)
     return None
-
-
-def _is_bias(value: object, compared: Any) -> bool:
-    floating = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-    return floating and value not in compared
 
 
 def _low(value: object) -> bool:
@@ -167,8 +161,3 @@ def _low(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.is_floating_point() and bool(value <= NO_WEIGHT)
     return isinstance(value, Number) and not isinstance(value, complex) and value <= NO_WEIGHT  # type: ignore[operator]
-
-
-def _beside(where: Tensor, scores: Tensor) -> Callable[[], Tensor]:
-    """Return a mask that indexes the first axes as a mask that broadcasts to all axes."""
-    return lambda: where.reshape(*where.shape, *[1] * (scores.dim() - where.dim()))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing.axes import padded
 from rankwise.tracing.mixing_calls import MixingCall
-from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.module_calls import ModuleCall, holds
 
 ATTRIBUTES = (
     *("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn"),
@@ -50,11 +50,9 @@ def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
 
 def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
     """Return the names of PyTorch's own layers and all modules inside: none may carry a hook."""
-    modules = list(model.named_modules())
-    outer = [name for name, module in modules if is_torch_layer(module)]
-    return frozenset(
-        name for name, _ in modules if any(not layer or f"{name}.".startswith(f"{layer}.") for layer in outer)
-    )
+    modules = dict(model.named_modules())
+    layers = [name for name, module in modules.items() if is_torch_layer(module)]
+    return frozenset(name for name in modules if any(holds(layer, name) for layer in layers))
 
 
 def layer_mixing(
@@ -90,15 +88,10 @@ def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Modu
 def attention_by_heads(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor | None]
 ) -> Any:
-    """Run `torch.nn.functional.multi_head_attention_forward` with the outputs of its heads replaced.
+    """Run `multi_head_attention_forward` with its head outputs (B, H, T, V) replaced; None keeps them.
 
     The function projects the heads itself. Here it projects by the identity, which keeps every finite number;
     the model's projection follows the replacement.
-
-    Args:
-        args: arguments by position.
-        kwargs: arguments by name.
-        change: returns the replacement of head outputs (B, H, T, V); None keeps them.
     """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
@@ -126,22 +119,17 @@ def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCal
     if lengths is None and not cross and key_padding_mask is not None:
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask.isneginf()
         lengths = ~hidden.reshape(-1, hidden.shape[-1])
-    q, k, v = _projections(attention, query, key, value)
-    heads = attention.num_heads
-    q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
-    causal = _hints_only(attention, given)
+    projected = _projections(attention, query, key, value)
+    q, k, v = (tensor.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for tensor in projected)
+    # With added columns, PyTorch uses `is_causal` instead of the mask: no row sees the added columns.
+    added = attention.bias_k is not None or attention.add_zero_attn
+    hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
+    causal = bool(added and hinted and not given.get("need_weights", True))
     mask = None if causal else _joint_mask(attn_mask, key_padding_mask, q, k)
     if attention.add_zero_attn:
         k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
         mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
     return MixingCall(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
-
-
-def _hints_only(attention: Attention, given: dict[str, Any]) -> bool:
-    """Return True if PyTorch uses ``is_causal`` instead of the mask: no row sees the added columns."""
-    added = attention.bias_k is not None or attention.add_zero_attn
-    hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
-    return bool(added and hinted and not given.get("need_weights", True))
 
 
 def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
@@ -196,8 +184,7 @@ def _joint_mask(
     if not masks:
         return None
     if all(mask.dtype == torch.bool for mask in masks):
-        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        joint = ~hidden
+        joint = ~(masks[0] if len(masks) == 1 else masks[0] | masks[1])
     else:
         joint = sum(_as_bias(mask, q.dtype) for mask in masks)  # type: ignore[assignment]
     missing = k.shape[-2] - joint.shape[-1]  # the columns of bias_k are seen by every row

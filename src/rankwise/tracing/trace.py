@@ -89,9 +89,7 @@ class UncapturedModule:
 
 @dataclass
 class Trace:
-    """Mixing operators and token states of the forward passes in a `capture`, in the order in which they
-    ran.
-    """
+    """Mixing operators and token states of the forward passes in a `capture`, in the order of the model."""
 
     mixers: list[MixerSite] = field(default_factory=list)
     states: list[StateSite] = field(default_factory=list)

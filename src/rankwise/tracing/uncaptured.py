@@ -10,74 +10,56 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.tracing.module_calls import ModuleCall, first_tokens
+from rankwise.tracing.module_calls import ModuleCall, first_tokens, holds
 from rankwise.tracing.trace import UncapturedModule
 
 MIXER_NAME = re.compile(
     r"(Attention|SelfAttn|Attn(?![a-z])|Mixer|Mamba|SSM|S4|S4D|StateSpace|Retention|Hyena|RWKV|DeltaNet|LRU"
     r"|Rglru|RNN|LSTM|GRU|FourierTransform|TokenMix|TimeMix|Tmix|ShortConv|SpatialGating)"
 )
-WITHOUT_OPERATOR = (
-    (
-        re.compile("DeltaNet|DeltaAttention|GatedDelta|KimiDelta"),
-        "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`",
+WITHOUT_OPERATOR = {
+    "DeltaNet|DeltaAttention|GatedDelta|KimiDelta": (
+        "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`"
     ),
-    (
-        re.compile("RWKV|Rwkv"),
-        "no adapter reads this RWKV layer, whose weights decay with the distance",
+    "RWKV|Rwkv": "no adapter reads this RWKV layer, whose weights decay with the distance",
+    "MobileViTV2LinearSelfAttention|EfficientAdditiveAttention": (
+        "additive attention: one weighted sum over all tokens, which multiplies each token's own vector"
     ),
-    (
-        re.compile("MobileViTV2LinearSelfAttention|EfficientAdditiveAttention"),
-        "additive attention: one weighted sum over all tokens, which multiplies each token's own vector",
-    ),
-    (
-        re.compile("VisionShortConv"),
+    "VisionShortConv": (
         "a gated convolution in two dimensions over the patches of a frame: a matrix for each channel, which "
-        "no adapter reads",
+        "no adapter reads"
     ),
-    (
-        re.compile("PatchTSMixer"),
-        "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
-    ),
-    (
-        re.compile("LSTM|GRU|RNN"),
-        "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
-    ),
-)
-"""Classes of layers that no adapter reads, with the reason."""
-NO_OPERATOR = (
-    (
-        re.compile(r"DeformableAttention$"),
+    "PatchTSMixer": "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
+    "LSTM|GRU|RNN": "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
+}
+"""Patterns for classes of layers that no adapter reads, with the reason."""
+NO_OPERATOR = {
+    "DeformableAttention$": (
         "deformable attention: each query reads its values at a few places between them, which it chooses "
-        "and weighs from itself alone; no adapter forms the matrix of these interpolations",
+        "and weighs from itself alone; no adapter forms the matrix of these interpolations"
     ),
-    (
-        re.compile(r"^MraSelfAttention$"),
+    "^MraSelfAttention$": (
         "multi-resolution attention: scores are exact in a few blocks and one number in each of the others; "
-        "no adapter forms the matrix of both",
+        "no adapter forms the matrix of both"
     ),
-    (
-        re.compile(r"^LSHSelfAttention$"),
+    "^LSHSelfAttention$": (
         "hashed attention: tokens are sorted by random hashes, attend within chunks, and rounds of hashes "
-        "are averaged; no adapter forms the matrix of all rounds",
+        "are averaged; no adapter forms the matrix of all rounds"
     ),
-    (
-        re.compile(r"^YosoSelfAttention$"),
+    "^YosoSelfAttention$": (
         "its weights are chances that hashes of queries and keys collide, and its rows are brought to norm 1 "
-        "after the values are weighed; no adapter forms its matrix",
+        "after the values are weighed; no adapter forms its matrix"
     ),
-    (
-        re.compile(r"^xLSTMBackend$"),
+    "^xLSTMBackend$": (
         "the memory of an mLSTM: products of queries and keys that decay, each row divided by its sum where "
-        "that is large enough; no adapter forms its matrix",
+        "that is large enough; no adapter forms its matrix"
     ),
-    (
-        re.compile(r"^GroupViTAssignAttention$"),
+    "^GroupViTAssignAttention$": (
         "each of its tokens is given to one group alone, and a group is the mean of its tokens; no adapter "
-        "forms the matrix of this choice",
+        "forms the matrix of this choice"
     ),
-)
-"""Classes of transformers that weigh tokens in ways that no adapter reads, with the reason."""
+}
+"""Patterns for classes of transformers that weigh tokens in ways that no adapter reads, with the reason."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
     r"|Structure|Patchify|Scaler)$"
@@ -109,7 +91,7 @@ def why_no_operator(module: nn.Module) -> str | None:
     kind = type(module)
     if not kind.__module__.startswith("transformers.models."):
         return None
-    return next((reason for pattern, reason in NO_OPERATOR if pattern.search(kind.__name__)), None)
+    return next((why for pattern, why in NO_OPERATOR.items() if re.search(pattern, kind.__name__)), None)
 
 
 def mixer_like(model: nn.Module) -> set[str]:
@@ -177,52 +159,35 @@ class Sightings:
 def uncaptured_modules(
     model: nn.Module, candidates: set[str], called: set[str], sightings: Sightings
 ) -> list[UncapturedModule]:
-    """Return the outermost modules that look like mixers, with no captured mixer in or around them.
-
-    Args:
-        model: the model.
-        candidates: names of modules that look like mixers, or were named by the user.
-        called: names of the modules that were called.
-        sightings: observations of the modules.
-    """
+    """Return the outermost of the candidates and sighted modules with no captured mixer in or around them."""
     known, others = sightings.reasons(), sightings.other_mixing
     candidates = candidates | set(known) | set(others)
     seen = {name for name in candidates if any(_related(name, site) for site in sightings.captured)}
-    missing = sorted(candidates - seen, key=lambda name: (name.count("."), name))
-    outermost: list[str] = []
-    for name in missing:
-        if not any(_holds(outer, name) for outer in outermost):
-            outermost.append(name)
     modules = dict(model.named_modules())
-    return [
-        UncapturedModule(
-            name, type(modules[name]).__name__, _reason(name, modules[name], called, known, others)
-        )
-        for name in outermost
-    ]
+    outermost: list[UncapturedModule] = []
+    for name in sorted(candidates - seen, key=lambda name: (name.count("."), name)):
+        if not any(holds(outer.name, name) for outer in outermost):
+            reason = _reason(name, modules[name], called, known, others)
+            outermost.append(UncapturedModule(name, type(modules[name]).__name__, reason))
+    return outermost
 
 
 def _related(name: str, site: str) -> bool:
-    return _holds(name, site) or _holds(site, name)
-
-
-def _holds(outer: str, inner: str) -> bool:
-    """Return True if a module is, or contains, another module; the empty name contains all."""
-    return not outer or f"{inner}.".startswith(f"{outer}.")
+    return holds(name, site) or holds(site, name)
 
 
 def _reason(
     name: str, module: nn.Module, called: set[str], known: Mapping[str, str], others: Mapping[str, str]
 ) -> str:
-    inside = [reason for other, reason in known.items() if _holds(name, other)]
+    inside = [reason for other, reason in known.items() if holds(name, other)]
     if inside:
         return inside[0]
     if name not in called:
         return "never called in this capture"
-    for pattern, reason in WITHOUT_OPERATOR:
-        if looks_like_mixer(module) and pattern.search(type(module).__name__):
+    for pattern, reason in WITHOUT_OPERATOR.items():
+        if looks_like_mixer(module) and re.search(pattern, type(module).__name__):
             return f"{reason}; name it in `sites=` with a function of your own to capture it"
-    does = [what for other, what in others.items() if _holds(name, other)]
+    does = [what for other, what in others.items() if holds(name, other)]
     if does:
         return (
             f"{' and '.join(dict.fromkeys(does))} was seen in it, of which capture makes no operator; "

@@ -73,12 +73,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the operator of a call that has ended.
-
-        Args:
-            call: call of the mixer.
-            inner: calls of the modules in `inner`.
-            values: add the input of the operator and the steps after it.
+        """Return the operator of a call that has ended, with ``values`` its input and the steps after it.
 
         Raises:
             NotExactError: if the operator does not follow from the calls.
@@ -117,11 +112,9 @@ class StateSpaceAdapter(Adapter):
     def why_not(self, call: ModuleCall) -> str | None:
         """Return a reason if the state holds earlier tokens, or a row holds several sequences."""
         at = getattr(call.module, "layer_idx", None)
-        caches = [call.argument(name) for name in ("cache_params", "past_key_values")]
-        for cache in caches:
-            if cache in (None, ABSENT):
-                continue
-            if cache.get_conv_state(at, state_idx=self.state_index) is not None:
+        for cache in map(call.argument, ("cache_params", "past_key_values")):
+            fresh = cache in (None, ABSENT) or cache.get_conv_state(at, state_idx=self.state_index) is None
+            if not fresh:
                 return CONTINUED
         return PACKED if call.kwargs.get("seq_idx") is not None else None
 
@@ -192,20 +185,12 @@ class NoOperatorAdapter(Adapter):
 
 
 class AdapterReader:
-    """Asks adapters for the operators of calls in a running model.
-
-    Args:
-        adapters: adapter of each module that an adapter reads, by the name of the module.
-        calls: calls under way.
-        sightings: receives the reasons why operators are not exact.
-        values: include the inputs of operators.
-    """
+    """Asks adapters, given by the names of modules, for the operators of calls in a running model."""
 
     def __init__(
         self, adapters: Mapping[str, Adapter], calls: ModuleCalls, sightings: Sightings, values: bool
     ) -> None:
-        self._adapters, self._calls, self._sightings = adapters, calls, sightings
-        self._values = values
+        self._adapters, self._calls, self._sightings, self._values = adapters, calls, sightings, values
 
     @property
     def inside(self) -> bool:
@@ -236,14 +221,13 @@ class AdapterReader:
             return None
         try:
             mixing: MixingCall = call.adapter.mixing(call, call.inner, self._values)
+            return mixing
         except torch.OutOfMemoryError:
             raise
         except NotExactError as error:
             self._leave_out(call, error.reason)
         except Exception as error:  # another version of a library may have changed the class
             self._leave_out(call, _unreadable(error))
-        else:
-            return mixing
         return None
 
     def _leave_out(self, call: ModuleCall, reason: str) -> None:
