@@ -1,6 +1,6 @@
-"""Audits: batches → statistics → records → findings; comparisons and histories of audits.
+"""Audit models (batches → statistics → records → findings), and compare and merge saved audits.
 
-Names are imported on first use: audits are loaded, merged and compared without torch.
+Names are imported on first use, so that saved audits can be loaded, merged and compared without torch.
 """
 
 from typing import TYPE_CHECKING

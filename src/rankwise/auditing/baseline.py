@@ -1,4 +1,4 @@
-"""Statistics of a model and of its copies at initialization to the baseline of every head and layer."""
+"""Compare heads and layers of a model with copies of the model at initialization (the baseline)."""
 
 import math
 from collections.abc import Sequence
@@ -13,22 +13,19 @@ from rankwise.auditing.statistics import HeadStatistics, ModelStatistics
 from rankwise.tracing.head_id import HeadId
 
 OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
-"""Measures that a baseline has: those of the matrix."""
+"""Head measures in a baseline: measures of the mixing matrix, without importance."""
 OF_LAYERS = [row.name for row in LAYER_MEASURES]
 NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
 FEWEST_PAIRS = 3
-"""Pairs of a sequence and a seed below which no deviation is known."""
+"""Minimum number of pairs (sequence, seed) for a standard deviation of differences."""
 
 
 def head_baselines(
     own: ModelStatistics, copies: Sequence[ModelStatistics], delta: float
 ) -> dict[HeadId, dict[str, Any]]:
-    """Return fields of the record of each head that copies have, too: its baseline and its initial ranks.
+    """Return record fields by head address, for heads that copies have: baseline and ranks at initialization.
 
-    Args:
-        own: statistics of the model, with the ranks of each sequence.
-        copies: statistics of each copy, over the same sequences in the same order.
-        delta: threshold of the numerical rank.
+    Model (``own``) and copies require ranks of each sequence, over the same sequences in the same order.
     """
     known = [_heads(copy, delta) for copy in copies]
     fields = {}
@@ -47,7 +44,7 @@ def head_baselines(
 def layer_baselines(
     own: ModelStatistics, copies: Sequence[ModelStatistics]
 ) -> dict[tuple[str, int], Baseline]:
-    """Return the baseline of every layer that the copies have, too, by its stack and number."""
+    """Return baselines by stack and layer, for layers that at least one copy has."""
     baselines = {}
     for address in own.states:
         records = [copy.states[address].to_record() for copy in copies if address in copy.states]
@@ -59,7 +56,7 @@ def layer_baselines(
 
 
 def _heads(statistics: ModelStatistics, delta: float) -> dict[HeadId, tuple[HeadRecord, Floats]]:
-    """Return the record of each head as it was captured, and its ranks (N, 5, 2) by sequence."""
+    """Return the record and the ranks (N sequences, 5 thresholds, 2 bounds) of each captured head."""
     return {
         mixer.at(record.head): (record, ranks[:, at])
         for mixer, heads in statistics.heads.items()
@@ -100,7 +97,7 @@ def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequen
 
 
 def _at(delta: float, own: Floats, copies: Sequence[Floats]) -> BaselineAt:
-    """Compare the model and its copies at one threshold by intervals of the ranks (N, 2) of the sequences."""
+    """Return the comparison at one threshold from rank intervals (N sequences, 2 bounds) per model."""
     seeds = np.stack(copies)  # (seeds, N, 2)
     middle = seeds.mean(-1)
     differences = own.mean(-1) - middle  # (seeds, N)

@@ -15,7 +15,7 @@ from rankwise.importance.records import HeadImportance
 from rankwise.tracing.head_id import HeadId as HeadId
 
 SCHEMA_VERSION = 3
-"""Version of the file format, incremented if a field changes its meaning; `Audit.load` rejects new ones."""
+"""Version of the file format, incremented if a field changes meaning; `Audit.load` rejects newer versions."""
 
 BAND = (10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5)
 """Band of thresholds at which ranks are counted, as multiples of δ: one decade, from δ/√10 to √10 δ.

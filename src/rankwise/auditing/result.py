@@ -1,4 +1,4 @@
-"""An audit as its user holds it: records that can be saved, loaded, shown and turned into frames."""
+"""`Audit`: result of an audit, with methods to save, load, merge, display and export its records."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,39 +37,36 @@ NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequ
 NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
 ADVISED = "skip connections are to be looked at again: rw.skips.recommend(audit, model, batch)"
 _MOST_NAMES = 6
-"""Names that an error lists, at most."""
+"""Maximum number of names listed in an error."""
 
 
 class Audit(Record):
-    """Everything that an audit found."""
+    """Result of an audit: records of heads and layers, findings, and the origin of the numbers."""
 
     format: Literal["rankwise-audit"] = "rankwise-audit"
     schema_version: int = SCHEMA_VERSION
     complete: bool = True
-    """False if the audit was interrupted or failed."""
+    """False if the audit was interrupted or failed before the last batch."""
     provenance: Provenance
     heads: list[HeadRecord]
     layers: list[LayerRecord]
     findings: list[Finding]
     uncaptured: list[Unseen] = Field(default_factory=list)
     texts: dict[str, list[str]] = Field(default_factory=dict)
-    """Tokens of the sequences that attention maps are of, by the name of the input."""
+    """Tokens of the sequences with attention maps, by name of the model input."""
     importance: ImportanceRecord | None = None
-    """Loss without heads and blocks; None if it was not requested."""
+    """Loss of the model, and how heads and blocks were removed from it; None if not requested."""
     baseline: BaselineRecord | None = None
     """How the copies at initialization were made; None if no baseline was requested."""
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON.
+        """Write the audit as JSON and return the path of the file.
 
         Args:
-            path: the file; for an existing folder, ``audit.json`` in it.
-
-        Returns:
-            The file written.
+            path: file to write; in an existing folder, the file is ``audit.json``.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if the file cannot be written.
         """
         path = Path(path)
         path = path / "audit.json" if path.is_dir() else path
@@ -77,46 +74,46 @@ class Audit(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> "Audit":
-        """Read what `save` wrote.
+        """Return the audit in a file that `save` wrote.
 
         Args:
-            path: the file, or the folder that holds ``audit.json``.
+            path: file to read, or the folder of ``audit.json``.
 
         Raises:
-            InputError: if there is no such file or it cannot be read.
-            RecordError: if it is not an audit, is damaged, or was written by a newer Rankwise.
+            InputError: if the file does not exist or cannot be read.
+            RecordError: if the file is not an audit, is damaged, or was written by a newer Rankwise.
         """
         return load_record(path, cls, "audit.json", upgrade=upgraded)
 
     @classmethod
     def merge(cls, audits: "Sequence[Audit]", names: Sequence[str] = ()) -> "Audit":
-        """Join audits of shards of the data into the audit of all of it.
+        """Merge audits of shards of the data into one audit of all the data.
 
-        Means, standard deviations and counts are those of one audit over all sequences, within rounding, the
-        nearest heads too; findings are judged again. Numbers of the first sequence (spectra, maps of
-        memberships, pictures) are those of the first audit that has them. Worth is the mean over all tokens,
-        without the set of heads that can go together: no run of the model was on all of the data. A baseline
-        is left out: its differences are of single sequences. Notes say so where it was there.
+        Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
+        over all sequences. Findings are recomputed. Values of single sequences (spectra, membership maps,
+        attention maps) come from the first audit that has them. Importance is the mean over all tokens. The
+        set of removable heads is omitted, because no model run covered all the data. The baseline is omitted,
+        because it compares single sequences. Notes in the merged audit list what was omitted.
 
-        The order of audits changes nothing but what is of the first sequence, and how they are joined in
-        turn nothing at all. Of files that Rankwise wrote before it could merge, the nearest heads and the
-        tokens at peaks are left out. Names of such tokens are counted among the 16 commonest of each audit.
+        The order of audits affects only the values of single sequences. Merging in several steps returns the
+        same result as merging at once. Audits in older files without merge data yield no nearest heads and no
+        names of tokens. Token names are counted among the 16 most frequent names of each audit.
 
-        What would be counted twice is refused: an audit that is there twice, alone or in a merged audit, and
-        audits of the same batches. The same sequences in other batches, or some of them, are not noticed. So
-        are audits of other weights, by 64 numbers of each weight. Files that Rankwise wrote before it kept
-        digests of both are not checked.
+        An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
+        of a merged audit, or if two audits have the same batches. The same sequences in different batches are
+        not detected. Weights are compared by 64 numbers per weight. Older files without digests of data and
+        weights are not checked.
 
-        Cost: linear in the records.
+        Cost: linear in the number of records.
 
         Args:
-            audits: of one model at one δ, each of other sequences.
-            names: names of the audits in errors; their numbers by default.
+            audits: audits of the same model at the same δ, each of different sequences.
+            names: names of the audits for error messages; "audit 1", "audit 2", … by default.
 
         Raises:
-            InputError: if there are none, or one is no audit.
-            RecordError: if they differ in model, weights, revision, δ, method, dtype or schema, naming the
-                field and both values; if two hold the same sequences, naming both.
+            InputError: if ``audits`` is empty or contains an object that is not an audit.
+            RecordError: if audits differ in model, weights, revision, δ, method, dtype or schema version, or
+                if two audits contain the same sequences.
 
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.
@@ -155,7 +152,7 @@ class Audit(Record):
 
     @classmethod
     def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
-        """Return the audit of statistics: records, their baseline, and findings."""
+        """Return the audit with records, baselines and findings computed from statistics."""
         about, measured = statistics.provenance, statistics.importance
         known: dict[HeadId, dict[str, Any]] = {}
         for at, head in (measured.heads if measured is not None else {}).items():
@@ -184,66 +181,60 @@ class Audit(Record):
         )
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report: one file that needs nothing else.
+        """Write the report as one self-contained HTML file and return the path of the file.
 
         Args:
-            path: the file; for an existing folder, ``index.html`` in it.
-
-        Returns:
-            The file written.
+            path: file to write; in an existing folder, the file is ``index.html``.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if the file cannot be written.
         """
         from rankwise.report import write_html
 
         return write_html(self, Path(path))
 
     def to_frame(self, records: Records = "heads") -> "pd.DataFrame":
-        """Records as a pandas frame: one row each, one value a cell.
+        """Return records as a pandas data frame, with one row per record.
 
-        The standard deviation over sequences of a measure is the column after it, ``numerical_rank_std``;
-        what is kept as a list (spectra, maps, thresholds) is in the records only.
+        The column after a measure is its standard deviation over sequences, such as ``numerical_rank_std``.
+        Lists (spectra, maps, thresholds) are omitted; they are in the records.
 
         Args:
-            records: which of them.
+            records: kind of records, such as "heads" or "layers".
 
         Raises:
-            InputError: if pandas is not installed, or there are no such records.
+            InputError: if pandas is not installed, or ``records`` is not a kind of records.
         """
         return data_frame(*table(records, getattr(self, records, [])))
 
     def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
-        """Write records as CSV, with the columns of `to_frame`; needs no pandas.
+        """Write records as CSV, with the columns of `to_frame`, and return the path; pandas is not required.
 
-        Numbers are written in full and read back equal; what is not known is an empty cell. A text that a
-        spreadsheet would run (it begins with = + - @) gets an apostrophe before it.
+        Numbers are written with all digits; unknown values are empty cells. Text that a spreadsheet would
+        execute (text that begins with = + - @) is preceded by an apostrophe.
 
         Args:
-            path: the file; for an existing folder, ``heads.csv`` (or ``layers.csv``, …) in it.
-            records: which of them.
-
-        Returns:
-            The file written.
+            path: file to write; in an existing folder, the file is ``heads.csv`` (``layers.csv``, …).
+            records: kind of records, such as "heads" or "layers".
 
         Raises:
-            InputError: if it cannot be written, or there are no such records.
+            InputError: if the file cannot be written, or ``records`` is not a kind of records.
         """
         path = Path(path)
         path = path / f"{records}.csv" if path.is_dir() else path
         return write_file(path, csv_text(*table(records, getattr(self, records, []))), "table")
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
-        """The record of one head.
+        """Return the record of one head.
 
         Args:
-            layer: its layer, from 0.
-            head: its number in that layer, from 0.
-            stack: the blocks it belongs to, where several have such a layer.
-            site: the module that mixed, where a layer has several (self- and cross-attention).
+            layer: index of the layer, from 0.
+            head: index of the head in the layer, from 0.
+            stack: name of the stack of blocks, such as the encoder; required if several stacks match.
+            site: name of the module that mixes tokens; required if a layer has several (cross-attention).
 
         Raises:
-            InputError: if there is no such head, or there are several.
+            InputError: if no head matches, or several heads match.
 
         Examples:
             >>> import torch, rankwise as rw
@@ -272,53 +263,47 @@ class Audit(Record):
 
     @property
     def verdict(self) -> Verdict:
-        """One sentence on the findings, and at most three actions."""
+        """Summary of the findings in one sentence, and at most three suggested actions."""
         return verdict_of(self)
 
     def summary(self, width: int = 100) -> str:
-        """What the command prints of it: findings, a table of the layers, where the numbers come from.
+        """Return the text that the command prints: findings, a table of layers, origin of the numbers.
 
         Args:
-            width: of a line, in characters.
+            width: maximum width of a line, in characters.
         """
         from rankwise.report import console_text
 
         return console_text(self, width)
 
     def plot(self, measure: str = "numerical_rank") -> "go.Figure":
-        """A heat map of one measure of every head, layers down and heads across.
+        """Return a Plotly heat map of one measure: a row per layer, a column per head.
 
         Args:
-            measure: its name, as in `to_frame`.
-
-        Returns:
-            A Plotly figure; in a notebook it shows itself, ``.show()`` opens it elsewhere.
+            measure: name of the measure, as in the columns of `to_frame`.
 
         Raises:
-            InputError: if plotly is not installed, there is no such measure, or there are no heads.
+            InputError: if plotly is not installed, the measure is unknown, or the audit has no heads.
         """
         from rankwise.report import plot_heads
 
         return plot_heads(self, measure)
 
     def plot_depth(self, measure: str | None = None) -> "go.Figure":
-        """Curves of the token states through depth, a line for each stack, ± one standard deviation.
+        """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
 
         Args:
-            measure: the name of one, such as ``relative_spread``; those of the report where none is named.
-
-        Returns:
-            A Plotly figure.
+            measure: name of a measure, such as ``relative_spread``; None for all measures in the report.
 
         Raises:
-            InputError: if plotly is not installed, there is no such measure, or there are no token states.
+            InputError: if plotly is not installed, the measure is unknown, or there are no token states.
         """
         from rankwise.report import plot_depth
 
         return plot_depth(self, measure)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a small table and the map of ranks."""
+        """Return HTML for notebooks: a small table and a heat map of ranks."""
         from rankwise.report import notebook_html
 
         return notebook_html(self)

@@ -1,4 +1,4 @@
-"""Audit a model: run batches, measure every mixer as it runs, and make an audit of the statistics."""
+"""Audit a model: run batches, measure each mixer (module that mixes tokens), build the audit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,8 +50,8 @@ from rankwise.tracing.model_checks import sharded_again, without_copies
 class AuditError(RankwiseError):
     """The model, its batches or a later step failed while a model was audited.
 
-    ``audit`` holds the batches that were finished, or the finished layers of the first one; None if there
-    are none. ``statistics`` are the statistics of the same sequences.
+    ``audit`` contains the finished batches, or the finished layers of the first batch; None if nothing was
+    finished. ``statistics`` are the statistics from which ``audit`` was built.
     """
 
     def __init__(
@@ -86,41 +86,41 @@ def audit(
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
-    """Measure the rank of every head, and how alike tokens become through depth, as a model runs.
+    """Measure the rank of every head, and the collapse of token states through depth, in forward passes.
 
     Each batch runs once, without gradients, on the device of the model. The model is not changed: it stays
-    in its mode (call ``model.eval()`` first), and its attention backend is not switched. Operators are
-    measured as soon as their block has run and then released: memory does not grow with batches or layers.
+    in its mode (call ``model.eval()`` first), and its attention backend is not switched. Each mixing matrix
+    is measured when its block has run and then released: memory does not grow with batches or layers.
 
-    Cost: one forward pass; per head and sequence the eigenvalues of a Gram matrix (T S min(T, S) time,
-    8 T S bytes), or for estimated ranks 67 passes over the rows (O(T S K) time, O(T + S) memory). With
-    ``importance`` each batch also runs once with gradients and nine times backward, and five to thirty times
-    without sets of heads; with ``importance="exact"`` once per head and block.
+    Cost: one forward pass. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
+    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
+    memory). With ``importance``, each batch also needs one forward and nine backward passes, and five to
+    thirty forward passes without sets of heads; with ``importance="exact"``, one per head and block.
 
     Args:
         model: any `torch.nn.Module`.
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
-            a DataLoader. Labels that the model does not accept are left out, and a note says so. They are
-            kept in a list only if ``importance`` or ``baseline`` runs them again.
-        delta: δ; smaller singular values do not count in the numerical rank.
-        texts: strings instead of batches: one sequence each, padded on the right.
+            a DataLoader. Labels that the model does not accept are left out, and a note says so. Batches are
+            kept in memory only if ``importance`` or ``baseline`` runs them again.
+        delta: threshold δ: the numerical rank counts singular values above δ.
+        texts: strings to use instead of batches; each becomes one sequence, padded on the right.
         tokenizer: tokenizer of ``texts``, such as one of transformers. It also names tokens in findings and
             attention maps if it has a method ``decode``; without it tokens are shown as ids.
         tokens: maximum number of tokens per text, or less if the model accepts less.
         batch_size: texts per batch.
         method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval if δ cannot
-            be resolved); or "auto", exact while a float64 matrix takes at most 512 MiB (T = S = 8,192).
-        sites: functions that return the operator of a module, as in `capture`.
+            be resolved); or "auto", exact if a float64 matrix takes at most 512 MiB (T = S = 8,192).
+        sites: functions that return the mixing matrix (operator) of a module, by name, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
         matrices: heads that keep attention maps of the first two sequences (`AttentionMap`, at most 128×128,
             longer sequences averaged block by block): "flagged" (heads with a finding), "all", "3:7,5:0"
             (layer:head), or pairs. Cost: one product with 128 columns per head; at most 256 MiB in all.
-        importance: measure the loss without each head and block, and which heads can be removed together:
-            True estimates it from gradients, "exact" also removes heads one by one;
-            `rankwise.importance.ImportanceSettings` have more options, such as the loss.
-        baseline: audit copies of the model at initialization on the same batches, one at a time: True for
-            three seeds, a number of seeds, or a function of a seed that builds the model if `reinitialized`
-            cannot. Each copy costs one audit and the memory of the model.
+        importance: measure the loss without each head and block, and which heads can be removed together.
+            True estimates the losses from gradients; "exact" also removes heads one by one;
+            `rankwise.importance.ImportanceSettings` has more options, such as the loss.
+        baseline: audit copies of the model at initialization on the same batches, one at a time. True for
+            three seeds, a number of seeds, or a function that builds the model from a seed (if
+            `reinitialized` cannot). Each copy costs one audit and the memory of the model.
         provenance: fields of `Provenance` to record: model, revision, data, command.
         on_progress: called with the number of finished batches and a name after each measured site.
 
@@ -132,8 +132,8 @@ def audit(
         AuditError: if the model or a batch fails, or importance or the baseline cannot be measured; its
             ``audit`` contains what was measured before.
         CaptureError: if no mixing operator is found.
-        InputError: if an option is wrong, there are no batches or both batches and texts, or the model has
-            none of the heads in ``matrices``; the last is known after the first batch.
+        InputError: if an option is wrong, there are no batches or both batches and texts, or (after the first
+            batch) the model has none of the heads in ``matrices``.
         InitializationError: before anything is measured, if a baseline is requested and the model cannot be
             built at initialization.
 
@@ -166,10 +166,10 @@ def audit(
 def collect(
     model: nn.Module, batches: Iterable[Batch], settings: AuditSettings, notes: Sequence[str] = ()
 ) -> AuditStatistics:
-    """Measure a model and return the statistics from which `build_audit` makes an audit.
+    """Measure a model and return the statistics from which `build_audit` builds an audit.
 
-    Statistics of shards of the data merge, with what files do not hold: required head dimensions and the
-    baseline. The errors are the errors of `audit`.
+    Unlike saved audits, statistics of shards of the data also merge required head dimensions and the
+    baseline. Raise the same errors as `audit`.
     """
     run = Run(without_copies(model), settings, notes)
     run.run(batches)
@@ -177,7 +177,7 @@ def collect(
 
 
 def build_audit(statistics: AuditStatistics, maps: ChosenHeads | None) -> Audit:
-    """Return the audit of statistics, with the attention maps that were requested."""
+    """Return the audit of statistics, with attention maps of the chosen heads only."""
     audit = Audit.from_statistics(statistics)
     if maps is None or not maps.flagged:
         return audit
@@ -185,7 +185,7 @@ def build_audit(statistics: AuditStatistics, maps: ChosenHeads | None) -> Audit:
 
 
 class Run:
-    """One audit in progress: of a model, or of a copy at initialization, whose ranks are kept by sequence."""
+    """Audit in progress, of a model or (``is_copy``) of a copy of the model at initialization."""
 
     def __init__(
         self, model: nn.Module, settings: AuditSettings, notes: Sequence[str] = (), *, is_copy: bool = False
@@ -197,9 +197,9 @@ class Run:
         self.where: dict[str, Any] = {"sites": settings.sites, "blocks": settings.blocks}
         self.trace = Trace()
         self.statistics = ModelStatistics()
-        """Statistics of finished batches …"""
+        """Statistics of finished batches."""
         self.batch_statistics = ModelStatistics()
-        """… and of the batch that runs."""
+        """Statistics of the current batch, merged when the batch has finished."""
         self.notes = list(notes)
         self.measured_in_part: dict[str, None] = {}
         self.batches = self.sequences = 0
@@ -207,17 +207,17 @@ class Run:
         self.complete = True
         self.importance: Importance | None = None
         self.copies: dict[int, ModelStatistics] = {}
-        """Statistics at initialization by seed."""
+        """Statistics of copies at initialization, by random seed."""
         self.built = ""
         self._states: dict[str, StateSite] = {}
-        """The last state of each stack, with which the next is compared."""
+        """Last token state by stack of blocks, with which the next state is compared."""
         self._batch: Any = None
         self._on_progress = settings.on_progress or (lambda batches, site: None)
 
     def run(self, batches: Iterable[Batch]) -> None:
-        """Run all batches; then copies at initialization and importance, if they are requested."""
+        """Audit all batches; then audit copies at initialization and measure importance, if requested."""
         baseline, importance = self.settings.baseline, self.settings.importance
-        # The first copy is built before anything is measured: a model without copies is refused at once.
+        # Build the first copy before measuring: a model that cannot be built at initialization fails early.
         copies = None if baseline is None else InitialCopies(self.model, baseline)
         if copies is not None or importance is not None:
             batches = list(batches)
@@ -269,7 +269,7 @@ class Run:
             )
 
     def _mixer(self, captured: MixerSite) -> None:
-        with _measuring(captured.name), one_thread():  # large work takes several threads, a matrix each
+        with _measuring(captured.name), one_thread():  # parallel work uses one thread per matrix instead
             site, heads = sampled(captured)
             if len(heads) < (every := captured.operator.shape[-3]):
                 self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
@@ -311,7 +311,7 @@ class Run:
         self._states.clear()
 
     def _keep_finished(self) -> bool:
-        """Keep finished batches, or the finished layers of the first batch; return whether there are any."""
+        """Keep finished batches, or finished layers of the first batch; return True if there are any."""
         self.complete = False
         if self.batches:
             self._forget_batch()
@@ -331,14 +331,14 @@ class Run:
                     if not run.complete:
                         raise KeyboardInterrupt
                     self.copies[seed] = run.statistics
-                    del run, model  # one copy in memory at a time
+                    del run, model  # release the copy before the next one is built
         except KeyboardInterrupt:
             self.notes.append(f"baseline of {len(self.copies)} seeds only: interrupted from the keyboard")
         except Exception as error:
             raise self._step_failed(error, "baseline", "an audit at initialization") from error
 
     def _for_copy(self, name: str) -> AuditSettings:
-        """Return the settings of an audit of a copy: its statistics alone are used."""
+        """Return the settings for auditing a copy, without steps that only the model itself needs."""
         return replace(
             self.settings,
             tokenizer=None,
@@ -364,7 +364,7 @@ class Run:
             raise self._step_failed(error, "importance", "the model's loss without its heads") from error
 
     def collected(self) -> AuditStatistics:
-        """Return the statistics of finished batches, of copies at initialization, and their origin."""
+        """Return all statistics collected so far: batches, copies, importance and origin."""
         return AuditStatistics(
             heads=self.statistics.heads,
             states=self.statistics.states,
@@ -401,7 +401,7 @@ class Run:
         return [(head.layer, head.head) for head in self.statistics.head_records(self.settings.delta)]
 
     def _describe(self, error: Exception) -> RankwiseError:
-        """Describe the failure of a batch and how to fix it."""
+        """Return an error that names the batch, describes the exception and suggests a fix."""
         model, batch, number = type(self.model).__name__, self._batch, self.batches + 1
         if "meta tensor" in str(error) and any(weight.is_meta for weight in self.model.parameters()):
             return RankwiseError(
@@ -427,7 +427,7 @@ class Run:
         )
 
     def _step_failed(self, error: Exception, subject: str, expected: str) -> AuditError:
-        """Return the error of a step after the batches, with the whole audit without it."""
+        """Return the error of a step after the batches, with the audit of all batches as ``audit``."""
         if not isinstance(error, RankwiseError):
             got = f"{type(error).__name__}: {error}"
             fix = f"Audit without {subject}, or with smaller batches if memory ran out."
@@ -449,7 +449,7 @@ class Run:
 
 @contextmanager
 def _measuring(name: str) -> Iterator[None]:
-    """Say that a failure in this block is not an error of the model."""
+    """Context manager that reports an exception as a failure of a measure, not of the model."""
     try:
         yield
     except RankwiseError:

@@ -1,4 +1,4 @@
-"""How to audit: one object for the function, the command and the monitor, checked before a model runs."""
+"""Settings of an audit, shared by the function, the command and the monitor; checked before a model runs."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,16 +15,16 @@ from rankwise.measures import DELTA, check_delta
 from rankwise.tracing import SiteAdapter
 
 Method = Literal["auto", "exact", "estimate"]
-"""How ranks are computed; "auto" is exact up to the size `EXACT_BYTES` of a matrix."""
+"""Method of computing ranks; "auto" is exact for matrices of at most `EXACT_BYTES` in float64."""
 Matrices = str | Iterable[tuple[int, int]]
-"""Heads that keep attention maps: "flagged", "all", "3:7,5:0", or pairs (layer, head)."""
+"""Heads whose attention maps are kept: "flagged", "all", "3:7,5:0" (layer:head), or pairs (layer, head)."""
 BaselineOption = bool | int | Callable[[int], nn.Module] | BaselineSettings
 Progress = Callable[[int, str], None]
-"""Called with the number of finished batches and the site measured last."""
+"""Function called with the number of finished batches and the name of the module measured last."""
 
 
 class AuditOptions(TypedDict, total=False):
-    """Keywords of `rankwise.audit` that say how to audit."""
+    """Types of the keyword arguments of `rankwise.audit`, except the data."""
 
     delta: float
     tokenizer: Callable[..., Any] | None
@@ -40,19 +40,19 @@ class AuditOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ChosenHeads:
-    """Heads whose attention maps are kept: heads with a finding, all heads, or heads by (layer, head)."""
+    """Heads whose attention maps are kept: (layer, head) pairs; without pairs, all heads or flagged heads."""
 
     heads: frozenset[tuple[int, int]] = frozenset()
     flagged: bool = False
 
     def includes(self, layer: int, head: int) -> bool:
-        """True if a head can be one of them; which heads have a finding is known later."""
+        """Return True if the head's map is recorded. Maps without a finding are removed later."""
         return not self.heads or (layer, head) in self.heads
 
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """How to audit, checked."""
+    """Validated settings of an audit."""
 
     delta: float = DELTA
     tokenizer: Callable[..., Any] | None = None
@@ -67,7 +67,7 @@ class AuditSettings:
 
     @classmethod
     def of(cls, **options: Unpack[AuditOptions]) -> "AuditSettings":
-        """Check the options of an audit.
+        """Return the settings from options of `rankwise.audit`.
 
         Raises:
             InputError: if an option is unknown or has a wrong value.
@@ -131,7 +131,7 @@ class AuditSettings:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raise if an optional argument is not a function."""
+    """Raise `InputError` if an optional argument is neither None nor callable."""
     if value is not None and not callable(value):
         raise InputError(
             f"`{name}`", expected="a function", got=repr(value), fix="Give a function, or leave it out."
@@ -139,7 +139,7 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def chosen_heads(matrices: Any) -> ChosenHeads | None:
-    """Read which heads keep attention maps; None if no maps are kept.
+    """Return the heads whose attention maps are kept, None if no maps; raise `InputError` if malformed.
 
     Examples:
         >>> sorted(chosen_heads("3:7, 5:0").heads)
@@ -171,7 +171,7 @@ def chosen_heads(matrices: Any) -> ChosenHeads | None:
 
 
 def baseline_settings(option: Any) -> BaselineSettings | None:
-    """Return the settings of a baseline; None if there is none."""
+    """Return the settings of a baseline, None if not requested; raise `InputError` if the option is wrong."""
     if isinstance(option, bool):
         return BaselineSettings() if option else None
     settings = option

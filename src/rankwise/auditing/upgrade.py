@@ -1,4 +1,4 @@
-"""Read audits of older schema versions."""
+"""Convert audit files of older schema versions to the current version."""
 
 from collections import Counter
 from typing import Any
@@ -28,7 +28,7 @@ RENAMED = {
     "unseen": "uncaptured",
     "worth": "importance",
 }
-"""Names of fields and measures in version 2, and their names in version 3; all are renamed at once."""
+"""Version 3 name by version 2 name, for fields and measures; one pass renames all names."""
 CODES = {
     "ABOVE_NULL": "HIGH_RANK",
     "BELOW_NULL": "LOW_RANK",
@@ -37,17 +37,17 @@ CODES = {
     "TWINS": "DUPLICATE_HEADS",
     "UNSEEN": "NOT_CAPTURED",
 }
-"""Codes of findings in version 2, and their codes in version 3."""
+"""Version 3 code by version 2 code, for findings."""
 FREE = ("texts", "versions", "sources")
-"""Fields whose keys are names of inputs, packages and files, not of fields."""
+"""Fields whose keys must not be renamed: names of inputs, packages and files."""
 
 
 def upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the parsed content of an audit file with the fields of the current schema version.
+    """Return the parsed content of an audit file, converted to the current schema version.
 
-    Version 1 held a z-score, which was removed. It took the random rank at the mean length of the sequences:
-    that number stays only if all were equally long, which a hardmax rank without deviation shows.
-    The content may be damaged: validation follows.
+    Version 1 computed the random rank at the mean sequence length. This rank is kept only if all sequences
+    had equal length, that is, if the hardmax rank has standard deviation 0. The z-score is removed.
+    Content may be damaged, so types are checked here and values are validated later.
     """
     version = content.get("schema_version")
     if version not in (1, 2):
@@ -70,7 +70,7 @@ def upgraded(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _at(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object inside an object; an empty one if there is none."""
+    """Return the JSON object at a key; an empty object if there is none."""
     value = content.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -82,7 +82,7 @@ def _upgraded_head(
     occurrences: Counter[str],
     calls: dict[tuple[str, ...], int],
 ) -> dict[str, Any]:
-    """Number the calls of a module by the order of the file, and move counts from `merging` to the head."""
+    """Number repeated calls of a module in file order, and move ``counts`` from ``merging`` to the head."""
     if version == 1:
         varied = _at(head, "std").get("hardmax_rank")
         head = {name: value for name, value in head.items() if name != "z_score"}
@@ -100,7 +100,7 @@ def _upgraded_head(
 
 
 def _upgraded_place(place: dict[str, Any], calls: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """Address a removable head by the call of its module instead of cross-attention and occurrence."""
+    """Replace ``cross`` and ``occurrence`` in the address of a removable head by the call of its module."""
     mixer = str([place.get(name) for name in ("stack", "layer", "site")])
     occurrence = place.get("occurrence", 0)
     call = calls.get((mixer, str(place.get("cross", False)), str(occurrence)), occurrence)
@@ -110,7 +110,7 @@ def _upgraded_place(place: dict[str, Any], calls: dict[tuple[str, ...], int]) ->
 
 
 def _renamed(value: Any) -> Any:
-    """Rename keys and codes at every level."""
+    """Rename keys and codes of findings at every level of nested content."""
     if isinstance(value, list):
         return [_renamed(item) for item in value]
     if not isinstance(value, dict):
