@@ -11,14 +11,14 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""128 + SIGINT, the status of a command that Ctrl-C ended."""
+"""Exit status of a command that Ctrl-C ended: 128 plus the number of the signal SIGINT."""
 _running = False
 """True while a command runs that can save its results after Ctrl-C."""
 _presses = 0
 
 
 def _pressed(_: int, frame: FrameType | None) -> None:
-    """Interrupt the command twice: to write its results, and to stop writing. Otherwise end the process."""
+    """Handle Ctrl-C: the first lets the command write its results, the second stops that, the third exits."""
     global _presses
     _presses += 1
     if _running and _presses <= 2 and not _is_importing(frame):
@@ -27,7 +27,7 @@ def _pressed(_: int, frame: FrameType | None) -> None:
 
 
 def _leave() -> NoReturn:
-    """End the process at once: Python's own exit could be interrupted again."""
+    """End the process at once, because another Ctrl-C could interrupt Python's own exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"rankwise: interrupted\n")
@@ -35,14 +35,14 @@ def _leave() -> NoReturn:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return True during an import: an exception in PyTorch's import can abort in C++."""
+    """Return True if a module is being imported; an exception inside PyTorch's import can abort in C++."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
 
 
 def main() -> None:
-    """Run a command."""
+    """Run the command line with a handler for Ctrl-C."""
     global _running
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT stays ignored
         signal.signal(signal.SIGINT, _pressed)
@@ -57,7 +57,7 @@ def main() -> None:
         if status == INTERRUPTED and (_presses or isinstance(error, SystemExit)):
             with suppress(OSError):  # the reader of standard output may be closed
                 sys.stdout.flush()
-            _leave()  # whatever the interrupt became on its way up
+            _leave()  # libraries may have turned KeyboardInterrupt into another exception
         raise
 
 

@@ -1,4 +1,4 @@
-"""Errors that users meet, and the checks that raise them: subject, what was expected, what came, the fix."""
+"""Error classes for users, and checks that raise these errors with subject, expected, got and fix."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class RankwiseError(ValueError):
-    """Base of all errors that a user can fix, printed as "SUBJECT: expected X, got Y. FIX"."""
+    """Base class of all errors that a user can fix, printed as "SUBJECT: expected X, got Y. FIX"."""
 
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
@@ -54,7 +54,7 @@ class InputError(RankwiseError):
 
 
 class TrainingError(RankwiseError):
-    """A training cannot start, continue or resume; files that it has written stay."""
+    """A training run cannot start, continue or resume; files that the run has written are kept."""
 
 
 class RecordError(RankwiseError):
@@ -62,7 +62,7 @@ class RecordError(RankwiseError):
 
 
 def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseError] = InputError) -> T:
-    """Return a known value; otherwise raise and suggest similar ones.
+    """Return `value` if it is in `known`; otherwise raise an error that suggests similar known values.
 
     Examples:
         >>> one_of("`mask`", "causal", ["full", "causal"])
@@ -80,7 +80,7 @@ def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseEr
 def in_range(
     subject: str, value: int | float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
 ) -> float:
-    """Return a number that is in an interval such as "(0, 1]" or "[0, inf)"; NaN is in none.
+    """Return `value` if it is in an interval such as "(0, 1]" or "[0, inf)"; raise otherwise and for NaN.
 
     Examples:
         >>> in_range("`keep`", 0.5, "(0, 1]")
@@ -104,7 +104,7 @@ def whole_number(
     fix: str = "",
     error: type[RankwiseError] = InputError,
 ) -> int:
-    """Return an integer that is at least `least` and at most `most`; True and False are refused.
+    """Return `value` if it is an integer from `least` to `most`; raise otherwise and for True and False.
 
     Examples:
         >>> whole_number("`every`", 500)
@@ -126,14 +126,14 @@ def instance_of(
     fix: str,
     error: type[RankwiseError] = InputError,
 ) -> T:
-    """Return a value of the right Python type, described by `expected` in the error."""
+    """Return `value` if it is an instance of `kind`; otherwise raise an error with the words `expected`."""
     if not isinstance(value, kind):
         raise error(subject, expected=expected, got=type(value).__name__, fix=fix)
     return value
 
 
 def need_package(name: str, subject: str, extra: str) -> ModuleType:
-    """Import an optional package that `subject` needs, or name the extra of `rankwise` that installs it."""
+    """Import and return an optional package; raise InputError with the pip command if it is missing."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -146,23 +146,23 @@ def need_package(name: str, subject: str, extra: str) -> ModuleType:
 
 
 def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") -> bytes:
-    """Read a file of a kind such as "an audit"; the error tells missing, folder and forbidden apart."""
+    """Return the bytes of a file; raise InputError if it is missing, a folder or not readable."""
     path = Path(path)
     try:
         return path.read_bytes()
     except OSError as error:
-        # Windows reports PermissionError for a folder.
+        # The error class is not enough: Windows raises PermissionError for a folder.
         got = "a folder" if path.is_dir() else "no such file" if not path.exists() else first_line(error)
         raise InputError(str(path), expected=kind, got=got, fix=fix) from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
+    """Return the first line of an error's message, or the name of the error's class if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with similar known names and the first 24 known names; empty if nothing is known.
+    """Return text with similar known names and the first 24 known names; empty if `known` is empty.
 
     Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])

@@ -1,17 +1,17 @@
-"""The axis letters of the whole package, and the tensor types written with them.
+"""Letters for tensor axes in the whole package, and tensor types that use these letters.
 
 =======  =====================================================================
 letter   axis
 =======  =====================================================================
 B        batch: sequences
 H        heads
-T        tokens (queries: the rows of a mixing operator)
-S        source tokens (keys: its columns)
+T        tokens (queries: rows of a mixing matrix)
+S        source tokens (keys: columns of a mixing matrix)
 D        model width
 K        head width (the papers' d_h)
-V        columns of whatever an operator is applied to
+V        columns of the values that a mixing matrix multiplies
 L        layers
-N        any one axis of a list of numbers
+N        single axis of a vector, of any length
 =======  =====================================================================
 
 ``...`` stands for any number of leading axes. The types are checked under pytest only.
@@ -21,10 +21,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Matrices = Float[Tensor, "*batch T S"]
-"""Mixing matrices, any number of leading axes."""
+"""Mixing matrices of T rows and S columns, with any number of leading axes."""
 
 Tokens = Float[Tensor, "B T D"]
-"""Token states."""
+"""Token states: one vector of the model width per token."""
 
 TokenMask = Bool[Tensor, "B T"]
 """True where a token is real, False where it is padding."""

@@ -1,1 +1,1 @@
-"""Helpers of all packages."""
+"""Private helpers that all packages share."""

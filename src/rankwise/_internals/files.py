@@ -1,4 +1,4 @@
-"""Write files atomically."""
+"""Write files atomically: readers see the old content or the new content, never a part."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from rankwise.errors import InputError
 
 
 def parse_json(text: str) -> Any:
-    """Return the content of JSON; raise ValueError for JSON that Python cannot hold.
+    """Return the content of JSON text; raise ValueError if it is invalid, too deep or not valid Unicode.
 
     Examples:
         >>> parse_json('{"layers": [1, null]}')
@@ -20,14 +20,14 @@ def parse_json(text: str) -> Any:
     """
     try:
         content = json.loads(text)
-        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+        json.dumps(content, ensure_ascii=False).encode()  # UTF-8 cannot store half a surrogate pair
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
     return content
 
 
 def writable_folder(folder: Path, option: str = "--out") -> None:
-    """Create a folder and check that it can be written, before anything is computed."""
+    """Create a folder; raise InputError if it cannot be written, so that no results are computed in vain."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -42,14 +42,14 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
 
 
 def write_file(path: Path, content: str | Callable[[Path], object], subject: str) -> Path:
-    """Write a file under a temporary name in its folder, then rename it.
+    """Write a file under a temporary name, rename it, and return its path.
 
-    A reader finds the old file or the new one, never a part. A full disk or Ctrl-C leaves the old file.
+    A reader finds the old file or the new file, never a part. A full disk or Ctrl-C leaves the old file.
 
     Args:
         path: file to write; missing folders are created.
-        content: text, or a function that writes the file to the path that it gets.
-        subject: noun for the file in errors.
+        content: text, or a function that writes a file to the path in its argument.
+        subject: noun for the file in error messages.
 
     Examples:
         >>> import tempfile
@@ -64,7 +64,7 @@ def write_file(path: Path, content: str | Callable[[Path], object], subject: str
             got="a folder or a device",
             fix="Choose another name.",
         )
-    path = path.resolve()  # follow a link, do not replace it
+    path = path.resolve()  # a symbolic link stays a link: its target is written
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,21 +80,21 @@ def write_file(path: Path, content: str | Callable[[Path], object], subject: str
             got=error.strerror or str(error),
             fix=f"Choose a folder you may write to and that has room, or make {path.parent} writable.",
         ) from error
-    finally:  # also after Ctrl-C
+    finally:  # Ctrl-C must not leave the partial file
         with suppress(OSError):
             partial.unlink()
     return path
 
 
 def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> list[Path]:
-    """Write several files of one folder, all or none; return their paths. Other files in the folder stay.
+    """Write several files into one folder, all or none; return their paths. Other files are kept.
 
     The files are written into a hidden folder, then renamed. An error or Ctrl-C restores the old files.
 
     Args:
         folder: target folder; created if it is missing.
-        write: function that writes the files into the folder that it gets.
-        subject: noun for the files in errors.
+        write: function that writes the files into the folder in its argument.
+        subject: noun for the files in error messages.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
                     if (folder / name).exists():
                         (folder / name).replace(old / name)
                     (new / name).replace(folder / name)
-            except BaseException:  # Ctrl-C too
+            except BaseException:  # KeyboardInterrupt is not an Exception
                 _put_back(folder, names, new, old)
                 raise
     except OSError as error:
@@ -127,5 +127,5 @@ def _put_back(folder: Path, names: list[str], new: Path, old: Path) -> None:
     for name in names:
         if (old / name).exists():
             (old / name).replace(folder / name)
-        elif not (new / name).exists():  # the new file was in place, and there was no old one
+        elif not (new / name).exists():  # the new file was moved, and no old file existed
             (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Run a model on a batch, and change a model so that every change can be undone."""
+"""Run a model on a batch, edit batches, and change a model reversibly."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from rankwise.errors import InputError
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 
 LABELS = ("labels", "label", "targets", "target", "y")
-"""Names of labels in data sets and models."""
+"""Names that data sets and models use for labels."""
 
 
 # --- run -------------------------------------------------------------------------------------------------
@@ -44,10 +44,10 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def second_argument(model: nn.Module) -> str:
-    """Return the name of a transformers model's second positional argument, unless it is for labels.
+    """Return the name of a transformers model's second positional argument; empty if it takes labels.
 
-    The second argument is usually a mask, and labels read as a mask would silently hide tokens. For other
-    models the name is empty: they are called as their authors wrote them.
+    The second argument is usually a mask, and labels passed as a mask would silently hide tokens. Models
+    of other libraries return an empty name, because their second argument follows no convention.
     """
     if all(base.__name__ != "PreTrainedModel" for base in type(model).__mro__):
         return ""
@@ -57,10 +57,10 @@ def second_argument(model: nn.Module) -> str:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, then restore the mode of every module.
+    """Context manager that sets a model to evaluation mode, then restores the mode of every module.
 
-    Modules with a ``train(mode)`` of their own, such as LoRA layers that merge weights for evaluation, are
-    called to undo it.
+    Some modules override ``train(mode)``, such as LoRA layers that merge weights for evaluation. For these
+    modules ``train`` is called at the end, so that they undo the merge.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -69,7 +69,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         try:
-            for module, training in modes:  # outer modules first: they call inner ones, whose mode may differ
+            for module, training in modes:  # outer modules first: their `train` also sets inner modules
                 if overrides_train(module) and module.training != training:
                     module.train(training)
         finally:
@@ -78,7 +78,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def overrides_train(module: nn.Module) -> bool:
-    """True if a module has a ``train(mode)`` of its own; ``train(data)`` does not count."""
+    """Return True if a module's class overrides ``train(mode)``; an unrelated ``train(data)`` is ignored."""
     if getattr(module.train, "__func__", None) is nn.Module.train:
         return False
     first = next(iter(inspect.signature(module.train).parameters.values()), None)
@@ -89,9 +89,9 @@ def overrides_train(module: nn.Module) -> bool:
 
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Clear the weight casts that ``torch.autocast`` keeps, before and after.
+    """Context manager that clears the cache of ``torch.autocast`` before and after the block.
 
-    A cached cast may be stale, and one made without gradients blocks them in later passes.
+    A cached low-precision weight may be stale. If it was cached without gradients, it blocks later gradients.
     """
     torch.clear_autocast_cache()
     try:
@@ -101,7 +101,7 @@ def fresh_autocast_cache() -> Iterator[None]:
 
 
 def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore torch's random state on the CPU and on the devices of a model."""
+    """Return a context manager that restores torch's random state on the CPU and on a model's devices."""
     devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
     kind = next(iter(devices)).type if devices else "cuda"
     return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
@@ -111,20 +111,20 @@ def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first weight or buffer in memory, where a model reads its inputs."""
+    """Return the device of a model's first weight or buffer that is not on "meta"; CPU if there is none."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch to a device."""
+    """Return a batch with every tensor on a device."""
     return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
-    """Copy the first sequences of a dict, or any other batch as a whole.
+    """Return a copy of the first `count` sequences of a dict; copy any other batch as a whole.
 
-    Dicts are batch first by the convention of Hugging Face; the first axis of other inputs may be time.
+    In dicts the first axis is the batch, by the convention of Hugging Face. In other inputs it may be time.
     """
     sequences = batch_size(batch) if isinstance(batch, Mapping) else None
 
@@ -136,7 +136,7 @@ def first_sequences(batch: Batch, count: int) -> Any:
 
 
 def batch_size(batch: Batch) -> int:
-    """Return the number of sequences: the first length of the first tensor that has axes."""
+    """Return the number of sequences B: the first axis of the first tensor that is not a scalar."""
     return next((value.shape[0] for value in tensors_of(batch).values() if value.dim()), 1)
 
 
@@ -151,14 +151,14 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def has_tensor(value: Any) -> bool:
-    """True if a batch, or a part of it, contains a tensor."""
+    """Return True if a nested dict, list or tuple contains a tensor."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(has_tensor, value)))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of nested dicts, lists and tuples."""
+    """Return nested dicts, lists and tuples with a function applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -170,10 +170,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
-    """Return a batch without labels that ``forward`` does not accept, and a note that names them.
+    """Return a batch without labels that ``forward`` does not accept, and a note that names these labels.
 
-    Only certain cases are dropped: keys that ``forward`` does not accept, if they are named like labels or
-    contain no tensor; and y in (x, y) if y has one number per sequence and the model cannot take it.
+    A key that ``forward`` does not accept is dropped if its name is in `LABELS` or its value has no tensor.
+    The y of (x, y) is dropped if it has one number per sequence and ``forward`` has no place for labels.
 
     Examples:
         >>> import torch
@@ -195,7 +195,7 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
 
 
 def argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """Return the argument names of ``forward``, and whether it accepts any other name."""
+    """Return the argument names of ``forward``, and True if it also accepts ``**kwargs``."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in named]
@@ -209,7 +209,7 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _one_label_each(x: Any, y: Any) -> bool:
-    """True if y has one number per sequence of x."""
+    """Return True if y has one number per sequence of x."""
     both = isinstance(x, Tensor) and isinstance(y, Tensor)
     return both and x.dim() > 1 and y.shape in ((x.shape[0],), (x.shape[0], 1))
 
@@ -218,7 +218,7 @@ def _one_label_each(x: Any, y: Any) -> bool:
 
 
 class AddedHook(NamedTuple):
-    """A forward hook: ``hook(module, args, kwargs)`` before, ``hook(module, args, kwargs, output)`` after."""
+    """Forward hook, called as ``hook(module, args, kwargs)`` or, after the module, with ``output`` added."""
 
     module: str
     kind: Literal["before", "after"]
@@ -228,10 +228,10 @@ class AddedHook(NamedTuple):
 
 @dataclass
 class Change:
-    """Replace modules, set attributes and add hooks in a model; as a context manager, for one block of code.
+    """Reversible change of a model: replaced modules, set attributes and added hooks.
 
-    Names are paths as in ``named_modules()``, "" being the model. They are looked up one after the other, so
-    a path may lead into a module that the same change puts in place.
+    As a context manager it changes the model for one block of code. Keys are paths as in
+    ``named_modules()``, "" for the model. A path may lead into a module that the same change inserts.
 
     Examples:
         >>> model = nn.Sequential(nn.Dropout(), nn.ReLU())
@@ -249,7 +249,7 @@ class Change:
     _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def apply(self) -> None:
-        """Swap modules, set attributes, then add hooks; if one step raises, undo those before it."""
+        """Replace modules, set attributes, then add hooks; if one step raises, undo the earlier steps."""
         try:
             for path, module in self.modules.items():
                 parent, _, name = path.rpartition(".")
@@ -268,7 +268,7 @@ class Change:
             raise
 
     def undo(self) -> None:
-        """Restore the model exactly; without effect if the change is not applied."""
+        """Restore the model exactly; do nothing if the change is not applied."""
         while self._undo:
             self._undo.pop()()
 

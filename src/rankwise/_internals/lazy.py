@@ -9,12 +9,12 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], packages: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose names are imported on first use and then kept.
+    """Return functions `__getattr__` and `__dir__` of a package that import its names on first use.
 
     Args:
         package: name of the package, `__name__`.
-        homes: names in each module, by the module's name relative to the package.
-        packages: modules that are names of the package themselves.
+        homes: public names by the module that defines them, relative to the package.
+        packages: submodules that are public names themselves.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 

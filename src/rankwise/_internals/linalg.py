@@ -1,4 +1,4 @@
-"""Norms and differences that neither overflow nor cancel."""
+"""Norms without overflow or underflow, and differences of rows without cancellation."""
 
 import torch
 from jaxtyping import Bool, Float64
@@ -7,16 +7,16 @@ from torch import Tensor
 _EXPONENT_BITS = 0x7FF0_0000_0000_0000
 _SMALLEST_NORMAL = torch.finfo(torch.float64).tiny
 MATRIX = (-2, -1)
-"""The two axes of a matrix."""
+"""The two axes of a matrix: rows and columns."""
 
 SQUARES = 2.0**450
-"""A norm between this and its inverse is exact: squares that underflow are at most 2⁻¹²² of it."""
+"""Norms from 1/SQUARES to SQUARES need no scaling: squares that underflow are at most 2⁻¹²² of the norm²."""
 
 
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """Return the power of two at or below the largest magnitude along ``axes``, which stay; 1 for zeros.
+    """Return the largest power of two up to the largest magnitude along ``axes``; 1 if all values are 0.
 
-    Division by a power of two rounds nothing and keeps squares in range.
+    The axes are kept with length 1. Division by a power of two is exact and keeps squares in range.
     """
     largest = values.detach().abs().amax(axes, keepdim=True)
     power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
@@ -24,7 +24,7 @@ def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64
 
 
 def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """Return the Euclidean norm along ``axes``, also of numbers whose squares leave float64."""
+    """Return the Euclidean norm along ``axes``, also if squares overflow or underflow float64."""
     plain = torch.linalg.vector_norm(values, dim=axes)
     if bool(((plain > 1 / SQUARES) & (plain < SQUARES)).all()):
         return plain
@@ -33,20 +33,20 @@ def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tenso
 
 
 def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Divide, with x/0 = 0."""
+    """Return ``part / whole``, with x/0 = 0."""
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
 
 
 def mean_distance(
     rows: Float64[Tensor, "*batch T D"], real: Bool[Tensor, "*batch T"] | None = None
 ) -> Float64[Tensor, "*batch"]:
-    """Return μ = ‖Y − 1ȳᵀ‖_F, the distance of the rows from their mean.
+    """Return μ = ‖Y − 1ȳᵀ‖_F, the distance of the rows of Y from their mean ȳ.
 
-    The first real row is subtracted before the mean: nearly equal rows lose no digits, equal rows give 0.
+    The first real row is subtracted before the mean, so that nearly equal rows lose no digits.
 
     Args:
-        rows: rows that are finite if they are real.
-        real: True for rows that count; all rows by default.
+        rows: rows of Y; real rows must be finite.
+        real: True for real rows, False for padding; by default all rows are real.
     """
     unit = unit_scale(rows, MATRIX)
     rows = rows / unit

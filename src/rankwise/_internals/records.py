@@ -1,4 +1,4 @@
-"""Base class, field types and loading of the records that users save; no torch."""
+"""Base class, field types and loading of records (saved JSON files); this module does not import torch."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rankwise.errors import RecordError, readable_file
 R = TypeVar("R", bound="Record")
 
 MISSING = "–"
-"""Printed for a number that is not finite. Never 0: a missing number is not a small one."""
+"""Text for a number that is not finite. It is not "0", because a missing number is not a small number."""
 
 
 def _nan_from_null(value: object) -> object:
@@ -22,7 +22,7 @@ def _nan_from_null(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_nan_from_null)]
-"""A float; JSON has null where it is not finite."""
+"""Float; written as null in JSON if it is not finite, and null is read as NaN."""
 
 
 def _positive(value: float) -> float:
@@ -32,20 +32,20 @@ def _positive(value: float) -> float:
 
 
 Size = Annotated[Number, AfterValidator(_positive)]
-"""A mean number of rows or columns; NaN if no sequence has any."""
+"""Mean number of rows or columns, above 0; NaN if no sequence has rows or columns."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A count or an index from 0; JSON has no larger exact integers."""
+"""Count, or index from 0; below 2⁵³, because JSON readers store larger integers inexactly."""
 
 
 class Record(BaseModel):
-    """Base of all records: frozen, without unknown fields, null for numbers that are not finite."""
+    """Base class of records: immutable, refuses unknown fields, writes NaN and infinity as null."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
 
 def format_number(value: float, digits: int | None = None) -> str:
-    """Format a number in few characters: a dash if it is not finite, powers of ten if it would round to 0.
+    """Return a number as short text: a dash if not finite, scientific notation if it would round to 0.
 
     Args:
         value: number to format.
@@ -73,17 +73,17 @@ def load_record(
     *,
     upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> R:
-    """Read a record from a file, or from `file_name` in a folder; upgrade its content, then validate it.
+    """Return a validated record from a file, or from `file_name` in a folder.
 
     Args:
         path: file or folder.
         kind: class of the record, with the fields `format` and `schema_version`.
         file_name: name of the file in a folder.
-        upgrade: returns the content of an older schema version with the current fields.
+        upgrade: function that converts content of an older schema version to the current fields.
 
     Raises:
         InputError: if the file cannot be read.
-        RecordError: if it holds another format, a newer schema version or damaged content.
+        RecordError: if the file has another format, a newer schema version or damaged content.
     """
     path = Path(path)
     path = path / file_name if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE): pairs of channels of queries and keys are rotated by an angle per position."""
+"""Rotary positions (RoPE): each pair of query or key channels is rotated by an angle per position."""
 
 from typing import Literal
 
@@ -8,21 +8,21 @@ from torch import Tensor
 
 ROPE_BASE = 10_000.0
 Pairing = Literal["halves", "neighbors"]
-"""Which of the first 2P channels form pair i: channels i and i + P, or channels 2i and 2i + 1."""
+"""Channels of pair i among P pairs: "halves" is (i, i + P), "neighbors" is (2i, 2i + 1)."""
 
 
 def rope_angles(
     positions: Shaped[Tensor, "*P T"], width: int, base: float, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*P T N"], Float[Tensor, "*P T N"]]:
-    """Return cos and sin of the angles p·base^(−2i/width) of each position p and pair i.
+    """Return cosine and sine of the angle p·base^(−2i/width) for each position p and pair i.
 
-    Angles are computed in float32 at least. Beyond about 10^5 tokens they lose digits.
+    Angles are computed in float32 or float64. Beyond about 10^5 tokens, float32 angles lose digits.
     Source: Su et al., “RoFormer”, 2021, equation 34.
 
     Args:
         positions: positions of the tokens.
         width: K, the even width of a head.
-        base: wavelengths range from 2π to 2π·base^(1 − 2/K) tokens.
+        base: base of the wavelengths, which range from 2π to 2π·base^(1 − 2/K) tokens.
         dtype: dtype of the result.
 
     Examples:
@@ -39,7 +39,7 @@ def rope_angles(
 def apply_rope(
     x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
 ) -> Float[Tensor, "*B T K"]:
-    """Rotate P pairs of channels, (a, b) → (a cos − b sin, b cos + a sin); the other channels stay."""
+    """Rotate P pairs of channels, (a, b) → (a cos − b sin, b cos + a sin); copy the other channels."""
     pairs = cos.shape[-1]
     turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if pairing == "halves":
@@ -52,7 +52,7 @@ def apply_rope(
 def undo_rope(
     x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
 ) -> Float64[Tensor, "*B T K"]:
-    """Invert `apply_rope` in float64, also if cos² + sin² is not 1."""
+    """Invert `apply_rope` in float64, also if cos² + sin² is not 1 (rounded or scaled angles)."""
     cos, sin = cos.double(), sin.double()
     scale = (cos.square() + sin.square()).clamp(min=1e-300)
     return apply_rope(x.double(), cos / scale, -sin / scale, pairing)

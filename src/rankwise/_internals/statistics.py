@@ -1,4 +1,4 @@
-"""Statistics that need no torch: moments that merge, rank correlation, Student's t, shared constants."""
+"""Statistics without torch: mergeable moments, rank correlation, Student's t and shared constants."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 DELTA = 1e-2
-"""Default threshold of the numerical rank. A measured matrix carries the rounding errors of its dtype, and
-``eps·σ_max`` would count them as directions; 1e-2 does not."""
+"""Default threshold δ of the numerical rank, relative to the largest singular value. It is far above machine
+epsilon, so that rounding errors of a half-precision matrix do not count as directions."""
 WIDTH_TOLERANCE = 0.01
-"""KL divergence in nats within which `required_head_dim` keeps the attention. By Pinsker's inequality at
-most √(0.01/2) = 7 % of the weight of a row is then on other tokens."""
+"""Largest KL divergence, in nats, that `required_head_dim` allows between attention rows before and after.
+By Pinsker's inequality at most √(0.01/2) = 7 % of the attention weight in a row then moves."""
 
 
 @dataclass
 class Moments:
-    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, entry by entry; NaN is not counted.
+    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, entry by entry, without NaN.
 
-    Entries without values hold mean 0. Merging is exact up to rounding and does not depend on the order.
+    An entry without values has mean 0. Up to rounding, the result does not depend on the order of arrays.
 
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", 1979.
@@ -40,13 +40,13 @@ class Moments:
 
     @classmethod
     def empty(cls, *shape: int) -> "Moments":
-        """Return moments of no arrays of a shape."""
+        """Return moments with count 0 for arrays of a shape."""
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape))
 
     def add(self, values: Floats) -> None:
-        """Merge the moments of arrays that are stacked along a new first axis, (N, *shape).
+        """Add N arrays, stacked along a new first axis, (N, *shape).
 
-        Two passes: the deviations from the first known value give the mean, the deviations from the mean M2.
+        The first pass averages deviations from the first known value; the second pass computes M2.
         """
         if not len(values):
             return
@@ -54,14 +54,14 @@ class Moments:
         count = known.sum(0).astype(np.float64)
         first = np.take_along_axis(values, known.argmax(0)[None], axis=0)[0]
         first = np.where(count > 0, first, 0.0)
-        # Equal values have exactly their own mean; infinite ones, too.
+        # Offsets from equal values are 0, so the mean of equal values is exact, also if they are infinite.
         offsets = np.subtract(values, first, where=known & (values != first), out=np.zeros_like(values))
         mean = first + offsets.sum(0) / np.maximum(count, 1)
         deviations = np.subtract(values, mean, where=known, out=np.zeros_like(values))
         self.merge(Moments(count, mean, np.square(deviations).sum(0)))
 
     def merge(self, other: "Moments") -> None:
-        """Join the moments of other arrays."""
+        """Add the arrays that other moments summarize."""
         count = self.count + other.count
         share = other.count / np.maximum(count, 1)
         step = other.mean - self.mean
@@ -70,31 +70,31 @@ class Moments:
         self.count = count
 
     def complete(self, number: int | Floats) -> "Moments":
-        """Return the moments with NaN where fewer than `number` values are known."""
+        """Return the moments with mean and M2 set to NaN for entries with fewer than `number` values."""
         missing = self.count < number
         return Moments(self.count, np.where(missing, np.nan, self.mean), np.where(missing, np.nan, self.m2))
 
     def to_record(self) -> tuple[Floats, Floats, Floats]:
-        """Return count, mean and standard deviation (over n − 1); NaN where they are undefined."""
+        """Return count, mean and sample standard deviation (divisor n − 1); NaN if undefined."""
         mean = np.where(self.count > 0, self.mean, np.nan)
         std = np.sqrt(self.m2 / np.maximum(self.count - 1, 1))
         return self.count, mean, np.where(self.count > 1, std, np.nan)
 
     @classmethod
     def from_record(cls, count: Floats, mean: Floats, std: Floats) -> "Moments":
-        """Return the moments that `to_record` describes: a mean of NaN counts 0, one value has M2 = 0."""
+        """Return moments from the results of `to_record`; an entry with mean NaN gets count 0."""
         known = np.where(np.isnan(mean), 0.0, count)
         m2 = np.where(known > 1, (known - 1) * np.square(std), 0.0)
         return cls(known, np.where(known > 0, mean, 0.0), m2)
 
 
 def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by its expansion around the normal quantile.
+    """Return the 97.5 % quantile of Student's t distribution, by an expansion around the normal quantile.
 
     Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.5.
 
     Args:
-        freedom: degrees of freedom, at least 2 (1 % too small at 2, less for more).
+        freedom: degrees of freedom, at least 2. The result is 1 % too small for 2, and closer for more.
 
     Examples:
         >>> round(t_quantile(14), 3)
@@ -111,15 +111,15 @@ def t_quantile(freedom: int) -> float:
 
 
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:
-    """Spearman's rank correlation of what is finite in both.
+    """Return Spearman's rank correlation of two lists; pairs with a number that is not finite are skipped.
 
-    Formula: Pearson's correlation of the ranks; ties share their mean rank.
-    Range: [−1, 1]; NaN below three pairs, and where one side is all alike.
+    Formula: Pearson's correlation of the ranks; equal numbers share their mean rank.
+    Range: [−1, 1]; NaN for fewer than three pairs, or if all numbers of a list are equal.
     Cost: O(N log N).
 
     Args:
-        first: numbers.
-        second: as many.
+        first: N numbers.
+        second: N numbers, paired with `first`.
 
     Examples:
         >>> spearman([1.0, 2.0, 3.0, float("nan")], [10.0, 30.0, 20.0, 0.0])

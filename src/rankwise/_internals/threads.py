@@ -1,8 +1,8 @@
-"""Map a function over matrices, one thread each.
+"""Map a function over matrices, with one thread per matrix.
 
-Threads that share one small decomposition wait for each other at every step. If other programs use the cores,
-the same decomposition takes up to a hundred times as long. Threads with a matrix each never wait, and the
-arithmetic of a matrix does not depend on their number. `benchmarks/audit.py --busy 4` shows both.
+Threads that share the decomposition of one small matrix wait for each other at every step. If other programs
+use the cores, this takes up to a hundred times as long. With one thread per matrix, threads never wait, and
+results do not depend on the number of threads. `benchmarks/audit.py --busy 4` measures both.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 OPENBLAS = "{}openblas_{}_num_threads{}"
-"""Names of the functions that get and set the number of threads, in builds of OpenBLAS."""
+"""Template for the names of OpenBLAS functions that get and set the number of threads; builds differ."""
 NAMES = [("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")]
 
 
 class _Inside(threading.local):
-    """Threads of torch before this Python thread entered `one_thread`; 0 outside."""
+    """Per Python thread: torch's number of threads before `one_thread` was entered; 0 outside."""
 
     threads = 0
 
@@ -34,14 +34,14 @@ class _Inside(threading.local):
 _inside = _Inside()
 _lock = threading.Lock()
 _limits: list[int] = []
-"""Threads of numpy's OpenBLAS, one entry per active `one_thread`: OpenBLAS has one number per process."""
+"""OpenBLAS's thread count before the first `one_thread`, once per active `one_thread` of the process."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch and numpy to the calling thread inside the block.
+    """Context manager that limits torch and numpy to one thread inside the block.
 
-    torch counts threads per Python thread; a thread that is started inside begins with one.
+    torch stores the limit per Python thread; a Python thread started inside the block starts with limit 1.
     """
     if _inside.threads:
         yield
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """Give torch the threads that it had before `one_thread`."""
+    """Context manager that restores torch's number of threads from before `one_thread`, inside the block."""
     here = torch.get_num_threads()
     try:
         torch.set_num_threads(_inside.threads or here)
@@ -70,16 +70,16 @@ def _all_threads() -> Iterator[None]:
 def map_threads(
     work: Callable[[Item], Answer], items: Sequence[Item], at_once: int | None = None
 ) -> list[Answer]:
-    """Return the results for all items in order; each call computes on one thread, with the caller's modes.
+    """Return `work(item)` for all items, in order; each call runs on one thread in the caller's grad mode.
 
-    As many calls run at once as torch has threads; nested calls run one by one. The first error is raised
-    after the running calls have ended; the other items are skipped.
+    The number of parallel calls is torch's number of threads; nested calls run serially. The first error is
+    raised after running calls have ended; the remaining items are skipped.
 
     Args:
-        work: function of one item that shares no mutable state.
-        items: arguments of the calls.
-        at_once: number of items that fit in memory together. If it is 1, each item gets all threads, and
-            its last digits may depend on their number.
+        work: function of one item; must not share mutable state.
+        items: arguments of `work`.
+        at_once: number of items that fit in memory together. If 1, each item gets all threads, and the
+            last digits of its result may depend on the number of threads.
     """
     if at_once is not None and at_once < 2:
         with _all_threads():
@@ -99,13 +99,13 @@ def map_threads(
 
 
 def numpy_is_on_one_thread() -> bool:
-    """Return True if numpy's LAPACK, the faster one on one thread, is limited to one thread."""
+    """Return True if numpy's LAPACK is limited to one thread, where it is faster than torch's."""
     return torch.get_num_threads() == 1 and bool(_limits)
 
 
 @contextmanager
 def _numpy_on_one_thread() -> Iterator[None]:
-    """Limit numpy's OpenBLAS, if numpy has it; the last block to end restores the first block's number."""
+    """Limit numpy's OpenBLAS, if present, to one thread; the last active block to end restores the limit."""
     functions = _openblas()
     if functions is None:
         yield
@@ -125,7 +125,7 @@ def _numpy_on_one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
-    """Return the getter and setter of threads of numpy's OpenBLAS; None for another library."""
+    """Return OpenBLAS's functions that get and set its thread count; None if numpy uses another library."""
     file = numpy_linalg_file()
     if file is None:
         return None

@@ -1,4 +1,4 @@
-"""Private names of torch and numpy, one function each: only this file changes with a new version.
+"""Wrappers of private names of torch and numpy; a new version of torch or numpy changes only this file.
 
 ``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
 """
@@ -21,13 +21,13 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Disable all function modes and tensor subclasses inside the block."""
+    """Return a context manager that disables all function modes and tensor subclasses in its block."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a mode from the stack; return the number of modes below it, or None if it was not there."""
+    """Remove a function mode from torch's stack of modes; return its depth, or None if it was not found."""
     above: list[Any] = []
     found = None
     while torch._C._len_torch_function_stack():
@@ -42,7 +42,7 @@ def pop_mode(mode: TorchFunctionMode) -> int | None:
 
 
 def push_mode(mode: TorchFunctionMode, depth: int) -> None:
-    """Insert a mode into the stack, above `depth` other modes."""
+    """Insert a function mode into torch's stack of modes, above the lowest `depth` modes."""
     above = []
     while torch._C._len_torch_function_stack() > depth:
         above.append(_pop_mode())
@@ -54,21 +54,21 @@ def push_mode(mode: TorchFunctionMode, depth: int) -> None:
 # --- autograd ----------------------------------------------------------------------------------------------
 
 
-@no_type_check  # functions compiled inside a model trace through it, and cannot through checks
+@no_type_check  # torch.compile traces through this function, and cannot trace through type checks
 def in_backward():
-    """Return True during a backward pass, which may call modules a second time."""
+    """Return True during a backward pass, in which checkpointing may call modules a second time."""
     return torch._C._current_graph_task_id() != -1
 
 
 @no_type_check
 def changes_in_place(tensor):
-    """Return how often a tensor has been changed in place."""
+    """Return the version counter of a tensor, incremented by every in-place change."""
     return tensor._version
 
 
 @no_type_check
 def base_of(tensor):
-    """Return the tensor that a view shows; a tensor that is not a view itself."""
+    """Return the base tensor of a view; return the tensor itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -91,13 +91,13 @@ def is_profiled() -> bool:
 
 
 def in_dispatch_mode() -> bool:
-    """Return True if a dispatch mode is active."""
+    """Return True inside a `TorchDispatchMode`."""
     active: bool = is_in_torch_dispatch_mode()
     return active
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
-    """Return True for a tensor of zeros without memory."""
+    """Return True for a ZeroTensor, torch's tensor of zeros without storage."""
     zero: bool = tensor._is_zerotensor()
     return zero
 
@@ -113,7 +113,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """Return the module that was passed to `torch.compile`; any other module itself."""
+    """Return the original of a module that `torch.compile` wrapped; return any other module unchanged."""
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
 
@@ -123,15 +123,15 @@ COMPILED_PREFIX = "_orig_mod."
 
 
 def runs_compiled_eagerly() -> bool:
-    """Return True if ``torch.compiler.set_stance("force_eager")`` is in force."""
+    """Return True if ``torch.compiler.set_stance("force_eager")`` makes compiled code run eagerly."""
     eager: bool = torch._dynamo.eval_frame._stance.stance == "force_eager"
     return eager
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
-    """Mark a function whose result a compiler may treat as constant.
+    """Return the function, marked so that `torch.compile` treats its result as a constant.
 
-    `torch.compiler.assume_constant_result` does the same, but imports the compiler.
+    `torch.compiler.assume_constant_result` does the same, but also imports the compiler, which is slow.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -150,7 +150,7 @@ def dropout_rate(module: nn.Module) -> float:
 
 
 def forget_global_hook(handle: RemovableHandle) -> None:
-    """Delete the entry about keyword arguments that PyTorch keeps after a global hook is removed."""
+    """Delete the keyword-argument flag of a removed global hook, which PyTorch does not delete."""
     nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
@@ -165,7 +165,7 @@ def forward_hooks(module: nn.Module) -> list[object]:
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
-    """Remove selected forward hooks of a module; return their number."""
+    """Remove the forward hooks for which `wanted` returns True; return the number of removed hooks."""
     removed = 0
     stores: list[tuple[Any, tuple[Any, ...]]] = [
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
@@ -181,7 +181,7 @@ def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) ->
 
 
 def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute, a parameter, a buffer or a child of a module; return what restores the former one."""
+    """Set an attribute, parameter, buffer or child of a module; return a function that undoes this."""
     stores: list[dict[str, Any]] = [vars(module), module._parameters, module._buffers, module._modules]
     before = [(store, name in store, store.get(name)) for store in stores]
     setattr(module, name, value)
@@ -198,11 +198,11 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 
 @contextmanager
 def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the registered buffers of every module after the block; buffers added inside are removed."""
+    """Context manager that restores which buffers each module has; buffers added inside are removed."""
     kept = [
         (module, dict(module._buffers), set(module._non_persistent_buffers_set))
         for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # TorchScript adds and removes no buffer
+        if not isinstance(module, torch.jit.ScriptModule)  # TorchScript never adds or removes buffers
     ]
     try:
         yield
@@ -216,7 +216,7 @@ def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
-    """Disable selected forward hooks inside the block, then restore all hooks in their order."""
+    """Context manager that disables hooks for which `wanted` is True, then restores all hooks in order."""
     kept = [
         (hooks, dict(hooks))
         for module in model.modules()
@@ -238,7 +238,7 @@ def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) ->
 
 
 def numpy_linalg_file() -> str | None:
-    """Return the file of the library of `numpy.linalg`, linked to LAPACK; None if numpy has none."""
+    """Return the path of the shared library of `numpy.linalg`, linked to LAPACK; None if not found."""
     module = getattr(np.linalg, "_umath_linalg", None)
     file: str | None = getattr(module, "__file__", None)
     return file

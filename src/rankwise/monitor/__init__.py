@@ -1,4 +1,4 @@
-"""Watch rank during training: audits of a fixed probe batch, scalars for loggers, and stops."""
+"""Monitor rank during training: audit a fixed probe batch, log scalars, and stop training on findings."""
 
 from rankwise.monitor.monitor import RankMonitor, scalars
 

@@ -1,4 +1,4 @@
-"""The monitor as a callback of transformers' Trainer and of Lightning."""
+"""Callbacks that run a `RankMonitor` in transformers' Trainer and in Lightning."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,13 +14,13 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallback":
-    """Return a callback that audits as a transformers Trainer steps, logs through it and stops it."""
+    """Return a callback of a transformers Trainer that audits after steps, logs scalars and can stop."""
     from transformers import TrainerCallback
 
     def step(state: Any, control: Any, model: Any) -> None:
         audit = monitor.step(model, state.global_step)
         if audit is not None:
-            should_log = control.should_log  # `log` clears the flag of the trainer's own log of this step
+            should_log = control.should_log  # `trainer.log` clears this flag of the trainer's own log
             trainer.log(scalars(audit))
             control.should_log = should_log
         if monitor.stopped_by is not None:
@@ -31,8 +31,8 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
             step(state, control, kwargs["model"])
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # The trainer asks whether to stop only after a step: after a stop before the first step, drop
-            # the gradients, so that weights stay. A float16 loss scaler fails without gradients.
+            # The trainer checks for a stop only after a step. If the audit before the first step stops
+            # training, dropping gradients keeps the weights. A float16 loss scaler requires gradients.
             if monitor.stopped_by is not None and trainer.accelerator.scaler is None:
                 kwargs["model"].zero_grad(set_to_none=True)
 
@@ -46,7 +46,7 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
 
 
 def lightning_callback(monitor: RankMonitor) -> Any:
-    """Return a callback that audits after each optimizer step, logs to Lightning's loggers and stops."""
+    """Return a Lightning callback that audits after batches, logs scalars and can stop training."""
     package = next((name for name in LIGHTNING if find_spec(name.split(".")[0])), None)
     if package is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Write a training run's audits to a folder; a full disk warns but does not stop training."""
+"""Write the audits of a training run to a folder; a full disk logs a warning and training continues."""
 
 import logging
 import re
@@ -20,21 +20,21 @@ PROBE = "probe.safetensors"
 
 
 class AuditFolder:
-    """The audits of one training run."""
+    """Folder with the audits of one training run, as ``step-N/audit.json``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._warned = folder, False
 
     def begin(self, step: int, *, resume: bool, writes: bool) -> History:
-        """Check the folder before training and read the audits before `step`.
+        """Check the folder before training; return the history of saved audits before `step`.
 
-        Only the process that writes creates the folder, refuses another run's audits, and deletes.
+        Only the writing process creates the folder, refuses audits of another run and deletes old audits.
 
         Args:
             step: first step of the run, or first step after the checkpoint.
-            resume: the audits in the folder are of this run: those from `step` on are removed, because
-                training reaches their steps again.
-            writes: True for the process that writes.
+            resume: True if the audits in the folder belong to this run; audits from `step` on are removed,
+                because training repeats these steps.
+            writes: True in the process that writes files.
 
         Raises:
             InputError: if the folder cannot be written or holds audits of another run.
@@ -58,14 +58,14 @@ class AuditFolder:
         if writes:
             for path in (path for at, path in audits.items() if at >= step):
                 path.unlink(missing_ok=True)
-                with suppress(OSError):  # the folder has other files
+                with suppress(OSError):  # the user may keep other files in the folder
                     path.parent.rmdir()
-            with suppress(OSError):  # left by a run that was stopped
+            with suppress(OSError):  # a stopped run leaves its probe
                 (self.folder / PROBE).unlink(missing_ok=True)
         return History((at, Audit.load(path)) for at, path in audits.items() if at < step and resume)
 
     def write(self, step: int, audit: Audit) -> str:
-        """Write an audit; return why it failed, or an empty string. Warn once."""
+        """Write an audit; return an empty string, or the cause if it failed. Log the first failure."""
         cause = _why_not_written(lambda: audit.save(self.folder / f"step-{step}" / "audit.json"))
         if cause and not self._warned:
             self._warned = True
@@ -79,7 +79,7 @@ class AuditFolder:
         return cause
 
     def write_probe(self, batches: Sequence[Batch]) -> str:
-        """Write the probe next to the audits; return why it failed, or an empty string."""
+        """Write the probe batches next to the audits; return an empty string, or the cause if it failed."""
         tensors = {
             f"{at}.{name}": tensor.detach().cpu().contiguous()
             for at, batch in enumerate(batches)
@@ -89,7 +89,7 @@ class AuditFolder:
         return _why_not_written(lambda: write_file(path, lambda part: save_file(tensors, part), "probe"))
 
     def finish(self, history: History) -> Path | None:
-        """Write all audits and their page; return the page, or warn and return None."""
+        """Write all audits and an HTML page; return the path of the page, or None with a logged warning."""
         if cause := _why_not_written(lambda: history.save(self.folder)):
             logger.warning(
                 "the history could not be written to %s: %s. Free space and call `finish` again, or write it "

@@ -1,4 +1,4 @@
-"""`RankMonitor`: audit a probe batch every few steps of training, and leave the training bit-identical."""
+"""`RankMonitor`: audit a probe batch every few training steps; the training stays bit-identical."""
 
 import logging
 import math
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
 EVERY = 500
-"""Default steps between audits: audits then take less than 1 % of the demo's training time."""
+"""Default number of steps between audits, which then take less than 1 % of the demo's training time."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("relative_spread", "mean_cosine", "effective_rank"),
 }
-"""Measures that are logged: means over the heads of a layer, and measures of token states."""
+"""Measures that are logged: for heads as means over each layer, for token states per layer."""
 
 logger = logging.getLogger("rankwise.monitor")
 
@@ -45,27 +45,27 @@ class RankMonitor:
 
     An audit runs in evaluation mode without gradients. Torch's random state, the model's buffers and weights
     that layers merge for evaluation are restored, so training is bit-identical with and without a monitor.
-    Other state that a model changes in evaluation mode is not restored: its own `torch.Generator`, random
+    Other state that a model changes in evaluation mode is not restored: a private `torch.Generator`, random
     numbers of NumPy and Python, and Python attributes.
 
-    A monitor serves one training run. New findings are logged once as warnings (logger
-    ``rankwise.monitor``). With ``torch.distributed`` every process audits, as sharded models require; the
-    first process writes, logs, and with ``stop_on`` decides for all whether to stop.
+    Use one monitor per training run. New findings are logged once as warnings (logger
+    ``rankwise.monitor``). With ``torch.distributed`` every process audits, as sharded models require. The
+    first process writes and logs; with ``stop_on``, it decides for all processes whether to stop.
 
-    Cost: one audit of the probe every `every` steps, and during it a copy of the buffers and of the weights
-    of layers that have a ``train`` of their own. `seconds` is the time of all audits.
+    Cost: one audit of the probe per `every` steps, with a copy of the buffers and of the weights of layers
+    that override ``train``. `seconds` is the total time of audits.
 
     Args:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
-        every: steps between audits; step 0 is audited, too.
+        every: number of steps between audits; step 0 is also audited.
         stop_on: codes of findings that stop training.
-        folder: where audits are written, as ``step-N/audit.json``; `finish` adds `history` with its page.
-            Without it nothing is written. A folder holds one training run: audits of another are refused at
-            the first step. If the disk fills up later, a warning says so once and training continues.
-        resume: training resumes from a checkpoint with the same folder: audits before the first step are
-            read into `history`, later ones are removed, because training reaches their steps again.
-        log: called with the scalars of each audit and its step, such as ``wandb.log``.
-        on_finding: called with the step and each new finding.
+        folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
+            None, nothing is written. Audits of another training run in the folder raise at the first step.
+            If the disk is full later, one warning is logged and training continues.
+        resume: True if training resumes from a checkpoint with the same folder. Audits before the first step
+            are read into `history`; later audits are removed, because training repeats their steps.
+        log: function called with the scalars and the step of each audit, such as ``wandb.log``.
+        on_finding: function called with the step and each new finding.
         **options: options of `rankwise.audit`, such as ``delta``, ``method``, ``sites``, ``blocks``.
 
     Raises:
@@ -100,9 +100,9 @@ class RankMonitor:
         self.folder = None if folder is None else Path(folder)
         self.history = History()
         self.stopped_by: Finding | None = None
-        """The first finding that stopped training; later audits do not change it. Set it to None to go on."""
+        """First finding that stopped training, or None. To continue training, set it to None."""
         self.seconds = 0.0
-        """Time of all audits."""
+        """Total time of audits, in seconds."""
         check_callable("log", log)
         check_callable("on_finding", on_finding)
         AuditSettings.of(**options)
@@ -110,32 +110,32 @@ class RankMonitor:
         self._audit_folder = None if self.folder is None else AuditFolder(self.folder)
         self._resume = resume
         self._last: tuple[weakref.ref[nn.Module], int] | None = None
-        """The model and the last step."""
+        """Model and step of the last call of `step`; None before the first call."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
-        """Audit the probe if it is due; call it after every step of training.
+        """Audit the probe if an audit is due; call this method after every training step.
 
         Args:
-            model: the model in training; it is not changed.
-            step: number of the step, from 0.
+            model: model in training; it is not changed.
+            step: index of the training step, from 0.
 
         Returns:
-            The audit; None between audits, and for a step that was audited before.
+            The audit; None if no audit is due or the step was already audited.
 
         Raises:
             AuditError: if the model cannot run on the probe.
             CaptureError: if no mixer of the model can be captured.
-            InputError: if the step is not a whole number, or belongs to another training run: it is smaller
-                than the last one, or the model is another. At the first step, if the folder cannot be used,
-                or a sequence of the probe is nothing but padding.
-            KeyboardInterrupt: if it was raised during the audit, which is then dropped.
+            InputError: if the step is not a whole number or is below the last step, or if the model is not
+                the model of the last call. At the first step, if the folder cannot be used or a sequence
+                of the probe contains only padding.
+            KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
         """
         step = _step_number(step)
         self._check_same_training(model, step)
         if step % self.every or step in self.history.steps:
             return None
         began = time.perf_counter()
-        # Evaluation mode merges weights: they are copied before it and compared after it.
+        # `eval_mode` comes last, because entering it merges weights that must be copied before.
         with (
             preserve_random_state(model),
             preserve_buffers(model),
@@ -161,7 +161,7 @@ class RankMonitor:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to pass if a trainer got the monitor itself as a callback."""
+        """Raise AttributeError; for names of callback methods, the error says what to pass to a trainer."""
         hint = ""
         if name.startswith("on_"):
             hint = (
@@ -171,7 +171,7 @@ class RankMonitor:
         raise AttributeError(f"'RankMonitor' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def attach(self, trainer: "Trainer") -> "TrainerCallback":
-        """Add the monitor to a transformers Trainer, which also logs the scalars; return the callback."""
+        """Add a callback to a transformers Trainer that audits and logs scalars; return the callback."""
         from rankwise.monitor.callbacks import trainer_callback
 
         callback = trainer_callback(self, trainer)
@@ -179,19 +179,19 @@ class RankMonitor:
         return callback
 
     def lightning(self) -> Any:
-        """Return a Lightning callback of the monitor: ``Trainer(callbacks=[monitor.lightning()])``."""
+        """Return a callback for Lightning: ``Trainer(callbacks=[monitor.lightning()])``."""
         from rankwise.monitor.callbacks import lightning_callback
 
         return lightning_callback(self)
 
     def finish(self) -> Path | None:
-        """Write the history and its page; None if nothing was written. The callbacks call it at the end."""
+        """Write the history and an HTML page; return its path, or None. Callbacks call it at the end."""
         if self._audit_folder is None or not len(self.history) or not _is_first_process():
             return None
         return self._audit_folder.finish(self.history)
 
     def _check_same_training(self, model: nn.Module, step: int) -> None:
-        """Open the folder at the first step; later, refuse another training run."""
+        """At the first step, check the probe and the folder; raise InputError if model or order changes."""
         if self._last is None:
             for number, batch in enumerate(self.batches, 1):
                 check_rows(model, batch, number)
@@ -246,10 +246,10 @@ class RankMonitor:
 
 
 def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
-    """Name the numbers of an audit for a logger: ``prefix/of_measure/stack.layer``.
+    """Return numbers of an audit by name for a logger, such as ``rank/heads_effective_rank/decoder.03``.
 
-    State 0 of a stack is the input of its first block, as in `LayerRecord`. Numbers that are not finite are
-    left out; findings are counted by severity.
+    Names are ``prefix/of_measure/stack.layer``, where a stack is a sequence of blocks. State 0 is the input
+    of the first block. Numbers that are not finite are left out; findings are counted by severity.
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
@@ -269,7 +269,7 @@ def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
 
 
 def _checked_probe(probe: Any) -> list[Batch]:
-    """Copy the batches of a probe, because the caller may reuse its tensors."""
+    """Return copies of the probe's batches, because the caller may reuse their tensors; raise if invalid."""
     numbers = isinstance(probe, list) and all(isinstance(item, int | float) for item in probe)
     several = isinstance(probe, list) and bool(probe) and not numbers
     fix = "Take a batch of the evaluation data: `next(iter(loader))`."
@@ -295,7 +295,7 @@ def _checked_probe(probe: Any) -> list[Batch]:
 
 
 def _step_number(step: Any) -> int:
-    """Return the number of a step, which may be a NumPy integer or a tensor."""
+    """Return a step (int, NumPy integer or tensor) as an int; raise InputError if negative or no integer."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -319,7 +319,7 @@ def _is_first_process() -> bool:
 
 
 def _broadcast_from_first(stopping: Finding | None, device: torch.device) -> Finding | None:
-    """Broadcast the first process's stop decision; if only some processes stop, the others hang."""
+    """Return the first process's stop decision in every process; if only some stop, the others hang."""
     decision = [stopping]
     if _several_processes():
         torch.distributed.broadcast_object_list(decision, src=0, device=device)

@@ -1,4 +1,4 @@
-"""Restore buffers and merged weights after an audit during training."""
+"""Context managers that restore buffers and merged weights after an audit during training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from rankwise._internals.torch_private import changes_in_place, preserve_registe
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore which buffers a model has and their values.
+    """Context manager that restores which buffers a model has, and the values of the buffers.
 
-    Values are written only if torch counted a change: a write would spoil a backward pass that still needs
-    the buffer. Cost: a copy of the buffers.
+    Only changed buffers are written, because a write invalidates a pending backward pass that uses the
+    buffer. Cost: a copy of the buffers.
     """
     before = [(buffer, _changes(buffer), buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -30,9 +30,9 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
-    """Restore weights that layers merge for evaluation, bit for bit: w + BA − BA is w up to rounding.
+    """Context manager that restores weights merged for evaluation (LoRA), which unmerging would round.
 
-    Only modules in training mode with a ``train`` of their own are copied, and only their own parameters.
+    Only the direct parameters of modules in training mode that override ``train`` are copied.
     """
     before = [
         (weight, weight.detach().clone())
@@ -46,9 +46,9 @@ def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for weight, copy in before:
             if not torch.equal(weight, copy):
-                weight.data.copy_(copy)  # past autograd, as layers merge: a backward pass may still need it
+                weight.data.copy_(copy)  # not seen by autograd, because a pending backward pass may use w
 
 
 def _changes(buffer: Tensor) -> int:
-    """Return how often a buffer was written; torch neither counts nor allows it in inference mode."""
+    """Return the number of writes to a buffer; 0 for an inference tensor, which torch does not count."""
     return 0 if buffer.is_inference() else int(changes_in_place(buffer))
