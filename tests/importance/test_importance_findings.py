@@ -1,10 +1,7 @@
 """Records, findings and the console say what follows where worth is known, and stay silent where not."""
 
-import io
-
 import pytest
 from importance_cases import ids, language_model
-from rich.console import Console
 from tests.report import samples
 from typer.testing import CliRunner
 
@@ -22,7 +19,6 @@ from rankwise.cli.audit import _importance
 from rankwise.cli.optional_value import filled_in
 from rankwise.importance import ImportanceSettings, ablation_cost
 from rankwise.importance.records import HeadImportance, ImportanceRecord, agreement
-from rankwise.report import render_console
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +49,6 @@ def test_the_set_of_an_audit_can_be_run_again(audit):
     assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
 
 
-def test_without_importance_nothing_is_said_of_it():
-    audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
-    assert audit.importance is None
-    assert all(head.importance is None for head in audit.heads)
-    assert "cost of" not in printed(audit)
-
-
-def printed(audit):
-    out = io.StringIO()
-    render_console(audit, Console(file=out, width=200))
-    return out.getvalue()
-
-
-def test_the_console_has_a_column_and_a_line(audit):
-    said = printed(audit)
-    assert "cost of" in said
-    assert "Importance · next tokens, causal" in said
-    assert "Estimated against exact, heads: Spearman" in said
-    assert "estimate over exact" in said
-    assert "costs" in said
-
-
 def importance_record(**more):
     facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
     return ImportanceRecord(**facts, counted=9, ablation="zero", probes=0, seed=0, **more)
@@ -95,7 +69,7 @@ def found(code, costs, exact):
     return [next(one for one in some if one.code == code) for some in (known, unknown)]
 
 
-def test_a_sink_that_is_importance_nothing_is_said_to_be():
+def test_a_sink_that_costs_nothing_can_be_removed():
     known, unknown = found("SINK", [0.002], exact=True)
     assert "Without it the loss changes by +0.10% (nats per token 2 → 2.002, exact)" in known.meaning
     assert known.remedy == "take it out"
@@ -119,7 +93,7 @@ def test_an_estimate_is_called_one():
 
 @pytest.mark.parametrize("code", ["HIGH_RANK", "LOW_RANK"])
 @pytest.mark.parametrize("how", ["exact", "estimate"])
-def test_ranks_beside_a_reference_say_what_their_heads_cost(code, how):
+def test_findings_on_ranks_state_the_costs_of_their_heads(code, how):
     first, second = samples.encoder().heads[:2]
     where = HeadId(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
     given = {"severity": "info", "evidence": {}, "meaning": "Rank.", "remedy": "rw.audit(importance=True)"}
@@ -164,7 +138,7 @@ def test_the_value_of_the_option_may_be_left_out(given, wanted):
     assert filled_in(given) == wanted
 
 
-def test_estimates_are_held_against_exact_costs_in_order_and_size():
+def test_estimates_are_compared_with_exact_costs_by_order_and_size():
     both = [HeadImportance(estimate=one, exact=other) for one, other in ((1.0, 1.0), (2.0, 4.0), (3.0, 12.0))]
     found = agreement(both)
     assert (found.spearman, found.median, found.costliest) == (1.0, 0.5, 0.25)
@@ -181,7 +155,7 @@ def test_estimates_are_held_against_exact_costs_in_order_and_size():
     ("how", "demo", "exact"),
     [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
 )
-def test_of_the_demo_the_bare_option_is_exact(how, demo, exact):
+def test_the_bare_option_is_exact_for_the_demo(how, demo, exact):
     settings = _importance(how, demo, 0.01, "zero", "auto")
     assert settings.exact is exact
 

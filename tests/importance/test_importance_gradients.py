@@ -99,7 +99,7 @@ def test_curvature_of_states_is_the_squared_change():
             assert site.curvature[head] == pytest.approx(float(shares.mean()), rel=FIVE_ERRORS)
 
 
-def test_sequences_are_told_apart_whatever_the_batches():
+def test_estimates_do_not_depend_on_the_split_into_batches():
     model, tokens = language_model(), ids()
     settings = ImportanceSettings(probes=0, exact=True, tolerance=None)
     together = measure(model, [{"input_ids": tokens}], settings)
@@ -127,7 +127,7 @@ def test_padding_changes_nothing():
             assert two.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-12)
 
 
-def test_half_precision_comes_near():
+def test_bfloat16_is_within_its_rounding_error():
     model, given = language_model(), {"input_ids": ids()}
     settings = ImportanceSettings(probes=0, tolerance=None)
     exact = measure(model, [given], settings)

@@ -42,7 +42,7 @@ def test_labels_of_a_causal_language_model_are_shifted_and_left_out():
     assert importance.value == pytest.approx(nats(model(tokens).logits[:, 4:-1], tokens[:, 5:]), rel=1e-12)
 
 
-def test_masked_tokens_are_predicted_where_the_mask_token_is_known():
+def test_masked_tokens_are_predicted_if_the_mask_token_is_known():
     model, tokens = bert("BertForMaskedLM"), ids(4, 30)
     settings = ImportanceSettings(probes=0, tolerance=None, mask_token=1)
     importance = measure(model, [{"input_ids": tokens}], settings)
@@ -98,7 +98,7 @@ def test_labels_of_classifiers():
     assert measure(model, [{"input_ids": ids()}], CHEAP).loss.startswith("KL divergence")
 
 
-def test_labels_that_are_no_classes_leave_the_loss_to_the_model():
+def test_labels_that_are_not_classes_leave_the_loss_to_the_model():
     model = bert("BertForSequenceClassification", num_labels=1)
     batch = {"input_ids": ids(), "labels": torch.tensor([0.5, 2.0, -1.0])}
     importance = measure(model, [batch], ImportanceSettings(exact=True, tolerance=None))
@@ -144,7 +144,7 @@ def test_a_loss_that_does_not_fit_is_refused(loss):
         measure(Heads(2), [torch.randn(1, 6, 4)], ImportanceSettings(loss=loss))
 
 
-def test_states_are_compared_where_there_is_nothing_to_predict():
+def test_states_are_compared_if_there_is_nothing_to_predict():
     importance = measure(encoder(), [{"input_ids": ids()}], ImportanceSettings(exact=True, tolerance=None))
     assert (importance.loss, importance.value) == ("relative squared change of the output", 0)
     for site in importance.sites:
@@ -152,7 +152,7 @@ def test_states_are_compared_where_there_is_nothing_to_predict():
         assert (site.cosine <= 1 + 1e-12).all()
 
 
-def test_a_mamba_has_channels_that_are_importance_something():
+def test_channels_of_mamba_have_exact_costs():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "pad_token_id": 0, "vocab_size": 24}
     model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval()

@@ -41,7 +41,7 @@ def labelled(*labels):
         ([0.5, 1.0, 1.0, 1.0], r"labels of batch 2: .*got torch.float32"),
     ],
 )
-def test_labels_that_are_no_classes_are_refused_by_their_batch(wrong, said):
+def test_labels_that_are_not_classes_are_refused_by_their_batch(wrong, said):
     with pytest.raises(AuditError, match=said) as refused:
         rw.audit(Classifier(), labelled([0, 1, 2, -100], wrong), importance=CHEAP)
     assert "importance=ImportanceSettings(loss=…)" in str(refused.value)
@@ -120,7 +120,7 @@ def test_inference_mode_around_the_call_is_named():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_set_that_lowers_the_loss_is_said_to(count):
+def test_the_finding_says_if_a_set_lowers_the_loss(count):
     heads = [HeadId(stack="", layer=0, site="attention", head=head) for head in range(count)]
     facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
 
@@ -200,7 +200,7 @@ class Silent(Heads):
         return Zeroed.apply(super().forward(x))
 
 
-def test_gradients_of_exactly_nought_are_no_estimates_where_removal_matters():
+def test_gradients_of_exactly_0_are_not_estimates_if_removal_changes_the_loss():
     with pytest.raises(NotDifferentiableError, match="none that reaches"):
         measure(Silent(3).eval(), [torch.randn(2, 6, 4)])
     dead = Heads(3).eval()
@@ -209,7 +209,7 @@ def test_gradients_of_exactly_nought_are_no_estimates_where_removal_matters():
     assert not importance.sites[0].estimate.any()  # which is what they are worth
 
 
-def test_a_share_of_the_entropy_is_called_one():
+def test_the_removable_finding_names_the_entropy_as_reference():
     settings = ImportanceSettings(exact=True, loss="output", probes=0, tolerance=5.0)
     audit = rw.audit(language_model(), [{"input_ids": ids()}], importance=settings)
     gone = audit.importance.removable
@@ -220,7 +220,7 @@ def test_a_share_of_the_entropy_is_called_one():
     assert "→" not in said
 
 
-def test_without_a_reference_no_set_is_claimed():
+def test_without_a_reference_no_removable_set_is_reported():
     model = language_model()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1e6)  # one token has all
     importance = measure(model, [{"input_ids": ids()}], ImportanceSettings(exact=True, loss="output"))

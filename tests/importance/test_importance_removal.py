@@ -1,6 +1,8 @@
 """Removal one by one against weights set to zero, sets of heads, and what cannot be measured."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -24,40 +26,74 @@ def nats(model, given):
     return F.cross_entropy(logits.flatten(0, 1), given["input_ids"][:, 1:].flatten()).item()
 
 
-def test_zero_is_the_output_projection_without_the_head():
+@pytest.mark.parametrize("ablation", ["zero", "mean"])
+def test_ablation_is_an_output_projection_without_the_head_and_with_its_mean_in_the_bias(ablation):
     model, given = language_model(), {"input_ids": ids()}
-    importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=None))
-    whole = nats(model, given)
-    assert importance.value == pytest.approx(whole, rel=1e-12)
-    for layer, site in enumerate(importance.sites):
-        weight = model.transformer.h[layer].attn.c_proj.weight.data
-        for head in range(4):
-            kept = weight[4 * head : 4 * head + 4].clone()
-            weight[4 * head : 4 * head + 4] = 0
-            without = nats(model, given)
-            weight[4 * head : 4 * head + 4] = kept
-            assert site.exact[head] == pytest.approx(without - whole, abs=1e-12)
-
-
-def test_the_mean_is_a_bias_of_the_output_projection():
-    model, given = language_model(), {"input_ids": ids()}
-    settings = ImportanceSettings(exact=True, ablation="mean", probes=0, tolerance=None)
+    settings = ImportanceSettings(exact=True, ablation=ablation, probes=0, tolerance=None)
     importance = measure(model, [given], settings)
     with rw.capture(model, values=True) as trace:
         model(**given)
-    mean = trace.mixers[0].output.mean((0, 2))
-    projection = model.transformer.h[0].attn.c_proj
     whole = nats(model, given)
-    for head in range(4):
-        weight, bias = projection.weight.data.clone(), projection.bias.data.clone()
-        projection.bias.data += mean[head] @ weight[4 * head : 4 * head + 4]
-        projection.weight.data[4 * head : 4 * head + 4] = 0
-        without = nats(model, given)
-        projection.weight.data, projection.bias.data = weight, bias
-        assert importance.sites[0].exact[head] == pytest.approx(without - whole, abs=1e-12)
+    assert importance.value == pytest.approx(whole, rel=1e-12)
+    for layer, site in enumerate(importance.sites):
+        mean = trace.mixers[layer].output.mean((0, 2)) * (ablation == "mean")
+        projection = model.transformer.h[layer].attn.c_proj
+        for head in range(4):
+            weight, bias = projection.weight.data.clone(), projection.bias.data.clone()
+            projection.bias.data += mean[head] @ weight[4 * head : 4 * head + 4]
+            projection.weight.data[4 * head : 4 * head + 4] = 0
+            without = nats(model, given)
+            projection.weight.data, projection.bias.data = weight, bias
+            assert site.exact[head] == pytest.approx(without - whole, abs=1e-12)
 
 
-def test_a_dead_head_is_importance_nothing_and_goes_first():
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
+    model, batches = language_model(), [{"input_ids": ids(1, 6 + 2 * n, seed=n)} for n in range(4)]
+    settings = ImportanceSettings(exact=True, probes=0, tolerance=0.3)
+    whole, merged, rest = (
+        rw.importance.measure(model, part, settings) for part in (batches, batches[:split], batches[split:])
+    )
+    merged.merge(rest)
+    assert merged.heads.keys() == whole.heads.keys()
+    fields = ("gradient", "first_order", "fisher", "estimate", "exact")
+    records = [*zip(merged.record.blocks, whole.record.blocks, strict=True)]
+    for one, other in [*records, *((merged.heads[at], head) for at, head in whole.heads.items())]:
+        for name in fields:
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12, abs=1e-12)
+    for name in ("value", "reference", "spearman"):
+        assert getattr(merged.record, name) == pytest.approx(getattr(whole.record, name), rel=1e-12)
+    assert (merged.record.counted, merged.record.sequences) == (whole.record.counted, 4)
+    assert merged.record.removable is None  # no pass without the heads saw all sequences
+    other = rw.importance.measure(model, batches[:1], ImportanceSettings(probes=0, ablation="mean"))
+    with pytest.raises(rw.errors.RecordError, match="the same ablation"):
+        merged.merge(other)
+
+
+def test_ctrl_c_keeps_the_removals_that_were_run():
+    def interrupt(what):
+        if what.startswith("without head 3 of 8"):
+            raise KeyboardInterrupt
+
+    settings = ImportanceSettings(exact=True, probes=0)
+    importance = measure(language_model(), [{"input_ids": ids()}], settings, on_progress=interrupt)
+    assert np.isfinite(importance.sites[0].exact).tolist() == [True, True, False, False]
+    assert np.isfinite(importance.sites[0].estimate).all()
+    assert importance.removable is None
+    assert "interrupted" in importance.notes[-1]
+
+
+def test_records_load_without_torch():
+    record = rw.importance.measure(Heads(2), [states()]).record.model_dump_json()
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rankwise.importance.records import ImportanceRecord\n"
+        "assert ImportanceRecord.model_validate_json(sys.argv[1]).removable is not None"
+    )
+    subprocess.run([sys.executable, "-c", code, record], check=True)
+
+
+def test_a_head_with_zero_weights_costs_nothing_and_is_removed_first():
     model, given = encoder(), {"input_ids": ids()}
     model.encoder.layer[0].attention.output.dense.weight.data[:, 4:8] = 0
     importance = measure(model, [given], ImportanceSettings(exact=True))
@@ -70,7 +106,7 @@ def test_a_dead_head_is_importance_nothing_and_goes_first():
     assert again.cost == pytest.approx(importance.removable.cost, abs=1e-12)
 
 
-def test_a_set_holds_what_it_promises_and_no_other_head_fits_in_its_order():
+def test_the_cost_of_a_removable_set_is_within_the_tolerance_and_reproduced_by_a_run():
     model, given = language_model(), {"input_ids": ids()}
     for tolerance in (0.0, 0.05, 0.3, 1e9):
         importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=tolerance))
@@ -82,7 +118,7 @@ def test_a_set_holds_what_it_promises_and_no_other_head_fits_in_its_order():
         assert len(gone.heads) == 8 or tolerance < 1e9
 
 
-def test_a_set_is_nothing_where_every_head_is_needed():
+def test_the_removable_set_is_empty_if_every_head_is_needed():
     model, given = language_model(), {"input_ids": ids()}
     importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=0.0))
     if min(site.exact.min() for site in importance.sites) > 0:
@@ -90,7 +126,7 @@ def test_a_set_is_nothing_where_every_head_is_needed():
         assert importance.removable.cost == 0
 
 
-def test_the_divergence_is_nought_for_the_model_itself_and_above_it_for_any_other():
+def test_the_divergence_is_0_for_the_whole_model_and_positive_without_a_head():
     model, given = language_model(), {"input_ids": ids()}
     settings = ImportanceSettings(exact=True, loss="output", tolerance=None)
     importance = measure(model, [given], settings)
@@ -137,7 +173,7 @@ def states(sequences=2):
     return torch.randn(sequences, 6, 4, generator=torch.Generator().manual_seed(2))
 
 
-def test_a_model_without_gradients_is_refused_or_removed_from_one_by_one():
+def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_one():
     model = Detached(Heads(3)).eval()
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
         measure(model, [states()])
@@ -149,7 +185,7 @@ def test_a_model_without_gradients_is_refused_or_removed_from_one_by_one():
     assert importance.removable.sorted_by == "exact"
 
 
-def test_weights_of_inference_mode_are_refused_with_the_cure():
+def test_weights_of_inference_mode_are_refused_with_a_fix():
     with torch.inference_mode():
         model = Heads(3)
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
@@ -157,7 +193,7 @@ def test_weights_of_inference_mode_are_refused_with_the_cure():
     assert np.isfinite(measure(model, [states()], ImportanceSettings(exact=True)).sites[0].exact).all()
 
 
-def test_an_audit_keeps_its_numbers_where_importance_cannot_be_measured():
+def test_an_audit_keeps_its_numbers_if_importance_cannot_be_measured():
     with pytest.raises(AuditError, match="gradients") as failed:
         rw.audit(Detached(Heads(3)), [states()], importance=True)
     assert len(failed.value.audit.heads) == 3
@@ -175,42 +211,39 @@ class Counting(nn.Module):
         return self.inner(x).argmax(-1)
 
 
-def test_without_anything_to_compare_there_is_no_importance():
-    with pytest.raises(rw.errors.InputError, match=r"floating-point tensor.*loss="):
-        measure(Counting(), [states()])
-
-
-def test_a_loss_of_nan_is_refused_and_single_sequences_are_left_out():
+def test_sequences_with_a_loss_of_nan_are_left_out_and_counted():
     model, given = Heads(3), states(3)
     given[1, 2] = math.nan
     importance = measure(model, [given], ImportanceSettings(exact=True, probes=2))
     assert (importance.sequences, importance.nonfinite, importance.counted) == (3, 1, 2)
     assert np.isfinite(importance.sites[0].exact).all()
     assert np.isfinite(importance.sites[0].estimate).all()
-    with pytest.raises(rw.errors.InputError, match=r"finite number.*1 that are not finite"):
-        measure(model, [given[1:2]])
 
 
-def test_a_batch_of_one_token_has_nothing_to_predict():
-    with pytest.raises(rw.errors.InputError, match="nothing to predict"):
-        measure(language_model(), [{"input_ids": ids(1, 1)}])
-
-
-def test_no_batches_are_refused():
-    with pytest.raises(rw.errors.InputError, match="at least one batch"):
-        measure(Heads(3), iter([]))
+@pytest.mark.parametrize(
+    ("model", "batches", "said"),
+    [
+        (Counting, [states()], r"floating-point tensor.*loss="),
+        (language_model, [{"input_ids": ids(1, 1)}], "nothing to predict"),
+        (lambda: Heads(3), [], "at least one batch"),
+        (lambda: Heads(3), [states(1) * math.nan], r"finite number.*1 that are not finite"),
+    ],
+)
+def test_batches_without_a_loss_are_refused(model, batches, said):
+    with pytest.raises(rw.errors.InputError, match=said):
+        measure(model(), iter(batches))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"ablation": "noise"}, {"tolerance": -1.0}, {"tolerance": math.nan}, {"probes": -1}, {"loss": "nats"}],
 )
-def test_settings_that_make_no_sense_are_refused(wrong):
+def test_settings_out_of_range_are_refused(wrong):
     with unchecked(), pytest.raises(rw.errors.InputError):
         ImportanceSettings(**wrong)
 
 
-def test_a_head_that_is_not_there_is_named():
+def test_an_unknown_head_is_named_in_the_error():
     place = HeadId("", 0, head=7)
     with pytest.raises(rw.errors.InputError, match="head 7"):
         ablation_cost(Heads(3), [states()], [place])
@@ -237,7 +270,7 @@ def test_the_importance_of_a_mixer_named_by_hand_is_not_guessed():
 
 
 @pytest.mark.parametrize("scale", [1.0, -2.0])
-def test_spearman_knows_order_only(scale):
+def test_spearman_depends_on_order_only(scale):
     values = np.array([3.0, 1.0, 2.0, math.nan, 2.0])
     assert spearman(values, scale * np.exp(values)) == pytest.approx(math.copysign(1, scale))
     assert math.isnan(spearman(values[:2], values[:2]))

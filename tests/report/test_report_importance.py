@@ -1,13 +1,16 @@
-"""The page shows worth where there is some: a scatter with its correlation, words, and what can go."""
+"""The page and the console show importance if it was measured."""
 
+import io
 import math
 
 import pytest
-from importance_cases import ids, language_model
+from rich.console import Console
+from tests.importance.importance_cases import ids, language_model
 
 import rankwise as rw
 from rankwise._internals.statistics import spearman
 from rankwise.importance import ImportanceSettings
+from rankwise.report import render_console
 from rankwise.report.page import page_context, render_html
 
 
@@ -17,7 +20,7 @@ def audit():
     return rw.audit(language_model(), [{"input_ids": ids(2, 12)}], importance=settings)
 
 
-def test_the_correlation_is_that_of_the_columns_drawn(audit):
+def test_the_shown_correlation_is_the_correlation_of_the_drawn_columns(audit):
     data = page_context(audit)["data"]
     drawn = {column["name"]: column["values"] for column in data["columns"]}
     costs = [head.importance.exact for head in audit.heads]
@@ -29,7 +32,7 @@ def test_the_correlation_is_that_of_the_columns_drawn(audit):
     assert len(data["scatter"]["correlations"]) > 5
 
 
-def test_the_finding_leads_to_all_heads_that_can_go(audit):
+def test_the_finding_links_to_all_removable_heads(audit):
     context = page_context(audit)
     number = [finding.code for finding in audit.findings].index("REMOVABLE")
     target = context["data"]["targets"][number]
@@ -38,7 +41,7 @@ def test_the_finding_leads_to_all_heads_that_can_go(audit):
     assert target["measure"] == "removal_cost"
 
 
-def test_the_words_say_loss_cost_and_set(audit):
+def test_the_section_names_the_loss_the_costs_and_the_removable_set(audit):
     words = dict(page_context(audit)["importance"]["facts"])
     assert words["Loss"].startswith("next tokens, causal: 4.")
     assert words["Costs of heads"] == "exact; zero in a head's place"
@@ -48,7 +51,7 @@ def test_the_words_say_loss_cost_and_set(audit):
     assert 'id="importance"' in render_html(audit)
 
 
-def test_the_open_head_has_both_costs_in_their_unit_and_as_shares(audit):
+def test_a_selected_head_has_both_costs_in_their_unit_and_as_shares(audit):
     costs = page_context(audit)["data"]["costs"]
     assert costs["unit"] == "nats per token"
     assert costs["exact"] == pytest.approx([head.importance.exact for head in audit.heads], rel=1e-5)
@@ -56,15 +59,33 @@ def test_the_open_head_has_both_costs_in_their_unit_and_as_shares(audit):
     assert costs["reference"] == pytest.approx(audit.importance.value)
 
 
-def test_findings_on_several_heads_say_so_where_a_single_head_is_open(audit):
+def test_findings_on_several_heads_say_so_if_a_single_head_is_selected(audit):
     context = page_context(audit)
     number = [finding.code for finding in audit.findings].index("REMOVABLE")
     count = len(audit.importance.removable.heads)
     assert context["data"]["targets"][number]["about"] == (f"the set of {count} heads" if count > 1 else "")
 
 
-def test_without_importance_the_page_has_no_such_section():
+def printed(audit):
+    out = io.StringIO()
+    render_console(audit, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_the_console_shows_a_column_of_costs_and_lines_on_the_loss_and_the_estimates(audit):
+    said = printed(audit)
+    assert "cost of" in said
+    assert "Importance · next tokens, causal" in said
+    assert "Estimated against exact, heads: Spearman" in said
+    assert "estimate over exact" in said
+    assert "costs" in said
+
+
+def test_without_importance_page_and_console_do_not_mention_it():
     audit = rw.audit(language_model(), [{"input_ids": ids(2, 12)}])
+    assert audit.importance is None
+    assert all(head.importance is None for head in audit.heads)
+    assert "cost of" not in printed(audit)
     page = render_html(audit)
     assert 'id="importance"' not in page
     assert "removal_cost" not in page.partition('id="report-data"')[2].partition("</script>")[0]
