@@ -167,7 +167,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         *(change for pair in layers for change in _changes(*pair, LAYER_MEASURES)),
     ]
     by_layer = _layer_changes(before, after, stacks)
-    only = [[place_of(one) for one in (*only_heads[side], *only_layers[side])] for side in (0, 1)]
+    only = [[*map(place_of, only_heads[side]), *map(place_of, only_layers[side])] for side in (0, 1)]
     return Comparison(
         before=before.provenance, after=after.provenance, heads=len(heads), layers=len(layers),
         warnings=[*_warnings(before, after, heads, layers), *costs, *baselines],
@@ -192,7 +192,8 @@ def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
 
 
 def _stacks(audit: Audit) -> list[str]:
-    return list(dict.fromkeys(record.stack for record in (*audit.heads, *audit.layers)))
+    records: list[HeadRecord | LayerRecord] = [*audit.heads, *audit.layers]
+    return list(dict.fromkeys(record.stack for record in records))
 
 
 def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
@@ -379,7 +380,8 @@ def _warnings(
         one, other = (getattr(audit.provenance, field) for audit in (before, after))
         if one != other:
             yield f"{subject}: {one or 'unknown'} before, {other or 'unknown'} after. {consequence}"
-    old, new = (_mean(pair[side].tokens for pair in (*heads, *layers)) for side in (0, 1))
+    pairs: list[tuple[HeadRecord | LayerRecord, HeadRecord | LayerRecord]] = [*heads, *layers]
+    old, new = (_mean(pair[side].tokens for pair in pairs) for side in (0, 1))
     if old != new and math.isfinite(old) and math.isfinite(new):
         yield (
             f"The sequences are not equally long: {old:.4g} tokens on average before, {new:.4g} after. Ranks "

@@ -248,7 +248,7 @@ def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:
             f"model {name}",
             expected="a language model of transformers with its head, which has a loss",
             got="none",
-            fix="Train λ in your own loop: `surgery.skip_parameter_groups(model)` are its parameters.",
+            fix="Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters.",
         )
     if _masked(model) and mask_token is None:
         raise SkipError(

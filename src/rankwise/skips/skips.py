@@ -124,7 +124,7 @@ def add_lambda_skip(
             f"model {type(model).__name__}",
             expected="a model without λ-skips",
             got=f"one with {len(skip_sites(model))}",
-            fix="Change the λ it has (`surgery.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
+            fix="Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
         )
     example = example_for(model) if example is None else example
     locations, missed = find_skip_locations(model, example)
