@@ -1,4 +1,4 @@
-"""Which heads keep an attention map: block averages of their matrices, within a budget of bytes."""
+"""Record attention maps of chosen heads: block averages of mixing matrices, within a budget of bytes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,28 +15,26 @@ from rankwise.operators import IndexedMixing, MixingOperator
 from rankwise.tracing import MixerSite
 
 MAP_BYTES = 2**28
-"""Budget of all packed maps of an audit, at most 43 KiB each; later heads have no map."""
+"""Maximum bytes of all attention maps of an audit (256 MiB; 43 KiB per map). Later heads have no map."""
 SEQUENCES = 2
-"""Sequences whose maps are kept: what both have in common is less likely to be due to their words."""
+"""Number of sequences with maps. A pattern in both is less likely to depend on the words of one sequence."""
 
 
 class NoSuchHeadsError(InputError):
-    """The model has none of the heads whose maps are requested."""
+    """Error if the model has none of the heads whose attention maps were requested."""
 
 
 def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
-    """Return a matrix averaged over blocks of rows and columns that are as equal as possible.
+    """Return the mixing matrix M (an operator) averaged over blocks of rows and columns of nearly equal size.
 
-    Formula: Eᵀ M F, where the columns of E and F are 1/n on the n rows or columns of a block. M itself is
-    not formed.
+    Formula: Eᵀ M F, where column j of E (of F) is 1/n on the n rows (columns) of block j. M is not formed.
 
-    Range: the range of the entries; the entries themselves if T and S are at most ``side``.
-    Cost: one product with ``side`` columns per head: O(T S side) time and O(T side + S side) memory for
-    attention.
+    Range: the range of the entries of M; M itself if T and S are at most ``side``.
+    Cost: for attention, one product with ``side`` columns per head: O(T S side) time, O((T + S) side) memory.
 
     Args:
-        operator: operator of shape (..., T, S).
-        side: maximum number of rows and columns.
+        operator: mixing matrices of shape (..., T, S): T tokens, S sources.
+        side: maximum number of rows and of columns of the result.
 
     Examples:
         >>> import torch
@@ -62,25 +60,21 @@ def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device)
 
 
 class AttentionMapRecorder:
-    """Records the attention maps of one audit."""
+    """Recorder of the attention maps of one audit, with the tokens of rows and columns."""
 
     def __init__(self, chosen: ChosenHeads, names: TokenNames) -> None:
         self.chosen, self.names = chosen, names
         self.texts: dict[str, list[str]] = {}
-        """Tokens of the sequences by the name of the input, with its number for the second sequence."""
+        """Tokens by name of the model input, such as ``input_ids`` and ``input_ids of sequence 2``."""
         self.notes: list[str] = []
         self._bytes_left = MAP_BYTES
 
     def record(
         self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
     ) -> list[dict[int, AttentionMap]]:
-        """Return the maps of the first sequences of a mixer call, by the place of the head in `heads`.
+        """Return a dict of maps per sequence of a mixer call, by position of the head in ``heads``.
 
-        Args:
-            site: mixer call.
-            heads: numbers of its heads.
-            batch: input of the model.
-            before: sequences of earlier batches that have maps.
+        ``before`` is the number of sequences of earlier batches that already have maps.
         """
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         sequences = range(min(site.sequences, SEQUENCES - before))
@@ -89,7 +83,7 @@ class AttentionMapRecorder:
     def _record_sequence(
         self, site: MixerSite, at: int, places: Sequence[int], batch: Batch | None, sequence: int
     ) -> dict[int, AttentionMap]:
-        """Return the maps of one sequence, or of its first window if it has several."""
+        """Return the maps of one sequence; for several image windows, the maps of the first window."""
         row = at * (site.operator.shape[0] // max(site.sequences, 1))
         rows, columns = site.valid_tokens[row], site.valid_sources[row]
         if not (places and rows.any() and columns.any()):
@@ -110,7 +104,7 @@ class AttentionMapRecorder:
         return maps
 
     def check(self, heads: Iterable[tuple[int, int]]) -> None:
-        """Raise if none of the chosen heads is among (layer, head) of the first batch."""
+        """Raise `NoSuchHeadsError` if no chosen head is in ``heads``, (layer, head) of the model."""
         known = set(heads)
         if self.chosen.heads and not self.chosen.heads & known:
             layers, numbers = ([pair[axis] for pair in known] for axis in (0, 1))
@@ -123,12 +117,12 @@ class AttentionMapRecorder:
             )
 
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
-        """Return notes on requested maps that do not exist."""
+        """Return notes on maps that are missing: heads that do not exist, or no bytes left."""
         absent = self.chosen.heads - set(heads)
         return [*self.notes, *([f"no such head to keep the matrix of: {_listed(absent)}"] if absent else [])]
 
     def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
-        """Return the names of the inputs of rows and columns; note their tokens the first time."""
+        """Return the keys of row tokens and column tokens in ``texts``, empty if tokens are unknown."""
         found = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
             tokens = [] if ids is None else self.names.texts(ids.ids[row][valid[row].to(ids.ids.device)])
@@ -139,7 +133,7 @@ class AttentionMapRecorder:
 
 
 def only_flagged(heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:
-    """Return the heads, without the maps of heads that no finding names."""
+    """Return the records of heads, without the attention maps of heads that have no finding."""
     flagged = set()
     for finding in findings:
         where = finding.where

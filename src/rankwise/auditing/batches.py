@@ -1,4 +1,4 @@
-"""Refuse inputs that cannot be measured, and turn texts into batches."""
+"""Check batches before they are measured, and turn texts into batches."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], t
 
 
 def check_batches(batches: object) -> None:
-    """Raise if batches are not an iterable of batches, such as a single batch."""
+    """Raise `InputError` if ``batches`` is not an iterable of batches, but a single batch or a string."""
     fix = "Put a single batch into a list: `rw.audit(model, [batch])`."
     if isinstance(batches, str):
         fix = PASS_TEXTS
@@ -27,10 +27,9 @@ def check_batches(batches: object) -> None:
 
 
 def check_rows(model: nn.Module, batch: Any, number: int) -> None:
-    """Raise if a batch, counted from 1, has no token, or a sequence consists of padding.
+    """Raise `InputError` if batch ``number`` (from 1) has no tokens, or a sequence consists of padding.
 
-    Padding is checked in transformers models only: in other models ``attention_mask`` may mean something
-    else.
+    Padding is checked only in transformers models; ``attention_mask`` of another model may not mark padding.
     """
     tensors = tensors_of(batch)
     if tensors and not any(tensor.numel() for tensor in tensors.values()):
@@ -47,7 +46,7 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
         return
     empty = (mask == 0).all(-1).nonzero().tolist()
     if empty:
-        row = ", ".join(map(str, empty[0]))  # for multiple choice: row and choice
+        row = ", ".join(map(str, empty[0]))  # multiple choice has two indices: row and choice
         raise InputError(
             f"`attention_mask` of batch {number}",
             expected="a token that is not padding in every row",
@@ -65,7 +64,7 @@ def from_texts(
     tokens: int,
     batch_size: int,
 ) -> tuple[Iterable[Batch], list[str]]:
-    """Return batches with one sequence per text, and notes on how they were made."""
+    """Return batches with one sequence per text, and notes on how the texts were changed."""
     if batches is not None:
         raise InputError(
             "`batches` and `texts`", expected="one of them", got="both", fix="Audit them one after the other."

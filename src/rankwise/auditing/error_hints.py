@@ -1,4 +1,4 @@
-"""How to fix a batch on which a model fails."""
+"""Hints on how to fix a batch on which a model raised an exception."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _TRACEBACK = "Run the model on this batch by itself to see the whole traceback."
 
 
 def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return the last sentences of an error: how to fix a batch on which a model raised another error."""
+    """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
     names, _ = argument_names(model)
     model = original_of(model)
     if isinstance(error, NotImplementedError) and _has_no_forward(model):
@@ -67,10 +67,10 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
 
 
 def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> InputError | None:
-    """Return an error if labels of batch `number` are not classes of a transformers model, else None."""
+    """Return an error if labels of batch ``number`` are out of range for a transformers model, else None."""
     config = getattr(model, "config", None)
     of_target = any(word in str(error).lower() for word in ("target", "device-side assert"))
-    choices = type(model).__name__.endswith("MultipleChoice")  # its labels are positions of choices
+    choices = type(model).__name__.endswith("MultipleChoice")  # labels are indices of choices, not of classes
     if not isinstance(batch, Mapping) or config is None or choices or not of_target:
         return None
     output_embeddings = getattr(model, "get_output_embeddings", None)
@@ -95,13 +95,13 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
 
 
 def _has_no_forward(model: nn.Module) -> bool:
-    """True if the only ``forward`` is the one of torch or Lightning, which raises."""
+    """Return True if ``forward`` is inherited from torch or Lightning, where it only raises."""
     owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
     return "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
 
 
 def _fast_path_fails(model: nn.Module, error: Exception) -> bool:
-    """True if PyTorch's encoder layers took the method ``weight`` of a quantized layer for a tensor."""
+    """Return True if PyTorch's fast path failed on a quantized layer, whose ``weight`` is a method."""
     return (
         isinstance(error, AttributeError)
         and "'function' object has no attribute 'device'" in str(error)

@@ -1,4 +1,4 @@
-"""What records show of single sequences: mask, spectrum, memberships, names of tokens, attention maps."""
+"""Examples in head records from single sequences: masks, spectra, memberships, token names, maps."""
 
 import math
 from collections import Counter
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from rankwise.tracing import MixerSite
 
 TOKENS_KEPT = 16
-"""Names per kind that a record keeps of the tokens at the peak of a head: a sink has one, or a few."""
+"""Number of names of most attended tokens in a record, per kind; an attention sink needs one or a few."""
 
 
 @dataclass
 class Examples:
-    """What is shown of the heads of one mixer call; each list has one item per head."""
+    """Examples from single sequences for the heads of one mixer call; each list has one item per head."""
 
     longest: list[float]
-    """Tokens of the longest sequence; the mask is that of it, 0 if no sequence has tokens."""
+    """Number of tokens of the longest sequence, from which the mask is taken; 0 without sequences."""
     masks: list[str]
     spectra: list[list[float]]
-    """Singular values of the first sequence; empty if they were not computed."""
+    """Singular values of the first sequence; empty if ranks were estimated."""
     memberships: list[list[float]]
-    """Memberships of the tokens of the first sequence; empty if the mixer has none."""
+    """Membership (weight in the head) of each token of the first sequence; empty if the mixer has none."""
     grids: list[tuple[int, int] | None]
-    """Rows and columns of these tokens if they are patches of an image."""
+    """Rows and columns of patches if the tokens of ``memberships`` are patches of an image."""
     named: list[int]
-    """Sequences whose token at the peak has a name."""
+    """Number of sequences in which the most attended token has a name."""
     names: list[list[Counter[str]]] | None
-    """Sequences per name, by the kinds of names that `peak_name` returns; None in files that hold none."""
+    """Number of sequences by name, for each kind of name in `peak_name`; None if read from older files."""
     attention_maps: list[list[AttentionMap]] = field(default_factory=list)
-    """Maps of the first two sequences."""
+    """Attention maps of the first two sequences."""
 
     @classmethod
     def empty(cls, heads: int) -> "Examples":
-        """Return the examples of no sequences."""
+        """Return examples to which no sequence has been added."""
         return cls(
             longest=[0.0] * heads,
             masks=["full"] * heads,
@@ -54,7 +54,7 @@ class Examples:
 
     @classmethod
     def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
-        """Return what the records of one mixer call show."""
+        """Restore examples from the saved records of one mixer call."""
         held = [record.merging for record in records]
         names = [[Counter(kind) for kind in data.names] for data in held if data is not None]
         return cls(
@@ -75,7 +75,7 @@ class Examples:
         )
 
     def see_length(self, tokens: float, masks: Sequence[str]) -> None:
-        """Take the masks of another sequence if it is longer; of equal lengths the first name counts."""
+        """Replace masks if a sequence is longer; for equal lengths, keep the alphabetically first name."""
         for head, mask in enumerate(masks):
             if tokens > self.longest[head]:
                 self.longest[head], self.masks[head] = tokens, mask
@@ -83,7 +83,7 @@ class Examples:
                 self.masks[head] = min(self.masks[head], mask)
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count the names of the tokens at the peak, (sequences, heads, kinds); empty if there is none."""
+        """Count names of most attended tokens: names by sequence, head and kind, no kinds if unknown."""
         assert self.names is not None
         for heads in sequences:
             for head, kinds in enumerate(heads):
@@ -91,11 +91,9 @@ class Examples:
                 _count(self.names[head], [{name: 1} for name in kinds])
 
     def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
-        """Add the examples of other sequences, which follow.
+        """Add examples of the same heads from later sequences.
 
-        Args:
-            other: examples of the same heads.
-            attention_maps: False if the maps are of another audit, whose tokens have other names.
+        Use ``attention_maps=False`` to omit maps of another audit, which have different token texts.
         """
         if self.names is None or other.names is None:
             self.names = None
@@ -115,9 +113,10 @@ class Examples:
                 self.attention_maps[head] = (self.attention_maps[head] + other.attention_maps[head])[:2]
 
     def peak(self, head: int) -> tuple[str, int]:
-        """Return the name that most sequences share and how many do; an empty name below half of them.
+        """Return the most frequent name of the most attended token, and the number of sequences with it.
 
-        Of names that are equally frequent, the more telling kind counts.
+        The name is empty if fewer than half of the sequences share it. If names of several kinds are equally
+        frequent, the most specific kind wins.
 
         Examples:
             >>> examples = Examples.empty(1)
@@ -133,7 +132,7 @@ class Examples:
         return best
 
     def grid(self, head: int) -> tuple[int, int] | None:
-        """Return the grid of a whole membership map; the first tokens of a longer sequence are no image."""
+        """Return rows and columns of a membership map; None if the map has only part of the tokens."""
         return self.grids[head] if len(self.memberships[head]) == self.longest[head] else None
 
 
@@ -144,7 +143,7 @@ def _count(counts: list[Counter[str]], more: Sequence[Mapping[str, int]]) -> Non
 
 
 def most_common(counts: Sequence[Mapping[str, int]], number: int = TOKENS_KEPT) -> list[dict[str, int]]:
-    """Return the most frequent names of each kind; of equally frequent ones, in alphabetical order.
+    """Return the most frequent names of each kind; equally frequent names are in alphabetical order.
 
     Examples:
         >>> most_common([{"b": 2, "a": 2, "c": 3}])
@@ -155,12 +154,7 @@ def most_common(counts: Sequence[Mapping[str, int]], number: int = TOKENS_KEPT) 
 
 
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return rows and columns of patches of the shape of their image; None if no grid has so many tokens.
-
-    Args:
-        tokens: number of patches.
-        image: height and width of the image.
-    """
+    """Return rows and columns of square patches that tile an image (height, width); None if impossible."""
     if image is None:
         return None
     height, width = image
@@ -173,16 +167,16 @@ READ, WRITTEN = "input_ids", "decoder_input_ids"
 
 
 class TokenIds(NamedTuple):
-    """The token ids of the rows or columns of a mixer."""
+    """Token ids of the rows or columns of a mixing matrix."""
 
     name: str
-    """Name of the input."""
+    """Name of the model input, such as ``input_ids``."""
     ids: "Tensor"
-    """(B, T), with padding."""
+    """Token ids of shape (B, T), including padding."""
 
 
 class TokenNames:
-    """Names tokens by their text, or by their id if there is no tokenizer with ``decode``.
+    """Names of tokens: decoded text, or the id if no tokenizer with a method ``decode`` was passed.
 
     Examples:
         >>> TokenNames().text(101)
@@ -194,25 +188,22 @@ class TokenNames:
         self._known: dict[int, str] = {}
 
     def text(self, number: int) -> str:
-        """Return the text of a token id, without the spaces that tokenizers add."""
+        """Return the text of a token id, without surrounding spaces."""
         if number not in self._known:
             text = "" if self._tokenizer is None else str(self._tokenizer.decode([number]))
             self._known[number] = text.replace("\n", "↵").strip() or ("␣" if text else f"id {number}")
         return self._known[number]
 
     def texts(self, numbers: "Tensor") -> list[str]:
-        """Return the texts of a row of token ids."""
+        """Return the text of each token id in a 1-D tensor."""
         return [self.text(number) for number in numbers.tolist()]
 
     def peaks(
         self, site: "MixerSite", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Name the tokens in the given columns, by sequence, head and kind, as `peak_name` does.
+        """Return names from `peak_name` by sequence and head, for one column per sequence and head.
 
-        Args:
-            site: mixer call.
-            batch: input of the model.
-            columns: column per sequence and head, padding not counted; −1 for none.
+        Columns are counted without padding; column −1 has no names.
         """
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
@@ -224,9 +215,9 @@ class TokenNames:
 
 
 def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
-    """Return the token ids of the rows and columns of a mixer; None if its tokens are others.
+    """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape.
 
-    Rows of a decoder are the decoder's input; columns of cross-attention are the encoder's input.
+    Rows of a decoder are tokens of the decoder input; columns of cross-attention of the encoder input.
     """
     from rankwise._internals.forward import tensors_of
 
@@ -235,7 +226,7 @@ def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | Non
         for name, tensor in ({} if batch is None else tensors_of(batch)).items()
         if tensor.dim() == 2 and str(tensor.dtype) in ("torch.int64", "torch.int32")
     }
-    if READ not in found and "0" in found:  # a tensor, or the first item of a tuple
+    if READ not in found and "0" in found:  # batch is a tensor or a tuple: the first item holds the ids
         found[READ] = TokenIds(READ, found["0"].ids)
     written = found.get(WRITTEN) if site.cross or "decoder" in site.stack else None
     rows = written if written is not None else found.get(READ)
@@ -248,13 +239,9 @@ def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | Non
 
 
 def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) -> list[str]:
-    """Name the token in a column by text and place, by place, and by text, in this order.
+    """Return three names of the token in column ``at``: text and position, position alone, text alone.
 
-    Args:
-        names: names of tokens.
-        ids: token ids of the columns without padding; None if unknown.
-        at: the column.
-        sources: number of columns.
+    ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
 
     Examples:
         >>> peak_name(TokenNames(), None, 0, 9)
@@ -267,7 +254,7 @@ def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) ->
 
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:
-    """Return height and width of the images (B, C, H, W) in a batch; None if it has none."""
+    """Return height and width of the images (B, C, H, W) in a batch; None if the batch has no images."""
     from rankwise._internals.forward import tensors_of
 
     for tensor in tensors_of(batch).values() if batch is not None else ():

@@ -1,4 +1,4 @@
-"""Copies of a model at initialization: where its training started."""
+"""Copies of a model at initialization: same architecture, weights drawn again from random numbers."""
 
 import copy
 import inspect
@@ -14,38 +14,38 @@ from rankwise._internals.torch_private import RESET, original_of
 from rankwise.errors import RankwiseError
 
 RESET_METHODS = ("reset_parameters", RESET, "init_weights", "_init_weights", "initialize_weights")
-"""Methods that draw the weights of a module, in PyTorch and in code that follows it."""
+"""Names of methods that draw the weights of a module, in PyTorch and in common model code."""
 TRANSFORMERS_FLAG = "_is_hf_initialized"
-"""Set by transformers on modules and weights that it has drawn or loaded; ``init_weights`` skips these."""
+"""Attribute that transformers sets on drawn or loaded modules and weights, so ``init_weights`` skips them."""
 BY_HAND = "Give a function without arguments that builds the model at initialization: `factory=build`."
 
 
 class InitializationError(RankwiseError):
-    """A model cannot be initialized again."""
+    """Error if a copy of a model at initialization cannot be built."""
 
 
 def reinitialized(
     model: nn.Module, seed: int = 0, factory: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
-    """Return a copy of a model with weights drawn again, on the same device, in the same dtypes and modes.
+    """Return a copy of a model at initialization, on the same device, in the same dtypes and modes.
 
     A transformers model is built from its configuration. Any other module is copied, its weights are set to
-    NaN, and its own methods (`reset_parameters`, `init_weights` and the like) draw them. If a weight is
-    still NaN, no method draws it, and the copy is refused. Buffers keep their values unless these methods
-    change them. Changes that a constructor makes to weights after these methods are not repeated, such as
-    the smaller output projections of GPT-2 in code that scales them in ``__init__``.
+    NaN, and the methods of its modules (such as `reset_parameters`, `init_weights`) draw new weights. A
+    weight that is still NaN afterwards raises an error. Buffers keep their values unless these methods change
+    them. A change that ``__init__`` makes to drawn weights is not repeated, such as the scaling of output
+    projections in some implementations of GPT-2.
 
     Cost: one more copy of the model. PyTorch's global random state is neither read nor changed.
 
     Args:
-        model: any module with floating-point weights; it is not changed.
+        model: any module with floating-point weights; the module is not changed.
         seed: random seed of the weights.
-        factory: builds the model at initialization, if the model itself cannot; it is called with PyTorch's
-            random state seeded.
+        factory: function that builds the model at initialization, if the default ways fail; called with
+            PyTorch's random state seeded.
 
     Raises:
-        InitializationError: if no method draws a weight, the configuration cannot build the model, or the
-            factory's model has other weights.
+        InitializationError: if no method draws a weight, the configuration cannot build the model, or names
+            or shapes of the weights from ``factory`` differ.
 
     Examples:
         >>> import torch
@@ -70,11 +70,12 @@ def reinitialized(
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """How to make the copies at initialization.
+    """Settings of the baseline: copies of the model at initialization, audited on the same batches.
 
     Args:
-        seeds: number of copies, from seed 0 on. Two do not show how seeds vary, and each costs an audit.
-        build: builds the model for a seed, if the model itself cannot.
+        seeds: number of copies, with seeds 0, 1, …; each copy costs one audit. Use at least three: two seeds
+            do not show how results vary.
+        build: function that builds the model from a seed, if `reinitialized` cannot.
     """
 
     seeds: int = 3
@@ -82,9 +83,9 @@ class BaselineSettings:
 
 
 class InitialCopies:
-    """Copies of a model at initialization, one in memory at a time.
+    """Iterable over copies of a model at initialization, with at most one copy in memory.
 
-    The first is built at once, so that a model that cannot be built is refused before anything is measured.
+    The constructor builds the first copy, so that a model that cannot be built fails before any measurement.
     """
 
     def __init__(self, model: nn.Module, settings: BaselineSettings) -> None:
@@ -93,7 +94,7 @@ class InitialCopies:
 
     @property
     def built(self) -> str:
-        """How copies are built, in words."""
+        """Description of how copies are built, in words."""
         if self.settings.build is not None:
             return "by the function given"
         from_configuration = _is_transformers(self.model)
@@ -107,7 +108,7 @@ class InitialCopies:
         return self.settings.seeds
 
     def __iter__(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield each seed and its copy, and keep none."""
+        """Yield pairs (seed, copy), without keeping a reference to the copy."""
         for seed in range(self.settings.seeds):
             first, self._first = self._first, None
             yield seed, self._copy(seed) if first is None else first
@@ -128,7 +129,7 @@ class InitialCopies:
 
 
 def _check_floating_point(model: nn.Module) -> None:
-    """Raise if weights are not numbers as a method would draw them, or not in the memory of one device."""
+    """Raise if weights are not floating-point numbers in the memory of one device."""
     for name, weight in model.named_parameters():
         if not (weight.is_floating_point() or weight.is_complex()):
             raise _not_drawn(model, [name], f"{weight.dtype} weights, which no method draws")
@@ -150,7 +151,7 @@ def _check_floating_point(model: nn.Module) -> None:
 
 
 def _is_transformers(model: nn.Module) -> bool:
-    """True for a transformers model; the library is not imported to find out."""
+    """Return True for a transformers model, without importing transformers."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
@@ -169,7 +170,7 @@ def _from_configuration(model: nn.Module) -> nn.Module:
 def _redrawn(model: nn.Module) -> nn.Module:
     try:
         initial = copy.deepcopy(model)
-    except Exception as error:  # such as a model under FSDP
+    except Exception as error:  # for example, a model wrapped in FSDP
         raise InitializationError(
             f"initialization of {type(model).__name__}",
             expected="a model that can be copied",
@@ -182,7 +183,7 @@ def _redrawn(model: nn.Module) -> nn.Module:
             vars(parameter).pop(TRANSFORMERS_FLAG, None)
         for module in initial.modules():
             vars(module).pop(TRANSFORMERS_FLAG, None)
-        for module in reversed(list(initial.modules())):  # children first: the parent decides
+        for module in reversed(list(initial.modules())):  # children first, so that a parent can redraw them
             for method in RESET_METHODS:
                 _reset(initial, module, method)
     missed = [name for name, parameter in initial.named_parameters() if bool(parameter.isnan().any())]
@@ -203,7 +204,7 @@ def _reset(model: nn.Module, module: nn.Module, name: str) -> None:
     ]
     if not required:
         method()
-    elif len(required) == 1 and module is model:  # written for `model.apply`
+    elif len(required) == 1 and module is model:  # a method of one module, meant for `model.apply`
         model.apply(method)
 
 
@@ -252,14 +253,14 @@ def _check_same_weights(model: nn.Module, initial: Any) -> None:
 
 
 def _placed_like(model: nn.Module, initial: nn.Module) -> nn.Module:
-    """Give a copy the devices, dtypes and modes of its model; shared weights stay shared."""
+    """Give a copy the devices, dtypes and modes of the model, in place: shared weights stay shared."""
     with torch.no_grad():
         for tensors in ("named_parameters", "named_buffers"):
             like = dict(getattr(model, tensors)())
             for name, tensor in getattr(initial, tensors)():
                 if name in like:
                     floats = tensor.is_floating_point() and like[name].is_floating_point()
-                    dtype = like[name].dtype if floats else tensor.dtype  # not to a quantized dtype
+                    dtype = like[name].dtype if floats else tensor.dtype  # skip quantized dtypes
                     tensor.data = tensor.data.to(device=like[name].device, dtype=dtype)
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in initial.named_modules():

@@ -1,4 +1,4 @@
-"""Where the numbers of an audit come from: model, weights, data and versions; joining of two origins."""
+"""Provenance of an audit: model, weights, data and versions; merging the provenance of two audits."""
 
 import hashlib
 import platform
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from rankwise._internals.forward import Batch
 
 LIBRARIES = ("torch", "transformers")
-"""Libraries whose versions are recorded if they are loaded."""
+"""Libraries whose versions are recorded if the library is imported."""
 SAMPLE = 64
-"""Numbers per weight in a digest: training changes nearly all of them."""
+"""Number of entries of each weight in a digest; few suffice, because training changes nearly all entries."""
 DIGITS = 16
-"""Hexadecimal digits of a digest."""
+"""Number of hexadecimal digits of a digest."""
 PROBES, STEPS, SEED = 16, 64, 0
-"""Random vectors, steps and seed of every estimate."""
+"""Number of random vectors, number of Lanczos steps, and random seed of rank estimates."""
 SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "measure_dtype")
-"""Fields that audits must have in common to be merged."""
+"""Fields of `Provenance` that must be equal in audits to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
-"""Fields whose texts are joined, and the text between the parts."""
+"""Separator by field, for text fields that are joined when audits are merged."""
 NEVER_CALLED = "never called"
 SUMS = ("batches", "sequences", "audits")
 SAME_MODEL = "Merge audits of the same model only, each of other sequences."
@@ -41,7 +41,7 @@ SAME_WEIGHTS = (
 
 
 def check_provenance(fields: Mapping[str, Any]) -> None:
-    """Raise before anything is measured if the user's fields of `Provenance` are unknown or wrong."""
+    """Raise `InputError` if a field of `Provenance` from the user is unknown or has a wrong value."""
     try:
         Provenance.model_validate({"model": "", "delta": DELTA} | dict(fields))
     except ValidationError as error:
@@ -56,13 +56,7 @@ def check_provenance(fields: Mapping[str, Any]) -> None:
 
 
 def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mapping[str, Any]) -> Provenance:
-    """Return the origin of an audit; fields that the user gives take precedence.
-
-    Args:
-        model: model that was measured.
-        measured: fields that the audit knows: batches, sequences, method, δ.
-        given: fields that the user gives, and all notes.
-    """
+    """Return the provenance of an audit; fields in ``given`` (by the user) override ``measured`` fields."""
     parameters = list(model.parameters())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
@@ -80,21 +74,21 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
 
 
 def _printable(value: Any) -> Any:
-    """Escape bytes of paths that are not text, which JSON and HTML cannot hold."""
+    """Escape undecodable bytes in texts such as paths, because JSON and HTML cannot represent them."""
     if isinstance(value, list | tuple):
         return [_printable(item) for item in value]
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
-    """Return a digest of the shapes of all weights and of 64 numbers of each, evenly spaced.
+    """Return a digest of the shapes of all weights and of 64 evenly spaced entries per weight.
 
-    It does not depend on the device, nor on a wrapper around the model. It is empty if numbers cannot be
-    read: weights that are sharded, quantized, or on the device meta. Cost: one small copy of each weight.
+    The digest does not depend on the device or on a wrapper around the model. The digest is empty if a weight
+    cannot be read: sharded, quantized, or on the device meta. Cost: one copy of 64 entries per weight.
 
     Args:
         model: any module.
-        without: names of weights to leave out, such as weights that no checkpoint has.
+        without: names of weights to leave out, such as weights that are not in the checkpoint.
 
     Examples:
         >>> import torch
@@ -127,7 +121,7 @@ def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
 
 
 class DataDigest:
-    """A digest of the measured batches in order; empty without batches, or if one has no dense tensors.
+    """Digest of the measured batches in order; empty without batches, or if a batch has a sparse tensor.
 
     Examples:
         >>> import torch
@@ -144,7 +138,7 @@ class DataDigest:
         self._known: bool | None = None
 
     def add(self, batch: "Batch") -> None:
-        """Add a measured batch."""
+        """Update the digest with the names, shapes and values of the tensors in a batch."""
         import torch
 
         from rankwise._internals.forward import tensors_of
@@ -161,12 +155,12 @@ class DataDigest:
 
     @property
     def value(self) -> str:
-        """Hexadecimal digits, or nothing."""
+        """The digest as 16 hexadecimal digits; an empty string if unknown."""
         return self._digest.hexdigest()[:DIGITS] if self._known else ""
 
 
 def describe_method(heads: Sequence[HeadRecord]) -> str:
-    """Return in words how the ranks of an audit were computed."""
+    """Return a description of how the ranks of an audit were computed: exact, estimated or both."""
     sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
     if not estimated:
         return "exact"
@@ -177,14 +171,9 @@ def describe_method(heads: Sequence[HeadRecord]) -> str:
 
 
 def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
-    """Refuse audits of different models, or that share data; older files do not say what data they are of.
+    """Raise `RecordError` if audits differ in model or settings, or if two audits contain the same data.
 
-    Args:
-        abouts: provenance of each audit.
-        names: names of the audits in errors.
-
-    Raises:
-        RecordError: naming the field that differs and both values, or two audits that share data.
+    Data are compared by digest; older files have no digest, so their data are not checked.
     """
     for field in SAME:
         check_same(field, [getattr(about, field) for about in abouts])
@@ -208,7 +197,7 @@ def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
 def check_same(
     field: str, values: Sequence[object], fix: str = SAME_MODEL, subject: str = "audits to merge"
 ) -> None:
-    """Refuse audits that differ in a field."""
+    """Raise `RecordError` if the values of a field differ between audits."""
     different = list(dict.fromkeys(values))
     if len(different) > 1:
         raise RecordError(
@@ -220,7 +209,7 @@ def check_same(
 
 
 def joined(first: Provenance, second: Provenance) -> Provenance:
-    """Return the provenance of an audit of the sequences of two."""
+    """Return the provenance of the audit that two audits are merged into."""
     both = (first, second)
     libraries = _distinct(name for about in both for name in about.versions)
     fields: dict[str, Any] = {
@@ -241,7 +230,7 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
 
 
 def joined_uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list[Unseen]:
-    """Return modules that an audit could not capture, and those that none of them called."""
+    """Return modules that at least one audit called and failed to capture, or that neither audit called."""
     found: dict[str, list[Unseen]] = {}
     for module in (*first, *second):
         found.setdefault(module.name, []).append(module)
@@ -255,7 +244,7 @@ def joined_uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list
 
 
 def _joined(texts: Sequence[str], by: str) -> str:
-    """Return the parts of texts, once each: texts of merged audits are joined already."""
+    """Join the distinct parts of texts; texts of merged audits already consist of parts joined by ``by``."""
     return by.join(_distinct(part for text in texts for part in text.split(by)))
 
 

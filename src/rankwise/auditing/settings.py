@@ -46,7 +46,7 @@ class ChosenHeads:
     flagged: bool = False
 
     def includes(self, layer: int, head: int) -> bool:
-        """Return True if the head's map is recorded. Maps without a finding are removed later."""
+        """Return True if the map of a head is recorded: every head if ``flagged``; findings come later."""
         return not self.heads or (layer, head) in self.heads
 
 

@@ -1,4 +1,4 @@
-"""Turn texts into batches of token ids, in the form that a model reads."""
+"""Turn texts into batches of token ids that a model accepts."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,13 +12,13 @@ from rankwise.errors import InputError, whole_number
 
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
-"""A tokenizer of transformers, or a callable like it: a list of texts in, ``input_ids`` out."""
+"""A transformers tokenizer, or a callable that maps a list of texts to a dict with ``input_ids``."""
 
 
 class Shard(NamedTuple):
-    """The share of one process: neighboring items, the first process has the first ones.
+    """Part of the data for one process: process ``rank`` of ``world`` processes has consecutive items.
 
-    Shares differ by at most one item; if there are fewer items than processes, some shares are empty.
+    Sizes of parts differ by at most one item; with fewer items than processes, some parts are empty.
 
     Examples:
         >>> [Shard(rank, 3).of("abcd") for rank in range(3)]
@@ -29,19 +29,19 @@ class Shard(NamedTuple):
     world: int = 1
 
     def of(self, items: Sequence[T]) -> Sequence[T]:
-        """Return the items of this share."""
+        """Return the items that belong to this process."""
         start, stop = (-(-len(items) * rank // self.world) for rank in (self.rank, self.rank + 1))
         return items[start:stop]
 
 
 ALL = Shard()
-"""All items."""
+"""Shard of a single process: all items."""
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Choose at most ``most`` of ``count`` indices, evenly from first to last: ``⌊i·count/most⌋``.
+    """Return at most ``most`` indices, evenly spaced from 0 to ``count - 1``: ``⌊i·count/most⌋``.
 
-    Files and rows are often sorted by class, so the first few would be of one class only.
+    Data are often sorted by class, so the first items could all belong to one class.
 
     Examples:
         >>> evenly(10, 4)
@@ -62,36 +62,36 @@ def text_batches(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> Iterator[dict[str, Int[Tensor, "B T"]]]:
-    """Cut one text into windows, or make one sequence of each of many.
+    """Return batches of token ids from windows of one text, or from many texts (one sequence per text).
 
-    *One text* is cut into consecutive windows of exactly ``tokens`` tokens; the rest at its end is not used.
-    *Many texts* become one sequence each, cut at ``tokens`` tokens and padded on the right to the longest of
-    the batch; texts without a token are skipped. If there are more than ``sequences``, they are spread evenly
-    over the data.
+    *One text* is cut into consecutive windows of exactly ``tokens`` tokens; a shorter rest is not used.
+    *Many texts* become one sequence each, cut at ``tokens`` tokens and padded on the right to the longest
+    sequence of the batch; texts without a token are skipped. If more than ``sequences`` windows or texts
+    exist, evenly spaced ones are used.
 
     The tokenizer's special tokens ([CLS] and [SEP] of BERT, the first token of Llama) are part of every
-    sequence and count in ``tokens``. They are left out if there is no room for text beside them.
+    sequence and count in ``tokens``. Special tokens are omitted if they would leave no room for text.
 
-    Padding is on the right even if the tokenizer pads on the left, as it does for generation: left padding
-    would shift positions in models that count them from 0. The pad id is the tokenizer's, else its
-    end-of-text id, else 0; ``attention_mask`` is 0 there.
+    Padding is on the right even if the tokenizer pads on the left (for generation), because left padding
+    shifts positions in models that count positions from 0. The pad id is the tokenizer's pad id, else its
+    end-of-text id, else 0; ``attention_mask`` is 0 at padding.
 
-    Cost: the whole text is tokenized at the call; a batch is made when it is needed.
+    Cost: the whole text is tokenized at the call; each batch is built when the iterator reaches it.
 
     Args:
         text: one text or many.
-        tokenizer: a tokenizer of transformers, or a callable like it.
+        tokenizer: a transformers tokenizer, or a callable that maps a list of texts to ``input_ids``.
         tokens: length of a window, or the maximum length of a sequence.
         sequences: maximum number of sequences.
         batch_size: sequences per batch; the last batch may have fewer.
-        shard: the share of this process.
+        shard: part of the data that this process reads.
 
     Returns:
         An iterator over ``{"input_ids": …, "attention_mask": …}``.
 
     Raises:
-        InputError: at the call, if a number is below 1, the text is shorter than a window or no text has a
-            token.
+        InputError: at the call, if a number is below 1, the text is shorter than one window, or no text has
+            a token.
 
     Examples:
         >>> from transformers import ByT5Tokenizer
@@ -118,11 +118,11 @@ def model_batches(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> tuple[Iterator[Any], list[str]]:
-    """Make batches as `text_batches` does, adapted to a model; also return notes on the changes.
+    """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
-    Sequences are cut at the model's maximum length. A model without ``attention_mask`` reads one sequence
-    per batch, so that nothing is padded. The decoder of an encoder-decoder model reads the encoder's text,
-    shifted by one token.
+    Sequences are cut at the maximum length of the model. Without an argument ``attention_mask``, each batch
+    has one sequence, so that nothing is padded. The decoder of an encoder-decoder model receives the text of
+    the encoder, shifted by one token.
     """
     notes: list[str] = []
     limit = longest_sequence(model)
@@ -150,7 +150,7 @@ def model_batches(
 
 
 def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str], Tokenizer]:
-    """Return a list of texts and their tokenizer; one text becomes a list of one.
+    """Return texts as a list, and the tokenizer; raise `InputError` if either has a wrong type.
 
     Examples:
         >>> checked_texts("one", len)[0]
@@ -181,7 +181,7 @@ def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str]
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Return the number of positions, less those that a padding index occupies (RoBERTa); None if unknown."""
+    """Return the maximum sequence length, less positions reserved for padding (RoBERTa); None if unknown."""
     config = getattr(model, "config", None)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not isinstance(positions, int) or positions < 1:
@@ -194,7 +194,7 @@ def longest_sequence(model: nn.Module) -> int | None:
 
 
 def _takes_mask(model: nn.Module) -> bool:
-    """True if ``forward`` has `input_ids` and `attention_mask`, or `*args, **kwargs` as wrappers have."""
+    """Return True if ``forward`` accepts ids and ``attention_mask``, or any arguments (a wrapper)."""
     parameters = inspect.signature(model.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     named = {"input_ids", "attention_mask"} <= set(parameters)
@@ -213,7 +213,7 @@ def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
-    """Cut one text into consecutive windows."""
+    """Return token ids of evenly spaced windows of one text; raise if the text is shorter than a window."""
     [ids] = _encode([text], tokenizer)
     before, after = _special_tokens(text, tokenizer, tokens)
     room = tokens - len(before) - len(after)
@@ -228,7 +228,7 @@ def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> li
 
 
 def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
-    """Make one sequence of each text."""
+    """Return token ids of one sequence per text, for evenly spaced texts; raise if no text has a token."""
     nonempty = [text for text in texts if text.strip()]
     chosen = [nonempty[i] for i in evenly(len(nonempty), sequences)]
     encoded = [(text, ids) for text, ids in zip(chosen, _encode(chosen, tokenizer), strict=True) if ids]
@@ -242,12 +242,12 @@ def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: in
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, special: bool = False) -> list[list[int]]:
-    """Tokenize without a warning about long texts, which are cut afterwards."""
+    """Return token ids of texts; warnings about long texts are off, because sequences are cut later."""
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
 
 
 def _special_tokens(text: str, tokenizer: Tokenizer, tokens: int) -> tuple[list[int], list[int]]:
-    """Return the special tokens before and after a text: compare encodings, which works for any tokenizer."""
+    """Return special tokens before and after a text, from encodings with and without special tokens."""
     for sample in ("a", text):
         [bare], [full] = _encode([sample], tokenizer), _encode([sample], tokenizer, special=True)
         if bare:
