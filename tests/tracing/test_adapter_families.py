@@ -237,25 +237,25 @@ def tokens(count, padded=0):
     return {"input_ids": torch.randint(5, 60, (2, count)), "attention_mask": mask}
 
 
+MINIMAX = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+MINIMAX |= {"layer_types": ["linear_attention", "full_attention"], "block_size": 5, "num_local_experts": 2}
+
+
 @torch.no_grad()
 def test_lightning_attention_is_a_scan_with_a_decay_per_head():
-    sizes = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    kinds = ["linear_attention", "full_attention"]
-    model = built("MiniMax", **sizes, layer_types=kinds, block_size=5, num_local_experts=2)
+    model = built("MiniMax", **MINIMAX)
     trace, gave = look(model, tokens(13), "self_attn")  # blocks of 5: two whole ones and a rest
     assert [site.kind for site in trace.mixers] == ["semiseparable", "softmax"]
     site = trace.mixers[0]
     for product in (site.operator @ site.values, site.operator.dense() @ site.values):
         # the layer's decays are float32 powers of one: the operator's are exact for its float32 slope
         off = (site.apply_output(product) - gave[site.name][0]).abs().max()
-        assert off <= 13 * 8 * torch.finfo(torch.float32).eps * float(gave[site.name][0].abs().max())
+        assert off <= 13 * 8 * EPS32 * float(gave[site.name][0].abs().max())
 
 
 @torch.no_grad()
 def test_lightning_attention_is_left_out_only_if_it_has_a_state():
-    sizes = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    kinds = ["linear_attention", "full_attention"]
-    model = built("MiniMax", **sizes, layer_types=kinds, block_size=5, num_local_experts=2)
+    model = built("MiniMax", **MINIMAX)
     trace, _ = look(model, tokens(13) | {"use_cache": False}, "self_attn")
     assert [site.kind for site in trace.mixers] == ["semiseparable", "softmax"]
     cache = model(input_ids=tokens(13)["input_ids"], use_cache=True).past_key_values
@@ -275,7 +275,7 @@ def test_a_window_is_a_softmax_with_a_mask(padded):
         assert site.operator.shape == (2, 4, 16, 16)
         # the layer takes its softmax in float32: 5 columns, values of size ≤ 10
         off = (site.operator @ site.values - site.output).abs().max()
-        assert off <= 50 * torch.finfo(torch.float32).eps
+        assert off <= 50 * EPS32
         assert site.valid_tokens.sum(1).tolist() == [14 - padded, 14]
     dense = trace.mixers[0].operator.dense()
     assert bool((dense[1, :, 6, 4:9] > 0).all())
@@ -312,7 +312,7 @@ def test_the_encoder_of_led_is_read_in_the_same_way():
     assert [tuple(site.operator.shape[-2:]) for site in trace.mixers] == [(12, 12)] * 2 + [(6, 6), (6, 12)]
     for site in trace.mixers[:2]:
         off = (site.operator @ site.values - site.output).abs().max()
-        assert off <= 50 * torch.finfo(torch.float32).eps
+        assert off <= 50 * EPS32
 
 
 BIG_BIRD = BERT | {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2}

@@ -286,12 +286,9 @@ def test_outputs_kept_by_request_are_safe_from_later_changes():
 def test_one_encoder_on_two_inputs_is_two_runs():
     model, a, b = Twins(), hidden(), hidden(tokens=5)
     trace = captured(model, a, b)
-    assert [(site.forward_pass, site.layer) for site in trace.mixers] == [
-        (run, at) for run in (0, 1) for at in range(3)
-    ]
-    assert [(state.forward_pass, state.layer) for state in trace.states] == [
-        (run, at) for run in (0, 1) for at in range(4)
-    ]
+    for records, count in ((trace.mixers, 3), (trace.states, 4)):
+        places = [(record.forward_pass, record.layer) for record in records]
+        assert places == [(run, at) for run in (0, 1) for at in range(count)]
     assert torch.equal(trace.states[0].tokens, a)
     assert torch.equal(trace.states[4].tokens, b)
     assert {site.stack for site in trace.mixers} == {"encoder.blocks"}
@@ -323,11 +320,9 @@ def test_a_block_called_again_is_another_layer(times):
 
 def test_two_mixers_of_one_block_share_its_layer():
     trace = captured(CrossStack(), hidden(), hidden(tokens=5))
+    both = (False, True)
     assert [(site.layer, site.cross) for site in trace.mixers] == [
-        (0, False),
-        (0, True),
-        (1, False),
-        (1, True),
+        (at, cross) for at in (0, 1) for cross in both
     ]
     assert [state.layer for state in trace.states] == [0, 1, 2]
 
@@ -446,14 +441,8 @@ def test_ranks_prefer_lists_of_like_modules():
             "conv1": nn.Sigmoid(),
         }
     )
-    assert block_ranks(model, None) == {
-        "layers.0": 0,
-        "layers.1": 0,
-        "mixed.0": 2,
-        "mixed.1": 2,
-        "block1": 1,
-        "block2": 1,
-    }
+    like, numbered = dict.fromkeys(["layers.0", "layers.1"], 0), dict.fromkeys(["block1", "block2"], 1)
+    assert block_ranks(model, None) == like | numbered | dict.fromkeys(["mixed.0", "mixed.1"], 2)
 
 
 def test_a_block_may_change_its_states_in_place_and_return_nothing():

@@ -9,18 +9,7 @@ from threading import Thread
 
 import pytest
 import torch
-from capture_zoo import (
-    WIDTH,
-    Attention,
-    Block,
-    Stack,
-    fused,
-    hidden,
-    plain,
-    scores,
-    seen,
-    stack_of,
-)
+from capture_zoo import WIDTH, Attention, Block, Stack, fused, hidden, plain, scores, seen, stack_of
 from experiments.families import nano_gpt
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -62,6 +51,9 @@ def encoder():
 
 
 MODELS = {"written": lambda: stack_of(plain), "fused": lambda: stack_of(fused), "stock": encoder}
+every_error = pytest.mark.parametrize(
+    "error", [RuntimeError("here"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
@@ -88,7 +80,7 @@ def test_nothing_is_left_after_success(make):
 
 
 @every_model
-@pytest.mark.parametrize("error", [RuntimeError("model"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@every_error
 def test_nothing_is_left_after_an_error_in_the_model(make, error):
     model = nn.Sequential(make(), Bomb(error))
     with pytest.raises(type(error)), rw.capture(model):
@@ -98,7 +90,7 @@ def test_nothing_is_left_after_an_error_in_the_model(make, error):
 
 @every_model
 @pytest.mark.parametrize("which", ["on_mixer", "on_state"])
-@pytest.mark.parametrize("error", [RuntimeError("callback"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@every_error
 def test_nothing_is_left_after_an_error_in_a_callback(make, which, error):
     model = make()
 
@@ -118,7 +110,7 @@ def test_an_interrupt_inside_a_stock_layer_leaves_nothing():
     assert left_behind(model) == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError("model"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@every_error
 @every_model
 def test_a_capture_continues_after_a_failed_call(make, error):
     model = nn.Sequential(make(), Bomb(error), nn.LayerNorm(WIDTH))
@@ -193,11 +185,8 @@ def test_captures_of_one_model_can_be_nested(make):
         with rw.capture(model) as outer, rw.capture(model) as inner:
             watched = model(x)
     assert torch.equal(alone, watched)
-    assert (
-        len(outer.mixers)
-        == len(inner.mixers)
-        == len(model.blocks if hasattr(model, "blocks") else model.layers)
-    )
+    blocks = model.blocks if hasattr(model, "blocks") else model.layers
+    assert len(outer.mixers) == len(inner.mixers) == len(blocks)
     for one, other in zip(outer.mixers, inner.mixers, strict=True):
         assert torch.equal(one.operator.dense(), other.operator.dense())
     assert len(outer.states) == len(inner.states)
@@ -314,12 +303,9 @@ def test_parts_called_by_hand_make_a_forward_pass():
             x = model.transformer["wte"](ids)
             for block in model.transformer["h"]:
                 x = block(x)
-    assert [(site.forward_pass, site.layer) for site in trace.mixers] == [
-        (r, at) for r in (0, 1) for at in range(3)
-    ]
-    assert [(state.forward_pass, state.layer) for state in trace.states] == [
-        (r, at) for r in (0, 1) for at in range(4)
-    ]
+    for records, count in ((trace.mixers, 3), (trace.states, 4)):
+        places = [(record.forward_pass, record.layer) for record in records]
+        assert places == [(run, at) for run in (0, 1) for at in range(count)]
     assert torch.equal(trace.states[-1].tokens, x)
 
 

@@ -78,8 +78,7 @@ def test_padded_rows_and_columns_are_known_and_change_nothing(family, how, side)
     if family.name == "T5":
         more, decoder_alone = padded_batch(side, "decoder_")
         extra = {"decoder_input_ids": decoder_alone}
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(**batch, **more, **({} if family.name == "T5" else positions(model, mask)))
+    trace = seen(model, **batch, **more, **({} if family.name == "T5" else positions(model, mask)))
     real = mask.bool()
     for site in trace.mixers:
         assert torch.equal(site.valid_tokens, real), site.name
@@ -89,8 +88,7 @@ def test_padded_rows_and_columns_are_known_and_change_nothing(family, how, side)
         assert torch.equal(state.mask, real)
     for at, ids in enumerate(alone):
         own = {name: sequences[at] for name, sequences in extra.items()}
-        with torch.no_grad(), rw.capture(model) as single:
-            model(input_ids=ids, **own)
+        single = seen(model, input_ids=ids, **own)
         assert len(single.mixers) == len(trace.mixers)
         for site, lone in zip(trace.mixers, single.mixers, strict=True):
             matrix = site.operator[at].dense()[:, site.valid_tokens[at]][..., site.valid_sources[at]]
@@ -110,8 +108,7 @@ def test_cross_attention_has_the_rows_of_the_decoder_and_the_columns_of_the_enco
     for how in family.implementations:
         model = family.build(how)
         for given in (encoder | decoder, encoder | {"decoder_input_ids": decoder["decoder_input_ids"]}):
-            with torch.no_grad(), rw.capture(model) as trace:
-                model(**given)
+            trace = seen(model, **given)
             rows = given.get("decoder_attention_mask", torch.ones(2, 4)).bool()
             for site in trace.mixers:
                 if "decoder" in site.stack:
@@ -164,8 +161,7 @@ STYLES = ["fused bool", "fused bias", "written -inf", "written -1e4", "written -
 @pytest.mark.parametrize("style", STYLES)
 def test_padding_is_read_from_masks_inside(style):
     model, keep = Masked(style).eval(), torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(torch.randn(2, 6, WIDTH), keep)
+    trace = seen(model, torch.randn(2, 6, WIDTH), keep)
     for site in trace.mixers:
         assert torch.equal(site.valid_tokens, keep)
         assert torch.equal(site.valid_sources, keep)
@@ -182,8 +178,7 @@ def nobody_looks_at_token_two(q, k, v):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_softmax_that_underflows_is_not_padding(dtype):
     model = Stack(lambda: Block(Attention(nobody_looks_at_token_two)), 2).eval().to(dtype)
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(torch.randn(1, 5, WIDTH, dtype=dtype))
+    trace = seen(model, torch.randn(1, 5, WIDTH, dtype=dtype))
     for site in trace.mixers:
         assert (site.operator.dense()[..., 2] == 0).all()
         assert site.operator.support().all()
@@ -205,13 +200,11 @@ class Told(nn.Module):
 def test_an_additive_mask_is_not_taken_for_zeros_and_ones():
     model = Told().eval()
     for mask in (torch.zeros(2, 6), torch.zeros(2, 6).index_fill(1, torch.tensor([5]), -torch.inf)):
-        with torch.no_grad(), rw.capture(model) as trace:
-            model(torch.randn(2, 6, WIDTH), attention_mask=mask)
+        trace = seen(model, torch.randn(2, 6, WIDTH), attention_mask=mask)
         assert all(site.valid_tokens.all() for site in trace.mixers)
     keep = torch.tensor([[1.0] * 6, [1.0] * 3 + [0.0] * 3])
     for given in (keep, keep.long(), keep.bool()):
-        with torch.no_grad(), rw.capture(model) as trace:
-            model(torch.randn(2, 6, WIDTH), given)  # by position
+        trace = seen(model, torch.randn(2, 6, WIDTH), given)  # by position
         assert all(torch.equal(site.valid_tokens, keep.bool()) for site in trace.mixers)
 
 
@@ -249,8 +242,9 @@ def test_a_decoder_without_a_mask_uses_the_mask_of_its_model():
     model, x, y = Bare().eval(), torch.randn(2, 6, WIDTH), torch.randn(2, 6, WIDTH)
     keep = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
     for told in (None, keep.flip(0)):
-        with torch.no_grad(), rw.capture(model) as trace:
-            model(x, y, attention_mask=keep, **({} if told is None else {"decoder_attention_mask": told}))
+        trace = seen(
+            model, x, y, attention_mask=keep, **({} if told is None else {"decoder_attention_mask": told})
+        )
         rows = torch.ones(2, 6).bool() if told is None else told.bool()
         for site in trace.mixers:
             assert torch.equal(site.valid_tokens, rows if "decoder" in site.stack else keep.bool())
@@ -274,8 +268,7 @@ def test_the_mask_of_an_encoder_is_not_taken_for_the_decoders_of_the_same_length
     batch, _ = padded_batch("right")
     for how in family.implementations:
         model, ids = Wrapped(family.build(how)), torch.randint(5, 60, (2, LONGEST))
-        with torch.no_grad(), rw.capture(model) as trace:
-            model(**batch, decoder_input_ids=ids)
+        trace = seen(model, **batch, decoder_input_ids=ids)
         keep = batch["attention_mask"].bool()
         for site in trace.mixers:
             decodes = "decoder" in site.stack
@@ -287,8 +280,7 @@ def test_the_mask_of_an_encoder_is_not_taken_for_the_decoders_of_the_same_length
 @pytest.mark.parametrize("tokens", [5, 7])
 def test_keys_of_a_context_are_cross_attention_also_at_equal_length(tokens):
     model = CrossStack().eval()
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(torch.randn(2, 7, WIDTH), torch.randn(2, tokens, WIDTH))
+    trace = seen(model, torch.randn(2, 7, WIDTH), torch.randn(2, tokens, WIDTH))
     assert [site.cross for site in trace.mixers] == [False, True] * 2
     with torch.no_grad(), rw.capture(model) as trace:
         x = torch.randn(2, 7, WIDTH)
@@ -333,8 +325,7 @@ def test_no_support_is_formed_of_an_operator_without_a_mask(which, monkeypatch):
     operator = unmasked()[which]
     monkeypatch.setattr(type(operator), "support", lambda self: pytest.fail("it was searched for padding"))
     model = nn.Sequential(Says(operator), Says(operator))
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(torch.randn(2, 7, WIDTH))
+    trace = seen(model, torch.randn(2, 7, WIDTH))
     assert len(trace.mixers) == 2
     assert all(bool(site.valid_tokens.all() and site.valid_sources.all()) for site in trace.mixers)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -104,13 +105,11 @@ def test_the_operator_is_the_weights_that_the_layer_reports(setting, mask):
     settings, masks = SETTINGS[setting], SELF_MASKS[mask]
     attention = attention_of(**settings)
     x = torch.randn(B, T, WIDTH)
-    key, value = (torch.randn(B, T, settings.get(name, WIDTH)) for name in ("kdim", "vdim"))
-    if "kdim" not in settings:
-        key = value = x
     if settings.get("batch_first") is False:
-        x, key, value = x.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        if "kdim" not in settings:
-            key = value = x
+        x = x.transpose(0, 1)
+    key = value = x
+    if "kdim" in settings:
+        key, value = (torch.randn(B, T, settings[name]) for name in ("kdim", "vdim"))
     trace, _, (_, weights) = compared(
         attention, x, key, value, need_weights=True, average_attn_weights=False, **masks
     )
@@ -367,11 +366,22 @@ def test_the_whole_transformer(batch_first, length):
 # --- what keeps the fast path, or another one, as it was ----------------------------------------------------
 
 
-def test_another_function_mode_stays_active_and_decides_the_path():
+@contextmanager
+def without_fast_path():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize(
+    "off", [lambda: torch.device("cpu"), without_fast_path], ids=["a mode", "the switch"]
+)
+def test_the_fast_path_can_be_switched_off(off):
     """A default device is a function mode: it switches the fast path off, with and without capture."""
-    model, x = encoder(), torch.randn(B, T, WIDTH)
-    with torch.device("cpu"):
-        trace, calls, _ = compared(model, x)
+    with off():
+        trace, calls, _ = compared(encoder(), torch.randn(B, T, WIDTH))
     assert calls == {}
     assert len(trace.mixers) == 3
 
@@ -384,17 +394,6 @@ def test_hooks_of_the_user_stay_in_charge():
     handle.remove()
     assert calls == {"_transformer_encoder_layer_fwd": 2, "_native_multi_head_attention": 1}
     assert len(seen) == 2
-    assert len(trace.mixers) == 3
-
-
-def test_the_fast_path_can_be_switched_off():
-    model, x = encoder(), torch.randn(B, T, WIDTH)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        trace, calls, _ = compared(model, x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    assert calls == {}
     assert len(trace.mixers) == 3
 
 
