@@ -321,7 +321,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         except torch.OutOfMemoryError:
             raise
         except (ShapeError, RuntimeError) as error:
-            self._sightings.leave_out(name, f"attention was seen inside it in a way we cannot read: {error}")
+            why = str(error)
+            if isinstance(error, ShapeError):  # its fix is for callers of the operator
+                why = f"{error.subject}: expected {error.expected}, got {error.got}"
+            self._sightings.leave_out(name, f"its call of attention cannot be read ({why})")
             return None
         return None if mixing is None else self._add(mixing, calls=calls)
 
