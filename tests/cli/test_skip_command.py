@@ -252,7 +252,11 @@ def test_a_fit_that_is_lost_writes_nothing(run: Run, folder: Path, tmp_path: Pat
         (("--text", "text.txt", "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
         (("--text", "text.txt", "--certify", "--init", "nan"), SkipError, "`init`: expected a finite number"),
         (("--text", "text.txt", "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
-        (("--text", "text.txt", "--certify", "--a", "1.5"), RankwiseError, "`a`: expected a number between"),
+        (
+            ("--text", "text.txt", "--certify", "--a", "1.5"),
+            RankwiseError,
+            "`a`: expected a number in (0, 1), got 1.5",
+        ),
         (
             ("--learn-on", "a.txt", "--text", "b.txt", "--certify"),
             InputError,
