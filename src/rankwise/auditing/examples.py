@@ -154,7 +154,7 @@ def most_common(counts: Sequence[Mapping[str, int]], number: int = TOKENS_KEPT) 
 
 
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return rows and columns of square patches that tile an image (height, width); None if impossible."""
+    """Return rows and columns if ``tokens`` square patches tile an image (height, width); else None."""
     if image is None:
         return None
     height, width = image

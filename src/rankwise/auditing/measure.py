@@ -66,7 +66,7 @@ class HeadBatch:
     """Standard errors of the measures in `ERRORS`, shape (B, H) each."""
     estimated: Floats
     fallbacks: Floats
-    """Shape (B, H) both: 1 if ranks were estimated; 1 if the fast exact count was replaced by an SVD."""
+    """Shape (B, H) each: ``estimated`` is 1 for estimated ranks, ``fallbacks`` 1 if an SVD was needed."""
     distances: Floats
     """Distances between the heads of a sequence, shape (B, H, H)."""
     masks: list[list[Mask]]

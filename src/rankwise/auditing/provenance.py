@@ -209,7 +209,7 @@ def check_same(
 
 
 def joined(first: Provenance, second: Provenance) -> Provenance:
-    """Return the provenance of the audit that two audits are merged into."""
+    """Return the merged provenance of two audits: counts are added, texts joined, notes collected."""
     both = (first, second)
     libraries = _distinct(name for about in both for name in about.versions)
     fields: dict[str, Any] = {

@@ -115,7 +115,7 @@ class BaselineRecord(Record):
     seeds: list[Count]
     """Random seeds of the audited copies."""
     built: str
-    """How the copies were initialized, in words: "from its configuration", for example."""
+    """Description of how the copies were initialized, such as "from its configuration"."""
 
     def __str__(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
@@ -292,10 +292,10 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     All sequences share the random vectors of the estimate, so errors do not average out.
     """
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences averaged, for measures that are undefined in some finite sequences."""
+    """Number of averaged sequences by measure, if a measure is undefined in some finite sequences."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
-    as most sequences have in common. If the weight is small, other tokens have nearly the same weight, and
+    whichever most sequences share. If the weight is small, other tokens have nearly the same weight, and
     single rows may attend to other tokens (see `named_peak`)."""
     max_token_sequences: Count = 0
     """Number of sequences in which ``max_token`` names the token with the largest weight."""
@@ -379,7 +379,7 @@ class LayerRecord(LayerMeasures, LayerOrigin):
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences averaged, for measures that are undefined in some finite sequences."""
+    """Number of averaged sequences by measure, if a measure is undefined in some finite sequences."""
     baseline: Baseline | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 

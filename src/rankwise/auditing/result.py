@@ -55,7 +55,7 @@ class Audit(Record):
     texts: dict[str, list[str]] = Field(default_factory=dict)
     """Tokens of the sequences with attention maps, by name of the model input."""
     importance: ImportanceRecord | None = None
-    """Loss of the model, and how heads and blocks were removed from it; None if not requested."""
+    """How importance was measured, and which heads can be removed together; None if not requested."""
     baseline: BaselineRecord | None = None
     """How the copies at initialization were made; None if no baseline was requested."""
 
