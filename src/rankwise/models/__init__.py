@@ -1,4 +1,4 @@
-"""ToST and other mixers in Hugging Face's classes; released checkpoints.
+"""ToST and other token mixers as Hugging Face models, and loading of released ToST checkpoints.
 
 Importing this package registers ``model_type = "tost"`` with transformers' Auto classes.
 """

@@ -1,4 +1,4 @@
-"""A block: a mixer and a feed-forward part, each with norm, scale and skip."""
+"""One block of a model: a token mixer and a feed-forward part, each with norm, scale and skip."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -12,7 +12,7 @@ from rankwise.skips.modules import LambdaSkip
 
 
 def make_norm(config: ToSTConfig) -> nn.Module:
-    """Return the norm that a configuration names."""
+    """Return a norm layer of the kind in the field ``norm``: LayerNorm, RMSNorm or identity."""
     if config.norm == "none":
         return nn.Identity()
     if config.norm == "rms":
@@ -21,12 +21,12 @@ def make_norm(config: ToSTConfig) -> nn.Module:
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel on the update of a block's part.
+    """Learned factor per channel that multiplies the update of a mixer or feed-forward part.
 
     Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 2.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the model width.
         init: initial value of every factor.
     """
 
@@ -37,15 +37,15 @@ class LayerScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set every factor to its initial value."""
+        """Set all factors to their initial value."""
         nn.init.constant_(self.weight, self.init)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return x times the factors."""
+        """Return x multiplied by the factors."""
         return x * self.weight
 
     def extra_repr(self) -> str:
-        """Return the initial value."""
+        """Return the initial value as text, for printing the module."""
         return f"init={self.init:g}"
 
 
@@ -55,7 +55,7 @@ def make_scale(hidden_size: int, init: float | None) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """``out_proj(act(in_proj(x)))`` per token, then dropout."""
+    """Feed-forward part: ``dropout(out_proj(act(in_proj(x))))`` for each token."""
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
@@ -65,20 +65,20 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return the update of each token."""
+        """Return the update of each token, which the block adds to the residual stream."""
         return self.dropout(self.out_proj(self.act(self.in_proj(x))))
 
 
 class Block(GradientCheckpointingLayer):
-    """One layer.
+    """Residual block with a mixer, a λ-skip (skip connection scaled by λ) and an optional feed-forward part.
 
     Formula, pre-norm: ``y = λ x + γ₁ g(u) mixer(u)`` with ``u = norm(x)``; ``z = y + γ₂ mlp(norm(y))``.
     Post-norm: ``y = norm(λ x + γ₁ g(x) mixer(x))``; ``z = norm(y + γ₂ mlp(y))``.
-    g is SiLU of a linear map, or 1. The feed-forward part is optional.
+    The gate g is SiLU of a linear map, or 1. γ₁ and γ₂ are LayerScale factors, or 1.
 
     Args:
-        config: sizes and options.
-        layer: index of the layer, from 0.
+        config: sizes and options of the model.
+        layer: index of the block, from 0.
     """
 
     def __init__(self, config: ToSTConfig, layer: int) -> None:
@@ -98,7 +98,7 @@ class Block(GradientCheckpointingLayer):
         for part in (self.mixer, self.mlp):
             last = getattr(part, "out_proj", None)
             if isinstance(last, nn.Linear):
-                # Transformers initializes modules one by one: mark the weights that shrink with depth.
+                # `_init_weights` sees one module at a time: mark layers whose initial weights are smaller.
                 last.ends_branch = True  # type: ignore[assignment]
 
     def forward(
@@ -108,7 +108,7 @@ class Block(GradientCheckpointingLayer):
         state: MixerState | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], MixerState | None]:
-        """Return the new token states and the mixer's state; arguments as in `Mixer.forward`."""
+        """Return the new token states and the mixer's decoding state; arguments as in `Mixer.forward`."""
         x = hidden_states
         mixer_input = x if self.post_norm else self.mixer_norm(x)
         mixed, state = self.mixer(mixer_input, attention_mask, state, return_state=return_state)

@@ -1,4 +1,4 @@
-"""The sequence classifier."""
+"""Sequence classifier: `ToSTModel`, pooling over tokens and a linear head."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """`ToSTModel`, one vector per sequence, and a linear head.
+    """Sequence classifier: a linear head on one vector per sequence.
 
-    The vector is the state of the last real token, or the mean over real tokens: ``pooling`` of the
-    configuration.
+    The vector is the state of the last real token, or the mean over real tokens. The field ``pooling`` of
+    the configuration selects one.
 
     Examples:
         >>> import torch
@@ -43,18 +43,18 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
-        """Classify sequences.
+        """Return logits per sequence, (B, num_labels), and a loss if labels are passed.
 
         Args:
             input_ids: as for `ToSTModel`.
-            attention_mask: as for `ToSTModel`; padding may be on either side. Without a mask, only tokens
-                ``pad_token_id`` at the right end of ``input_ids`` are padding.
+            attention_mask: as for `ToSTModel`; padding may be on either side. Without a mask, only
+                ``pad_token_id`` at the right end of ``input_ids`` counts as padding.
             position_ids: as for `ToSTModel`.
             inputs_embeds: as for `ToSTModel`.
-            labels: classes, or numbers for a regression, by ``problem_type``.
+            labels: class indices, or target values if ``problem_type`` is regression.
             output_hidden_states: as for `ToSTModel`.
             return_dict: as for `ToSTModel`.
-            **kwargs: arguments of the loss; others as for `ToSTModel`.
+            **kwargs: arguments of the loss, and arguments of `ToSTModel`.
         """
         options = self._loss_options(kwargs)
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
@@ -75,7 +75,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 
 
 def _mask_without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "B T"]:
-    """Return a mask of all tokens except the padding at the right end.
+    """Return a mask that is False for padding tokens at the right end and True for all other tokens.
 
     Examples:
         >>> _mask_without_end(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()

@@ -21,11 +21,11 @@ CHOICES = {
     "position_embeddings": ("learned", "none"),
     "pooling": ("last", "mean"),
 }
-"""Fields with a few possible values."""
+"""Allowed values of each field that holds a name."""
 FLAGS = ("causal", "position_bias", "use_bias", "gate", "use_cache", "tokens_norm", "tie_word_embeddings")
 POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "image_size",
             "num_channels", "max_position_embeddings")  # fmt: skip
-"""Fields that are at least 1."""
+"""Fields that must be integers of at least 1."""
 FINITE = ("layer_scale", "skip_init", "norm_eps", "initializer_range")
 
 HalfLife = int | float | Sequence[int | float | None] | None
@@ -34,9 +34,9 @@ HalfLife = int | float | Sequence[int | float | None] | None
 class ToSTConfig(PreTrainedConfig):
     """Configuration of every model in `rankwise.models`: the mixer of each layer, and the block around it.
 
-    The defaults are a language model of the released base size without LayerScale; `rankwise.models.preset`
-    returns the released configurations. Options of a mixer that are not fields go into ``mixer_options``,
-    such as ``{"tssa": {"conv_tokens": 4, "features": 16}}``.
+    The defaults describe a language model of the released base size without LayerScale. The function
+    `rankwise.models.preset` returns the released configurations. ``mixer_options`` holds options of a mixer
+    that are not fields, such as ``{"tssa": {"conv_tokens": 4, "features": 16}}``.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction",
     and the code released with it. Norm, skip and gate are options of this package.
@@ -45,46 +45,46 @@ class ToSTConfig(PreTrainedConfig):
         vocab_size: number of tokens in the vocabulary.
         hidden_size: D, the model width.
         num_hidden_layers: L, the number of blocks.
-        num_attention_heads: H, heads of every mixer.
+        num_attention_heads: H, the number of heads of every mixer.
         head_dim: K, width of a head; D / H by default.
-        intermediate_size: width of the feed-forward part; 4 D by default, 0 for no such part.
+        intermediate_size: width of the feed-forward part; 4 D by default, 0 for no feed-forward part.
         hidden_act: activation of the feed-forward part, by transformers' name.
         max_position_embeddings: number of tokens with learned positions.
-        layer_types: mixer of each layer, names of `rankwise.models.MIXERS`; one name applies to all layers;
-            ``tssa`` by default.
-        mixer_options: further arguments of the mixers, by names in ``layer_types``.
-        causal: each token reads only itself and earlier tokens.
-        membership: TSSA's Π: ``softmax`` over the heads, or ``uniform`` (1 / H).
-        half_life: causal TSSA with decayed sums: number of tokens after which a token counts half, for all
-            heads or per head, None for a head without decay; `rankwise.ops.half_lives` makes a ladder. None
-            for no decay, as released.
-        position_bias: causal TSSA's learned bias by position, as released; present by default unless the
-            sums decay or memberships are uniform.
-        position_embeddings: ``learned``, or ``none`` for no bound on the length.
+        layer_types: mixer of each layer, by its name in `rankwise.models.MIXERS`. One name applies to all
+            layers; ``tssa`` by default.
+        mixer_options: additional arguments of mixers, by mixer name.
+        causal: True if each token reads only itself and earlier tokens.
+        membership: weights Π of a token's heads in TSSA: ``softmax`` over the heads, or ``uniform`` (1 / H).
+        half_life: half-life of the sums in causal TSSA, in tokens, for all heads or per head. A head with
+            None does not decay. `rankwise.ops.half_lives` returns half-lives on a logarithmic scale. By
+            default no head decays, as in the released models.
+        position_bias: learned bias per position in causal TSSA, as in the released models. By default it is
+            used unless sums decay or memberships are uniform.
+        position_embeddings: ``learned``, or ``none``, which does not limit the length.
         norm: ``layer``, ``rms`` or ``none``.
-        norm_position: ``pre`` (on the input of a part) or ``post`` (on the sum).
-        norm_eps: ε of the norms.
-        use_bias: biases in linear layers and norms.
+        norm_position: ``pre`` (norm of the input of a part) or ``post`` (norm of the residual sum).
+        norm_eps: constant ε that norms add to the variance.
+        use_bias: True for biases in linear layers and norms.
         layer_scale: initial value of a learned scale per channel on the update of each part; None for no
             scale.
         skip: λ of the skip λ x around the mixer: ``fixed``, ``learned`` per layer, per ``channel`` of each
             layer, or ``shared`` by all layers; ``none`` for no skip.
-        skip_init: λ, or its initial value.
-        gate: multiply the mixer's output by SiLU of a linear map of its input.
+        skip_init: value of λ, or initial value of a learned λ.
+        gate: True to multiply the mixer's output by SiLU of a linear map of the mixer's input.
         dropout: dropout rate of embeddings and of the update of each part.
         initializer_range: standard deviation of initial weights.
-        use_cache: return the decoding state in evaluation.
-        pooling: token that a sequence classifier reads: ``last`` real one, or the ``mean``; by default
-            ``last`` if ``causal``.
-        image_size: side of an image in pixels; images only.
+        use_cache: True to return the decoding state in evaluation mode.
+        pooling: vector that a sequence classifier reads: ``last`` real token, or ``mean`` of real tokens; by
+            default ``last`` if ``causal``.
+        image_size: side of an image in pixels, for image classifiers.
         patch_size: side of a patch: 2, 4, 8 or 16.
         num_channels: color channels.
-        class_attention_layers: number of layers in which the class token reads the patches.
-        tokens_norm: class attention norms all tokens, as released, not only the class token.
-        pad_token_id: token that pads short rows.
+        class_attention_layers: number of last layers in which the class token attends to the patches.
+        tokens_norm: True if class attention normalizes all tokens, as released; False for the class token.
+        pad_token_id: token that pads short sequences.
         bos_token_id: token at the beginning of a text.
         eos_token_id: token at the end of a text.
-        tie_word_embeddings: head and embedding share their weights.
+        tie_word_embeddings: True if output head and embedding share weights.
         **kwargs: arguments of `transformers.PreTrainedConfig`, such as ``num_labels``.
 
     Raises:
@@ -99,8 +99,8 @@ class ToSTConfig(PreTrainedConfig):
 
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a list)
-    # Files call the mixers `mixers`: a Trainer that resumes reads config.json without this class, and
-    # transformers refuses `layer_types` that are not its own layers.
+    # config.json stores `layer_types` as `mixers`: a Trainer that resumes reads the file without this class,
+    # and transformers refuses layer types that it does not know.
     attribute_map = {"layer_types": "mixers"}  # noqa: RUF012
 
     def __init__(
@@ -180,18 +180,18 @@ class ToSTConfig(PreTrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
-        # Set last: transformers' own check, which runs above, knows only the names of its own layers.
+        # Set last, because the check in `super().__init__` knows only transformers' layer types.
         self.layer_types = (
             [layer_types] * num_hidden_layers if isinstance(layer_types, str) else list(layer_types)
         )
         self.validate()
 
     def validate(self) -> None:
-        """Raise for a value that is out of range or unknown; transformers calls this again before saving."""
+        """Raise InputError if a value is out of range or unknown; transformers also calls this on saving."""
         for name in POSITIVE:
             whole_number(f"ToSTConfig `{name}`", getattr(self, name))
         for name in FLAGS:
-            if isinstance(getattr(self, name), str):  # Python takes "false" for true.
+            if isinstance(getattr(self, name), str):  # bool("false") is True
                 _refuse(name, "true or false", repr(getattr(self, name)), "Leave the quotes out.")
         in_range("ToSTConfig `dropout`", self.dropout, "[0, 1]")
         for name in FINITE:
@@ -220,7 +220,7 @@ class ToSTConfig(PreTrainedConfig):
 
 
 def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
-    """Return one half-life per head, None for infinity, which JSON does not have."""
+    """Return one half-life per head, with None instead of infinity, which JSON cannot store."""
     if half_life is None:
         return None
     lives = [half_life] * heads if isinstance(half_life, int | float) else half_life
@@ -231,7 +231,7 @@ def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
 
 
 def _check_keywords(others: dict[str, Any]) -> None:
-    """Raise for names that are similar to a field; transformers has many more of its own, which pass."""
+    """Raise InputError if an unknown argument resembles a field; fields of transformers are accepted."""
     fields = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
     for name in others:
         similar = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, fields, n=1, cutoff=0.85)

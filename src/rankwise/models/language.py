@@ -1,4 +1,4 @@
-"""The stack of blocks over text tokens, and the causal language model."""
+"""Stack of blocks over text tokens (`ToSTModel`), and the causal language model."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """Embedding, blocks and a final norm.
+    """Text model without output head: embedding, blocks and a final norm.
 
     Examples:
         >>> import torch
@@ -51,21 +51,21 @@ class ToSTModel(ToSTPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Run the stack.
+        """Return the token states after the last block, (B, T, D), and the cache if requested.
 
         Args:
             input_ids: tokens of this call.
-            attention_mask: true or 1 for real tokens, of this call or of all tokens so far.
-            position_ids: positions from 0 on, over all or over real tokens; over real tokens by default.
+            attention_mask: 1 (or true) for real tokens; covers the tokens of this call or all tokens so far.
+            position_ids: positions from 0, counting all tokens or real tokens; real tokens by default.
             past_key_values: cache that an earlier call returned.
             inputs_embeds: embeddings in place of ``input_ids``.
-            use_cache: return the cache; by default as configured, and never while training.
-            output_hidden_states: return the input of each block, and the output of the last norm.
-            return_dict: return an object with names instead of a tuple.
-            **kwargs: arguments that transformers passes to every model, without effect.
+            use_cache: True to return the cache; by default as configured, False in training mode.
+            output_hidden_states: True to return the input of each block and the output of the last norm.
+            return_dict: True to return an object with named fields, False for a tuple.
+            **kwargs: arguments that transformers passes to every model; they have no effect.
 
         Raises:
-            InputError: if mask or positions do not fit, a text is too long, or an argument would be ignored.
+            InputError: if mask or positions are wrong, a text is too long, or an argument would be ignored.
         """
         self._loss_options(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -95,7 +95,7 @@ class ToSTModel(ToSTPreTrainedModel):
         return self._as_requested(output, return_dict)
 
     def _cache(self, past: MixerCache | None, use_cache: bool | None) -> MixerCache | None:
-        """Return the cache to read and fill."""
+        """Return the cache for this call, or None without a cache; raise if `past` does not fit the model."""
         if past is not None and not self.config.causal:
             raise InputError(
                 "`past_key_values`",
@@ -121,7 +121,7 @@ class ToSTModel(ToSTPreTrainedModel):
     def _with_positions(
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
     ) -> Tensor:
-        """Add learned positions, if there are any, and check position ids and lengths."""
+        """Return x plus learned position embeddings, if any; raise for wrong positions or long texts."""
         bounded = self.embed_positions is not None or self.config.position_bias
         if not bounded and position_ids is None:
             return x
@@ -131,7 +131,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if before is not None:
             counted = before[:, None] + counted
-        counted = counted.clamp(min=0).expand(x.shape[:2])  # padding before the first real token has 0
+        counted = counted.clamp(min=0).expand(x.shape[:2])  # left padding would be at position -1
         if position_ids is not None:
             _check_positions(position_ids, counted, mask, length)
         if bounded:
@@ -142,7 +142,7 @@ class ToSTModel(ToSTPreTrainedModel):
 
 
 class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
-    """A causal language model: `ToSTModel` and a head that shares the embedding's weights.
+    """Causal language model: `ToSTModel` and an output head that shares weights with the embedding.
 
     Examples:
         >>> import torch
@@ -170,7 +170,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *others: Any) -> None:
-        """Raise for a kind of cache that would be ignored."""
+        """Raise InputError if generation requests another kind of cache, which would be ignored."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InputError(
                 "`cache_implementation`",
@@ -194,7 +194,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Predict the next token.
+        """Return logits of the next token, (B, T, vocab_size), and a loss if labels are passed.
 
         Args:
             input_ids: as for `ToSTModel`.
@@ -202,12 +202,12 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             position_ids: as for `ToSTModel`.
             past_key_values: as for `ToSTModel`.
             inputs_embeds: as for `ToSTModel`.
-            labels: the tokens themselves, shifted here; -100 for tokens without a prediction.
+            labels: the same tokens as ``input_ids``; the loss shifts them by one. -100 skips a token.
             use_cache: as for `ToSTModel`.
             output_hidden_states: as for `ToSTModel`.
-            logits_to_keep: number of last tokens to return logits of, or their indices; 0 for all.
+            logits_to_keep: number of last tokens with logits, or indices of tokens; 0 for all tokens.
             return_dict: as for `ToSTModel`.
-            **kwargs: arguments of the loss, such as ``num_items_in_batch``; others as for `ToSTModel`.
+            **kwargs: arguments of the loss, such as ``num_items_in_batch``, and arguments of `ToSTModel`.
         """
         options = self._loss_options(kwargs)
         output = self.model(
@@ -231,12 +231,12 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 
 def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
-    """Return the mask of this call's tokens, or None if all are real, which is faster."""
+    """Return a mask of this call's tokens, or None if all tokens are real, which selects a faster path."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]
     columns = attention_mask.shape[-1]
-    # Not `in`: torch.compile compares symbolic lengths by == only.
+    # `==` instead of `in`, because torch.compile supports only `==` for symbolic lengths.
     fits = columns == tokens or columns == before + tokens
     if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or not fits:
         raise InputError(
@@ -250,7 +250,7 @@ def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
 
 
 def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
-    """Raise for position ids that do not count tokens, except while compiling."""
+    """Raise InputError unless position ids count all tokens or real tokens; not checked in torch.compile."""
     if torch.compiler.is_compiling():
         return
     rows, tokens = counted.shape
@@ -267,7 +267,7 @@ def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None,
 
 
 def _check_length(positions: Tensor, most: int, limit: int) -> None:
-    """Raise for a position without an embedding; while compiling, the lookup fails instead."""
+    """Raise InputError if a position has no embedding; in torch.compile, the embedding lookup fails."""
     if most > limit and not torch.compiler.is_compiling() and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",

@@ -1,4 +1,4 @@
-"""The cache of a language model: the state of each layer's mixer."""
+"""Cache of a language model for decoding: the state of each layer's mixer."""
 
 import copy
 from collections.abc import Callable
@@ -14,35 +14,35 @@ from rankwise.models.mixers import MixerState
 
 
 class MixerCache(Cache):
-    """One mixer state per layer, in transformers' interface.
+    """Decoding cache with one mixer state per layer, compatible with transformers' `Cache`.
 
-    States of softmax layers grow with the tokens, states of all other mixers do not.
-    Nothing is changed in place, so a copy of the list of states is a copy of the cache.
+    States of softmax layers grow with the number of tokens; states of all other mixers have constant size.
+    Tensors are never changed in place, so a copy of the list of states is a copy of the cache.
 
     Args:
-        layers: L.
+        layers: number of layers L.
     """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
         self.states: list[MixerState | None] = [None] * layers
         self.length = 0
-        """Tokens so far, padding included."""
+        """Number of tokens so far, with padding."""
         self.counts: Tensor | None = None
-        """Real tokens so far, per row."""
+        """Number of real tokens so far, per row."""
 
     def advance(self, mask: Bool[Tensor, "B T"] | None, rows: int, tokens: int, device: torch.device) -> None:
-        """Count the tokens of this call."""
+        """Add the tokens of a call to `length` and `counts`."""
         new = mask.sum(1) if mask is not None else torch.full((rows,), tokens, device=device)
         self.counts = new if self.counts is None else self.counts + new
         self.length += tokens
 
     def numel(self) -> int:
-        """Return how many numbers all states hold, for all rows."""
+        """Return the number of entries in all states, for all rows."""
         return sum(tensor.numel() for state in self.states if state is not None for tensor in state)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens so far, padding included."""
+        """Return the number of tokens so far, with padding."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -61,21 +61,21 @@ class MixerCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: states are replaced, not written to."""
+        """False, because compiled generation requires states that are updated in place."""
         return False
 
     @property
     def is_croppable(self) -> bool:
-        """False: a sum cannot be split into its terms."""
+        """False, because a state is a sum over tokens, from which single tokens cannot be removed."""
         return False
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there was a token."""
+        """True after the first token."""
         return self.length > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixerCache":
-        """Return a copy that is detached from the graph, as torch cannot copy other tensors."""
+        """Return a deep copy without autograd graph, because torch cannot deep-copy non-leaf tensors."""
         memo[id(self)] = copied = copy.copy(self)
         copied._change(lambda tensor: tensor.detach().clone())
         return copied
@@ -85,11 +85,11 @@ class MixerCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
-        """Keep these rows, in this order."""
+        """Select the rows `indices` of the batch, in the given order."""
         self._change(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
+        """Repeat every row `repeats` times."""
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
@@ -98,7 +98,7 @@ class MixerCache(Cache):
         self.length, self.counts = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise: tokens cannot be removed."""
+        """Raise InputError, because tokens cannot be removed from a sum."""
         raise InputError(
             "`MixerCache.crop`",
             expected="no removal of tokens",
@@ -107,6 +107,6 @@ class MixerCache(Cache):
         )
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by a function of it."""
+        """Apply a function to every tensor of the cache."""
         self.states = [None if s is None else tuple(change(tensor) for tensor in s) for s in self.states]
         self.counts = None if self.counts is None else change(self.counts)

@@ -1,4 +1,4 @@
-"""Base of the Hugging Face models: initialization, a shared λ, arguments; groups for optimizers."""
+"""Base class of the Hugging Face models (initialization, shared λ, argument checks); optimizer groups."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ from rankwise.models.configuration import ToSTConfig
 from rankwise.skips.modules import LambdaSkip
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
-"""Arguments of transformers' losses."""
+"""Keyword arguments of transformers' loss functions."""
 
 IGNORED = ("output_attentions", "cache_position", "token_type_ids", "use_cache")
-"""Arguments that tokenizers, `generate` and wrappers pass to every model, without effect here."""
+"""Arguments without effect that tokenizers, `generate` and wrappers pass to every model."""
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments by which transformers says that a row holds several texts."""
+"""Arguments by which transformers marks rows that contain several packed texts."""
 
 DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-"""Modules whose weights decay."""
+"""Classes of modules whose weights get weight decay."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: weights that decay, and the other trainable parameters.
+    """Return two optimizer groups: parameters with weight decay, and trainable parameters without it.
 
-    Weights of linear layers, embeddings and convolutions decay. λ, scales, norms, biases, temperatures and
-    rates of states do not. A shared parameter is listed once.
+    Weights of linear layers, embeddings and convolutions get weight decay. λ, scales, norms, biases,
+    temperatures and decay rates of states do not. A shared parameter is listed once.
 
     Args:
         model: any module.
-        weight_decay: weight decay of the first group; the second has 0.
+        weight_decay: weight decay of the first group; the second group has weight decay 0.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
@@ -53,7 +53,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class ToSTPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialization."""
+    """Base class of all models in `rankwise.models`: loading, saving and weight initialization."""
 
     config_class = ToSTConfig
     config: ToSTConfig
@@ -61,10 +61,10 @@ class ToSTPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _tied_weights_keys: dict[str, str] | None = None
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers reads a list)
-    _is_stateful = True  # A state cannot be rolled back, so there is no assisted decoding.
+    _is_stateful = True  # disables assisted decoding, which must remove tokens from states
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize as GPT-2 does; a module of this package with `reset_parameters` resets itself."""
+        """Initialize a module as in GPT-2; modules of this package with `reset_parameters` call it."""
         super()._init_weights(module)
         if isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
@@ -76,20 +76,20 @@ class ToSTPreTrainedModel(PreTrainedModel):
             reset()
 
     def post_init(self) -> None:
-        """Add a shared λ to the tied weights, which are saved once, then initialize as transformers does."""
+        """Declare a shared λ as tied weights, which are saved once, then initialize the model."""
         self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self._shared_skips()}
         super().post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return which weights are tied to which, a shared λ also if embeddings are not tied."""
+        """Return tied weight names with their source; includes a shared λ if embeddings are not tied."""
         return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Tie weights; raise if loaded weights have one λ per layer for a shared λ."""
+        """Tie weights; raise InputError if λ is shared but loaded weights have different λ per layer."""
         super().tie_weights(*args, **kwargs)
         tied = self._shared_skips()
         weights = [self.get_parameter(name) for name in dict.fromkeys((*tied.values(), *tied))]
-        loaded = [weight for weight in weights if not weight.is_meta]  # On meta nothing is loaded yet.
+        loaded = [weight for weight in weights if not weight.is_meta]  # meta tensors are not loaded yet
         if any(weight is not loaded[0] for weight in loaded):
             raise InputError(
                 f"weights of {type(self).__name__}",
@@ -99,18 +99,18 @@ class ToSTPreTrainedModel(PreTrainedModel):
             )
 
     def _as_requested(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """Return an output as an object with names or, if `return_dict` is false, as a tuple."""
+        """Return an output as an object with named fields or, if `return_dict` is False, as a tuple."""
         by_name = self.config.return_dict if return_dict is None else return_dict
         return output if by_name else output.to_tuple()
 
     def _shared_skips(self) -> dict[str, str]:
-        """Return the names of shared λ after the first, each with the name of the first."""
+        """Map the weight name of each shared λ after the first to the weight name of the first λ."""
         modules = self.named_modules()
         skips = [name for name, one in modules if isinstance(one, LambdaSkip) and one.kind == "shared"]
         return {f"{name}.weight": f"{skips[0]}.weight" for name in skips[1:]}
 
     def _loss_options(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the loss; raise for any other that would be ignored."""
+        """Return the keyword arguments of the loss; raise InputError for unknown keyword arguments."""
         options = {name: value for name, value in others.items() if value is not None}
         for name in options:
             if name in PACKING:

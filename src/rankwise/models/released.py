@@ -1,4 +1,4 @@
-"""Released ToST models: their sizes, the names of their weights, and configurations read from shapes."""
+"""Released ToST models: sizes, weight names, and configurations inferred from weight shapes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ LANGUAGE: dict[str, tuple[int, int, int]] = {
     "tost-medium": (24, 1024, 16),
     "tost-large": (36, 1280, 20),
 }
-"""Layers, width and heads of the language models; head width 64."""
+"""Layers, model width and heads of the released language models; the head width is 64."""
 
 VISION: dict[str, tuple[int, int, int]] = {
     "tost-t12": (12, 192, 4),
@@ -23,10 +23,10 @@ VISION: dict[str, tuple[int, int, int]] = {
     "tost-m24": (24, 512, 8),
     "tost-l24": (24, 768, 16),
 }
-"""Layers, width and heads of the vision models; head widths 48, 48, 64, 48. Each with ``-p16`` or ``-p8``."""
+"""Layers, model width and heads of the released vision models, each with patches of side 16 or 8."""
 
 PRESETS = (*LANGUAGE, *(f"{name}-p{patch}" for name in VISION for patch in (16, 8)))
-"""All names that `preset` takes."""
+"""All names that `preset` accepts."""
 
 END_OF_TEXT = 50256
 LANGUAGE_DEFAULTS: dict[str, Any] = {
@@ -36,7 +36,7 @@ LANGUAGE_DEFAULTS: dict[str, Any] = {
     "bos_token_id": END_OF_TEXT,
     "eos_token_id": END_OF_TEXT,
 }
-"""GPT-2's vocabulary rounded up to a multiple of 64, its context length and its one special token."""
+"""Fields that all language models share: GPT-2's padded vocabulary, context length and special token."""
 
 VISION_DEFAULTS: dict[str, Any] = {
     "causal": False,
@@ -51,12 +51,12 @@ LANGUAGE_BLOCK = {
     "ln_1": "mixer_norm", "attn.c_attn": "mixer.in_proj", "attn.c_proj": "mixer.out_proj",
     "ln_2": "mlp_norm", "mlp.c_fc": "mlp.in_proj", "mlp.c_proj": "mlp.out_proj",
 }  # fmt: skip
-"""Modules of a released block that have a weight and a bias, with their names here."""
+"""Modules with weight and bias in a block: released name, and name in this package."""
 LANGUAGE_SINGLES = {
     "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight",
     "attn.temp": "mixer.temperature", "attn.denom_bias": "mixer.position_bias",
 }  # fmt: skip
-"""Other weights of a released block."""
+"""Single parameters in a block: released name, and name in this package."""
 VISION_BLOCK = {
     "norm1": "mixer_norm", "attn.qkv": "mixer.in_proj", "attn.to_out.0": "mixer.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
@@ -78,8 +78,8 @@ class ReleasedModel:
 
     Args:
         kind: ``language`` or ``vision``.
-        config: configuration read from the shapes.
-        names: every weight that the checkpoint must hold, with its name here.
+        config: configuration inferred from weight shapes.
+        names: required weights of the checkpoint, as released name and name in this package.
     """
 
     kind: str
@@ -90,11 +90,11 @@ class ReleasedModel:
 def preset(name: str, **changes: Any) -> ToSTConfig:
     """Return the configuration of a released model.
 
-    Source: the released configurations; parameters of the language models per its README: 110M, 304M, 655M.
+    Source: the released configurations. Language models have 110M, 304M and 655M parameters by their README.
 
     Args:
         name: one of `PRESETS`: ``tost-base``, ``tost-medium``, ``tost-large``; ``tost-t12-p16``, ….
-        **changes: other arguments of `ToSTConfig`, such as ``half_life`` or ``num_labels``.
+        **changes: arguments of `ToSTConfig` that replace released values, such as ``num_labels``.
 
     Raises:
         InputError: if the name is unknown.
@@ -118,12 +118,12 @@ def preset(name: str, **changes: Any) -> ToSTConfig:
 
 
 def vision_layer_scale(layers: int) -> float:
-    """Return the initial LayerScale of a vision model: 1 if it is shallow, 1e-5 from 24 layers on."""
+    """Return the initial LayerScale of a vision model: 1 below 24 layers, otherwise 1e-5."""
     return 1.0 if layers < 24 else 1e-5
 
 
 def read_language_config(weights: Weights) -> ReleasedModel:
-    """Read the configuration of a language model from shapes; raise KeyError if a weight is missing."""
+    """Infer a language model's configuration from weight shapes; raise KeyError if a weight is missing."""
     layers = count(weights, r"transformer\.h\.(\d+)\.")
     vocabulary, width = sizes(weights, "transformer.wte.weight", 2)
     config = ToSTConfig(
@@ -151,7 +151,7 @@ def read_language_config(weights: Weights) -> ReleasedModel:
 
 
 def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
-    """Read the configuration of a vision model from shapes; raise KeyError if a weight is missing."""
+    """Infer a vision model's configuration from weight shapes; raise KeyError if a weight is missing."""
     layers = count(weights, r"blocks\.(\d+)\.")
     class_layers = count(weights, r"cls_attn_blocks\.(\d+)\.")
     halvings = count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight")
@@ -174,7 +174,7 @@ def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
     ends = {
         "norm": "norm",
         "head": "classifier",
-        "pos_embeder.token_projection": "positions.projection",  # released with this spelling
+        "pos_embeder.token_projection": "positions.projection",  # spelled like this in released files
     }
     names = {
         "cls_token": "class_token",
@@ -190,14 +190,14 @@ def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
 
 
 def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
-    """Return temperatures (H, 1) and position biases (H, P, 1) without the last axis."""
+    """Remove the last axis of temperatures (H, 1) and position biases (H, P, 1); return others unchanged."""
     if released.endswith((".attn.temp", ".attn.denom_bias")) and weight.shape[-1:] == (1,):
         return weight[..., 0]
     return weight
 
 
 def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
-    """Return the released names of the modules' weights, with the names here."""
+    """Map released weight names to this package's names, for modules with the given parameters."""
     return {f"{name}.{end}": f"{own}.{end}" for name, own in modules.items() for end in endings}
 
 
@@ -210,7 +210,7 @@ def in_layers(
     endings: Iterable[str] = ("weight", "bias"),
     first: int = 0,
 ) -> dict[str, str]:
-    """Return the names of a block's weights for every layer; layers here are counted from `first`."""
+    """Map released weight names of all layers to this package's names; add `first` to layer indices."""
     block = {**singles, **with_endings(modules, endings)}
     return {
         f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{own}"
@@ -220,12 +220,12 @@ def in_layers(
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """Return how many different numbers a pattern finds at the beginning of names."""
+    """Return the number of different layer indices that a pattern matches at the start of names."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
-    """Return the shape of a weight; raise if it has another number of axes, KeyError if it is missing."""
+    """Return the shape of a weight; raise InputError if it does not have `axes` axes, KeyError if missing."""
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
         raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")

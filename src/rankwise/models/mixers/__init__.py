@@ -1,6 +1,6 @@
-"""Mixers, one file each; `MIXERS` is the only list of them.
+"""Token mixers, one file per mixer; `MIXERS` lists all mixers by name.
 
-To add a mixer: a file with a subclass of `Mixer`, and a line in `MIXERS`.
+To add a mixer, write a file with a subclass of `Mixer`, and add a line to `MIXERS`.
 """
 
 import inspect
@@ -29,7 +29,7 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
-    """Build a layer's mixer from the fields that its constructor names, then from `mixer_options`."""
+    """Return the mixer of a layer, built from fields of the configuration and from `mixer_options`."""
     name = one_of(f"ToSTConfig `layer_types[{layer}]`", config.layer_types[layer], MIXERS)
     known = inspect.signature(MIXERS[name]).parameters
     options = config.mixer_options.get(name, {})

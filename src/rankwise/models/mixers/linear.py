@@ -1,4 +1,4 @@
-"""Linear attention with positive features."""
+"""Linear attention: a mixer whose attention weights are products of positive features."""
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +11,22 @@ from rankwise.operators.base import compute_dtype
 
 
 class LinearAttention(Mixer):
-    """Multi-head linear attention, φ(x) = elu(x) + 1.
+    """Multi-head linear attention with features φ(x) = elu(x) + 1.
 
-    Formula: M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask), with z the row sums, or 1. Without a causal mask its rank is
-    at most ``feature_dim``. Normalized rows are averages, as in softmax. A masked token is not a source.
+    Formula of the mixing matrix: M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask), with row sums z, or z = 1 if rows are not
+    normalized. Without a causal mask, rank M ≤ ``feature_dim``. Masked tokens have weight 0 as sources.
     Cost: O(T F V) time and O(T (F + V)) memory per head; the decoding state has F (V + 1) numbers per head.
     Source: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
     Attention", ICML 2020, equations 5, 7 and 9.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
+        hidden_size: D, the model width.
+        num_heads: H, the number of heads.
         head_dim: V, width of a head's values; D / H by default.
         feature_dim: F, width of a head's queries and keys; ``head_dim`` by default.
-        normalized: divide each row by its sum.
-        causal: each token reads only itself and earlier tokens.
-        bias: biases in the projections.
+        normalized: True to divide each row of M by the row sum.
+        causal: True if each token reads only itself and earlier tokens.
+        bias: True for biases in the projections.
         dropout: dropout rate of the output.
 
     Examples:
@@ -59,7 +59,7 @@ class LinearAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return the size of two sums over the tokens, the same for any `tokens`."""
+        """Return H F (V + 1), the number of entries in two sums over tokens, for any `tokens`."""
         return self.num_heads * self.feature_dim * (self.head_dim + 1)
 
     def _mixing(
@@ -69,7 +69,7 @@ class LinearAttention(Mixer):
             split_heads(projection(hidden_states), self.num_heads)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        wide = compute_dtype(value.dtype)  # The state is a sum over all tokens.
+        wide = compute_dtype(value.dtype)  # half precision is too coarse for sums over all tokens
         query, key = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1
         if mask is not None:
             key = key * mask[:, None, :, None]
@@ -84,7 +84,7 @@ class LinearAttention(Mixer):
 def _with_state(
     state: MixerState, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepend feature n of a state as a source of weight z_n and of the mean value; 0 if z_n is 0."""
+    """Prepend one source per feature n of a state: its key is z_n e_n, its value the state divided by z_n."""
     summed, weight = state
     seen = weight[..., None] > 0
     mean = torch.where(seen, summed / torch.where(seen, weight[..., None], 1.0), 0.0)

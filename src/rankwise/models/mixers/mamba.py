@@ -1,4 +1,4 @@
-"""Mamba: a selective state space per channel."""
+"""Mamba mixer: a selective state-space model per channel."""
 
 import math
 
@@ -21,27 +21,27 @@ from rankwise.operators import SelectiveMixing
 from rankwise.operators.base import compute_dtype
 
 TINY = 2.0**-60
-"""Step of a source that stands for a state: it decays nothing, and 1 / TINY undoes it exactly."""
+"""Step Δ of a source that represents a state: exp(−a·TINY) rounds to 1, and 1 / TINY cancels it exactly."""
 
 
 class Mamba(RecurrentMixer):
-    """The mixer of Mamba: values from a short convolution; steps, b and c from the values.
+    """Mamba mixer: values from a short convolution, and steps Δ, b and c computed from the values.
 
-    Formula: ``M_d[t, s] = Σ_n c_t[n] exp(−a[d, n] Σ_{s < r ≤ t} Δ_r[d]) b_s[n] Δ_s[d]``, one matrix for each
-    of the ``expand``·D channels, which take the place of heads. The D-term and the gate of the published
-    block are left out: the block has a λ-skip and a gate. A masked token has Δ = 0: it is not a source,
-    and nothing decays.
+    Formula: ``M_d[t, s] = Σ_n c_t[n] exp(−a[d, n] Σ_{s < r ≤ t} Δ_r[d]) b_s[n] Δ_s[d]``, one mixing matrix
+    for each of the ``expand``·D channels, which replace heads. The D-term and the gate of the published
+    block are left out, because `Block` has a λ-skip and a gate. A masked token has Δ = 0: it adds nothing to
+    the state, and the state does not decay.
     Cost: O(T N) time and O(T + N) memory per channel, token by token; the state has N + conv_tokens − 1
     numbers per channel for any T.
     Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", COLM 2024,
     section 3.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the model width.
         expand: number of channels divided by D.
-        state_dim: N.
-        step_rank: rank of the map to the steps; D / 16, rounded up, by default.
-        conv_tokens: tokens that the short convolution reads.
+        state_dim: N, number of state features per channel.
+        step_rank: rank of the linear map to the steps Δ; D / 16, rounded up, by default.
+        conv_tokens: number of tokens that the short convolution reads.
         causal: must be true.
         bias: biases in the projections.
         dropout: dropout rate of the output.
@@ -78,14 +78,14 @@ class Mamba(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set rates 1 … N and draw steps in [0.001, 0.1], as released; projections reset themselves."""
+        """Set rates a to 1 … N and steps Δ at random in [0.001, 0.1], as in the released code."""
         rates = torch.arange(1, self.state_dim + 1, dtype=self.log_rate.dtype, device=self.log_rate.device)
         init.copy_(self.log_rate, rates.log().expand_as(self.log_rate))
         init.uniform_(self.step_proj.weight, -(self.step_rank**-0.5), self.step_rank**-0.5)
         init.copy_(self.step_proj.bias, initial_step_bias(self.step_proj.bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the size of the channels' states and of the convolution's, the same for any `tokens`."""
+        """Return the number of entries in the states of channels and convolution, for any `tokens`."""
         return self.channels * (self.state_dim + self.convolution.reach)
 
     def _mixing(
@@ -100,7 +100,7 @@ class Mamba(RecurrentMixer):
         if mask is not None:
             step = step * mask[:, None]
         rate, value = -self.log_rate.to(wide).exp(), projected.mT[..., None]
-        if past is not None:  # Feature n of the state is a source with b = e_n that has not decayed yet.
+        if past is not None:  # feature n of the state becomes a source with b = e_n, not decayed
             n = self.state_dim
             b = prepend_sources(torch.eye(n, dtype=wide, device=b.device) / TINY, b)
             c = prepend_sources(torch.zeros_like(b[..., :n, :]), c)
@@ -113,7 +113,7 @@ class Mamba(RecurrentMixer):
 
 
 def _final_state(b: Tensor, rate: Tensor, step: Tensor, value: Tensor) -> Float[Tensor, "B D N"]:
-    """Return the state that a later token can read, by features: B·D·T numbers at a time, not B·D·N·T."""
+    """Return the state after the last token; a loop over N features saves memory: B·D·T, not B·D·N·T."""
     time, sources = decay_to_end(step), value[..., 0].to(step.dtype) * step
     features = zip(b.unbind(-1), rate.unbind(-1), strict=True)
     return torch.stack([(sources * own_b * (a[:, None] * time).exp()).sum(-1) for own_b, a in features], -1)

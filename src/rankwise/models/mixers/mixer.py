@@ -1,4 +1,4 @@
-"""Base of token mixers: their interface, the mask of a call, sizes of heads."""
+"""Base class of token mixers, and helpers for masks and head widths."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from rankwise.errors import InputError, ShapeError, in_range, whole_number
 from rankwise.operators import MixingOperator
 
 MixerState = tuple[Tensor, ...]
-"""Memory of a mixer for decoding: tensors whose first axis is the batch, never changed in place."""
+"""Decoding state of a mixer: tensors whose first axis is the batch; they are never changed in place."""
 
 
 class MixerOutput(NamedTuple):
@@ -24,12 +24,12 @@ class MixerOutput(NamedTuple):
 
 
 class MixingStep(NamedTuple):
-    """Operator and values of one call, and the state after it.
+    """Mixing operator, values and next state of one call.
 
     Args:
-        operator: M, (B, H, T, S).
-        values: V, (B, H, S, V).
-        state: state for the next call, None unless it was requested.
+        operator: mixing matrix M, (B, H, T, S).
+        values: values that M multiplies, (B, H, S, V).
+        state: decoding state for the next call; None unless requested.
     """
 
     operator: MixingOperator
@@ -38,23 +38,23 @@ class MixingStep(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A token mixer: ``out_proj(joined heads of operator @ values)``, then dropout.
+    """Base class of token mixers: ``dropout(out_proj(heads of M @ values, concatenated))``.
 
-    `mixing_operator` and `values` take the arguments of `forward`, so that a captured call can be repeated.
-    A state enters a call as sources in front of its tokens: M is then (T, N + T), and exact.
-    To add a mixer: one file with a subclass, one line in `rankwise.models.mixers.MIXERS`.
+    `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a captured call can be
+    repeated. A decoding state becomes N additional sources before the T tokens: M is (T, N + T), and exact.
+    To add a mixer, write a file with a subclass, and add it to `rankwise.models.mixers.MIXERS`.
     """
 
     causal: bool
-    """Whether a token reads only itself and earlier tokens. Only causal mixers have a state."""
+    """True if a token reads only itself and earlier tokens. Only causal mixers have a decoding state."""
     output_projection = "out_proj"
-    """Name of the submodule that reads the joined heads, (B, T, H V)."""
+    """Name of the submodule that maps the concatenated heads, (B, T, H V), to the output."""
     out_proj: nn.Linear
     dropout: nn.Dropout
 
     @abstractmethod
     def state_size(self, tokens: int) -> int:
-        """Return how many numbers the state of one sequence holds after `tokens` tokens."""
+        """Return the number of entries in the state of one sequence after `tokens` tokens."""
 
     @abstractmethod
     def _mixing(
@@ -64,7 +64,7 @@ class Mixer(nn.Module, ABC):
         state: MixerState | None,
         return_state: bool,
     ) -> MixingStep:
-        """Return operator, values and next state of one call."""
+        """Return mixing operator, values and next state of one call."""
 
     def forward(
         self,
@@ -74,14 +74,14 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Mix the tokens.
+        """Return the mixed tokens, (B, T, D), and the next state if requested.
 
         Args:
             hidden_states: tokens of this call.
-            attention_mask: true or 1 for real tokens, all by default. A masked token does not influence
-                other tokens, and its own output is meaningless.
-            state: state that an earlier call returned, to continue from there.
-            return_state: whether to return a state.
+            attention_mask: 1 (or true) for real tokens; all by default. A masked token does not influence
+                other tokens, and the output of a masked token is meaningless.
+            state: decoding state after the previous tokens, returned by an earlier call.
+            return_state: True to return the state after the tokens of this call.
         """
         mask = token_mask(attention_mask, hidden_states)
         operator, values, state = self._mixing(hidden_states, mask, state, return_state and self.causal)
@@ -95,7 +95,7 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> MixingOperator:
-        """Return M, (B, H, T, S), as `forward` applies it."""
+        """Return the mixing matrix M that `forward` applies, (B, H, T, S), as an operator."""
         return self._mixing(hidden_states, token_mask(attention_mask, hidden_states), state, False).operator
 
     def mixing_values(
@@ -106,7 +106,7 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> Float[Tensor, "B H S V"]:
-        """Return the values that M is applied to; values of a state come first."""
+        """Return the values that M multiplies, (B, H, S, V); sources from a state come first."""
         return self._mixing(hidden_states, token_mask(attention_mask, hidden_states), state, False).values
 
     def _add_output(self, width: int, hidden_size: int, bias: bool, dropout: float) -> None:
@@ -115,19 +115,19 @@ class Mixer(nn.Module, ABC):
         self.dropout = nn.Dropout(in_range(f"{type(self).__name__} `dropout`", dropout, "[0, 1]"))
 
     def _project(self, mixed: Float[Tensor, "B H T V"]) -> Float[Tensor, "B T D"]:
-        """Return the output for the mixed values."""
+        """Return the output, (B, T, D), for M @ values."""
         return self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))
 
 
 def split_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B H T K"]:
-    """Return the heads that stand side by side in the last axis."""
+    """Split the last axis into heads: (B, T, H K) becomes (B, H, T, K)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def token_mask(
     attention_mask: Shaped[Tensor, "B T"] | None, hidden_states: Float[Tensor, "B T D"]
 ) -> Bool[Tensor, "B T"] | None:
-    """Return the mask as booleans; raise if it is not one value per token of this call."""
+    """Return a mask as booleans, or None; raise if it does not have one value per token of the call."""
     if attention_mask is None:
         return None
     if attention_mask.shape != hidden_states.shape[:2]:
@@ -141,7 +141,7 @@ def token_mask(
 
 
 def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return the mask as booleans; raise for values other than 0 and 1, except while compiling.
+    """Return a mask as booleans; raise for values other than 0 and 1, except inside `torch.compile`.
 
     Examples:
         >>> as_bool_mask(torch.tensor([[0.0, 1.0]])).tolist()
@@ -161,7 +161,7 @@ def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 def head_dim_of(subject: str, hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return the width of a head: `head_dim`, or `hidden_size` / `num_heads` if it is None."""
+    """Return the head width: `head_dim`, or D / H if `head_dim` is None; raise if H does not divide D."""
     for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
         if size is not None:
             whole_number(f"{subject} `{name}`", size)

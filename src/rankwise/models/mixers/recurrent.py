@@ -1,4 +1,4 @@
-"""Base of recurrent mixers. A state enters a call as extra source tokens."""
+"""Base class of recurrent mixers, and helpers that represent a decoding state as extra source tokens."""
 
 import math
 
@@ -12,11 +12,11 @@ from rankwise.models.mixers.mixer import Mixer
 from rankwise.operators import IndexedMixing, MixingOperator
 
 STEPS = (0.001, 0.1)
-"""Range of the initial steps in the released state-space models."""
+"""Range of initial steps Δ in the released state-space models."""
 
 
 class RecurrentMixer(Mixer):
-    """A causal mixer whose state does not grow; refuses ``causal=False``."""
+    """Base class of causal mixers with a state of constant size; raise InputError if ``causal`` is False."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ def initial_step_bias(like: Float[Tensor, "*H"]) -> Float[Tensor, "*H"]:
 
 
 class ShortConvolution(nn.Conv1d):
-    """A causal convolution over a few tokens, per channel, then SiLU; skips padding between real tokens.
+    """Causal convolution per channel over a few real tokens (padding is skipped), followed by SiLU.
 
     Args:
         channels: number of channels.
-        tokens: number of tokens that each output reads; with 1 it is a scale and a bias per channel.
+        tokens: number of tokens that each output reads; 1 means a scale and a bias per channel.
 
     Examples:
         >>> import torch
@@ -62,12 +62,12 @@ class ShortConvolution(nn.Conv1d):
         mask: Bool[Tensor, "B T"] | None = None,
         state: Float[Tensor, "B R C"] | None = None,
     ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B R C"]]:
-        """Return the outputs and the last ``tokens - 1`` real inputs, zeros if there were fewer.
+        """Return the outputs, and the last ``tokens - 1`` real inputs (preceded by zeros if fewer exist).
 
         Args:
             x: tokens of this call.
-            mask: which tokens are real; all if None.
-            state: last inputs of an earlier call.
+            mask: True for real tokens; None if all tokens are real.
+            state: last inputs that an earlier call returned.
         """
         past = x.new_zeros(len(x), self.reach, x.shape[-1]) if state is None else state.to(x.dtype)
         if mask is None:
@@ -80,12 +80,12 @@ class ShortConvolution(nn.Conv1d):
         return _take(self._convolve(line), (count - 1).clamp(min=0)), _take(line, last)
 
     def _convolve(self, line: Tensor) -> Tensor:
-        """Return the outputs whose inputs are all there."""
+        """Return the convolution without padding, followed by SiLU."""
         return F.silu(super().forward(line.mT)).mT
 
 
 def _take(tokens: Tensor, places: Tensor) -> Tensor:
-    """Return the tokens at these places of each row."""
+    """Return the tokens at the given positions of each row."""
     return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
@@ -95,7 +95,7 @@ def with_state(
     log_decay: Float[Tensor, "B H T"],
     step: Float[Tensor, "B H T"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepend feature n of a state as a source with b = e_n and step 1 that has not decayed yet."""
+    """Return c, b, log decay and step with N sources prepended: source n has b = e_n, step 1 and no decay."""
     features = b.shape[-1]
     b = prepend_sources(torch.eye(features, dtype=b.dtype, device=b.device), b)
     c = prepend_sources(torch.zeros_like(b[..., :features, :]), c)
@@ -108,20 +108,20 @@ def final_state(
     step: Float[Tensor, "B H T"],
     values: Float[Tensor, "B H T V"],
 ) -> Float[Tensor, "B H N V"]:
-    """Return the state that a later token can read."""
+    """Return the state after the last token: the decayed sum of step_s b_s v_sᵀ over all tokens s."""
     return (b * (decay_to_end(log_decay).exp() * step)[..., None]).mT @ values.to(b.dtype)
 
 
 def prepend_sources(
     states: Float[Tensor, "*A N F"], tokens: Float[Tensor, "*B T F"]
 ) -> Float[Tensor, "*C S F"]:
-    """Return the tokens after one source per feature of a state, in the dtype of the tokens."""
+    """Prepend N sources from a state to the tokens, in the dtype of the tokens."""
     lead = torch.broadcast_shapes(states.shape[:-2], tokens.shape[:-2])
     return torch.cat([states.to(tokens.dtype).expand(*lead, -1, -1), tokens], -2)
 
 
 def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
-    """Return the operator without the rows of the state sources in front; every column stays."""
+    """Return an operator without the first `states` rows, which belong to the state; keep all columns."""
     if not states:
         return operator
     rows, columns = (
@@ -132,7 +132,7 @@ def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
 
 
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """Return Σ_{r > s} log a_r for every s, summed from the end: exact even if decays are strong.
+    """Return Σ_{r > s} log a_r for every token s; summing from the end avoids cancellation.
 
     Examples:
         >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()

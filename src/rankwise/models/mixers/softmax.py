@@ -1,4 +1,4 @@
-"""Softmax attention whose queries and keys have a width of their own."""
+"""Softmax attention mixer, in which queries and keys may have another width than values."""
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -20,15 +20,15 @@ from rankwise.operators import SoftmaxMixing
 
 
 class SoftmaxAttention(Mixer):
-    """Multi-head softmax attention whose query/key width is free of its value width.
+    """Multi-head softmax attention with separate widths for queries and keys, and for values.
 
-    Formula: M = softmax(Q Kᵀ / √K_qk), 0 for masked entries. A masked token reads itself, so that no row is
-    empty.
-    Cost: O(T S) time; fused, so O(T) memory. The state grows with the tokens.
+    Formula of the mixing matrix: M = softmax(Q Kᵀ / √K_qk), with query width K_qk; 0 for masked entries. A
+    masked token reads itself, so that no row is empty.
+    Cost: O(T S) time and O(T) memory, by fused attention. The state grows with the number of tokens.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
+        hidden_size: D, the model width.
+        num_heads: H, the number of heads.
         head_dim: width of a head's values; D / H by default.
         query_dim: width of a head's queries and keys; ``head_dim`` by default.
         rotary_base: base of rotary positions of queries and keys, usually 10,000; None for no positions.
@@ -77,7 +77,7 @@ class SoftmaxAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return the size of keys, values and one flag per token."""
+        """Return the number of entries in keys, values and one validity flag per token."""
         return tokens * (self.num_heads * (self.query_dim + self.head_dim) + 1)
 
     def forward(
@@ -88,8 +88,8 @@ class SoftmaxAttention(Mixer):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Attend by fused attention; see `Mixer.forward`."""
-        # `SoftmaxMixing @ values` would split values into parts of width K, and refuses empty axes.
+        """Return the mixed tokens by PyTorch's fused attention; arguments as in `Mixer.forward`."""
+        # `SoftmaxMixing @ values` is slower (it splits wide values) and refuses empty axes.
         query, key, value, valid, allowed = self._attention(
             hidden_states, token_mask(attention_mask, hidden_states), state
         )
@@ -108,7 +108,7 @@ class SoftmaxAttention(Mixer):
     def _attention(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, all keys, values and real tokens, and a mask, None if causality alone decides."""
+        """Return queries, keys, values, real tokens and mask; mask is None if only `causal` restricts M."""
         real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         valid = real if mask is None else mask
         query, key, value = (
@@ -117,7 +117,7 @@ class SoftmaxAttention(Mixer):
         )
         if self.rotary_base is not None:
             before = 0 if state is None else state[2].sum(1, keepdim=True)
-            # Positions count real tokens only, as learned positions do.
+            # Positions count only real tokens, for consistency with learned positions.
             positions = (before + valid.cumsum(1) - 1)[:, None]
             cos, sin = rope_angles(positions, self.query_dim, self.rotary_base, query.dtype)
             query, key = (apply_rope(rows, cos, sin, "halves") for rows in (query, key))
@@ -129,7 +129,7 @@ class SoftmaxAttention(Mixer):
         return query, key, value, valid, None if by_causality else self._allowed(valid, query.shape[2])
 
     def _allowed(self, valid: Bool[Tensor, "B S"], queries: int) -> Bool[Tensor, "B 1 T S"]:
-        """Return which real tokens a row reads; every row reads itself, so that no row is empty."""
+        """Return a mask, True where a query may read a source; each query may read its own token."""
         source = torch.arange(valid.shape[1], device=valid.device)
         target = source[-queries:, None]
         visible = valid[:, None, None, :]

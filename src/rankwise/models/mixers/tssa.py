@@ -1,4 +1,4 @@
-"""Token Statistics Self-Attention as a module, and the scan that can be added to it."""
+"""Token Statistics Self-Attention (TSSA) as a mixer, and an optional state-space scan added to TSSA."""
 
 import math
 from collections.abc import Sequence
@@ -38,28 +38,28 @@ class TokenStatisticsAttention(Mixer):
     """Self-attention without token pairs: each token is scaled by its membership in each head.
 
     Formula: ``w = in_proj(x)`` in H heads of K channels; Π and m from `rankwise.ops.tssa`;
-    ``output = out_proj(-Π w / (1 + m))``. As a mixing operator, M = diag(Π_h) and V = -w / (1 + m). Tokens
-    influence each other only through the sums Π and m, so there is no map of token pairs. Two options that
-    the released models do not have move content: a short convolution of w, and a scan added to diag(Π_h),
-    see `MembershipScan`.
+    ``output = out_proj(-Π w / (1 + m))``. The mixing matrix is M = diag(Π_h), the values are -w / (1 + m).
+    Tokens influence each other only through sums in Π and m, so there is no attention map. Two options that
+    the released models do not have also move content between tokens: a short convolution of w, and a scan
+    added to diag(Π_h), see `MembershipScan`.
     Cost: O(T D) in addition to the two projections. The decoding state has 2 K + 1 numbers per head for any
     T, F K more with a scan, and ``conv_tokens - 1`` per channel of H (K + 2 F) with a convolution.
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction";
-    the causal variant is the released language model's.
+    the causal variant follows the released language models.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
-        head_dim: K; D / H by default.
-        causal: each token reads only itself and earlier tokens. This is another function, not a mask.
-        bias: biases in the projections.
-        max_positions: causal: number of tokens with a learned bias by position, as released; 0 for none.
-        membership: ``softmax`` over the heads, or ``uniform``: 1 / H, and no temperature.
-        half_life: causal: tokens after which a token counts half, per head; None or `math.inf` for a head
-            without decay; None instead of the list for no decay.
-        conv_tokens: causal: tokens that a convolution of w, c and b reads, per channel, with SiLU; 0 for
-            none, as released.
-        features: causal: F of a scan with memberships as steps, see `MembershipScan`; 0 for none, as
+        hidden_size: D, the model width.
+        num_heads: H, the number of heads.
+        head_dim: K, the head width; D / H by default.
+        causal: True if each token reads only itself and earlier tokens. The formula changes, not only a mask.
+        bias: True for biases in the projections.
+        max_positions: number of positions with a learned bias, if causal; 0 for no bias.
+        membership: ``softmax`` over the heads, or ``uniform`` (1 / H, without temperature).
+        half_life: half-life of the sums per head, in tokens, if causal. A head with None or `math.inf` does
+            not decay. None instead of a list means no decay.
+        conv_tokens: number of tokens that a convolution of w, c and b reads, if causal; 0 for no
+            convolution, as released.
+        features: F, number of features of a `MembershipScan`, if causal; 0 for no scan, as
             released.
         dropout: dropout rate of the output.
         impl: implementation of the operation, as for `rankwise.ops.tssa`.
@@ -96,7 +96,7 @@ class TokenStatisticsAttention(Mixer):
         one_of("TokenStatisticsAttention `impl`", impl, ("auto", *IMPLEMENTATIONS))
         self.num_heads, self.causal, self.membership, self.impl = num_heads, causal, membership, impl
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
-        # A tuple, not a buffer, which `model.half()` would round.
+        # A tuple instead of a buffer, because `model.half()` would round a buffer.
         self.half_life = None if half_life is None else _check_half_life(half_life, num_heads, causal)
         options = {"max_positions": max_positions, "conv_tokens": conv_tokens, "features": features}
         for option, value in options.items():
@@ -128,14 +128,14 @@ class TokenStatisticsAttention(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set temperatures to 1 and biases to 0, as released; projections reset themselves."""
+        """Set temperatures to 1 and position biases to 0, as in the released code."""
         if self.temperature is not None:
             nn.init.ones_(self.temperature)
         if self.position_bias is not None:
             nn.init.zeros_(self.position_bias)
 
     def state_size(self, tokens: int) -> int:
-        """Return the size of TSSA's sums, its count of tokens and the options' states, for any `tokens`."""
+        """Return the number of entries in the sums, the token count, the convolution and the scan."""
         statistics = self.num_heads * (2 * self.head_dim + 1) + 1
         reach = 0 if self.convolution is None else self.convolution.reach
         features = 0 if self.scan is None else self.scan.features
@@ -149,7 +149,7 @@ class TokenStatisticsAttention(Mixer):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Attend by the kernels of `rankwise.ops.tssa`; see `Mixer.forward`."""
+        """Return the mixed tokens by the kernels of `rankwise.ops.tssa`; arguments as in `Mixer.forward`."""
         call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
         mixed, final = call.statistics.output.transpose(1, 2), [*(call.statistics.state or ()), *call.inputs]
         if self.scan is not None:
@@ -158,7 +158,7 @@ class TokenStatisticsAttention(Mixer):
         return MixerOutput(self._project(mixed), tuple(final) if return_state and final else None)
 
     def mixing_projection(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
-        """Return the tokens w in the subspaces of the heads, before a convolution."""
+        """Return w, the projections of tokens to the head subspaces, before any convolution."""
         return self.in_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
 
     def memberships(
@@ -167,7 +167,7 @@ class TokenStatisticsAttention(Mixer):
         attention_mask: Shaped[Tensor, "B T"] | None = None,
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return Π, each token's membership in each head; they sum to 1 per token, to 0 for padding."""
+        """Return memberships Π, the weight of each head per token; weights sum to 1, for padding to 0."""
         call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
         return call.statistics.membership
 
@@ -193,7 +193,7 @@ class TokenStatisticsAttention(Mixer):
         width = self.num_heads * self.head_dim
         w, features = projected[..., :width].unflatten(-1, (self.num_heads, -1)), projected[..., width:]
         if mask is not None:
-            features = features.masked_fill(~mask[..., None], 0.0)  # NaN · 0 is NaN
+            features = features.masked_fill(~mask[..., None], 0.0)  # not a product, because NaN · 0 is NaN
         decay = None
         if self.half_life is not None:
             decay = torch.tensor(self.half_life, dtype=torch.float64, device=w.device)
@@ -206,13 +206,13 @@ class TokenStatisticsAttention(Mixer):
 
 
 class _Call(NamedTuple):
-    """One call of TSSA.
+    """Intermediate results of one forward pass of `TokenStatisticsAttention`.
 
     Args:
         statistics: result of `rankwise.ops.tssa`.
         features: c and b of the scan, (B, T, 2 H F); empty without a scan.
-        past: state of the scan before this call.
-        inputs: last inputs of the convolution, if there is one.
+        past: state of the scan before this call, or None.
+        inputs: last inputs of the convolution; empty without a convolution.
     """
 
     statistics: TSSAOutput
@@ -222,21 +222,21 @@ class _Call(NamedTuple):
 
 
 class MembershipScan(nn.Module):
-    """A semiseparable operator added to TSSA's diagonal operator.
+    """State-space scan that adds a semiseparable mixing matrix to TSSA's diagonal mixing matrix.
 
     Formula: ``M_h[t, u] = δ_tu Π_u + c_t·b_u exp(-a_h Σ_{u < r ≤ t} Π_r) Π_u`` for u ≤ t, on the values
-    ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so a product is a cosine. This is
-    Mamba-2's operator with the membership Π_r as its step: a head forgets only when its own tokens arrive. A
-    masked token has Π = 0: it is not a source, and nothing decays. a_h > 0 is learned.
+    ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so c_t·b_u is a cosine. This is
+    Mamba-2's mixing matrix with steps Π_r: the state of a head decays only at tokens of that head. A masked
+    token has Π = 0: it adds nothing, and the state does not decay. The rate a_h > 0 is learned.
     Cost: O(T F K) per head; the state has F K numbers per head for any T.
-    Source: none, this is an option of this package; the scan follows T. Dao and A. Gu, "Transformers are
-    SSMs", ICML 2024, section 6.
+    Source: this package; the scan algorithm follows T. Dao and A. Gu, "Transformers are SSMs", ICML 2024,
+    section 6.
 
     Args:
-        heads: H.
-        features: F.
-        half_life: initial half-life of each head in tokens, at memberships of 1 / H; None for 1,024. By
-            default a ladder from 4 to 256 tokens.
+        heads: H, the number of heads.
+        features: F, the number of features per head.
+        half_life: initial half-life per head, in tokens with membership 1 / H; None in the list means 1,024.
+            By default from 4 to 256 tokens on a logarithmic scale.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class MembershipScan(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the rates by the initial half-lives."""
+        """Set the rates a_h to the initial half-lives."""
         rate = torch.tensor(2.0).log() * self.heads / torch.tensor(self.start)
         init.copy_(self.log_rate, rate.log().to(self.log_rate.dtype))
 
@@ -261,17 +261,17 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H F K"]]:
-        """Return TSSA's output plus the scan's, and the state after the last token.
+        """Return the sum of TSSA's output and the scan's output, and the state after the last token.
 
         Args:
             mixed: TSSA's output, -Π w / (1 + m).
-            features: c and b side by side, E = 2 H F.
-            membership: Π.
-            past: state before these tokens.
+            features: c and b, concatenated, E = 2 H F.
+            membership: memberships Π.
+            past: state before these tokens, or None.
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
-        sources, step = values, torch.ones_like(log_decay)  # `mixed` holds the step Π.
+        sources, step = values, torch.ones_like(log_decay)  # `mixed` already contains Π
         if past is not None:
             c, b, log_decay, step = with_state(c, b, log_decay, step)
             sources = prepend_sources(past, values)
@@ -284,7 +284,7 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> MixingOperator:
-        """Return M for values without Π; F sources of a state come first."""
+        """Return the mixing matrix M for values without the factor Π; F sources of a state come first."""
         (c, b, log_decay), step = self._scan(features, membership), membership.mT
         if past is None:
             return SumMixing(DiagonalMixing(step), SemiseparableMixing(c, b, log_decay, step))
@@ -294,14 +294,14 @@ class MembershipScan(nn.Module):
         return drop_state_rows(operator, self.features)
 
     def _scan(self, features: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return c, b and the logarithms of decays."""
+        """Return c, b and log decay factors -a_h Π."""
         wide = compute_dtype(membership.dtype)
         c, b = (F.normalize(split_heads(x, self.heads).to(wide), dim=-1) for x in features.chunk(2, -1))
         return c, b, -self.log_rate.to(wide).exp()[:, None] * membership.mT.to(wide)
 
 
 def _check_half_life(half_life: Sequence[int | float | None], heads: int, causal: bool) -> tuple[float, ...]:
-    """Return one half-life per head, infinity for None."""
+    """Return one half-life per head, with infinity instead of None; raise InputError if invalid."""
     lives = tuple(math.inf if life is None else float(life) for life in half_life)
     if not causal or len(lives) != heads or not all(life > 0 for life in lives):
         raise InputError(
