@@ -63,7 +63,7 @@ def test_a_history_is_in_the_order_of_its_steps_however_it_grew(order: list[int]
 
 def test_a_second_audit_of_a_step_and_a_missing_step_are_refused() -> None:
     history = History([(1, moved(1))])
-    with pytest.raises(InputError, match="step 1: expected one audit for each step, got a second one"):
+    with pytest.raises(InputError, match="step 1: expected one audit per step, got a second audit"):
         history.add(1, moved(2))
     with pytest.raises(InputError, match="Known: 1"):
         history[2]

@@ -192,8 +192,7 @@ def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
 
 
 def _stacks(audit: Audit) -> list[str]:
-    records: list[HeadRecord | LayerRecord] = [*audit.heads, *audit.layers]
-    return list(dict.fromkeys(record.stack for record in records))
+    return list(dict.fromkeys([head.stack for head in audit.heads] + [layer.stack for layer in audit.layers]))
 
 
 def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:

@@ -330,7 +330,7 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         than = f"over {HIGH_RANK:g} times" if high else "less than half"
         listed = ", ".join(f"{NULLS[name]} {value:.0f}" for name, value in references.items())
         words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
-        fields = {"question": "training did", "option": "baseline"}
+        question, option = "training did", "baseline"
     else:
         at, (initial,) = _middle(baseline.band), _references(head)
         evidence |= {
@@ -343,8 +343,9 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
             f"{head.head} has {rank:.0f} of {head.smaller:.0f}, fresh {initial:.0f}; over sequences and "
             f"seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
         )
-        fields = {"question": "the model loses without it", "option": "importance"}
-    return _finding(code, head, evidence | references | deltas, words, heads=found, **fields)
+        question, option = "the model loses without it", "importance"
+    evidence |= references | deltas
+    return _finding(code, head, evidence, words, heads=found, question=question, option=option)
 
 
 def _baseline(head: HeadRecord) -> Baseline | None:

@@ -50,12 +50,8 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
     ``baseline_*``, with their standard deviation over seeds, ``baseline_*_seed_std``. Columns of these kinds
     that no record has are left out, and so are lists, such as spectra and attention maps.
 
-    Args:
-        kind: one of `Records`.
-        records: records of that kind.
-
     Raises:
-        InputError: if there are no records of that kind.
+        InputError: if `kind` is not one of `Records`.
 
     Examples:
         >>> from rankwise.auditing.records import Unseen
@@ -67,17 +63,17 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
         raise InputError(f"records {kind!r}", expected="a kind of records", got=repr(kind), fix=fix)
     before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()
     measures = _MEASURES.get(kind, [])
-    rows = [_row(record, [*before, *measures, *after]) for record in records]
+    numbers, always = [*measures, *after], [*before, *measures, *after]
+    rows = [_row(record, always) for record in records]
     known = dict.fromkeys(name for row in rows for name in row)
     listed = [
         *before,
         *(name for name in known if name.startswith("evidence_")),
-        *(f"{name}{end}" for name in [*measures, *after] for end in ("", "_std", "_stderr")),
+        *(f"{name}{end}" for name in numbers for end in ("", "_std", "_stderr")),
         *(f"importance_{name}" for name in HeadImportance.model_fields),
         "baseline_seeds",
-        *(f"baseline_{name}{end}" for name in [*measures, *after] for end in ("", "_std", "_seed_std")),
+        *(f"baseline_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
     ]
-    always = {*before, *measures, *after}
     columns = [name for name in listed if name in always or name in known]
     return columns, [{name: row.get(name) for name in columns} for row in rows]
 
@@ -85,12 +81,10 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
 def _row(record: Any, always: Iterable[str]) -> Row:
     place = record.where if isinstance(record, Finding) else record
     row = {name: getattr(place if hasattr(place, name) else record, name) for name in always}
-    row |= _named("{}_std", getattr(record, "std", {})) | _named("{}_stderr", getattr(record, "stderr", {}))
-    row |= _named("evidence_{}", getattr(record, "evidence", {}))
-    importance, baseline = (getattr(record, name, None) for name in ("importance", "baseline"))
-    if importance is not None:
-        row |= _named("importance_{}", dict(importance))
-    if baseline is not None:
+    for name, pattern in (("std", "{}_std"), ("stderr", "{}_stderr"), ("evidence", "evidence_{}")):
+        row |= _named(pattern, getattr(record, name, {}))
+    row |= _named("importance_{}", dict(getattr(record, "importance", None) or {}))
+    if (baseline := getattr(record, "baseline", None)) is not None:
         row |= {"baseline_seeds": baseline.seeds} | _named("baseline_{}", baseline.mean)
         row |= _named("baseline_{}_std", baseline.std) | _named("baseline_{}_seed_std", baseline.seed_std)
     return row
@@ -104,10 +98,6 @@ def csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
     r"""Return rows as CSV, with numbers in full and an empty cell for an unknown value.
 
     A text that begins as a formula (= + - @, tab, return) is preceded by an apostrophe.
-
-    Args:
-        columns: names of the columns.
-        rows: values by column.
 
     Examples:
         >>> row = {"site": "=1+1", "rank": 0.1, "share": float("nan")}
@@ -138,10 +128,6 @@ def data_frame(columns: Sequence[str], rows: Sequence[Row]) -> "pd.DataFrame":
     try:
         import pandas as pd
     except ImportError:
-        raise InputError(
-            "`to_frame`",
-            expected="pandas",
-            got="an environment without it",
-            fix="pip install 'rankwise[frames]', or write a file with `to_csv`.",
-        ) from None
+        fix = "pip install 'rankwise[frames]', or write a file with `to_csv`."
+        raise InputError("`to_frame`", expected="pandas", got="an environment without it", fix=fix) from None
     return pd.DataFrame(rows, columns=list(columns))

@@ -35,11 +35,7 @@ class History:
     """
 
     def __init__(
-        self,
-        entries: Iterable[tuple[int, Audit]] = (),
-        names: Sequence[str] = (),
-        *,
-        counted: bool = False,
+        self, entries: Iterable[tuple[int, Audit]] = (), names: Sequence[str] = (), *, counted: bool = False
     ) -> None:
         self.counted = counted
         self._entries: dict[int, tuple[str, Audit]] = {}
@@ -71,12 +67,8 @@ class History:
             InputError: if the history has an audit of this step.
         """
         if step in self._entries:
-            raise InputError(
-                f"step {step}",
-                expected="one audit for each step",
-                got="a second one",
-                fix="Give it another step, or keep another `History` for another run.",
-            )
+            fix = "Choose another step, or keep another `History` for another run."
+            raise InputError(f"step {step}", expected="one audit per step", got="a second audit", fix=fix)
         self._entries[step] = (name or f"step-{step}", audit)
         self._entries = dict(sorted(self._entries.items()))
 
@@ -110,13 +102,8 @@ class History:
 
     def __getitem__(self, step: int) -> Audit:
         if step not in self._entries:
-            known = ", ".join(map(str, self.steps[:12]))
-            raise InputError(
-                f"step {step}",
-                expected="a step of this history",
-                got="none",
-                fix=f"Known: {known or 'none'}.",
-            )
+            fix = f"Known: {', '.join(map(str, self.steps[:12])) or 'none'}."
+            raise InputError(f"step {step}", expected="a step of this history", got="none", fix=fix)
         return self._entries[step][1]
 
     @property
@@ -127,9 +114,8 @@ class History:
             InputError: if the history has fewer than two audits.
         """
         if len(self) < 2:
-            raise InputError(
-                "history", expected="two audits to compare", got=str(len(self)), fix="Add another: `add`."
-            )
+            got, fix = str(len(self)), "Add another: `add`."
+            raise InputError("history", expected="two audits to compare", got=got, fix=fix)
         return compare_two(self.audits[0], self.audits[-1])
 
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
@@ -143,13 +129,10 @@ class History:
         means = [layer_means(audit) for audit in self.audits]
         quantities = self._cost_quantities()
         if len(set(filter(None, quantities))) > 1:
-            means = [
-                {
-                    key._replace(measure=f"{COST} of {quantity}") if key.measure == COST else key: pair
-                    for key, pair in found.items()
-                }
-                for found, quantity in zip(means, quantities, strict=True)
-            ]
+            for at, quantity in enumerate(quantities):
+                name = {COST: f"{COST} of {quantity}"}
+                renamed = {key: key._replace(measure=name.get(key.measure, key.measure)) for key in means[at]}
+                means[at] = {renamed[key]: pair for key, pair in means[at].items()}
         keys = dict.fromkeys(key for found in means for key in found)
         missing = (float("nan"), float("nan"))
         return {key: [found.get(key, missing) for found in means] for key in keys}
@@ -164,11 +147,8 @@ class History:
                 f"Costs of removal are of {len(quantities)} quantities, and no curve leads from one to "
                 f"another: {'; '.join(quantities)}."
             )
-        for what, has in (
-            ("importance", [audit.importance is not None for audit in self.audits]),
-            ("a baseline", [audit.baseline is not None for audit in self.audits]),
-        ):
-            some = [name for name, known in zip(self.names, has, strict=True) if known]
+        for what, field in (("importance", "importance"), ("a baseline", "baseline")):
+            some = [name for name, audit in self._entries.values() if getattr(audit, field) is not None]
             if 0 < len(some) < len(self):
                 more = f" and {len(some) - 3} more" if len(some) > 3 else ""
                 found.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
@@ -224,8 +204,7 @@ class History:
         """
         folder = Path(folder)
         for name, audit in zip(self.folders, self.audits, strict=True):
-            text = audit.model_dump_json(indent=1) + "\n"
-            write_file(folder / name / "audit.json", text, "audit")
+            write_file(folder / name / "audit.json", audit.model_dump_json(indent=1) + "\n", "audit")
         self.to_html(folder / "index.html")
         return folder
 
@@ -243,12 +222,9 @@ class History:
         folder = Path(folder)
         found = sorted(path.parent for path in folder.glob("*/audit.json"))
         if not found:
-            raise InputError(
-                f"history {folder}",
-                expected="a folder that holds folders with an audit.json",
-                got="none",
-                fix="Write one: `rankwise audit run/checkpoint-* --text FILE --out DIR`.",
-            )
+            expected = "a folder that holds folders with an audit.json"
+            fix = "Write one: `rankwise audit run/checkpoint-* --text FILE --out DIR`."
+            raise InputError(f"history {folder}", expected=expected, got="none", fix=fix)
         return cls.of([Audit.load(path) for path in found], [path.name for path in found])
 
     def to_html(self, path: str | Path) -> Path:
@@ -285,13 +261,9 @@ def folder_name(name: str) -> str:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return the one number in which names differ, such as 500 in ``run/checkpoint-500``.
+    """Return the single number in which names differ, such as 500 in ``run/checkpoint-500``, per name.
 
-    Args:
-        names: names of models, checkpoints or folders.
-
-    Returns:
-        A number per name; None if the names differ in words, in several numbers, or not at all.
+    None if other parts of the names differ, or several numbers, or nothing.
 
     Examples:
         >>> steps_of(["run1/checkpoint-500", "run1/checkpoint-1000"])
@@ -335,9 +307,9 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
     The size of a change is relative to the range of its measure: 1 for shares and distances, 2 for a cosine,
     min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ it is
     relative to the larger value, and for a cost of removal to the loss of the model. The range is always
-    known. The standard deviation over sequences is not, and a head that hardly varies would turn rounding
+    known. The standard deviation over sequences is not, and a head that barely varies would turn rounding
     errors into the largest change. `Comparison.by_layer` has that standard deviation next to each change.
-    Costs of different losses, and exact and estimated costs, are not compared: a warning says so.
+    Costs of different losses, and exact and estimated costs, are not compared; a warning names them.
 
     Models of different structure are compared by layers, token states and totals; `Comparison.structure`
     lists the differences.
@@ -366,10 +338,7 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
     """
     for number, audit in enumerate((before, after, *more), 1):
         if not isinstance(audit, Audit):
-            raise InputError(
-                f"audit {number} of `compare`",
-                expected="an audit",
-                got=repr(audit) if isinstance(audit, str | Path) else type(audit).__name__,
-                fix="Read a saved one with `rw.Audit.load(path)`.",
-            )
+            got = repr(audit) if isinstance(audit, str | Path) else type(audit).__name__
+            fix = "Read a saved audit with `rw.Audit.load(path)`."
+            raise InputError(f"audit {number} of `compare`", expected="an audit", got=got, fix=fix)
     return History.of([before, after, *more]) if more else compare_two(before, after)

@@ -40,10 +40,8 @@ class FindingChange(Record):
         if self.finding.code not in RULES:
             return None
         name = RULES[self.finding.code].decided_by
-        old, new = (
-            math.nan if finding is None else finding.evidence.get(name, math.nan)
-            for finding in (self.before, self.after)
-        )
+        both = ({} if finding is None else finding.evidence for finding in (self.before, self.after))
+        old, new = (evidence.get(name, math.nan) for evidence in both)
         return None if math.isnan(old) and math.isnan(new) else (name, old, new)
 
 
@@ -52,10 +50,6 @@ def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
 
     Two findings match if their code and the subject of its rule are equal, whatever their numbers and
     severity. Several findings about one subject are matched in order.
-
-    Args:
-        before: first audit.
-        after: second audit.
 
     Examples:
         >>> from rankwise.auditing.records import HeadId, Provenance
@@ -79,9 +73,8 @@ def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
             same.remove(old)
         changes.append(FindingChange(outcome=_outcome(old, new, ours, theirs), before=old, after=new))
     resolved = {id(finding) for same in unmatched.values() for finding in same}
-    changes += [
-        FindingChange(outcome="resolved", before=old) for old in before.findings if id(old) in resolved
-    ]
+    gone = [old for old in before.findings if id(old) in resolved]
+    changes += [FindingChange(outcome="resolved", before=old) for old in gone]
     return sorted(changes, key=lambda change: OUTCOMES.index(change.outcome))
 
 
@@ -122,17 +115,12 @@ class _Records:
 
     def subject(self, finding: Finding) -> Hashable:
         """Return the code and the part of the place that its rule is about."""
-        where, kind = finding.where, about(finding.code)
-        subject: Hashable = where
-        if kind in ("mixer", "group"):
-            subject = where.at(None)
-        elif kind == "model":
-            subject = None
-        elif kind == "stack":
-            subject = where.stack
-        elif kind == "modules":
-            subject = self._modules.get(where.site, where)
-        return finding.code, subject
+        where = finding.where
+        subjects: dict[str, Hashable] = {
+            "model": None, "stack": where.stack, "mixer": where.at(None), "group": where.at(None),
+            "modules": self._modules.get(where.site, where),
+        }  # fmt: skip
+        return finding.code, subjects.get(about(finding.code), where)
 
     def standard_error(self, finding: Finding) -> float:
         """Return the standard error over sequences of the number that decides; 0 for counts."""
