@@ -115,7 +115,7 @@ def test_short_sequences_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("trouble", [{"max_token_mass": 0.95}, {"stable_rank": 1.0, "row_distance": 0.1}])
-def test_structure_of_few_tokens_is_a_note_that_says_so(trouble: dict[str, float]) -> None:
+def test_structure_of_few_tokens_is_a_note_that_names_their_number(trouble: dict[str, float]) -> None:
     short, long = only(head(tokens=63, sources=200, **trouble)), only(head(tokens=64, sources=64, **trouble))
     assert (short.severity, long.severity) == ("info", "warning")
     assert short.meaning.endswith("Of 63 tokens; longer sequences may show another head.")
@@ -133,9 +133,7 @@ def test_structure_of_few_tokens_is_a_note_that_says_so(trouble: dict[str, float
         ({2: 1}, [[1, 2]]),
     ],
 )
-def test_heads_that_mix_alike_are_one_finding_per_group(
-    nearest: dict[int, int], groups: list[list[int]]
-) -> None:
+def test_similar_heads_have_a_finding_per_group(nearest: dict[int, int], groups: list[list[int]]) -> None:
     """Joined through nearest heads, whichever of them is nearest to which."""
     near = [
         {"nearest_head": nearest[at], "nearest_distance": 0.02 * (at + 1)} if at in nearest else {}
@@ -155,7 +153,7 @@ def test_heads_that_mix_alike_are_one_finding_per_group(
     "changes",
     [{"nearest_distance": 0.11}, {"nearest_distance": math.nan}, {"tokens": 7}, {"kind": "selective"}],
 )
-def test_heads_that_are_not_near_or_not_judged_are_no_duplicates(changes: Fields) -> None:
+def test_heads_that_are_not_near_or_not_judged_are_not_duplicates(changes: Fields) -> None:
     pair = [{"nearest_head": 1 - at, "nearest_distance": 0.05} for at in range(2)]
     assert codes(*heads(*pair)) == ["DUPLICATE_HEADS"]
     assert codes(*heads(*(one | changes for one in pair))) == []
@@ -175,13 +173,13 @@ def test_heads_beyond_the_references_are_counted_by_mixer() -> None:
     assert finding.where.head == 0  # the most extreme
 
 
-def test_oversized_heads_are_one_finding_per_mixer_with_what_they_require() -> None:
+def test_oversized_heads_have_a_finding_per_mixer_with_the_least_required_width() -> None:
     finding = only(*heads(*({"width": 12, "required_head_dim": needed} for needed in (12, 4, 3, 5))))
     assert (finding.code, finding.where.head, finding.heads) == ("OVERSIZED_HEADS", 2, [1, 2])
     assert finding.evidence == {"heads": 2, "of": 4, "width": 12, "required_head_dim": 3, "tolerance": 0.01}
 
 
-def test_a_collapse_is_an_error_if_nearly_nothing_is_left_and_is_told_stack_by_stack() -> None:
+def test_a_collapse_is_an_error_if_nearly_nothing_is_left_and_is_found_per_stack() -> None:
     for lowest, severity in ((0.29, "warning"), (0.09, "error")):
         [finding] = diagnose((), layers(0.9, 0.8, lowest), ())
         assert (finding.severity, finding.where.layer) == (severity, 2)
@@ -223,7 +221,7 @@ NULLS = {"hardmax_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
 
 
 @pytest.mark.parametrize("null", NULLS)
-def test_rank_that_one_reference_has_too_is_no_finding(null: str) -> None:
+def test_rank_that_one_reference_has_too_is_not_a_finding(null: str) -> None:
     assert codes(head(numerical_rank=26, **NULLS)) == ["HIGH_RANK"]
     assert codes(head(numerical_rank=26, **NULLS | {null: 21.0})) == []
     assert codes(head(numerical_rank=26, **NULLS | {null: math.nan})) == ["HIGH_RANK"]
@@ -233,7 +231,7 @@ def test_rank_that_one_reference_has_too_is_no_finding(null: str) -> None:
 
 
 @pytest.mark.parametrize("step", range(5))
-def test_rank_beyond_the_references_at_all_thresholds_but_one_is_no_finding(step: int) -> None:
+def test_rank_beyond_the_references_must_be_so_at_every_threshold(step: int) -> None:
     above, below = ({"numerical_rank": rank, **NULLS} for rank in (26, 9))
     for name in NULLS:
         assert codes(head(**above, band=band(head(**above).model_dump(), **{name: {step: 21.0}}))) == []

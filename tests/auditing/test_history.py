@@ -43,7 +43,7 @@ def test_steps_are_read_from_names_and_order_them(numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     "names", [["gpt2", "bert"], ["a-1-2", "a-2-1"], ["a-1", "a-1"], ["a-01", "a-1"], ["run", "run"]]
 )
-def test_names_that_tell_no_steps_stay_as_they_come(names: list[str]) -> None:
+def test_names_without_steps_keep_their_order(names: list[str]) -> None:
     assert steps_of(names) is None
     assert in_order(names) == names
 
@@ -82,7 +82,7 @@ def test_two_audits_are_a_comparison_and_more_a_history() -> None:
     assert history.comparison.model_dump_json() == rw.compare(one, three).model_dump_json()
 
 
-def test_what_is_no_audit_is_not_compared() -> None:
+def test_only_audits_are_compared() -> None:
     audit = of("encoder")
     for others in (("run/audit.json",), (Path("run"), audit), (audit, {"heads": []})):
         with unchecked(), pytest.raises(InputError, match=r"audit [23] of `compare`: .*rw\.Audit\.load"):
@@ -203,7 +203,7 @@ def test_a_frame_and_a_csv_have_a_row_for_each_head_of_each_step(tmp_path: Path)
     assert len(History().to_frame()) == 0
 
 
-def test_what_is_saved_is_loaded_in_the_same_order(tmp_path: Path) -> None:
+def test_saved_audits_are_loaded_in_the_same_order(tmp_path: Path) -> None:
     history = History([(step, moved(step)) for step in (900, 1000, 90)])
     history.save(tmp_path / "run")
     assert (tmp_path / "run" / "index.html").exists()

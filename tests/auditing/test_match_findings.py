@@ -1,4 +1,4 @@
-"""`compare` says of each finding whether it is new, worse, better, changed, unchanged or resolved."""
+"""`compare` reports each finding as new, worse, better, changed, unchanged or resolved."""
 
 from itertools import pairwise
 from typing import Any
@@ -66,7 +66,7 @@ def test_a_finding_of_a_head_belongs_to_that_head(change: dict[str, float]) -> N
     assert [one.split(" ", 1)[1] for one in (*gone, *new)] == ["h layer 0 head 0", "h layer 0 head 1"]
 
 
-def test_self_and_cross_attention_of_a_layer_are_told_apart() -> None:
+def test_self_and_cross_attention_of_a_layer_are_distinguished() -> None:
     own, other = heads(LOW, site="h.0.self"), heads(LOW, site="h.0.cross", cross=True)
     usual_own, usual_other = heads({}, site="h.0.self"), heads({}, site="h.0.cross", cross=True)
     gone, new = resolved_and_new(audit(own, usual_other), audit(usual_own, other))
@@ -192,7 +192,7 @@ def test_a_code_that_no_rule_has_is_matched_by_its_place() -> None:
     assert outcomes(one, other) == ["new"] * 2 + ["resolved"] * 2
 
 
-def test_modules_of_a_class_that_were_not_captured_are_one_finding() -> None:
+def test_modules_of_a_class_that_were_not_captured_share_a_finding() -> None:
     def missed(*layers: int, reason: str = "called, but nothing was seen") -> Audit:
         return audit(uncaptured=[Unseen(name=f"h.{at}.mixer", type="Mixer", reason=reason) for at in layers])
 
@@ -217,7 +217,7 @@ def removable(*places: tuple[int, int]) -> Audit:
     return one.model_copy(update={"importance": importance, "findings": found})
 
 
-def test_heads_that_can_be_removed_are_one_finding_whichever_is_the_cheapest() -> None:
+def test_heads_that_can_be_removed_share_a_finding_whichever_is_the_cheapest() -> None:
     before, after = removable((0, 1)), removable((3, 2))
     assert before.findings[0].where != after.findings[0].where
     assert outcomes(before, after) == ["unchanged"]

@@ -36,7 +36,7 @@ def test_a_code_causes_one_action_and_the_most_severe_come_first() -> None:
     ]
 
 
-def test_an_incomplete_audit_says_so() -> None:
+def test_the_verdict_names_an_incomplete_audit() -> None:
     half = audit(heads({})).model_copy(update={"complete": False})
     assert verdict_of(half).sentence == "No findings. The audit stopped before it had read all of its data."
 

@@ -325,7 +325,6 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
     span = "δ from {delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
     evidence: dict[str, float | int] = {"heads": len(found), "of": judged, "numerical_rank": rank}
     words, high = f"{len(found)} of {judged} heads have", code == "HIGH_RANK"
-    fields: dict[str, Any]
     if baseline is None:
         than = f"over {HIGH_RANK:g} times" if high else "less than half"
         listed = ", ".join(f"{NULLS[name]} {value:.0f}" for name, value in references.items())
