@@ -268,11 +268,12 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     random_rank: Number = math.nan
     """Numerical rank of softmax attention with random queries and keys: same length, head dim, mask, scale.
 
-    NaN if the head dim is unknown (the model formed the matrix itself), the mask is "other", or T is large.
+    NaN if the head dim is unknown (the model formed the matrix itself), `rankwise.theory` does not cover the
+    mask, or T is large.
     """
     uniform_rank: Number = math.nan
     """Numerical rank of equal weights on all columns that the mask allows: attention that does not
-    distinguish tokens. NaN if the mask is "other", or a window on sequences of more than 4,096 tokens.
+    distinguish tokens. NaN if `rankwise.theory` does not cover the mask, or for windows beyond 4,096 tokens.
     """
     band: list[RankAt] = Field(default_factory=list)
     """Ranks at five thresholds from δ/√10 to √10 δ. A statement that holds at all five thresholds does not

@@ -87,7 +87,7 @@ def random_rank(
 
 
 def uniform_rank_under(mask: Mask, tokens: int, sources: int, delta: float) -> float:
-    """Return the rank of equal weights on all columns that the mask allows; NaN if the mask has no name."""
+    """Return the rank of equal weights on all allowed columns; NaN if theory does not cover the mask."""
     name = _named(mask, tokens, sources)
     return math.nan if name is None else uniform_rank(tokens, name, mask.window, delta, sources)
 
