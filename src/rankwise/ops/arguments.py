@@ -32,7 +32,7 @@ AXES = {
 }
 for _prefix in ("", "end_", "d_"):
     AXES |= {_prefix + "energy": "NHK", _prefix + "assigned": "NHK", _prefix + "mass": "NH"}
-"""Axes of every tensor: B rows, T tokens, H heads, K channels, N sequences, P positions."""
+"""Axes of every argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
 DTYPES = {"w": FLOATS, "mask": (torch.bool,), "seen": INTEGERS} | dict.fromkeys(SUMS, FLOATS)
 """Accepted dtypes; a tensor without an entry may have any dtype that is not complex."""
 FIXES = {
@@ -46,12 +46,12 @@ FIXES = {
     f"state.{name}": "Pass the state that a call on the same sequences returned." for name in (*SUMS, "seen")
 }
 ONE_THREAD_BELOW = 1 << 15
-"""Numbers of a tensor below which torch uses one thread."""
+"""Number of tensor entries below which torch uses a single thread."""
 _PROCESS = os.getpid()
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of N sequences: Σ w², Σ Π w² and Σ Π."""
+    """Sums over tokens, per sequence and head: energy Σ w², assigned Σ Π w² and mass Σ Π."""
 
     energy: Float[Tensor, "N H K"]
     assigned: Float[Tensor, "N H K"]
@@ -59,17 +59,17 @@ class Sums(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A checked call of `tssa`; every tensor except w has the dtype of the sums.
+    """Checked arguments of `tssa`; temperature, offset and start have the dtype of the sums.
 
     Attributes:
-        w: tokens in the subspaces of the heads, in the dtype of the user.
+        w: projections of tokens to the head subspaces, in the user's dtype.
         temperature: temperature per head; None for uniform memberships.
         offset: learned bias added to each score.
         mask: True for real tokens.
         start: sums before the first token of a causal call; None for zeros.
         rate: factor λ by which a token decays the sums; None for λ = 1.
         bounds: boundaries of the sequences packed in one row; None if each row is a sequence.
-        causal: whether a token sees only itself and earlier tokens.
+        causal: True if a token reads only itself and earlier tokens.
     """
 
     w: Float[Tensor, "B T H K"]
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
 
     def sequence_of_tokens(self) -> tuple[Int64[Tensor, " N1"], Int64[Tensor, " M"]]:
-        """Return boundaries in the flat list of all M tokens, and the sequence of each token."""
+        """Return sequence boundaries in the flat list of all M tokens, and the sequence index per token."""
         batch, tokens = self.w.shape[:2]
         index, bounds = torch.arange(batch * tokens, device=self.w.device), self.bounds
         if bounds is None:
@@ -104,7 +104,7 @@ class Call(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Output in the dtype of w, memberships and, if causal, the sums after the last token."""
+    """Result of an implementation: output, memberships and, if causal, the sums after the last token."""
 
     output: Float[Tensor, "B T H K"]
     membership: Float[Tensor, "B T H"]
@@ -116,7 +116,7 @@ class Saved(NamedTuple):
 
     Attributes:
         membership: memberships Π.
-        score: scores; without a gradient their memory holds the memberships.
+        score: scores s; if no gradient is needed, memberships overwrite this memory.
         sums: sums after the last token.
     """
 
@@ -134,7 +134,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss with respect to the inputs of a call; the last two are empty if not causal."""
+    """Gradients of the loss with respect to inputs; offset and start are empty tensors if not causal."""
 
     w: Float[Tensor, "B T H K"]
     temperature: Float[Tensor, " H"]
@@ -148,7 +148,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor; skip `Tensor.to` if the dtype is right, because it takes 40 µs in a cold cache."""
+    """Return a tensor in a dtype; if it has the dtype, skip `Tensor.to`, which can take 40 µs."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -201,9 +201,9 @@ def make_call(
 
 
 def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
-    """Raise ShapeError if a tensor does not have the axes that `AXES` lists under its name.
+    """Raise ShapeError if a tensor does not have the axes that `AXES` lists for the tensor's name.
 
-    Users and operators are checked here: compiled graphs call operators, and kernels check no bounds.
+    Custom operators also call this check, because compiled graphs call them and kernels check no bounds.
     """
     if w.ndim != 4:
         raise ShapeError("w", expected="(B, T, H, K)", got=f"{tuple(w.shape)}", fix=FIXES["w"])
@@ -233,7 +233,7 @@ def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> No
 
 
 def check_boundaries(ends: list[int], tokens: int) -> None:
-    """Raise ShapeError if boundaries do not rise from 0 to the number of tokens."""
+    """Raise ShapeError unless boundaries start at 0, never decrease and end at the number of tokens."""
     if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         got = f"{ends[:8]}{'…' * (len(ends) > 8)}"
         raise ShapeError(
@@ -252,13 +252,13 @@ def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
         expected = "real numbers" if known is None else " or ".join(map(str, known))
         fix = f"Pass {name}.real." if known is None else FIXES[name] if name == "mask" else "Convert it."
         raise ShapeError(name, expected=expected, got=str(value.dtype), fix=fix)
-    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # those two are moved
+    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # `make_call` moves these two
         fix, expected = f"Move it: {name}.to(w.device).", f"a tensor on {w.device}, like w"
         raise InputError(name, expected=expected, got=f"a tensor on {value.device}", fix=fix)
 
 
 def _check_process(w: Tensor) -> None:
-    """Raise if a forked process would wait forever for threads of torch that exist only in its parent."""
+    """Raise InputError if a forked process would deadlock: the threads of torch exist only in the parent."""
     if torch.compiler.is_compiling() or sys.platform != "linux" or os.getpid() == _PROCESS:
         return
     if w.device.type == "cpu" and w.numel() >= ONE_THREAD_BELOW and torch.get_num_threads() > 1:
@@ -278,7 +278,7 @@ def _check_options(
     membership: str,
     half_life: Tensor | None,
 ) -> None:
-    """Raise if an option is missing, would be ignored or has a forbidden value."""
+    """Raise InputError if an option is missing, would be ignored or has an invalid value."""
     one_of("membership", membership, MEMBERSHIPS)
     if membership == "softmax" and temperature is None:
         fix = "Pass torch.ones(H), or membership='uniform', which needs no temperature."
@@ -318,7 +318,7 @@ def _lengths(call: Call) -> Int[Tensor, " N"]:
 
 
 def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
-    """Return the position of each token among the real tokens of its sequence; of padding, any position."""
+    """Return the position of each token among real tokens of a sequence; for padding the value is unused."""
     mask, (bounds, sequence) = call.mask, call.sequence_of_tokens()
     real = torch.ones_like(sequence) if mask is None else mask.flatten().long()
     upto = torch.nn.functional.pad(real.cumsum(0), (1, 0))
@@ -329,9 +329,9 @@ def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return K · bias[h, position] for each token: the bias is added to each of K channels.
+    """Return K · bias[h, position] for each token, because the formula adds the bias to each of K channels.
 
-    `torch.compile` reads no numbers: in a compiled graph a bias that is too short fails in the indexing.
+    Compiled graphs cannot check the bias's length; there, indexing fails if the bias is too short.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None and call.bounds is None:
@@ -346,7 +346,7 @@ def _offset(
 
 
 def _check_positions(positions: int, farthest: int) -> None:
-    """Raise ShapeError if a learned bias ends before the last token."""
+    """Raise ShapeError if a learned bias has too few positions for the last token."""
     if farthest >= positions:
         expected = f"at least {farthest + 1} positions, because the last token is at position {farthest}"
         fix = "A learned bias limits the length; half-lives (half_life=) do not."

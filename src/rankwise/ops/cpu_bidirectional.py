@@ -1,7 +1,7 @@
-"""Bidirectional TSSA on a CPU: two loops over w for its sums and one for the output; then the gradients.
+"""Bidirectional TSSA on a CPU: two loops over w for sums, one loop for the output, and loops for gradients.
 
-Arrays in loops as in `cpu_chunks`. An array per sequence n, such as inverse[n] (H, K), is read at
-n = sequence[i] for chunk i. Nothing decays.
+The module `cpu_chunks` describes the arrays of loops. Chunk i reads arrays per sequence, such as inverse
+(N, H, K), at n = sequence[i]. Bidirectional sums do not decay. g is the gradient of the output.
 """
 
 from typing import no_type_check
@@ -54,14 +54,14 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     d_temperature, dw = np.empty(unused.shape[:2]), work.new()
 
     work.run(outputs_back, w, d_output, membership, factor, tokens[0], *chunks, d_membership, added)
-    with np.errstate(all="ignore"):  # infinities may cancel
+    with np.errstate(all="ignore"):  # infinite sums give ∞ − ∞ = NaN, which numpy would warn about
         each = 1 / (mass[..., None] + w.dtype.type(MASS_EPS))
         d_moment = work.total(added) * each
         d_mass = (d_moment * (assigned * each)).sum(-1)
     read = (w, membership, score, work.temperature, given, d_moment, d_mass, *tokens, *chunks)
     work.run(scores_back, *read, d_membership, d_score, d_temperature, added, unused)
     with np.errstate(all="ignore"):
-        d_energy = -(work.total(added) * inverse) * inverse  # inverse² would leave float32
+        d_energy = -(work.total(added) * inverse) * inverse  # inverse² would overflow float32
     d_energy[energy < NORM_EPS**2] = 0
     known = (factor, d_moment, inverse, d_energy, tokens[0], *chunks)
     work.run(tokens_back, w, d_output, membership, d_score, *known, flat(dw, dtype))
@@ -76,7 +76,7 @@ def _inverse(energy: np.ndarray) -> np.ndarray:
 
 
 def _factor(assigned: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """Return 1/(1 + m), m = Σ Π w²/(Σ Π + eps)."""
+    """Return 1/(1 + m), where m = Σ Π w²/(Σ Π + eps) is the mean of w² weighted by membership."""
     with np.errstate(all="ignore"):
         return 1 / (1 + assigned / (mass + mass.dtype.type(MASS_EPS)))
 

@@ -1,9 +1,9 @@
-"""Causal TSSA on a CPU: running sums, scores and memberships, outputs; then the gradients.
+"""Causal TSSA on a CPU: running sums, scores and memberships, outputs, and gradients.
 
-The gradients take three loops: through the outputs, each chunk as if nothing followed it; through the
-softmax, after adding the gradients from later chunks; and through the scores. In a chunk, running sums are
-computed from the first token to the last, their gradients from the last to the first. Arrays in loops are
-described in `cpu_chunks`.
+Running sums (see `tssa`) are c of w², a of Π w², and n of Π; g or d_x is the gradient of x. Gradients take
+three loops: through the outputs, for each chunk without later chunks; through the softmax, after adding the
+gradients from later chunks; and through the scores. In a chunk, running sums are computed from first to last
+token, gradients from last to first. `cpu_chunks` describes the arrays.
 """
 
 from typing import no_type_check
@@ -80,13 +80,13 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
 @inlined
 @no_type_check
 def score_row(row, begin, local, factors, tiny):
-    """Add one token to the sums of its chunk and return its Σ_k w²/max(c, eps)."""
+    """Add one token to the running sums of the chunk; return the token's score Σ_k w²/max(c, eps)."""
     score = row.dtype.type(0)
     for k in range(len(row)):
         square = row[k] * row[k]
         local[k] = kept(local[k], factors) + square
         c = begin[k] * factors[2] + local[k]
-        score += square / (tiny if c < tiny else c)  # NaN is not below
+        score += square / (tiny if c < tiny else c)  # NaN is kept, because NaN < tiny is False
     return score
 
 
@@ -98,7 +98,7 @@ def assign(
 ):  # fmt: skip
     """Write scores Σ_k w²/max(c, eps) + offset, memberships, and the sums Σ Π w² and Σ Π of each chunk.
 
-    begin[i] is c at the start of chunk i.
+    begin[i] is the running sum c of w² at the start of chunk i.
     """
     heads, tiny, local = w.shape[1], w.dtype.type(eps), np.empty(w.shape[1:], w.dtype)
     for i in range(low, high):
@@ -119,7 +119,7 @@ def assign(
 @inlined
 @no_type_check
 def output_row(row, begin, local, factors, membership, n, out):
-    """Add one token to the sums of its chunk and write its output."""
+    """Add one token to the running sums of the chunk; write the token's output."""
     for k in range(len(row)):
         local[k] = kept(local[k], factors) + membership * (row[k] * row[k])
         out[k] = -membership * n * row[k] / (begin[k] * factors[2] + local[k] + n)
@@ -179,7 +179,7 @@ def output_row_back(row, d_output, out, share, membership, n):
 @inlined
 @no_type_check
 def assigned_row_back(row, out, share, local, factors, membership):
-    """Add the gradient of one token through a of this and later tokens; return the gradient of its Π."""
+    """Add the gradient of w of one token through a of this and later tokens; return the gradient of Π."""
     two = row.dtype.type(2)
     through = row.dtype.type(0)
     for k in range(len(row)):
@@ -287,7 +287,7 @@ def memberships_back(
 @inlined
 @no_type_check
 def score_row_back(row, out, sums, d_energy, local, factors, d_score, tiny, d_assigned, membership):
-    """Add the gradient of one token through scores of its chunk and through c and a of later chunks."""
+    """Add the gradient of w of one token through scores of the chunk, and through c and a of later chunks."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]

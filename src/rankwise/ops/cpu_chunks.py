@@ -20,12 +20,12 @@ from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 
 CHUNK = 64
-"""Tokens that are added in the dtype of the sums before they are added to a float64 sum."""
+"""Largest number of tokens per chunk; a chunk's sum has the dtype of the sums, sums of chunks are float64."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
 
 
 class Chunks(NamedTuple):
-    """Tokens first ≤ t < last of each chunk and its sequence, each (C,); no chunk spans two sequences."""
+    """Tokens first ≤ t < last and sequence index of each of C chunks; no chunk spans two sequences."""
 
     first: np.ndarray
     last: np.ndarray
@@ -33,12 +33,12 @@ class Chunks(NamedTuple):
 
 
 class ChunkedCall:
-    """A call as numpy arrays.
+    """Arguments of a `tssa` call as numpy arrays, and the chunks of the call.
 
     Attributes:
         call: the call.
         dtype: dtype of the sums.
-        w: w in that dtype, (M, H, K).
+        w: w in the dtype of the sums, (M, H, K).
         temperature: temperatures, (H,); empty for uniform memberships.
         tokens: mask, (M,) or empty; λ^0 … λ^CHUNK per head in the dtype of the sums, and in a last row the
             part of λ that this dtype loses, (CHUNK + 2, H); λ in float64, (H,).
@@ -76,9 +76,9 @@ class ChunkedCall:
     def carry(
         self, added: np.ndarray, start: np.ndarray, backward: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums at the start of each chunk (its end, if backward) and after each sequence.
+        """Return the sums at the start of each chunk (at the end, if backward) and after each sequence.
 
-        The former overwrite ``added``, the sums of each chunk; ``start`` is (N, H, …) in float64.
+        Sums at chunk starts overwrite ``added``, the sums over each chunk; ``start`` is (N, H, …), float64.
         """
         mask, _, rate = self.tokens
         end = start.copy()
@@ -93,7 +93,7 @@ class ChunkedCall:
 
     @staticmethod
     def wide(sums: Sums) -> list[np.ndarray]:
-        """Return sums per sequence in float64: (N, H, K) twice and (N, H, 1)."""
+        """Return energy and assigned, (N, H, K), and mass, (N, H, 1), in float64."""
         energy, assigned, mass = (array(part, torch.float64) for part in sums)
         return [energy, assigned, mass[..., None]]
 
@@ -106,7 +106,7 @@ class ChunkedCall:
         return torch.from_numpy(x.reshape(self.call.w.shape[:3]))
 
     def new(self) -> Tensor:
-        """Allocate a tensor like w by numpy, which asks the system for large pages, unlike torch.
+        """Allocate a tensor of w's shape by numpy, which requests large memory pages, unlike torch.
 
         The first write to 25 MB in small pages can take longer than all of TSSA.
         """
@@ -114,12 +114,12 @@ class ChunkedCall:
 
 
 def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    """Return the numbers of a tensor; copy them only if the dtype changes or the memory is not contiguous."""
+    """Return a tensor as a numpy array; copy only if the dtype changes or the memory is not contiguous."""
     return np.ascontiguousarray(as_dtype(x.detach(), dtype).numpy())
 
 
 def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
-    """Return (B, T, …) as (M, …); None as an empty array of that number of axes."""
+    """Return a tensor (B, T, …) as an array (M, …); return an empty array with `axes` axes for None."""
     if x is None:
         return np.zeros((0,) * axes, NUMPY[dtype])
     return array(x, dtype).reshape(-1, *x.shape[2:])
@@ -161,11 +161,11 @@ def factors(power, age, h):
 
 @no_type_check
 def _kept(x, factors):
-    """Return x λ."""
+    """Return x λ, with λ in two parts for accuracy."""
     return x * factors[0] + x * factors[1]
 
 
-kept = inlined(_kept, {"contract"})  # not reordered: x (λ + lost) would be x λ again
+kept = inlined(_kept, {"contract"})  # reordering to x (λ + lost) would lose the second part
 
 
 @inlined
@@ -250,7 +250,7 @@ def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, 
 def _exp32(x):
     """Return e^x in float32 for x ≤ 0, to 2 ulp, and 0 below e^-87: 2^n e^r with |r| ≤ ln 2 / 2.
 
-    `exp` is a call; a loop with this function can be vectorized.
+    A loop with `exp`, a library call, is not vectorized; a loop with this function can be.
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
@@ -263,13 +263,13 @@ def _exp32(x):
     return real(0) if x < real(-87) else y * two_to_n
 
 
-exp32 = inlined(_exp32, {"contract"})  # not reordered: the two parts of ln 2 would be added
+exp32 = inlined(_exp32, {"contract"})  # reordering would add the two parts of ln 2
 
 
 @inlined
 @no_type_check
 def exponentials(row):
-    """Replace the numbers of a row, none above 0, by e^x."""
+    """Replace each number x ≤ 0 of a row by e^x."""
     if row.itemsize == 4:
         for i in range(len(row)):
             row[i] = exp32(row[i])
@@ -283,7 +283,7 @@ def exponentials(row):
 def softmax_rows(score, temperature, mask, out, first, last):
     """Write the memberships of tokens: softmax over heads of temperature · score; 0 at padding.
 
-    Without a temperature they are 1/H. ``out`` may be ``score``.
+    Without a temperature, memberships are 1/H. ``out`` may be the same array as ``score``.
     """
     heads = score.shape[1]
     zero, one = score.dtype.type(0), score.dtype.type(1)
@@ -294,7 +294,7 @@ def softmax_rows(score, temperature, mask, out, first, last):
             top = temperature[0] * score[t, 0]
             for h in range(heads):
                 out[t, h] = temperature[h] * score[t, h]
-                if not out[t, h] <= top:  # NaN becomes the top
+                if not out[t, h] <= top:  # `not <=` lets NaN become the maximum
                     top = out[t, h]
             for h in range(heads):
                 out[t, h] -= top
@@ -315,9 +315,9 @@ def softmax_rows(score, temperature, mask, out, first, last):
 @inlined
 @no_type_check
 def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
-    """Write the gradients of the scores, temperature · Π (g - Σ_h Π g); add to those of the temperature.
+    """Write the gradients of scores, temperature · Π (g - Σ_h Π g); add to the gradient of the temperature.
 
-    Without a temperature both are 0.
+    g is the gradient of Π. Without a temperature both results are 0.
     """
     heads = membership.shape[1]
     for t in range(first, last):

@@ -23,11 +23,11 @@ It may not assume that NaN and infinity do not occur, because they must reach th
 approximate functions.
 """
 TWO_THREADS_FROM = 1 << 19
-"""Numbers of w from which a second thread saves more time than it costs."""
+"""Number of entries of w from which a second thread saves time."""
 
 
 class Loop:
-    """A loop over arrays, compiled without the interpreter lock for each set of dtypes.
+    """Function with a loop over arrays, compiled for each combination of dtypes; runs without the GIL.
 
     numba keeps all signatures of a function in one index file. Two processes can overwrite that file so that
     it names the wrong machine code. Here each signature is a function of its own: its name holds a digest of
@@ -39,7 +39,7 @@ class Loop:
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def of(self, *given: Any) -> Callable[..., Any]:
-        """Return the function that is compiled for arguments of these types."""
+        """Return the function compiled for the dtypes of the arguments; compile it on the first call."""
         key = tuple(x.dtype for x in given if isinstance(x, np.ndarray))
         if key not in self._compiled:
             self._compiled[key] = _compile(self.function, tuple(map(numba.typeof, given)))
@@ -83,18 +83,18 @@ def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[...
 
 
 def threads_for(numbers: int) -> int:
-    """Return the number of threads for a w of this size: as many as torch uses, at most one per core."""
+    """Return the number of threads for a w of `numbers` entries: torch's number, at most one per core."""
     return 1 if numbers < TWO_THREADS_FROM else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the threads of this process: a fork has none of its parent's."""
+    """Return the thread pool of a process; the cache key is the process, because forks lose threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile one signature under a name of its own."""
+    """Compile a function for one signature, under a unique name (see `Loop`)."""
     own = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]

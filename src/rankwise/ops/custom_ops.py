@@ -1,4 +1,4 @@
-"""The kernels as operators of torch, with shapes for tracing and with gradients: one node for compilers."""
+"""TSSA kernels as custom operators of torch, with gradients; `torch.compile` sees one graph node."""
 
 from functools import cache
 from importlib import import_module
@@ -25,12 +25,12 @@ class Kernels(Protocol):
 
 @cache
 def kernels(impl: str, causal: bool) -> Kernels:
-    """Import the kernels of an implementation."""
+    """Return the module with the kernels of an implementation; import the module on first use."""
     return cast(Kernels, import_module(f"rankwise.ops.{impl}_{'causal' if causal else 'bidirectional'}"))
 
 
 def flat(call: Call) -> tuple[Any, ...]:
-    """Return the first arguments of the operator: operators take tensors, not named tuples."""
+    """Return a call as the first arguments of the operator, because operators do not accept named tuples."""
     start = call.start or (None, None, None)
     return *call[:4], *start, call.rate, call.bounds, call.causal
 
@@ -99,7 +99,7 @@ def tssa_backward(
 
 
 def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Call, Saved]:
-    """Mask the tokens after the last one with a nonzero cotangent, so that 0 · NaN reaches no earlier token.
+    """Mask tokens after the last nonzero cotangent (gradient of an output), so that 0 · NaN does not spread.
 
     Causal sums after these tokens must have no cotangent either. A bidirectional sequence is masked only if
     none of its tokens has a cotangent. Without NaN this changes no number, so on a CPU it is done only if a

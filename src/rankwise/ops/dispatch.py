@@ -23,7 +23,7 @@ from rankwise.ops.arguments import Call, Solution, Sums
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
-"""Packages that an implementation requires."""
+"""Python packages that each implementation requires."""
 
 
 def choose(impl: str, device: torch.device) -> str:
@@ -80,7 +80,7 @@ def _failure(package: str) -> str:
 
 
 def solve(call: Call, impl: str) -> Solution:
-    """Run the reference, the bare kernel if nothing observes torch, or the registered operator.
+    """Run a call by the reference, by the registered operator, or by the kernel alone if no mode is active.
 
     Raises:
         InputError: if forward-mode derivatives are computed: operators of torch.library drop them.
@@ -104,10 +104,10 @@ def solve(call: Call, impl: str) -> Solution:
 
 
 def _unobserved(tensors: list[Tensor | None]) -> bool:
-    """Return True if no mode, tracer, profiler or tensor subclass has to see an operator.
+    """Return True if the kernel can be called without the operator, which halves the time for one token.
 
-    A call of the bare kernel on one token takes half the time. Lazy negations and zero tensors are resolved
-    by the dispatcher of torch only, so they require the operator.
+    Modes, tracers, profilers and tensor subclasses must see an operator. Lazy negations and ZeroTensors also
+    require the operator, because only torch's dispatcher resolves them.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_dispatch_mode() or is_profiled():
         return False

@@ -1,4 +1,4 @@
-"""The formulas of TSSA in plain torch: the reference for the tests of every other implementation."""
+"""Formulas of TSSA in plain torch; tests compare every other implementation with this reference."""
 
 from contextlib import nullcontext
 from itertools import pairwise
@@ -10,17 +10,17 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, Solution, Sums, check_boundaries, sum_dtype
 
 NORM_EPS = 1e-12
-"""Lower bound of the norm of a channel over all tokens, bidirectional."""
+"""Lower bound of the norm of a channel over all tokens in bidirectional TSSA."""
 ENERGY_EPS = 1e-12
-"""Lower bound of the running energy of a channel, causal."""
+"""Lower bound of the running energy c of a channel in causal TSSA."""
 MASS_EPS = 1e-8
-"""Added to ΣΠ before the division by it."""
+"""Constant added to the divisor Σ Π."""
 BLOCK = 64
 """Tokens of a decaying sum that are added by one matrix product."""
 
 
 def solve(call: Call) -> Solution:
-    """Run the formulas, one packed sequence after another."""
+    """Return the solution of a call by the formulas; packed sequences are solved one by one."""
     device = call.w.device.type
     known = torch.amp.autocast_mode.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if known else nullcontext():
@@ -37,14 +37,14 @@ def solve(call: Call) -> Solution:
 
 
 def _sequence(call: Call, n: int, low: int, high: int) -> Call:
-    """Return the call on one of the packed sequences."""
+    """Return a call on packed sequence n, which has the tokens low ≤ t < high."""
     offset, mask = (None if x is None else x[:, low:high] for x in (call.offset, call.mask))
     start = None if call.start is None else Sums(*(part[n : n + 1] for part in call.start))
     return call._replace(w=call.w[:, low:high], offset=offset, mask=mask, start=start, bounds=None)
 
 
 def _solve(call: Call) -> Solution:
-    """Run the formulas on rows.
+    """Return the solution of a call in which each row is one sequence.
 
     Numbers that are not finite are replaced by 0, and NaN is added as a constant to the results that depend
     on them. Otherwise the backward pass would multiply NaN by gradients of 0, and NaN would reach the
@@ -77,7 +77,7 @@ def _solve(call: Call) -> Solution:
 
 
 def _nan_where(condition: Tensor, like: Tensor) -> Tensor:
-    """Return constants: NaN where a condition is true, and 0 elsewhere."""
+    """Return a tensor of NaN where a condition is True and 0 elsewhere, without gradient."""
     return torch.zeros_like(condition, dtype=like.dtype).masked_fill(condition, torch.nan)
 
 

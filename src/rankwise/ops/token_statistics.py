@@ -1,4 +1,4 @@
-"""Token Statistics Self-Attention: the function, its output and its state."""
+"""Token Statistics Self-Attention (TSSA): function `tssa`, its output and its decoding state."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from rankwise.ops.dispatch import choose, solve
 
 
 class TSSAState(NamedTuple):
-    """Running sums of causal TSSA after a token, for each of N sequences; their size does not grow.
+    """Decoding state of causal TSSA: running sums of N sequences, of constant size.
 
     Sums are float32, or float64 if the inputs are float64. Each call rounds them once: after n calls their
     relative error is at most n·2^-24, with a half-life of h tokens 1.44·h·2^-24. A sum that is 2^24 times the
@@ -63,7 +63,7 @@ class TSSAState(NamedTuple):
         return TSSAState(*(part.index_select(0, index) for part in self))
 
     def detach(self) -> "TSSAState":
-        """Return the state without its graph, to train on long texts in segments."""
+        """Return the state without autograd graph, for training on long texts in segments."""
         return TSSAState(*(part.detach() for part in self))
 
 
@@ -98,7 +98,7 @@ def tssa(
     half_life: Float[Tensor, " H"] | None = None,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
 ) -> TSSAOutput:
-    """Compute Token Statistics Self-Attention, which compares no pairs of tokens.
+    """Compute Token Statistics Self-Attention: attention by sums over tokens, without token pairs.
 
     Bidirectional, with sums over all tokens u::
 
@@ -131,9 +131,9 @@ def tssa(
     half-lives are additions of this package.
 
     Args:
-        w: tokens in the subspaces of the heads: a linear map of the tokens, split into heads.
-        temperature: temperature of the softmax per head; may be None for uniform memberships.
-        causal: whether a token sees only itself and earlier tokens.
+        w: projections of tokens to the head subspaces: a linear map of the tokens, split into heads.
+        temperature: factor of the scores in the softmax, per head; may be None for uniform memberships.
+        causal: True if a token reads only itself and earlier tokens.
         bias: learned bias per head and position, for causal calls; P is at least the length of the longest
             sequence.
         mask: True for real tokens.

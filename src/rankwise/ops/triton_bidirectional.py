@@ -15,7 +15,7 @@ from rankwise.ops.triton_chunks import Chunks, indices, memberships, softmax_bac
 @triton.jit
 @no_type_check
 def vector_of(array, sequence, h, H, K, BK: tl.constexpr):
-    """Return the row of an array (N, H, K) for the sequence of a chunk."""
+    """Return entries [n, h] of an array (N, H, K), where n is the sequence of the chunk."""
     k = tl.arange(0, BK)
     n = tl.load(sequence + tl.program_id(0))
     return tl.load(array + (n * H + h) * K + k, mask=k < K, other=0.0)[None, :]
@@ -113,7 +113,7 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     d_mass = d_mass[:, None] if bounds is None else d_mass.repeat_interleave(bounds.diff(), 0)[None]
     d_membership = _project(chunks, d_moment) - direct + cotangents.membership - d_mass
     d_score, temperature = softmax_back(d_membership, membership, score, call.temperature)
-    d_energy = -(chunks.total(chunks.sums(d_score)[0]) * inverse) * inverse  # inverse² leaves float32
+    d_energy = -(chunks.total(chunks.sums(d_score)[0]) * inverse) * inverse  # inverse² would overflow
     d_energy = d_energy.masked_fill(energy < NORM_EPS**2, 0.0)
     out = torch.empty_like(chunks.w)
     chunks.launch(token_back_kernel, d_output, membership, d_score, factor, d_moment, inverse, d_energy, out)

@@ -28,7 +28,7 @@ from rankwise.ops.triton_chunks import (
 @triton.jit
 @no_type_check
 def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: tl.constexpr):
-    """Return c_t, the running energy, of the tokens of a chunk."""
+    """Return the running energy c_t = Σ λ^(t−u) w_u² of each token in a chunk."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     if DECAYED:
@@ -41,7 +41,7 @@ def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: t
 def moment_at(
     x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK: tl.constexpr, DECAYED: tl.constexpr
 ):
-    """Return a_t and n_t + eps of the tokens of a chunk."""
+    """Return the running sums a_t of Π w², and n_t + eps of Π, for each token in a chunk."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     mass = tl.load(base_mass + c * H + h)

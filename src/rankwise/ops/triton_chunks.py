@@ -15,13 +15,13 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, sum_dtype
 
 MIN_LOG2_RATE = -2000.0
-"""Lower bound of log2 λ: its power of 2 is 0, but 0 times it is 0, and 0 · -∞ would be NaN."""
+"""Lower bound of log2 λ, instead of -∞ for λ = 0: 2^-2000 is still 0, and 0 · -∞ would be NaN."""
 
 
 @triton.jit
 @no_type_check
 def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Return tokens in the chunk, real tokens, offsets in (M, H) and (M, H, K), and entries of both."""
+    """Return masks and offsets: tokens of the chunk, real tokens, offsets (M, H) and (M, H, K), 2-D masks."""
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
     inside = t < tl.load(last + c)
@@ -37,7 +37,7 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 @triton.jit
 @no_type_check
 def ages_of(real, decay, h, DECAYED: tl.constexpr):
-    """Return the ages of tokens and log2 λ of the head."""
+    """Return the age of each token (number of real tokens up to it) and log2 λ of the head."""
     age = tl.cumsum(real.to(tl.float32), 0)
     if DECAYED:  # noqa: SIM108 - Triton takes the branch while it compiles
         rate = tl.load(decay + h)
@@ -118,7 +118,7 @@ def carry_kernel(
     sums, ages, start, at, end, begin, decay,
     H, X, BX: tl.constexpr, BACKWARD: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums at each chunk of a sequence, added in float64, from the sums over the chunks."""
+    """Write the running sums at the start of each chunk, added in float64, from the sums over chunks."""
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
     low, high = tl.load(begin + n), tl.load(begin + n + 1)
@@ -179,7 +179,7 @@ class Chunks:
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for every chunk and head, with its own arrays and constants after the common ones."""
+        """Run a kernel for every chunk and head; `arrays` follow the arguments that all kernels share."""
         masked = self.mask is not None
         mask = self.mask if masked else self.w  # w is not read
         kernel[(self.count, self.heads)](
@@ -201,7 +201,7 @@ class Chunks:
         return sums, sums.new_empty((self.count, self.heads, 1))
 
     def carry(self, sums: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the sums at the start of each chunk (its end, if backward) and after each sequence.
+        """Return the sums at the start of each chunk (at the end, if backward) and after each sequence.
 
         ``sums`` is the sum over each chunk, (C, H, X); ``start`` is (N, H, X).
         """
@@ -226,7 +226,7 @@ class Chunks:
 def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
     """Return softmax over heads of temperature · score, or 1/H without a temperature; 0 at padding.
 
-    Unless scores are kept, they are overwritten.
+    If `keep` is False, memberships overwrite the scores.
     """
     if temperature is None:
         out = torch.full_like(score, 1 / score.shape[-1])
