@@ -1,7 +1,7 @@
-"""Measures: functions from operators and token states to numbers; they do not depend on models.
+"""Measures: functions that map mixing matrices (operators) or token states to numbers, without a model.
 
-All computations are in float64, over any leading axes at once. A matrix or sequence with NaN or infinity
-gives NaN and leaves the others of its batch alone.
+All computations are in float64 and batched over any leading axes. A matrix or sequence with NaN or infinity
+returns NaN and does not affect the rest of the batch.
 """
 
 from rankwise.measures import estimate, logits, rank, row_walk, rows, token_states

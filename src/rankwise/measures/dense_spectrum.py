@@ -1,11 +1,11 @@
-"""Singular values of formed matrices, by the Gram matrix if that is provably enough, else by the SVD.
+"""Singular values of dense matrices: from the Gram matrix if its error is provably harmless, else by SVD.
 
-The rule, as measured on a CPU by benchmarks/rank.py (decision 004): the SVD if the smaller side is below
-`SVD_SIZE` or a gradient is required; else the eigenvalues of the Gram matrix; the SVD for each matrix for
-which rounding could change a rank.
+The rule, from CPU timings in benchmarks/rank.py (decision 004): the SVD if the smaller side is below
+`SVD_SIZE` or a gradient is required. Otherwise eigenvalues of the Gram matrix are computed. The SVD follows
+for matrices in which rounding could change a rank.
 
-Matrices are decomposed a few at a time, so that intermediate results stay small. On a CPU each part runs on
-one thread, and several parts run in parallel (`rankwise._internals.threads`).
+Matrices are decomposed in parts (a few matrices each), to limit the memory of intermediate results. On a
+CPU each part runs on one thread, and several parts run in parallel (`rankwise._internals.threads`).
 """
 
 import itertools
@@ -23,25 +23,25 @@ from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
-"""Matrices with fewer rows or columns go to the SVD, which is about as fast for them."""
+"""Smaller side below which the SVD is computed: it is about as fast as the Gram matrix at these sizes."""
 EFFECTIVE_RTOL = 1e-2
-"""Relative error of the effective rank above which the SVD is taken."""
+"""Relative error of the effective rank above which the SVD is computed."""
 PART_BYTES = {"cpu": 2**20}
-"""Bytes of float64 matrices per part on a CPU: several parts fit its cache."""
+"""Bytes of float64 matrices per part on a CPU: several parts fit into the CPU cache."""
 DEVICE_PART_BYTES = 2**29
 """Bytes of float64 matrices per part on an accelerator."""
 PARALLEL_BYTES = 2**29
-"""Bytes of float64 matrices decomposed in parallel; at least one matrix."""
+"""Bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
-"""A function from finite float64 matrices (N, T, S) to tensors (N, ...)."""
+"""Function that maps finite float64 matrices (N, T, S) to a tuple of tensors (N, ...)."""
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
-"""Blocks of rows in which the lower half of the Gram matrix is formed: 9/16 of the work."""
+"""Number of row blocks in which the lower half of the Gram matrix is computed: 9/16 of a full product."""
 PLAIN = 2.0**100
-"""Matrices whose largest entry lies between the inverse of this and this are not scaled: their squares stay
-in the range of float64."""
+"""Matrices are not scaled if the largest magnitude is between 1/PLAIN and PLAIN, because the squares of
+entries then stay in the range of float64."""
 
 
 def gram_or_svd(
@@ -50,17 +50,17 @@ def gram_or_svd(
     rtol: float | None = EFFECTIVE_RTOL,
     relative: float | None = None,
 ) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"], Float64[Tensor, " N"]]:
-    """Compute singular values by the Gram matrix, or by the SVD if rounding could change the result.
+    """Compute singular values from the Gram matrix, or by the SVD if rounding could change the result.
 
     Args:
         matrices: finite matrices.
-        thresholds: absolute thresholds that no singular value may have crossed by rounding.
-        rtol: largest relative error of the effective rank; None if it does not matter.
-        relative: threshold as a share of σ_1 that no singular value may have crossed either.
+        thresholds: absolute thresholds δ at which the number of singular values ≥ δ must be exact.
+        rtol: largest relative error of the effective rank; None to skip this check.
+        relative: threshold, as a fraction of σ_1, at which the number of singular values must be exact too.
 
     Returns:
-        Singular values over the scale, the scale, and 1 for each matrix for which the Gram matrix could not
-        guarantee the above and the SVD was taken, else 0.
+        Singular values divided by a scale, the scale of each matrix, and a flag per matrix: 1 if the SVD was
+        computed because the Gram matrix is not accurate enough, else 0.
     """
     if min(matrices.shape[1:]) < SVD_SIZE or (matrices.requires_grad and torch.is_grad_enabled()):
         return *scaled_svd(matrices), matrices.new_zeros(len(matrices))
@@ -81,39 +81,39 @@ def gram_or_svd(
 
 
 def scaled_svd(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"]]:
-    """Return the singular values of finite matrices over a power of two, and that power.
+    """Return the singular values of finite matrices divided by a power of two, and the power of two.
 
-    The scaled values keep all their digits even if the singular values themselves leave the range of float64.
+    The scaled values have full precision even if the singular values overflow or underflow float64.
     """
     scaled, scale = in_range(matrices)
     return torch.linalg.svdvals(scaled), scale
 
 
 class GramSpectrum(NamedTuple):
-    """Eigenvalues of G = M Mᵀ/scale² and a bound on their rounding error.
+    """Eigenvalues of the Gram matrix G = M Mᵀ/scale² of a matrix M, and a bound on their rounding error.
 
-    Computed eigenvalues λ̂ are exact for G + E with ‖E‖_F ≤ ``slack`` = 2·k·ε·‖M/scale‖_F², k = max(T, S),
-    ε = 2⁻⁵². A quarter of the slack covers the product: |fl(M Mᵀ) − M Mᵀ| ≤ k·(ε/2)·|M||M|ᵀ, of Frobenius
-    norm at most ‖M‖_F² (Higham, "Accuracy and Stability of Numerical Algorithms", Section 3.5). The rest
-    covers the eigensolver, which is backward stable up to a modest multiple of ε·‖G‖ (LAPACK Users' Guide,
-    Section 4.7).
+    The computed eigenvalues λ̂ are exact for G + E with ‖E‖_F ≤ ``slack`` = 2·k·ε·‖M/scale‖_F², k = max(T,
+    S), ε = 2⁻⁵². A quarter of the slack covers the matrix product: |fl(M Mᵀ) − M Mᵀ| ≤ k·(ε/2)·|M||M|ᵀ, and
+    |M||M|ᵀ has Frobenius norm at most ‖M‖_F² (Higham, "Accuracy and Stability of Numerical Algorithms",
+    Section 3.5). The rest covers the eigensolver, which is backward stable up to a modest multiple of ε·‖G‖
+    (LAPACK Users' Guide, Section 4.7).
     """
 
     eigenvalues: Float64[Tensor, "N R"]
-    """In descending order, at least 0, over scale². The error of √λ̂ is at most min(√slack, slack/√λ̂)."""
+    """Eigenvalues λ̂ of G, descending and at least 0. The error of √λ̂ is at most min(√slack, slack/√λ̂)."""
     slack: Float64[Tensor, " N"]
     scale: Float64[Tensor, " N"]
-    """A power of two."""
+    """Power of two by which M is divided."""
 
     def decides_count(self, delta: float) -> Bool[Tensor, " N"]:
-        """Return True if rounding cannot have moved an eigenvalue across δ² (Weyl's inequality)."""
+        """Return True if rounding cannot move an eigenvalue of a matrix across δ² (Weyl's inequality)."""
         threshold = (delta / self.scale).square()[:, None]
         return ((self.eigenvalues - threshold).abs() > self.slack[:, None]).all(-1)
 
     def decides_relative_count(self, delta: float) -> Bool[Tensor, " N"]:
-        """Return True if rounding cannot have moved an eigenvalue across δ²λ_1, which rounding moves too.
+        """Return True if rounding cannot move an eigenvalue of a matrix across δ²λ_1.
 
-        σ_1 itself is left out, and a matrix of zeros is always decided.
+        The test includes the rounding error of λ_1. λ_1 itself is not tested, and a zero matrix returns True.
         """
         threshold = delta * delta * self.eigenvalues[:, :1]
         away = (self.eigenvalues - threshold).abs() > (1 + delta * delta) * self.slack[:, None]
@@ -121,13 +121,13 @@ class GramSpectrum(NamedTuple):
         return away.all(-1) | (self.eigenvalues[:, 0] == 0)
 
     def effective_rank_error(self) -> Float64[Tensor, " N"]:
-        """Bound the relative error of exp(entropy of σ/Σσ).
+        """Return a bound on the relative error of the effective rank, exp(entropy of σ/Σσ).
 
-        Σ|λ̂_i − λ_i|² ≤ slack² (Hoffman and Wielandt) and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂), so by
-        Hölder the errors of the n' values with λ̂ ≤ slack sum to at most n'^¾·√slack, and by Cauchy and
-        Schwarz those of the others to slack·√(Σ 1/λ̂). Over Σσ̂ this is a distance d in total variation,
-        which changes an entropy by at most d·log n + d·(1 − log d) (K. Audenaert, "A sharp continuity
-        estimate for the von Neumann entropy", 2007).
+        Σ|λ̂_i − λ_i|² ≤ slack² (Hoffman and Wielandt), and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂). By Hölder,
+        the errors of the n' values with λ̂ ≤ slack sum to at most n'^¾·√slack. By Cauchy and Schwarz, the
+        errors of the other values sum to at most slack·√(Σ 1/λ̂). The sum divided by Σσ̂ is a distance d in
+        total variation. It changes an entropy by at most d·log n + d·(1 − log d) (K. Audenaert, "A sharp
+        continuity estimate for the von Neumann entropy", 2007).
         """
         values, slack = self.eigenvalues, self.slack[:, None]
         large = values > slack
@@ -139,7 +139,7 @@ class GramSpectrum(NamedTuple):
 
 
 def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
-    """Compute the eigenvalues of the Gram matrix of the shorter side of finite matrices, with their bound.
+    """Return eigenvalues of the min(T, S)-sized Gram matrix of finite matrices, with an error bound.
 
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations, less than half the time of an SVD.
     """
@@ -151,7 +151,7 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
 
 
 def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
-    """Return the matrices over a power of two, which is not 1 only if squares could leave float64."""
+    """Return matrices divided by a power of two, and this power: 1 unless squares could leave float64."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
     scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)
@@ -159,7 +159,7 @@ def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S
 
 
 def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
-    """Return the lower half of the Gram matrix of the shorter side, with contiguous columns as LAPACK needs.
+    """Return the lower half of the min(T, S)-sized Gram matrix, in the column-major order of LAPACK.
 
     Entries above the diagonal are undefined.
     """
@@ -176,23 +176,23 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
 
 
 def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return the number of columns up to the last nonzero one: causal rows end early."""
+    """Return the number of columns up to the last nonzero column, which is small for early causal rows."""
     used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
     return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
 
 
 def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
-    """Return eigenvalues in ascending order; numpy's LAPACK takes 2/3 of torch's time on one thread."""
+    """Return ascending eigenvalues; on one thread numpy's LAPACK takes 2/3 of the time of torch's LAPACK."""
     if lower.device.type == "cpu" and numpy_is_on_one_thread():
         return torch.from_numpy(np.linalg.eigvalsh(lower.numpy(), UPLO="L"))
     return torch.linalg.eigvalsh(lower, UPLO="L")
 
 
 def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Tensor, ...]:
-    """Apply a function to the matrices part by part, and join the results.
+    """Apply a function to one part (a few matrices) at a time, and concatenate the results.
 
-    A matrix that is not finite is set to 0 before, and its results to NaN after, so that the others of its
-    part are left alone. Memory: `PARALLEL_BYTES`, or one matrix if it is larger.
+    A matrix with NaN or infinity is set to 0 before the call, and its results to NaN after the call. So the
+    matrix does not affect the rest of the part. Memory: `PARALLEL_BYTES`, or one matrix if it is larger.
     """
     check_matrices(mixing, subject)
     lead, bytes_each = mixing.shape[:-2], 8 * math.prod(mixing.shape[-2:])
@@ -209,7 +209,7 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
             for numbers in function(part)
         ]
 
-    # Accelerators run one part at a time; the graph of a gradient needs one thread.
+    # An accelerator runs one part at a time, and autograd requires one thread to record the graph.
     alone = mixing.device.type != "cpu" or (isinstance(mixing, Tensor) and mixing.requires_grad)
     at_once = 1 if alone else max(1, PARALLEL_BYTES // (per_part * bytes_each))
     results = map_threads(apply, _part_indices(lead, per_part), at_once)
@@ -218,7 +218,7 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
 
 
 def _part_indices(lead: torch.Size, per_part: int) -> list[tuple[slice, ...]]:
-    """Slice the leading axes into parts, at least one: sequences, or heads if a sequence has too many."""
+    """Return indices that split the leading axes into parts: sequences, or heads of one large sequence."""
     steps = [max(1, per_part // max(1, math.prod(lead[axis + 1 :]))) for axis in range(len(lead))]
     slices = (
         [slice(start, start + step) for start in range(0, max(1, length), step)]

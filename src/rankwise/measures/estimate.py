@@ -1,4 +1,4 @@
-"""Ranks of matrices that are never formed, from products with them, each with its error."""
+"""Estimates of ranks of matrices that are never formed, from matrix-vector products, with errors."""
 
 import itertools
 import math
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 MIN_STEPS_FOR_SIGMA_MAX = 16
-"""Steps from which a block of 8 vectors has found the largest eigenvalue, if not to all digits. One vector
-alone is within 9 % of λ_1 at T = 2,048 with a probability of 99 %. Source: J. Kuczyński and H. Woźniakowski,
-SIAM J. Matrix Anal. Appl. 1992."""
+"""Lanczos steps after which a block of 8 vectors has found the largest eigenvalue, at least roughly. One
+vector alone is within 9 % of λ_1 at T = 2,048 with a probability of 99 %. Source: J. Kuczyński and
+H. Woźniakowski, SIAM J. Matrix Anal. Appl. 1992."""
 PARALLEL_BYTES = 2**29
-"""Bytes of Krylov spaces in parallel. A larger one runs alone with all threads."""
+"""Bytes of Krylov spaces that are computed in parallel. A larger space is computed alone, on all threads."""
 
 NOTHING: Numbers = (math.nan, math.nan, math.nan, math.nan)
 ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
@@ -43,16 +43,16 @@ ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """Estimated ranks of each matrix of an operator, and counts at any threshold."""
+    """Estimated ranks of each matrix of an operator, and counts of singular values at any threshold."""
 
     effective_rank: Estimate
-    """exp(−Σ p_i log p_i) with p = σ/Σσ."""
+    """Effective rank exp(−Σ p_i log p_i), with p = σ/Σσ."""
     stable_rank: Estimate
-    """‖M‖_F²/σ_1²."""
+    """Stable rank ‖M‖_F²/σ_1²."""
     sigma_max: Estimate
-    """σ_1."""
+    """Largest singular value σ_1."""
     products: Int64[Tensor, "*batch"]
-    """Number of products of M or Mᵀ with one vector."""
+    """Number of matrix-vector products with M or Mᵀ."""
     probes: int
     steps: int
     seed: int
@@ -61,9 +61,9 @@ class SpectrumEstimate:
     def count(self, delta: float) -> Estimate:
         """Estimate the number of singular values ≥ δ.
 
-        The value is a number if quadrature leaves at most a twentieth of it open, or half of one. If more
-        singular values are too close to δ to be counted, it is NaN, and the interval is the answer.
-        Cost: no product; per matrix ``probes`` decompositions of order ``steps``.
+        The value is NaN if the quadrature error exceeds both 0.5 and 5 % of the value, because too many
+        singular values are close to δ. The interval is then the answer.
+        Cost: no matrix product; ``probes`` decompositions of order ``steps`` per matrix.
 
         Args:
             delta: threshold δ, absolute as in `numerical_rank`.
@@ -83,10 +83,10 @@ class SpectrumEstimate:
     def relative_count(self, delta: float) -> Estimate:
         """Estimate the number of singular values ≥ δσ_1: `count` at δ times the estimate of σ_1.
 
-        The interval contains the count for every σ_1 in its own interval.
+        The interval covers the count for every σ_1 in the interval of σ_1.
 
         Args:
-            delta: threshold δ as a share of σ_1.
+            delta: threshold δ as a fraction of σ_1.
 
         Raises:
             RankwiseError: if ``delta`` is not finite and positive.
@@ -101,7 +101,7 @@ class SpectrumEstimate:
         return _each(self._matrices, self.products, lambda matrix: matrix.relative_count(delta))
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
-        """Return all ranks: `count` at each threshold, and `relative_count` at the first."""
+        """Return all ranks: `count` at each threshold, and `relative_count` at the first threshold."""
         return RankEstimates(
             tuple(self.count(delta) for delta in deltas),
             self.relative_count(deltas[0]),
@@ -114,27 +114,26 @@ class SpectrumEstimate:
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:
     """Estimate the ranks of matrices that are never formed.
 
-    Block Lanczos on MᵀM from random ±1 vectors, fully reorthogonalized, finds the contribution of the
-    strongest directions. The rest of a trace is a mean over the vectors, corrected by ‖M‖_F², which is summed
-    over the rows. Methods and papers: `TraceEstimator`, and `EigenvalueCounter` for counts.
+    Block Lanczos on MᵀM from random ±1 vectors, fully reorthogonalized, finds the strongest directions. The
+    contribution of the other directions to a trace is a mean over the vectors, corrected by ‖M‖_F², which is
+    summed over the rows. Methods and papers: `TraceEstimator`, and `EigenvalueCounter` for counts.
 
-    Range: as `effective_rank`, `stable_rank` and `numerical_rank`.
-    Errors: each interval contains the exact number for at least 95 % of seeds. The error by chance falls with
-    1/√probes, the error by quadrature with steps. The latter is largest for sharp heads, which have many σ
-    near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. If S ≤ probes·steps, or if the products exhaust a
-    low rank, the result is exact to rounding.
-    Cost: at most 2·probes·steps products with one vector per matrix. For softmax attention these are
-    ``steps`` walks over its rows, O(T S (K + probes)) time each, and one more for ‖M‖_F. Memory:
-    8·S·probes·steps bytes and a block of rows per matrix; on a CPU as many matrices run in parallel as fit
-    512 MiB.
-    Randomness: the seed draws the same vectors for every matrix of one S, on any device. So a matrix has one
-    result, alone or in any batch, and matrices that are nearly equal have nearly equal errors.
+    Range: the ranges of `effective_rank`, `stable_rank` and `numerical_rank`.
+    Errors: each interval contains the exact number for at least 95 % of seeds. The statistical error
+    decreases as 1/√probes, the quadrature error with ``steps``. The quadrature error is largest for sharp
+    heads, which have many σ near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. If S ≤ probes·steps, or
+    if the products exhaust a low rank, the result is exact up to rounding.
+    Cost: at most 2·probes·steps matrix-vector products per matrix. For softmax attention these are ``steps``
+    walks over the rows of M, O(T S (K + probes)) time each, and one more walk for ‖M‖_F. Memory:
+    8·S·probes·steps bytes and a block of rows per matrix; a CPU processes matrices in parallel up to 512 MiB.
+    Randomness: the seed draws the same vectors for all matrices with S columns, on any device. So the result
+    of a matrix does not depend on its batch, and nearly equal matrices have nearly equal errors.
 
     Args:
         op: operator, or tensor (..., T, S).
         probes: number of random vectors, even and at least 8.
-        steps: number of products with MᵀM, at least 4.
-        seed: random seed of the vectors; torch's own generators are not used.
+        steps: number of Lanczos steps (products with MᵀM), at least 4.
+        seed: random seed of the vectors; the global generator of torch is not used.
 
     Raises:
         ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
@@ -179,7 +178,7 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
 
 
 class _MatrixEstimate:
-    """Estimates of one matrix, as plain numbers in units of ``scale``."""
+    """Estimates of one matrix as Python floats, computed from the matrix divided by ``scale``."""
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps
@@ -194,7 +193,7 @@ class _MatrixEstimate:
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
         middle, bracket = min(by_ritz, by_probes, key=lambda found: found[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
-        reach += reach * reach + ROUNDING  # second order and rounding
+        reach += reach * reach + ROUNDING  # errors of second order, and rounding errors
         low, value, high = (
             min(max(math.exp(number), 1.0), float(self.limit))
             for number in (middle - reach, middle, middle + reach)
@@ -202,7 +201,7 @@ class _MatrixEstimate:
         return value, value * math.hypot(bracket.half_width, bracket.stderr), low, high
 
     def _entropy(self, trace: Callable[[Function], Bracket]) -> tuple[float, Bracket]:
-        """Return H = log Σσ + Σ(−σ log σ)/Σσ and the trace with the errors of H to first order."""
+        """Return H = log Σσ + Σ(−σ log σ)/Σσ, and a bracket with the first-order errors of H."""
         total, entropy = trace(torch.sqrt).value, trace(_sigma_entropy).value
         slope = 1 - entropy / total
 
@@ -227,7 +226,7 @@ class _MatrixEstimate:
             return ZERO
         if self._counter is None:
             self._counter = EigenvalueCounter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # above all σ, with a finite square
+        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every σ, and its square is finite
         return self._counter.count(relative * relative, self.quantile)
 
     def relative_count(self, delta: float) -> Numbers:
@@ -238,10 +237,11 @@ class _MatrixEstimate:
         return value, stderr, self.count(delta * high)[2], self.count(delta * low)[3]
 
     def _top(self) -> tuple[float, float, float]:
-        """Return bounds of λ_1 around the largest Ritz value, which is at most λ_1.
+        """Return a lower bound, an estimate (the largest Ritz value) and an upper bound of λ_1.
 
-        λ_1 exceeds it by at most the squared residual over the gap, if it is near λ_1 and not another
-        eigenvalue. Few steps cannot guarantee that: then all the energy outside the Ritz values may be λ_1's.
+        The Ritz value is at most λ_1. If it approximates λ_1, its error is at most residual²/gap, with the
+        gap to the next Ritz value. Few steps may miss λ_1: then λ_1 may hold all energy outside the Ritz
+        values.
         """
         values, residuals = self.estimator.upper.values, self.estimator.residuals
         top, residual = float(values[-1]), float(residuals[-1])
@@ -257,12 +257,12 @@ def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _
     gram = Gram(operator)
     if not gram.finite:
         return None
-    # ±1, drawn on the CPU: the same on every device.
+    # The signs ±1 are drawn on the CPU, so that they are the same on every device.
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (gram.columns, probes), generator=generator).to(torch.float64) * 2 - 1
     vectors = signs.to(gram.device)
     if gram.columns <= probes * steps:
-        # The Krylov space may be the whole space: MᵀM itself takes fewer products.
+        # The Krylov space could fill the whole space, and forming MᵀM takes fewer products.
         identity = torch.eye(gram.columns, dtype=torch.float64, device=gram.device)
         krylov = Krylov(gram(identity)[1], vectors, torch.zeros_like(vectors.mT), 1, None)
         return _MatrixEstimate(gram, krylov, 2 * gram.columns, steps)

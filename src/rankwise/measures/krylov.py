@@ -1,4 +1,4 @@
-"""Krylov spaces of MᵀM for matrices that are never formed."""
+"""Krylov spaces of MᵀM for mixing matrices (operators) M that are never formed."""
 
 import ctypes
 import math
@@ -16,30 +16,30 @@ from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, Softm
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
-"""Size of a block of vectors from which memory is given back: it takes milliseconds, a step takes seconds."""
+"""Block size above which unused memory is returned to the system: a call takes ms, a step seconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""X → (A X, Xᵀ A X) for a symmetric A ≥ 0."""
+"""Function X → (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""
 
 BLOCK_ENTRIES = {"cpu": 2**18}
-"""Entries of M per block of rows on a CPU: in float64 they stay in its cache."""
+"""Entries of M per block of rows on a CPU: a block in float64 fits into the CPU cache."""
 DEVICE_BLOCK_ENTRIES = 2**23
-"""Entries of M per block of rows on an accelerator, 64 MiB."""
+"""Entries of M per block of rows on an accelerator: 64 MiB in float64."""
 
 ROW_WALKED = (SoftmaxMixing, DenseMixing)
-"""Operators whose products compute the rows of M: one walk over the rows serves M and Mᵀ. Products of other
-operators need no rows."""
+"""Operators whose products compute the rows of M, so that one walk over the rows serves both M and Mᵀ.
+Products of other operators need no rows."""
 
 
 class Gram:
-    """MᵀM of one matrix (T, S) of an operator, in float64 and in units of ``scale``².
+    """Linear map MᵀM of one matrix M (T, S) of an operator, in float64 and in units of ``scale``².
 
-    All of it is float64, the softmax too: MᵀM squares the singular values, so that rounding hides those below
-    1e-8·σ_1. In float32 it would hide those below 3e-4·σ_1, which hold much of the mass of long tails.
+    Even the softmax is computed in float64. MᵀM squares the singular values, so that rounding hides values
+    below 1e-8·σ_1. Float32 would hide values below 3e-4·σ_1, which make up much of a long tail.
     """
 
     def __init__(self, op: MixingOperator) -> None:
-        op = op.operator if isinstance(op, TransposedMixing) else op  # it has the same singular values
+        op = op.operator if isinstance(op, TransposedMixing) else op  # M and Mᵀ have the same singular values
         self.operator = as_operator(op, "`estimate_spectrum`")
         self.rows, self.columns = op.shape
         self.device = self.operator.device
@@ -47,13 +47,13 @@ class Gram:
 
     @property
     def finite(self) -> bool:
-        """True if M has neither NaN nor infinity."""
+        """True if M contains neither NaN nor infinity."""
         return math.isfinite(self.energy)
 
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
-        """Return MᵀM X, and Xᵀ MᵀM X as the Gram matrix of M X, which rounding cannot make negative."""
+        """Return MᵀM X and Xᵀ MᵀM X; (M X)ᵀ(M X) keeps the latter positive semidefinite."""
         vectors = vectors / self.scale
         op = self.operator
         if not isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED):
@@ -74,7 +74,7 @@ class Gram:
             yield self.operator.rows(start, min(start + step, self.rows)).to(torch.float64)
 
     def _measure(self) -> tuple[float, float]:
-        """Return a power of two near the largest entry, and ‖M‖_F² in units of its square."""
+        """Return the scale, a power of two near the largest entry, and the energy ‖M‖_F²/scale²."""
         largest, energies = 0.0, []
         for block in self._blocks():
             top = float(block.abs().max())
@@ -83,42 +83,42 @@ class Gram:
             if top > 0:
                 energies.append((top, float((block / top).square().sum())))
                 largest = max(largest, top)
-        # At least the smallest normal number, whose inverse is finite.
+        # The scale is at least the smallest normal number, so that the inverse is finite.
         scale = max(2.0 ** (math.frexp(largest)[1] - 1), sys.float_info.min) if largest > 0 else 1.0
         return scale, math.fsum(energy * (top / scale) ** 2 for top, energy in energies)
 
 
 class Krylov(NamedTuple):
-    """A compressed to the span of X, A X, …, A^(k−1) X for a block X of P starting vectors.
+    """Symmetric matrix A, compressed to the span of X, A X, …, A^(k−1) X for a block X of P vectors.
 
-    Sums Σ_i f(λ_i) (v_iᵀ x)² over the eigenpairs of A are the same for ``matrix`` and ``start`` if f is a
-    polynomial of degree at most 2k − 1.
+    For a polynomial f of degree at most 2k − 1, ``matrix`` and ``start`` determine Σ_i f(λ_i) (v_iᵀ x)²
+    exactly, where (λ_i, v_i) are the eigenpairs of A and x is a column of X.
     """
 
     matrix: Float64[Tensor, "N N"]
-    """Qᵀ A Q, block tridiagonal."""
+    """Qᵀ A Q for an orthonormal basis Q of the space, block tridiagonal."""
     start: Float64[Tensor, "N P"]
-    """Qᵀ X."""
+    """Starting vectors in the basis, Qᵀ X."""
     tail: Float64[Tensor, "P N"]
-    """The part of A that leaves the space: the residual of a Ritz vector Q s is ‖tail s‖."""
+    """Part of A that maps out of the space: the residual of a Ritz vector Q s is ‖tail s‖."""
     steps: int
-    """Number of products of A with one block of vectors."""
+    """Number of products of A with a block of P vectors."""
     basis: Float64[Tensor, "M N"] | None
-    """Q, if ``keep_basis``."""
+    """Basis Q; None unless `block_lanczos` is called with ``keep_basis``."""
 
 
 def block_lanczos(
     apply: Apply, start: Float64[Tensor, "M P"], steps: int, tolerance: float, keep_basis: bool = False
 ) -> Krylov:
-    """Compress a matrix to a Krylov space by block Lanczos, fully reorthogonalized.
+    """Compress a symmetric matrix A to a Krylov space by block Lanczos, with full reorthogonalization.
 
-    Directions that A couples less strongly than ``tolerance`` are rounding errors and are left out. Fewer
-    than ``steps`` products are made if the space becomes invariant.
-    Cost: ``steps`` calls of ``apply`` with P vectors, O(M (P steps)²) for orthogonality, M·P·steps numbers.
+    Directions with a coupling below ``tolerance`` are rounding errors and are dropped. The iteration stops
+    before ``steps`` products if the space becomes invariant under A.
+    Cost: ``steps`` calls of ``apply`` with P vectors, O(M (P steps)²) time, M·P·steps numbers in memory.
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
     """
     size, width = start.shape
-    basis = start.new_empty(steps * width, size)  # a block a step, each in one piece of memory
+    basis = start.new_empty(steps * width, size)  # one contiguous block per step
     matrix = start.new_zeros((steps + 1) * width, (steps + 1) * width)
     block, first = _orthonormal(start, 1e-10 * float(start.norm()))
     used, kept = 0, []
@@ -126,11 +126,11 @@ def block_lanczos(
         here, after = slice((used - 1) * width, used * width), slice(used * width, (used + 1) * width)
         known = basis[: used * width]
         known[here] = block.mT
-        kept.append(block.square().sum(0) > 0.5)  # columns of directions left out are zero
+        kept.append(block.square().sum(0) > 0.5)  # dropped directions are zero columns
         product, inner = apply(block)
         matrix[here, here] = (inner + inner.mT) / 2
         block, outer = _orthonormal(_without(product, known), tolerance)
-        # A small remainder that is scaled up to unit length has lost its orthogonality: do it again.
+        # Scaling a small remainder to unit length amplifies rounding errors: orthogonalize again.
         block, again = _orthonormal(_without(block, known), 0.5)
         if 8 * block.numel() >= TRIM_BYTES:
             _trim_memory()
@@ -152,8 +152,8 @@ def block_lanczos(
 def _trim_memory() -> None:
     """Ask the C library to return unused memory to the system.
 
-    glibc before 2.38 does not reuse the hole of an aligned block for a block of the same size: after 64 steps
-    the holes are as large as the basis.
+    glibc before 2.38 does not reuse a freed aligned block for a block of equal size. After 64 steps the
+    unused memory would be as large as the basis.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
@@ -161,14 +161,14 @@ def _trim_memory() -> None:
 
 
 def _without(vectors: Tensor, known: Tensor) -> Tensor:
-    """Subtract the part of vectors in a basis of rows, twice because of rounding."""
+    """Return vectors minus their projection onto a basis (rows), subtracted twice because of rounding."""
     for _ in range(2):
         vectors = torch.addmm(vectors, known.mT, known @ vectors, alpha=-1)
     return vectors
 
 
 def _orthonormal(vectors: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Return Q and R with vectors = Q R; directions shorter than the tolerance are zero columns of Q."""
+    """Return Q and R with vectors = Q R; directions below the tolerance become zero columns of Q."""
     orthogonal, triangular = torch.linalg.qr(vectors)
     left, lengths, right = torch.linalg.svd(triangular)
     kept = lengths > tolerance

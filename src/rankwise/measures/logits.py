@@ -1,9 +1,8 @@
-r"""Head width that a head's logits require, from second moments of queries and keys.
+r"""Head width that the logits of an attention head require, from second moments of queries and keys.
 
-With P = Σ qqᵀ and S = Σ kkᵀ the squared error of logits Q A Kᵀ, over all pairs of a query and a key, is that
-of P^½ A S^½ against P^½ S^½: the first r singular directions have the least error of rank r (KQ-SVD,
-arXiv 2512.05916). Compression takes its projections from them, audits and plans the width that a head
-requires.
+Let P = Σ qqᵀ and S = Σ kkᵀ. Logits Q A Kᵀ in place of Q Kᵀ have the squared error ‖P^½ (A − I) S^½‖_F² over
+all query–key pairs. So the first r singular directions of P^½ S^½ are the best of rank r (KQ-SVD, arXiv
+2512.05916). Compression uses them as projections; audits and plans use the required head width.
 """
 
 from collections.abc import Iterator
@@ -21,25 +20,25 @@ from rankwise.operators import SoftmaxMixing
 __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
 
 RIDGE = 1e-9
-"""Ridge on second moments, relative to their mean eigenvalue: unseen directions stay finite."""
+"""Ridge added to second moments, relative to the mean eigenvalue, so that inverse roots are finite."""
 STEP = 4096
-"""Number of tokens that are cast to float64 at once."""
+"""Number of tokens that are cast to float64 at once, to limit memory."""
 
 
 @dataclass(frozen=True)
 class LogitBases:
-    """Two bases of the head's K dimensions, best directions first."""
+    """Bases of the K dimensions of a head, for queries and for keys, best directions first."""
 
     query: Float64[Tensor, "K K"]
     key: Float64[Tensor, "K K"]
 
 
 def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
-    """Return the bases whose first r directions have the least squared error of the logits over all pairs.
+    """Return bases whose first r directions minimize the squared error of the logits over all pairs.
 
-    Formula: A = S^½ V_r, B = S^−½ V_r, V the eigenvectors of S^½ P S^½ in descending order, for P and S the
-    second moments of queries and keys; narrow logits are (Q A)(K B)ᵀ. If several query heads read one key
-    head, P is the sum of theirs, and A is the same for all.
+    Formula: A = S^½ V_r, B = S^−½ V_r, with P and S the second moments of queries and keys and V the
+    eigenvectors of S^½ P S^½ in descending order. The narrow logits are (Q A)(K B)ᵀ. If several query heads
+    share one key head, P is the sum of their moments, and they share A.
     Cost: two eigendecompositions, O(K³).
     """
     root, inverse = _roots(key)
@@ -50,13 +49,13 @@ def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> L
 def logit_energy(
     query: Float64[Tensor, "*batch K K"], key: Float64[Tensor, "*batch K K"]
 ) -> Float64[Tensor, "*batch K"]:
-    """Return σ_i² of P^½ S^½ in descending order: the best logits of rank r miss the sum of those after r."""
+    """Return σ_i² of P^½ S^½, descending; Σ_{i>r} σ_i² is the squared error of the best rank-r logits."""
     root, _ = _roots(key)
     return torch.linalg.eigvalsh(root @ query @ root).flip(-1).clamp(min=0)
 
 
 def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
-    """Return S^½ and S^−½ of S with a ridge."""
+    """Return S^½ and S^−½ of second moments S plus a ridge."""
     width = moments.shape[-1]
     trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     ridge = RIDGE * trace.clamp(min=1e-300) / width
@@ -67,19 +66,19 @@ def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LogitMoments:
-    """Second moments of the queries and keys of heads; moments of several sequences can be added."""
+    """Second moments of the queries and keys of heads; ``+`` combines sets of sequences."""
 
     query: Float64[Tensor, "*batch K K"]
-    """Σ s² qqᵀ, s the scale of the logits."""
+    """Σ s² qqᵀ over queries q, with s the scale of the logits."""
     key: Float64[Tensor, "*batch K K"]
-    """Σ (k − k̄)(k − k̄)ᵀ, k̄ the mean key of its sequence."""
+    """Σ (k − k̄)(k − k̄)ᵀ over keys k, with k̄ the mean key of the sequence."""
     rows: Float64[Tensor, "*batch"]
     """Number of queries."""
     columns: Float64[Tensor, "*batch"]
     """Number of keys."""
 
     def __add__(self, other: "LogitMoments") -> "LogitMoments":
-        """Return the moments of both sets of sequences."""
+        """Return the moments of both sets of sequences together."""
         return LogitMoments(
             self.query + other.query,
             self.key + other.key,
@@ -88,7 +87,7 @@ class LogitMoments:
         )
 
     def sum_sequences(self) -> "LogitMoments":
-        """Return the moments (H, …) of all sequences (B, H, …); heads that are not finite are left out."""
+        """Return moments (B, H, …) summed over sequences B; a head with NaN or infinity is skipped."""
         finite = all_finite(self.query) & all_finite(self.key)
         square = finite[..., None, None]
         return LogitMoments(
@@ -106,12 +105,12 @@ def logit_moments(
 ) -> LogitMoments:
     """Return second moments of the queries and centered keys of each head and sequence.
 
-    Cost: O((T + S) K²) time, O(K²) memory per head, and 4,096 tokens in float64.
+    Cost: O((T + S) K²) time, O(K²) memory per head, and a float64 copy of 4,096 tokens.
 
     Args:
-        op: softmax attention, (..., H, T, S).
-        rows: True for real queries, for an operator (B, H, T, S); by default all are real.
-        columns: True for real keys.
+        op: softmax attention operator, (..., H, T, S); with a mask, (B, H, T, S).
+        rows: True for real queries; by default all queries are real.
+        columns: True for real keys; by default all keys are real.
 
     Examples:
         >>> import torch
@@ -133,7 +132,7 @@ def logit_moments(
 
 
 def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
-    """Yield `STEP` tokens at a time in float64, less the mean; padding becomes 0."""
+    """Yield blocks of `STEP` tokens in float64, minus the mean; padding becomes 0."""
     for start in range(0, vectors.shape[-2], STEP):
         part = vectors[..., start : start + STEP, :].double() - mean
         if real is not None:
@@ -142,7 +141,7 @@ def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> 
 
 
 def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
-    """Return the number of real tokens of each head, (..., H)."""
+    """Return the number of real tokens per head, (..., H)."""
     if real is None:
         return vectors.new_full(vectors.shape[:-2], vectors.shape[-2], dtype=torch.float64)
     return real.sum(-1).double().to(vectors.device)[:, None].expand(vectors.shape[:-2])
@@ -151,24 +150,24 @@ def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
 def required_head_dim(
     moments: LogitMoments | SoftmaxMixing, tolerance: float | int = WIDTH_TOLERANCE
 ) -> Float64[Tensor, "*batch"]:
-    """Return the least query/key width whose best logits keep a head's attention, to second order.
+    """Return the smallest query/key width that preserves the attention map of a head, to second order.
 
-    Formula: the least r with ½ Σ_{i>r} σ_i² ≤ tolerance, σ_i the singular values of P^½ S^½,
-    P = mean s² qqᵀ and S = mean (k − k̄)(k − k̄)ᵀ. The left side is half of the variance that the best logits
-    of rank r miss, in the mean over rows. To second order that is the attention KL if rows weigh their tokens
-    evenly. Keys are centered, because softmax ignores a shift of all logits of a row. Masks are ignored: all
-    pairs of a query and a key count.
-    Range: [0, K]; 0 = scores so small that rows weigh their tokens evenly. It does not change with a rotation
-    of queries and keys, with c·q and k/c, or with a vector that is added to every key. NaN without tokens, or
-    if moments are not finite. It is at most the number of tokens: use several tokens per channel.
-    Accuracy: peaked rows weigh few of the logits that count here, and it is usually an overestimate for them
-    (docs/how-to/findings.md).
+    Formula: the smallest r with ½ Σ_{i>r} σ_i² ≤ tolerance, with σ_i the singular values of P^½ S^½, P = mean
+    s² qqᵀ and S = mean (k − k̄)(k − k̄)ᵀ. The left side is half of the variance that the best rank-r logits
+    miss, averaged over rows. To second order it equals the KL divergence of attention rows with even weights.
+    Keys are centered, because softmax ignores a shift of all logits of a row. Masks are ignored: all
+    query–key pairs count.
+    Range: [0, K]; 0 = logits so small that attention is uniform. Invariant to a rotation of queries and keys,
+    to scaling to c·q and k/c, and to a vector added to every key. NaN without tokens, or with NaN or
+    infinity. The width is at most the number of tokens: use several tokens per channel.
+    Accuracy: usually an overestimate for peaked rows (docs/how-to/findings.md).
     Cost: O(K³) in addition to `logit_moments`.
-    Source: KQ-SVD, arXiv 2512.05916, for the best logits of a rank; the tolerance in nats is this project's.
+    Source: KQ-SVD, arXiv 2512.05916, for the best rank-r logits; the tolerance in nats is a choice of this
+    project.
 
     Args:
         moments: second moments of the tokens, or an operator to compute them from.
-        tolerance: nats of attention KL.
+        tolerance: allowed KL divergence of attention rows, in nats.
 
     Raises:
         InputError: if the tolerance is not positive and finite.
@@ -186,6 +185,6 @@ def required_head_dim(
     known = all_finite(seen.query) & all_finite(seen.key) & (pairs > 0)
     square, pairs = known[..., None, None], pairs.where(known, 1.0)[..., None]
     energy = logit_energy(seen.query.where(square, 0.0), seen.key.where(square, 0.0)) / pairs
-    missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # at width r = 0, 1, …
+    missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # missed variance at width r = 0, 1, …
     width = (missed > tolerance).sum(-1).double()
     return width.masked_fill(~known, float("nan"))

@@ -1,4 +1,4 @@
-"""Traces of functions of a matrix and counts of its eigenvalues from a Krylov space, with their errors."""
+"""Estimates of tr f(A) and of eigenvalue counts of A = MᵀM from a Krylov space, with errors."""
 
 import math
 from collections.abc import Callable
@@ -11,37 +11,37 @@ from torch import Tensor
 from rankwise.measures.krylov import Krylov, block_lanczos
 
 Function = Callable[[Tensor], Tensor]
-"""f(λ), elementwise, with f(0) = 0."""
+"""Elementwise function f(λ) with f(0) = 0."""
 Numbers = tuple[float, float, float, float]
-"""Value, standard error, and the ends of the interval."""
+"""Value, standard error, and the lower and upper end of the interval."""
 
 ROUNDING = 64 * torch.finfo(torch.float64).eps
-"""Eigenvalues of A, and couplings between vectors, below this share of its trace are rounding errors."""
+"""Fraction of tr A below which eigenvalues of A and couplings between vectors are rounding errors."""
 NO_SPREAD = 1e-10
-"""A control whose standard deviation over probes is below this share of tr A is constant."""
+"""Fraction of tr A: a control variate with a standard deviation over probes below it is constant."""
 SAME = 0.999
-"""cos² from which a Ritz vector of one half of the probes counts as confirmed by the other half."""
+"""cos² above which a Ritz vector of one half of the probes is confirmed by the other half."""
 CONVERGED = 1e-6
-"""A Ritz value with a residual below this share of it is an eigenvalue of its own."""
+"""Relative residual below which a Ritz value counts as an eigenvalue."""
 SHARP = 0.05
-"""A count is a number, and not only an interval, if quadrature leaves at most this share of it open."""
+"""Largest relative quadrature error at which a count is reported as a number, not only as an interval."""
 
 
 class Nodes(NamedTuple):
-    """A quadrature rule per starting vector x: Σ f(values) · weights ≈ xᵀ f(A) x."""
+    """Quadrature rule per starting vector x: Σ f(values) · weights ≈ xᵀ f(A) x."""
 
     values: Float64[Tensor, " N"]
     weights: Float64[Tensor, "N P"]
 
 
 class Bracket(NamedTuple):
-    """A number with its errors by quadrature and by chance."""
+    """A number with its quadrature error and its statistical error."""
 
     value: float
     half_width: float
-    """Quadrature: the exact number for these probes is within value ± half_width."""
+    """Quadrature error: the exact number for these probes is within value ± half_width."""
     stderr: float
-    """Chance: the standard error over probes; 0 if no probe was needed."""
+    """Standard error over probes; 0 if no probe was needed."""
 
     def reach(self, quantile: float) -> float:
         """Return half the width of the interval that covers both errors."""
@@ -49,24 +49,24 @@ class Bracket(NamedTuple):
 
 
 class ConfirmedPairs(NamedTuple):
-    """Ritz pairs of one half of the probes, confirmed by the other half, on which they are used."""
+    """Ritz pairs (θ, y) of one half of the probes that the other half confirms, for use on the other half."""
 
     values: Float64[Tensor, " R"]
     squares: Float64[Tensor, "R Q"]
-    """(yᵀx)² for y of one half and x of the other; the mean is 1."""
+    """(yᵀx)² for Ritz vectors y of one half and probes x of the other half; the expected value is 1."""
 
 
 class TraceEstimator:
-    r"""Estimates tr f(A) for A = MᵀM from its compression to a Krylov space of Rademacher probes.
+    r"""Estimator of tr f(A) for A = MᵀM, compressed to a Krylov space of Rademacher (±1) probes.
 
-    For each probe x, xᵀ f(A) x has mean tr f(A). Three corrections make the variance over probes small
-    without adding a bias:
+    For each probe x, xᵀ f(A) x has mean tr f(A). Three corrections reduce the variance over probes
+    without a bias:
 
-    - A Ritz vector y of one half of the probes has E (yᵀx)² = 1 for a probe x of the other half:
+    - A Ritz pair (θ, y) of one half of the probes has E (yᵀx)² = 1 for a probe x of the other half:
       f(θ) (1 − (yᵀx)²) is added. This removes the variance of the strongest directions (Hutch++,
       Krylov-aware trace estimation).
-    - xᵀ A x has mean ‖M‖_F², which is known: the remainder is regressed on the remainder of xᵀ A x.
-    - If the space holds all of the energy, Σ f(θ) is the trace, and no probe is used.
+    - xᵀ A x has mean ‖M‖_F², which is known: the estimate is regressed on xᵀ A x − ‖M‖_F².
+    - If the space holds all of the energy ‖M‖_F², Σ f(θ) is the trace, and no probe is used.
 
     Source: T. Chen and E. Hallman, "Krylov-aware stochastic trace estimation", SIAM J. Matrix Anal. Appl.
     2023; R. Meyer et al., "Hutch++", SOSA 2021; S. Ubaru et al., "Fast estimation of tr(f(A)) via stochastic
@@ -88,22 +88,21 @@ class TraceEstimator:
         exhausted = self.rest == 0 or self.missing <= self.rounding
         self.confirmed = [] if exhausted else _confirmed_pairs(krylov, energy)
         excess = self._corrected(lambda x: x, self.upper) - energy
-        # If A is diagonal, all probes have the same excess, and rounding has no slope.
+        # If A is diagonal, all probes have the same excess: a slope would fit rounding errors.
         flat = float(excess.std()) < NO_SPREAD * energy
         self._control = torch.zeros_like(excess) if flat else excess
 
     def by_probes(self, function: Function) -> Bracket:
-        """Return the mean over probes, between the lower and the upper quadrature rule."""
+        """Return the mean over probes, bracketed by the lower and the upper quadrature rule."""
         return self.between(
             self._corrected(self._floored(function), self.lower), self._corrected(function, self.upper)
         )
 
     def by_ritz(self, function: Function) -> Bracket:
-        """Return the bracket from Σ f(θ) over all Ritz values to that plus the most that the missing energy
-        can add.
+        """Return a bracket of tr f(A) from all Ritz values θ, without probes.
 
-        It holds for concave f ≥ 0: the eigenvalues of a matrix majorize the eigenvalues of its diagonal
-        blocks.
+        The lower end is Σ f(θ). The upper end adds the most that the missing energy can contribute. Both hold
+        for concave f ≥ 0: the eigenvalues of a matrix majorize the eigenvalues of the diagonal blocks.
         """
         values = self.upper.values
         low, high = float(self._floored(function)(values).sum()), float(function(values).sum())
@@ -113,13 +112,13 @@ class TraceEstimator:
         return Bracket((low + high) / 2, abs(high - low) / 2, 0.0)
 
     def between(self, low: Float64[Tensor, " P"], high: Float64[Tensor, " P"]) -> Bracket:
-        """Return the bracket between two means over probes, each regressed on the excess of xᵀ A x."""
+        """Return the bracket between two means over probes, each regressed on xᵀ A x − tr A."""
         low_mean, low_error = _intercept(low, self._control)
         high_mean, high_error = _intercept(high, self._control)
         return Bracket((low_mean + high_mean) / 2, abs(high_mean - low_mean) / 2, max(low_error, high_error))
 
     def deflation(self, function: Function) -> Float64[Tensor, " P"]:
-        """Return, per probe, Σ f(θ) (1 − (yᵀx)²) over the confirmed pairs of the other half."""
+        """Return the correction Σ f(θ) (1 − (yᵀx)²) per probe x, over confirmed pairs of the other half."""
         if not self.confirmed:
             return self.upper.weights.new_zeros(self.probes)
         return torch.cat([function(pairs.values) @ (1 - pairs.squares) for pairs in self.confirmed])
@@ -132,17 +131,17 @@ class TraceEstimator:
 
 
 def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tensor, " N"]]:
-    """Return block Gauss–Radau with nodes at 0, block Gauss, and the residual of each Gauss node.
+    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and its residuals per node.
 
-    For a function whose derivatives alternate in sign as those of the square root, + − + −, the first rule is
-    a lower bound and the second an upper bound. Eigenvalues below the tolerance are rounding errors.
+    The first rule is a lower bound and the second an upper bound for a function such as the square root,
+    whose derivatives have alternating signs (+ − + −). Eigenvalues below the tolerance are rounding errors.
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
     """
     values, vectors = torch.linalg.eigh(krylov.matrix)
     upper = Nodes(values.clamp(min=0), (vectors.mT @ krylov.start).square())
     tail = krylov.tail @ vectors
     smallest = max(tolerance, torch.finfo(values.dtype).tiny)
-    half = tail / values.clamp(min=smallest).sqrt()  # a Schur complement of 0 makes the extension singular
+    half = tail / values.clamp(min=smallest).sqrt()  # a zero Schur complement puts the nodes at 0
     extended = torch.cat([torch.cat([values.diag(), tail.mT], 1), torch.cat([tail, half @ half.mT], 1)])
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
@@ -150,10 +149,10 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
 
 
 def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
-    """Return the expected value if the control, which has mean 0, is 0, and its standard error.
+    """Return the regression of the values at control 0 (the mean of the control), and the standard error.
 
-    The error is HC3, which leaves each probe out in turn (MacKinnon and White 1985): the distribution over
-    few probes is not normal, and its variance depends on the control.
+    The error is HC3, which leaves out each probe in turn (MacKinnon and White 1985). HC3 suits few probes,
+    whose distribution is not normal and has a variance that depends on the control.
     """
     middle = control.mean()
     centred = control - middle
@@ -170,9 +169,9 @@ def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
 def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
     """Return the Ritz pairs that the Krylov spaces of both halves of the probes contain.
 
-    Both spaces lie in the space of all probes, so no product with the operator is needed. If an eigenvalue
-    has more eigenvectors than a half has probes, each half finds a part that depends on its probes. Such a
-    part is not the whole, and is left out.
+    Both spaces are subspaces of the space of all probes, so no product with the operator is needed. If an
+    eigenvalue has more eigenvectors than a half has probes, each half finds only a part of the eigenspace.
+    The part depends on the probes of the half, so it is not returned.
     """
     half = krylov.start.shape[1] // 2
 
@@ -181,7 +180,7 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
         return image, block.mT @ image
 
     def ritz(start: Tensor) -> tuple[Tensor, Tensor]:
-        # Well above rounding: a direction that only noise couples is in the other half, too.
+        # The tolerance is well above rounding: both halves contain directions coupled by noise alone.
         part = block_lanczos(apply, start, krylov.steps, 1e-10 * energy, keep_basis=True)
         values, vectors = torch.linalg.eigh(part.matrix)
         assert part.basis is not None
@@ -197,15 +196,15 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
 
 
 class EigenvalueCounter:
-    """Counts the eigenvalues of A = MᵀM above any threshold, from the estimator of its traces.
+    """Counter of the eigenvalues of A = MᵀM above any threshold t, from an estimator of traces.
 
     A count is the trace of a step function, which no polynomial approximates well. Two brackets need no
     smoothness:
 
-    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy). Each further one raises a
-      Ritz value to t, which takes some of the missing energy.
+    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy). A further eigenvalue
+      must lift a Ritz value to t, which uses up missing energy.
     - By probes: for each probe the Chebyshev–Markov–Stieltjes inequalities bound the weight above t by the
-      Gauss rule with a node at t. Converged Ritz values need no bound and are subtracted before.
+      Gauss rule with a node at t. Converged Ritz values need no bound and are counted directly.
 
     Source: N. Akhiezer, "The Classical Moment Problem", 1965; Golub and Meurant 2010 for the rule with a node
     at t.
@@ -219,22 +218,22 @@ class EigenvalueCounter:
         self.estimator = estimator
         values, weights = estimator.upper
         settled = estimator.residuals <= CONVERGED * values
-        settled |= values <= estimator.rounding  # zero for any threshold
+        settled |= values <= estimator.rounding  # counts as 0 at any threshold
         self.settled = Nodes(values[settled], weights[settled])
-        spent = math.ceil(int(settled.sum()) / weights.shape[1])  # each step settles one value per probe
+        spent = math.ceil(int(settled.sum()) / weights.shape[1])  # a Lanczos step settles one value per probe
         self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
 
     def count(self, threshold: float, quantile: float) -> Numbers:
         """Return the count, its standard error and its interval of `quantile` standard errors.
 
-        Count and error are NaN if quadrature leaves too much open.
+        Count and standard error are NaN if the quadrature error is too large.
         """
         fewest, most = self.by_energy(threshold)
         bracket = self.by_probes(threshold)
         reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
         low = max(fewest, math.ceil(bracket.value - reach))
         high = min(most, math.floor(bracket.value + reach))
-        if low > high or most - fewest <= 2 * reach:  # bounds by energy are certain
+        if low > high or most - fewest <= 2 * reach:  # bounds by energy hold with certainty
             low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
         value = float(min(max(bracket.value, low), high))
         if bracket.half_width > max(0.5, SHARP * value):
@@ -242,7 +241,7 @@ class EigenvalueCounter:
         return value, math.hypot(bracket.half_width, bracket.stderr), float(low), float(high)
 
     def by_energy(self, threshold: float) -> tuple[int, int]:
-        """Return the fewest and the most eigenvalues ≥ t that there can be, certain up to rounding."""
+        """Return the smallest and the largest possible number of eigenvalues ≥ t, certain up to rounding."""
         estimator = self.estimator
         values = estimator.upper.values.flip(0)
         fewest = int((values >= threshold + estimator.rounding).sum())
@@ -252,7 +251,7 @@ class EigenvalueCounter:
         return fewest, min(fewest + int(affordable.sum()), estimator.limit)
 
     def by_probes(self, threshold: float) -> Bracket:
-        """Return the mean over probes of the count, between the bounds for each probe."""
+        """Return a bracket of the count: the means over probes of the lower and the upper bound."""
 
         def step(x: Tensor) -> Tensor:
             return (x >= threshold).to(x.dtype)
@@ -263,7 +262,7 @@ class EigenvalueCounter:
 
 
 class ScalarRule(NamedTuple):
-    """A Gauss rule per probe, as the Jacobi matrix of its weight."""
+    """Gauss rule per probe: Jacobi matrix and total mass of the weight function."""
 
     jacobi: Float64[Tensor, "P N N"]
     mass: Float64[Tensor, " P"]
@@ -292,7 +291,7 @@ def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
 
 
 def _weight_above(rule: ScalarRule, threshold: float) -> tuple[Tensor, Tensor]:
-    """Bound each probe's weight above t: the weights of the rule with a node at t, without and with it."""
+    """Return a lower and an upper bound of each probe's weight above t: without and with a node at t."""
     jacobi, mass = rule
     if jacobi.shape[-1] < 2:
         return torch.zeros_like(mass), mass

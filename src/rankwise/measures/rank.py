@@ -1,4 +1,4 @@
-"""Singular values and three kinds of rank, each a function of the singular values."""
+"""Singular values of mixing matrices (operators), and numerical, effective and stable rank."""
 
 import math
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ __all__ = [
 
 
 class Estimate(NamedTuple):
-    """A number per matrix with its error; NaN throughout if the matrix is not finite."""
+    """Estimated number per matrix, with its error; all fields are NaN for a matrix with NaN or infinity."""
 
     value: Float64[Tensor, "*batch"]
-    """The number; NaN for a count if only its interval is known."""
+    """Estimated number; NaN for a count of which only the interval is known."""
     stderr: Float64[Tensor, "*batch"]
-    """Standard error: chance (probes) and quadrature (steps) together; 0 if exact, NaN if the value is."""
+    """Standard error by random probes and quadrature together; 0 if exact, NaN if the value is NaN."""
     low: Float64[Tensor, "*batch"]
     """Lower end of the 95 % interval."""
     high: Float64[Tensor, "*batch"]
@@ -45,16 +45,16 @@ class RankEstimates(NamedTuple):
     """All ranks of a batch of matrices, exact or estimated."""
 
     numerical: tuple[Estimate, ...]
-    """Numbers of singular values ≥ δ, one per threshold."""
+    """Number of singular values ≥ δ, one estimate per threshold δ."""
     relative: Estimate
-    """Number of singular values ≥ δσ_1 for the first threshold."""
+    """Number of singular values ≥ δσ_1 for the first threshold δ."""
     effective: Estimate
     stable: Estimate
     sigma_max: Estimate
 
 
 class RankSummary(NamedTuple):
-    """All ranks of a batch of matrices from one decomposition; NaN for a matrix that is not finite."""
+    """All ranks of a batch of matrices from one decomposition; NaN for a matrix with NaN or infinity."""
 
     singular_values: Float64[Tensor, "*batch N"]
     """σ_1 ≥ σ_2 ≥ …, N = min(T, S)."""
@@ -63,19 +63,19 @@ class RankSummary(NamedTuple):
     effective_rank: Float64[Tensor, "*batch"]
     """Exponential of the entropy of σ/Σσ."""
     stable_rank: Float64[Tensor, "*batch"]
-    """‖M‖_F²/σ_1²."""
+    """‖M‖_F²/σ_1² of the mixing matrix M."""
     sigma_max: Float64[Tensor, "*batch"]
-    """σ_1, the operator norm."""
+    """Largest singular value σ_1, the operator norm."""
     used_svd: Float64[Tensor, "*batch"]
-    """1 if rounding could have changed a rank by the Gram matrix, so that the SVD was computed; else 0."""
+    """1 if the SVD was computed, because rounding in the Gram matrix could have changed a rank; else 0."""
     relative_rank: Float64[Tensor, "*batch"]
     """Number of singular values ≥ δσ_1, which is independent of the scale of M; 0 for the zero matrix."""
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
-        """Return the ranks as estimates without error.
+        """Return the ranks as estimates with an error of 0.
 
         Args:
-            deltas: δ of the summary, then any thresholds that were passed to `rank_summary` as ``also_at``.
+            deltas: thresholds that were passed to `rank_summary`: ``delta``, then ``also_at``.
         """
         numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
         others = (self.relative_rank, self.effective_rank, self.stable_rank, self.sigma_max)
@@ -115,18 +115,18 @@ def rank_summary(
     """Compute the singular values and all ranks from one decomposition.
 
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 0.4 of the time of
-    `singular_values`. The full time of `singular_values` if ``exact``, if the smaller side is below 96, if a
+    `singular_values`. It is the full time of the SVD if ``exact``, if the smaller side is below 96, if a
     gradient is required, and for each matrix with ``used_svd``.
-    Numerics: σ = √λ, λ the eigenvalues of the Gram matrix of the shorter side in float64. Their error is at
-    most e = 4·max(T, S)·1e-16·‖M‖_F², the error of a singular value at most min(√e, e/σ). The SVD is computed
-    for a matrix if a λ is within e of a δ², so that numerical ranks are always the counts of the SVD, and if
-    e could change the effective rank by 1 %. For softmax and hardmax heads up to T = 1,024 no effective rank
-    changed by more than 1e-4. The relative error of the stable rank and σ_1 is below 1e-10.
+    Numerics: σ = √λ, with λ the eigenvalues of the Gram matrix of the shorter side in float64. The error of λ
+    is at most e = 4·max(T, S)·1e-16·‖M‖_F², the error of σ at most min(√e, e/σ). The SVD is computed for a
+    matrix if a λ is within e of a δ², or if e could change the effective rank by 1 %. So numerical ranks
+    always equal the counts by the SVD. For softmax and hardmax heads up to T = 1,024 no effective rank
+    changed by more than 1e-4. The relative error of the stable rank and of σ_1 is below 1e-10.
 
     Args:
         op: operator, or tensor (..., T, S).
         delta: absolute threshold δ of the numerical rank.
-        exact: compute the SVD of all matrices, which has an error of 1e-16·σ_1 in each singular value.
+        exact: True to compute the SVD of all matrices, with an error of 1e-16·σ_1 in each singular value.
         also_at: further thresholds for `RankSummary.estimates`.
         relative: compute the SVD also if rounding could move a singular value across δσ_1. A δ below about
             1e-7 then leads to the SVD for all matrices.
@@ -156,12 +156,12 @@ def rank_summary(
 def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
     """Count the singular values that are at least δ.
 
-    Formula: #{i : σ_i ≥ δ}. δ is absolute: it does not follow the scale of the matrix.
+    Formula: #{i : σ_i ≥ δ}. δ is absolute: it does not scale with the matrix.
     Range: whole numbers in [0, min(T, S)], at most ‖M‖_F²/δ², decreasing in δ; NaN, hence float64, for a
     matrix with NaN or infinity.
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 0.4 of the time of
-    `singular_values`; its full time for the few matrices with a singular value too close to δ.
-    Numerics: eigenvalues of M Mᵀ, as in `rank_summary`: always the count of the SVD.
+    `singular_values`; the full time for the few matrices with a singular value too close to δ.
+    Numerics: eigenvalues of M Mᵀ, as in `rank_summary`; the result always equals the count by the SVD.
     Source: rank(M, δ) of "On the Limitation and Redundancy of Transformers: A Rank Perspective".
 
     Args:
@@ -187,7 +187,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
 
 @measure("matrices", degree=0)
 def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
-    """Return the effective number of singular values, a smooth count.
+    """Return the effective rank, a smooth count of the singular values by their entropy.
 
     Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
     Range: [1, min(T, S)], at least the stable rank; 1 = rank one, min(T, S) = all singular values equal.
@@ -211,14 +211,14 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", degree=0)
 def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
-    """Return the energy of the matrix over the energy of its strongest direction.
+    """Return the stable rank: the squared Frobenius norm divided by the squared largest singular value.
 
     Formula: ‖M‖_F²/σ_1² = Σσ_i²/σ_1²; 0 for the zero matrix.
     Range: [1, min(T, S)], at most the effective rank; 1 = rank one (all rows equal if M is row-stochastic).
     Independent of the scale of the matrix and nearly so of small singular values. NaN for a matrix with NaN
     or infinity.
     Cost: the cost of `rank_summary`; its Gram matrix determines the stable rank to 1e-10.
-    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, which calls it
+    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, under the name
     numerical rank.
 
     Args:
@@ -239,7 +239,7 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
 def scaled_spectrum(
     op: Mixing, subject: str
 ) -> tuple[Float64[Tensor, "*batch N"], Float64[Tensor, "*batch"]]:
-    """Return singular values over a power of two, so that their ratios keep all digits, and that power."""
+    """Return singular values divided by a power of two, for precise ratios, and the power of two."""
     sigma, scale = map_parts(op, subject, scaled_svd)
     return sigma, scale
 
@@ -273,7 +273,7 @@ def _relative_count(sigma: Tensor, delta: float) -> Tensor:
 
 def _entropy_rank(sigma: Tensor) -> Tensor:
     relative = _relative(sigma)
-    share = relative / relative.sum(-1, keepdim=True)  # at least 1 below: σ_1/σ_1 is in the sum
+    share = relative / relative.sum(-1, keepdim=True)  # the divisor is at least 1, by σ_1/σ_1
     return torch.where(sigma[..., 0] == 0, 0.0, torch.special.entr(share).sum(-1).exp())
 
 
@@ -282,7 +282,7 @@ def _energy_rank(sigma: Tensor) -> Tensor:
 
 
 def _relative(sigma: Tensor) -> Tensor:
-    """Return σ/σ_1, zero for a zero matrix: no square can overflow, and NaN stays NaN."""
+    """Return σ/σ_1, or 0 for a zero matrix; squares of the ratios cannot overflow, and NaN stays NaN."""
     top = sigma[..., :1].expand_as(sigma)
     return torch.where(top.isnan(), top, ratio(sigma, top))
 

@@ -1,4 +1,4 @@
-"""Registry of measures, from which audits and the tests of general laws draw, and their float64 inputs."""
+"""Registry of measures for audits and for tests of general laws, and conversion of inputs to float64."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -12,30 +12,30 @@ from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.shapes import TokenMask
 
 Mixing = MixingOperator | Shaped[Tensor, "*batch T S"]
-"""Mixing matrices, as an operator or already formed."""
+"""Mixing matrices, as an operator or as a dense tensor."""
 Rows = Float64[Tensor, "*batch R S"]
 MeasureT = TypeVar("MeasureT", bound=Callable[..., Any])
 
 
 @runtime_checkable
 class RowStatistic(Protocol):
-    """A statistic accumulated over blocks of rows."""
+    """Statistic that is accumulated over blocks of rows of mixing matrices."""
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None: ...
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add a block of rows that begins at row ``start``, as it is and divided by the scale."""
+        """Add a block of rows that begins at row ``start``: the rows, and the rows divided by the scale."""
 
 
 class Measure(NamedTuple):
-    """A function that measures matrices or token states, and how its value follows their size.
+    """A registered measure: a function, the kind of its input, and how its value scales with the input.
 
     Attributes:
         function: the function.
-        of: "matrices" (..., T, S), each alone; "heads" (..., H, T, S), all heads of a layer together;
-            "tokens" (B, T, D), token states.
-        degree: k in f(c·M) = cᵏ·f(M) for c > 0; None if something else has a size, such as δ.
-        statistics: statistics of rows that the function reads; none if it does not walk over the rows.
+        of: kind of the input: "matrices" (..., T, S), each alone; "heads" (..., H, T, S), all heads of a
+            layer together; "tokens" (B, T, D), token states.
+        degree: k in f(c·M) = cᵏ·f(M) for c > 0; None if this law fails, as with a fixed threshold δ.
+        statistics: row statistics that the function reads; empty if the function needs no walk over rows.
     """
 
     function: Callable[..., Any]
@@ -45,13 +45,13 @@ class Measure(NamedTuple):
 
 
 MEASURES: dict[str, Measure] = {}
-"""All measures by the names of their functions."""
+"""All registered measures, by the name of the function."""
 
 
 def measure(
     of: Literal["matrices", "heads", "tokens"], *statistics: type[RowStatistic], degree: int | None
 ) -> Callable[[MeasureT], MeasureT]:
-    """Register a function in `MEASURES`; the arguments are the fields of `Measure`.
+    """Return a decorator that registers a function in `MEASURES`; arguments as the fields of `Measure`.
 
     Examples:
         >>> from rankwise import measures
@@ -67,7 +67,7 @@ def measure(
 
 
 def as_matrices(mixing: Mixing, subject: str) -> Float64[Tensor, "*batch T S"]:
-    """Return the matrices of an operator, or a tensor, in float64, on the CPU if the device is mps."""
+    """Return mixing matrices as a dense float64 tensor, on the CPU if the device is mps."""
     if isinstance(mixing, MixingOperator):
         mixing = as_operator(mixing, subject).dense(torch.float64)
     check_matrices(mixing, subject)
@@ -75,12 +75,12 @@ def as_matrices(mixing: Mixing, subject: str) -> Float64[Tensor, "*batch T S"]:
 
 
 def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
-    """Return an operator to be read in float64, without forming its matrices; a tensor is wrapped."""
+    """Return an operator whose rows can be read in float64; no matrix is formed, and a tensor is wrapped."""
     check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
         mixing = DenseMixing(mixing if mixing.is_floating_point() else to_float64(mixing, subject))
     operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
-    # Dense matrices are cast where they are read, block by block: no second copy is in memory.
+    # Dense matrices are cast block by block when they are read, to avoid a second copy in memory.
     return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
 
 
@@ -99,9 +99,9 @@ def check_matrices(mixing: Mixing, subject: str) -> None:
 def as_tokens(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None, subject: str
 ) -> tuple[Float64[Tensor, "B T D"], TokenMask, Bool[Tensor, " B"]]:
-    """Return token states in float64 with padding set to 0, the mask, and which sequences are usable.
+    """Return token states in float64 with padding set to 0, the mask, and True per usable sequence.
 
-    A sequence is usable if it has a real token and all its real tokens are finite. The others are set to 0.
+    A sequence is usable if it has a real token, and all real tokens are finite. Others are set to 0.
     """
     if tokens.ndim != 3 or 0 in tokens.shape[1:]:
         raise ShapeError(
@@ -125,7 +125,7 @@ def as_tokens(
 
 
 def to_float64(tensor: Tensor, subject: str) -> Tensor:
-    """Return a real tensor in float64, on the CPU if its device has no float64."""
+    """Return a tensor in float64, on the CPU if the device is mps; raise if the tensor is complex."""
     if tensor.is_complex():
         raise ShapeError(
             subject,
@@ -137,5 +137,5 @@ def to_float64(tensor: Tensor, subject: str) -> Tensor:
 
 
 def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]:
-    """Return True for each matrix that has neither NaN nor infinity."""
+    """Return True for each matrix that contains neither NaN nor infinity."""
     return matrices.isfinite().all(-1).all(-1)
