@@ -1,7 +1,7 @@
-"""One walk over the rows of mixing matrices for all measures of rows, a block at a time.
+"""One walk over the rows of mixing matrices (operators), block by block, for all measures of rows.
 
-A measure of rows names its statistics; it takes an operator, or a walk that several measures share. No matrix
-is formed.
+A measure of rows declares the row statistics that it reads. It takes an operator, or a walk that several
+measures share. No matrix is formed.
 """
 
 import math
@@ -19,15 +19,15 @@ from rankwise.measures.registry import MEASURES, Mixing, Rows, RowStatistic, as_
 from rankwise.operators import MixingOperator
 
 BLOCK_BYTES = {"cpu": 2**22}
-"""Bytes of float64 rows per block on a CPU: they stay in its cache."""
+"""Bytes of float64 rows per block on a CPU: a block fits into the CPU cache."""
 DEVICE_BLOCK_BYTES = 2**28
 """Bytes of float64 rows per block on an accelerator."""
 PARALLEL_BYTES = 2**29
-"""Sequences are walked in parallel while all their heads, as float64 matrices, take less than this. A larger
-sequence gets all threads."""
+"""Bytes of float64 matrices (all heads of the sequences) that are walked in parallel. A larger sequence is
+walked alone, on all threads."""
 FAR, FAR_SCALE = 2.0**900, 2.0**64
-"""A matrix is divided by the second if its largest entry is above the first, and multiplied by it if that
-is below the inverse of the first: sums and means of its entries stay among the normal numbers."""
+"""A matrix with an entry above FAR is divided by FAR_SCALE, and a matrix with all entries below 1/FAR is
+multiplied by FAR_SCALE. Sums and means of entries then neither overflow nor underflow."""
 
 __all__ = ["evaluate"]
 
@@ -35,12 +35,12 @@ Statistic = TypeVar("Statistic", bound=RowStatistic)
 
 
 class RowWalk:
-    """One walk over the rows of an operator, and the statistics that it filled.
+    """One walk over the rows of an operator, which fills row statistics.
 
     Args:
         operator: the operator, (..., T, S).
         statistics: types of the statistics to fill.
-        scale: power of two that each matrix is divided by.
+        scale: power of two by which each matrix is divided.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class RowWalk:
         self.scale, self.tokens = scale, operator.shape[-2]
         self.statistics = [statistic(operator, scale) for statistic in statistics]
         self.largest = torch.zeros_like(scale[..., 0, 0])
-        """Largest magnitude of each matrix; NaN or infinity if the matrix has one."""
+        """Largest magnitude of each matrix; NaN or infinity if the matrix contains NaN or infinity."""
         self.size = torch.zeros_like(self.largest)
-        """‖M‖_F over the scale."""
+        """Frobenius norm ‖M‖_F of each matrix M, divided by the scale."""
         plain = bool((scale == 1).all())
         for start, rows in _blocks(operator):
             scaled = rows if plain else rows / scale
@@ -65,26 +65,26 @@ class RowWalk:
 
     @property
     def finite(self) -> Bool[Tensor, "*batch"]:
-        """True for each matrix that has neither NaN nor infinity."""
+        """True for each matrix that contains neither NaN nor infinity."""
         return self.largest.isfinite()
 
     def get(self, kind: type[Statistic]) -> Statistic:
-        """Return the statistic of a type."""
+        """Return the row statistic of the given type."""
         return next(statistic for statistic in self.statistics if isinstance(statistic, kind))
 
     def finite_only(self, numbers: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-        """Return the numbers, NaN for each matrix that is not finite."""
+        """Return the numbers, set to NaN for each matrix with NaN or infinity."""
         return numbers.masked_fill(~self.finite, math.nan)
 
 
 def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
-    """Evaluate measures of matrices and of heads by name; measures of rows share one walk.
+    """Return values of measures of matrices and heads by name; measures of rows share one walk over rows.
 
     On a CPU the sequences of (B, H, T, S) are walked in parallel threads. No gradient is kept. Measures of
-    tokens take other arguments: ``MEASURES[name].function(tokens, mask)``.
+    tokens must be called directly: ``MEASURES[name].function(tokens, mask)``.
 
     Cost: one walk over the rows for all measures of rows, O(H² T S) time with `head_distance`, memory
-    of a block of rows and of S numbers per matrix; for each other measure its own cost.
+    for a block of rows and S numbers per matrix. Each other measure adds the cost in its docstring.
 
     Args:
         names: names of measures in `MEASURES`.
@@ -120,12 +120,12 @@ def _evaluate_rows(names: list[str], operator: MixingOperator) -> dict[str, Tens
 
 
 def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
-    """Walk over the rows for the measure ``name``, unless ``op`` is a walk that measures share."""
+    """Return a walk over the rows for the measure ``name``; return ``op`` if ``op`` is a walk already."""
     return op if isinstance(op, RowWalk) else _walk(as_operator(op, f"`{name}`"), MEASURES[name].statistics)
 
 
 def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> RowWalk:
-    """Walk, and walk again if a matrix is so large or small that sums may have left float64."""
+    """Walk over the rows, and walk again with a scale if sums may have left the range of float64."""
     batch = operator.shape[:-2]
     scale = torch.ones(*batch, 1, 1, dtype=torch.float64, device=operator.device)
     walk = RowWalk(operator, statistics, scale)
@@ -146,13 +146,13 @@ def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows]]:
 
 
 def row_shares(rows: Rows) -> Rows:
-    """Return |m_ij|/Σ_j|m_ij|, computed in a scale of each row; rows of zeros stay zero."""
+    """Return normalized rows |m_ij|/Σ_j|m_ij|, computed without overflow; rows of zeros stay zero."""
     weights = rows.abs() / unit_scale(rows, (-1,))
     return ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
 
 
 class RowShares:
-    """Entropies of the rows and sums of the columns of |m_ij|/Σ_j|m_ij|, and the number of nonzero rows."""
+    """Entropy and column sums of the normalized rows |m_ij|/Σ_j|m_ij|, and the number of nonzero rows."""
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
         self.entropy = torch.zeros_like(scale[..., 0, 0])
@@ -160,7 +160,7 @@ class RowShares:
         self.mass = scale.new_zeros(*operator.shape[:-2], operator.shape[-1])
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add the shares of each row."""
+        """Add the normalized rows of a block to the sums."""
         shares = row_shares(rows)
         self.entropy = self.entropy + torch.special.entr(shares).sum(MATRIX)
         self.nonzero_rows = self.nonzero_rows + (rows != 0).any(-1).sum(-1)
@@ -168,10 +168,10 @@ class RowShares:
 
 
 class DistanceToMeanRow:
-    """‖M − 1m̄ᵀ‖_F, m̄ the mean row.
+    """Distance ‖M − 1m̄ᵀ‖_F of a mixing matrix M from its mean row m̄.
 
-    Rows are compared with the first row, so that nearly equal rows lose no digits. Blocks are joined by the
-    formula of Chan, Golub and LeVeque 1983.
+    The first row is subtracted from all rows, so that nearly equal rows keep full precision. Blocks are
+    combined by the formula of Chan, Golub and LeVeque 1983.
     """
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
@@ -180,7 +180,7 @@ class DistanceToMeanRow:
         self.rows = 0
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Join the distance and the mean of the block to those so far."""
+        """Combine the distance and the mean of a block with the results of earlier blocks."""
         self.first = self.first if self.rows else scaled[..., :1, :].clone()
         shifted = scaled - self.first
         mean, count = shifted.mean(-2, keepdim=True), scaled.shape[-2]
@@ -192,7 +192,7 @@ class DistanceToMeanRow:
 
 
 class DistanceToIdentity:
-    """‖M − I‖_F; NaN if M is not square."""
+    """Distance ‖M − I‖_F of a mixing matrix M from the identity; NaN if M is not square."""
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
         tokens, sources = operator.shape[-2:]
@@ -200,16 +200,16 @@ class DistanceToIdentity:
         self.distance = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Subtract 1 from the diagonal, and add the norm of the rest."""
+        """Subtract 1 from the diagonal entries of a block, and accumulate the norm of the difference."""
         own = scaled.clone()
         own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
         self.distance = torch.hypot(self.distance, norm(own, MATRIX))
 
 
 class PairwiseDistances:
-    """‖A − B‖_F of each pair of heads, in the larger of their scales.
+    """Distance ‖A − B‖_F of each pair of heads A and B, divided by the larger scale of A and B.
 
-    Differences are summed directly. ‖A‖² + ‖B‖² − 2⟨A, B⟩ would be one matrix product, but its rounding
+    Differences are summed directly. ‖A‖² + ‖B‖² − 2⟨A, B⟩ would take one matrix product, but the rounding
     error of 1e-16·‖A‖² exceeds the squared distance of redundant heads: distances below 1e-8 would be noise.
     """
 
@@ -226,7 +226,7 @@ class PairwiseDistances:
         self.distance = torch.zeros_like(self.scale)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Compare each head with the heads after it."""
+        """Accumulate the distance of each head to every later head, over a block of rows."""
         for head in range(rows.shape[-3] - 1):
             first, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
             if not self.plain:

@@ -1,4 +1,4 @@
-"""Measures of the rows of mixing matrices: entropy, shares of single tokens, distances."""
+"""Measures of the rows of mixing matrices (operators): entropy, weight of single tokens, distances."""
 
 import math
 
@@ -32,11 +32,11 @@ __all__ = [
 
 @measure("matrices", RowShares, degree=0)
 def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the mean entropy of a row, in nats.
+    """Return the mean entropy of the rows, in nats.
 
     Formula: mean over rows of −Σ_j p_ij log p_ij with p_ij = |m_ij|/Σ_j|m_ij| and 0 log 0 = 0. For a
-    row-stochastic matrix p is the matrix; otherwise it is each token's share of the weight of the row. Rows
-    of zeros, as of tokens that may see nothing, are left out of the mean.
+    row-stochastic matrix, p equals the matrix; otherwise p normalizes the magnitudes of each row. Rows of
+    zeros, such as rows of tokens that see no token, are left out of the mean.
     Range: [0, log S]; 0 = every row picks one token, log S = every row is uniform. NaN for a matrix with only
     rows of zeros, or with NaN or infinity.
     Cost: O(T S).
@@ -60,7 +60,7 @@ def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", RowShares, degree=0)
 def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "*batch"]:
-    """Return the mean share of a row on one token, by default the first.
+    """Return the mean weight of the rows on one token, by default the first token.
 
     Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Rows of zeros are left out of the mean.
     Range: [0, 1]; 1 = every row puts all weight on the token (an attention sink), 1/S = uniform rows. NaN for
@@ -72,7 +72,7 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
         column: index of the token; negative indices count from the end.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1, or has no such column.
+        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1, or ``column`` is out of range.
 
     Examples:
         >>> import torch
@@ -94,7 +94,7 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
 
 @measure("matrices", RowShares, degree=0)
 def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the largest mean share of a row on any one token.
+    """Return the largest mean weight of the rows on any single token.
 
     Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
     Range: [1/S, 1], at least `first_token_mass` of any column; 1 = every row puts all weight on one token.
@@ -119,9 +119,9 @@ def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("heads", RowShares, degree=0)
 def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
-    """Return the index of the token with the largest mean share of a row, which is `max_token_mass`.
+    """Return the index of the token with the largest mean weight of the rows, as in `max_token_mass`.
 
-    Range: [0, S − 1], the first of equal tokens; −1 if `max_token_mass` is NaN.
+    Range: [0, S − 1], the lowest index if several tokens tie; −1 if `max_token_mass` is NaN.
     Cost: O(T S).
 
     Args:
@@ -141,7 +141,7 @@ def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
 
 @measure("matrices", DistanceToMeanRow, degree=0)
 def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the distance to the nearest matrix with equal rows, as a share of the norm.
+    """Return the distance of a matrix to the nearest matrix with equal rows, divided by the norm.
 
     Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_spread` of the rows.
     Range: [0, 1] for any real matrix; 0 = all rows equal, so that every token receives the same mixture. NaN
@@ -167,7 +167,7 @@ def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", DistanceToIdentity, degree=None)
 def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the distance to the identity.
+    """Return the normalized distance of a matrix to the identity, which mixes no tokens.
 
     Formula: ‖M − I‖_F/√(‖M‖_F² + T).
     Range: [0, 1] if the trace is not negative, as for every matrix without negative entries, else up to √2;
@@ -195,7 +195,7 @@ def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 def head_distance(
     op: MixingOperator | Shaped[Tensor, "*batch H T S"] | RowWalk,
 ) -> Float64[Tensor, "*batch H H"]:
-    """Return how differently each pair of heads of a layer mixes.
+    """Return the normalized distance between the mixing matrices of each pair of heads of a layer.
 
     Formula: ‖A − B‖_F/√(‖A‖_F² + ‖B‖_F²) for heads A and B; 0 for two zero heads.
     Range: [0, 1] for matrices without negative entries, else up to √2; 0 = equal matrices, 1 = no common

@@ -1,4 +1,4 @@
-"""Measures of token states: spread, norm, cosine, rank, update, coding rate."""
+"""Measures of token states: spread, norm, cosine similarity, rank, update by a block, coding rate."""
 
 import math
 
@@ -24,28 +24,28 @@ __all__ = [
 
 EPS = torch.finfo(torch.float64).eps
 RTOL = 1e-6
-"""Largest relative error of a coding rate by rounding."""
+"""Largest relative error of a coding rate that rounding may cause."""
 
 
 @measure("tokens", degree=0)
 def token_spread(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
 ) -> Float64[Tensor, " B"]:
-    """Return the distance of the tokens from their mean, μ, or its share of their norm.
+    """Return the distance μ of the tokens from their mean, by default divided by the norm of the tokens.
 
     Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, ȳ the mean token; divided by ‖Y‖_F if ``normalized``, with 0/0 = 0.
-    Range: [0, ‖Y‖_F], or [0, 1]; 0 = all tokens equal. A single token gives 0. NaN for a sequence without a
-    real token, or with NaN or infinity in one. Padding is ignored.
+    Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 = all tokens equal, or a single token. NaN for a
+    sequence without a real token, or with NaN or infinity in a real token. Padding is ignored.
     Cost: O(T D).
     Numerics: the first real token is subtracted from all before they are centered. The relative error stays
     near √T·1e-16 even for nearly equal tokens, and equal tokens give exactly 0.
     Source: μ is the collapse measure of the paper on λ-skip connections, "the architectural component that
-    prevents rank collapse". The share is for models whose norms change with depth.
+    prevents rank collapse". Normalize for models whose norms change with depth.
 
     Args:
         tokens: token states.
         mask: True for real tokens; by default all are real.
-        normalized: return μ/‖Y‖_F.
+        normalized: True to return μ/‖Y‖_F, False to return μ.
 
     Raises:
         ShapeError: if tokens or mask have the wrong shape or dtype.
@@ -66,9 +66,9 @@ def token_spread(
 
 @measure("tokens", degree=1)
 def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Return the norm of all token states together, ‖Y‖_F.
+    """Return the Frobenius norm ‖Y‖_F of the token states of each sequence.
 
-    Range: [0, ∞). NaN for a sequence without a real token, or with NaN or infinity in one.
+    Range: [0, ∞). NaN for a sequence without a real token, or with NaN or infinity in a real token.
     Cost: O(T D).
 
     Args:
@@ -89,7 +89,7 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
 
 @measure("tokens", degree=0)
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Return the mean cosine between two different tokens.
+    """Return the mean cosine similarity over pairs of different tokens.
 
     Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)), u_i = y_i/‖y_i‖. Tokens of
     norm 0 have no direction and are left out.
@@ -152,9 +152,9 @@ def state_effective_rank(
 
 
 def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Return the share of the states after a block that is not a multiple of the states before it.
+    """Return the relative size of the update of a block, apart from a scaling of the states.
 
-    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y before and Z after; 0 if Z is 0.
+    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y/Z: states before/after; 0 if Z is 0.
     Range: [0, 1]; 0 = the block only scales its input: it is inactive, or its skip connection dominates.
     Independent of the scale and sign of Y and Z. NaN if a state is not finite or no token is real.
     Cost: O(T D).
@@ -195,19 +195,19 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
 def coding_rate(
     tokens: Shaped[Tensor, "B T D"], eps: float = 0.5, mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
-    """Return the rate that coding the tokens up to a distortion ε takes: the volume that they fill.
+    """Return the coding rate of the tokens up to a distortion ε, which measures the volume they fill.
 
     Formula: R(Z) = ½ logdet(I + D/(n ε²)·Z Zᵀ) = ½ Σ_i log(1 + D/(n ε²)·σ_i²), Z the D×n matrix of the n real
-    tokens, σ_i its singular values; natural logarithm. Tokens are not centered or normalized. If lengths
-    should not count, normalize the tokens before, as the paper does.
+    tokens, σ_i its singular values; natural logarithm. Tokens are neither centered nor normalized. To
+    ignore lengths, normalize the tokens first, as the paper does.
     Range: [0, ∞); 0 = all tokens zero. Grows with the scale and, at a given ‖Z‖_F, with the number of
     directions. NaN for a sequence without a real token, or with NaN or infinity in one.
     Cost: a dense decomposition, O(T D min(T, D)).
     Numerics: singular values and log1p, because a Cholesky factor loses small directions, and fails if
-    σ_1² D/(n ε²) is near 1e16. Rounding turns a singular value of 0 into 1e-16·σ_1. If that is above ε, as
-    for large tokens with a direction missing, the rate is unknown in float64 and an error is raised.
+    σ_1² D/(n ε²) is near 1e16. Rounding turns a singular value of 0 into 1e-16·σ_1. If 1e-16·σ_1 exceeds
+    ε, as for large tokens with a direction missing, float64 cannot resolve the rate: an error is raised.
     Source: Yu et al., "Learning Diverse and Discriminative Representations via the Principle of Maximal
-    Coding Rate Reduction", NeurIPS 2020, Section 2. Code published with it calls ε² ``eps``.
+    Coding Rate Reduction", NeurIPS 2020, Section 2. The published code calls ε² ``eps``.
 
     Args:
         tokens: token states.
@@ -231,7 +231,7 @@ def coding_rate(
     sigma, scale = scaled_spectrum(states, "`coding_rate`")
     units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
     rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
-    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error of a backward stable SVD
+    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error bound of a backward stable SVD
     far, near = (
         _log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
     )
@@ -253,23 +253,23 @@ def variational_rate(
     membership: Float[Tensor, "B H T"],
     mask: Bool[Tensor, "B T"] | None = None,
 ) -> Float64[Tensor, "B H"]:
-    """Return each head's part of R_c^var, the rate of the tokens if they are grouped by their memberships.
+    """Return the term of each head in R_c^var, the variational coding rate of tokens grouped by membership.
 
     Formula: ½ (n_h/n) Σ_k log(1 + m_hk), m_hk = Σ_t Π_th w_thk² / n_h, n_h = Σ_t Π_th, n = Σ_h n_h. The sum
-    over heads is R_c^var; a TSSA layer is derived as a gradient step on it.
-    Range: [0, ∞) nats; low = each group is near few axes of its head. It grows with the scale of w. NaN if a
-    number is not finite, or no token is real.
+    over heads is R_c^var; a TSSA layer is derived as a gradient step on R_c^var.
+    Range: [0, ∞) nats; low = each group uses few axes of its head. The rate grows with the scale of w. NaN
+    if a number is not finite, or no token is real.
     Cost: O(T K) per head.
     Source: Wu et al., "Token Statistics Transformer", the variational form of the rate reduction objective,
     with f = log(1 + ·) and without its constants.
 
     Args:
         projection: w, the tokens in the subspace of each head.
-        membership: Π ≥ 0; the memberships of a token sum to 1 over the heads.
+        membership: Π ≥ 0, weight of each token in the group of each head; sums to 1 over the heads.
         mask: True for real tokens; by default all are real.
 
     Raises:
-        ShapeError: if the shapes do not fit.
+        ShapeError: if the shapes of projection and membership do not fit together.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Interface of all mixing operators, and the code that every kind shares."""
+"""Interface of all operators (mixing matrices), and code shared by all kinds of operators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,35 +18,36 @@ _Kind = TypeVar("_Kind", bound="MixingOperator")
 _Composed = TypeVar("_Composed", bound="ComposedMixing")
 
 ROW_BLOCK = 512
-"""Rows in memory at once when code walks over an operator: 512 × 32,768 float32 is 64 MiB per head."""
+"""Rows of an operator in memory at once during a walk over rows: 512 × 32,768 float32 is 64 MiB per head."""
 
 
 class MixingOperator(ABC):
-    """The matrix M (T×S) by which a layer mixes tokens, one per sequence and head.
+    """Mixing matrix M (T×S) by which a layer mixes tokens, one matrix per sequence and head.
 
-    A layer computes ``Y = M V``. Only `dense` forms the matrix. A kind of operator names the tensors that it
-    holds, computes blocks of rows, and may bring faster products.
+    A layer computes ``Y = M V``. Only `dense` forms the matrix. A subclass declares its tensors, computes
+    blocks of rows, and may override the products with faster algorithms.
     """
 
     kind: str
-    """Name of the kind in the field, as records show it."""
+    """Name of the kind of operator that records show, such as softmax."""
     held: ClassVar[tuple[str, ...]] = ()
-    """Tensors of the operator, by the name of both attribute and constructor argument; they decide its dtype.
-    Axes of sequences and heads come first, then a tensor's own axes."""
+    """Names of the tensors of the operator: attributes and constructor arguments, which determine the dtype.
+    The leading axes of a tensor are sequences and heads."""
     masks: ClassVar[tuple[str, ...]] = ()
-    """Masks of the operator, named in the same way; their leading axes may have size 1."""
+    """Names of the masks of the operator: attributes and arguments, whose leading axes may have size 1."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Other arguments of the constructor."""
+    """Names of the other arguments of the constructor."""
     may_hide_columns: bool = True
     """True if a mask may hide a column from every row, as a padding mask does.
 
-    Code then looks for padding in the support. A kind without a mask or with a causal mask alone sets False.
+    Callers then search the support for padding. A kind without a mask, or with only a causal mask, sets
+    False.
     """
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Leading axes (sequences, heads), then T and S."""
+        """Shape (..., T, S): leading axes (sequences, heads), then rows T and columns S."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -54,20 +55,20 @@ class MixingOperator(ABC):
 
     @abstractmethod
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at the entries of rows ``start`` to ``stop`` that the mask allows to be non-zero."""
+        """Return rows ``start`` to ``stop`` of the support: True if the mask allows a non-zero entry."""
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Return True at the entries that the mask allows to be non-zero."""
+        """Return the support of M, (..., T, S): True if the mask allows a non-zero entry."""
         return self.support_rows(0, self.shape[-2])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Widest dtype of the tensors that the operator holds, masks left out."""
+        """Widest dtype of the tensors of the operator, excluding masks."""
         return reduce(torch.promote_types, (tensor.dtype for tensor in self._held()))
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors that the operator holds."""
+        """Device of the tensors of the operator."""
         return self._held()[0].device
 
     def _held(self) -> list[Tensor]:
@@ -75,18 +76,18 @@ class MixingOperator(ABC):
         return [tensor for tensor in tensors if tensor is not None]
 
     def map_tensors(self: _Kind, change: Callable[[Tensor], Tensor]) -> _Kind:
-        """Return the operator with a function applied to every tensor that it holds."""
+        """Return a copy of the operator with a function applied to all tensors and masks."""
         tensors = {name: getattr(self, name) for name in (*self.held, *self.masks)}
         changed = {name: None if tensor is None else change(tensor) for name, tensor in tensors.items()}
         return type(self)(**changed, **{name: getattr(self, name) for name in self.options})
 
     def __getitem__(self: _Kind, index: Index) -> _Kind:
-        """Pick sequences and heads, as in a tensor: ``operator[0, 3]``, ``operator[:, 1:2]``."""
+        """Return an operator with selected sequences and heads, as in a tensor: ``operator[0, 3]``, ``operator[:, 1:2]``."""
         leading = self.shape[:-2]
         return self.map_tensors(lambda tensor: index_leading(tensor, index, leading))
 
     def to(self: _Kind, target: torch.device | torch.dtype | str) -> _Kind:
-        """Move the operator to a device, or change the dtype that its rows are computed from.
+        """Return the operator on another device, or with tensors cast to another dtype.
 
         Args:
             target: a device, its name, or a floating dtype; boolean masks stay boolean.
@@ -97,17 +98,17 @@ class MixingOperator(ABC):
         )
 
     def dense(self, dtype: torch.dtype | None = None) -> Float[Tensor, "*batch T S"]:
-        """Form the matrix: O(T S) memory per head.
+        """Return the matrix M as a tensor: O(T S) memory per head.
 
         Args:
-            dtype: dtype of the computation and the result; float64 for an operator in float64, otherwise
-                float32, by default.
+            dtype: dtype of the computation and the result; by default float64 for an operator in float64,
+                otherwise float32.
         """
         operator = self if dtype is None or dtype == self.dtype else self.to(dtype)
         return operator.rows(0, self.shape[-2])
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Compute M V, by default one block of rows at a time: O(T S V) time, O(T V) memory."""
+        """Return M V, computed by default one block of rows at a time: O(T S V) time, O(T V) memory."""
         self._check(values)
         tokens = self.shape[-2]
         blocks = [
@@ -118,11 +119,11 @@ class MixingOperator(ABC):
 
     @property
     def mT(self) -> "MixingOperator":  # noqa: N802  (the name of the batched transpose in torch)
-        """Transpose Mᵀ (S×T), not formed."""
+        """Transpose Mᵀ (S×T) as an operator, without forming a matrix."""
         return TransposedMixing(self)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Compute Mᵀ U, by default one block of rows at a time: O(T S V) time, O(S V) memory."""
+        """Return Mᵀ U, by default one block of rows of M at a time: O(T S V) time, O(S V) memory."""
         self._check(values, transposed=True)
         tokens, out = self.shape[-2], None
         for start in range(0, tokens, ROW_BLOCK):
@@ -133,7 +134,7 @@ class MixingOperator(ABC):
         return out
 
     def _check(self, values: Tensor, transposed: bool = False) -> None:
-        """Raise if values do not fit M, or Mᵀ."""
+        """Raise if values are not floating-point, or do not fit M (Mᵀ if ``transposed``)."""
         subject = "`M.mT @ values`" if transposed else "`M @ values`"
         tokens = self.shape[-2 if transposed else -1]
         if not values.is_floating_point():
@@ -152,7 +153,7 @@ class MixingOperator(ABC):
             )
 
     def _accepts(self, leading: torch.Size) -> bool:
-        """Return True if values with these leading axes broadcast with the operator."""
+        """Return True if leading axes of values broadcast with the leading axes of the operator."""
         pairs = zip(reversed(leading), reversed(self.shape[:-2]), strict=False)
         return all(have == wanted or 1 in (have, wanted) for have, wanted in pairs)
 
@@ -161,31 +162,31 @@ class MixingOperator(ABC):
 
 
 class FastMixing(MixingOperator):
-    """Operator that applies M and Mᵀ without forming rows, in float32 or float64."""
+    """Operator that multiplies by M and Mᵀ without forming rows, in float32 or float64."""
 
     @abstractmethod
     def _multiply(self, values: Float[Tensor, "... N V"], transposed: bool) -> Float[Tensor, "... R V"]:
-        """Compute M V or Mᵀ U in the dtype of the values, which is float32 or float64."""
+        """Return M V, or Mᵀ U if ``transposed``, in the dtype of the values (float32 or float64)."""
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Compute M V."""
+        """Return M V in the dtype of the values V."""
         self._check(values)
         return self._multiply(values.to(compute_dtype(self.dtype, values.dtype)), False).to(values.dtype)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Compute Mᵀ U."""
+        """Return Mᵀ U in the dtype of the values U."""
         self._check(values, transposed=True)
         return self._multiply(values.to(compute_dtype(self.dtype, values.dtype)), True).to(values.dtype)
 
 
 class ComposedMixing(MixingOperator):
-    """Operator made of other operators of the same leading axes."""
+    """Operator composed of other operators (parts) that have equal leading axes."""
 
     def __init__(self, *parts: MixingOperator) -> None:
         self.parts = parts
 
     def _of(self: _Composed, *parts: MixingOperator) -> _Composed:
-        """Return an operator of the same kind, made of other parts."""
+        """Return an operator of the same kind, composed of the given parts."""
         return type(self)(*parts)
 
     @property
@@ -199,33 +200,33 @@ class ComposedMixing(MixingOperator):
         return self.parts[0].device
 
     def map_tensors(self: _Composed, change: Callable[[Tensor], Tensor]) -> _Composed:
-        """Return the operator with a function applied to every tensor that its parts hold."""
+        """Return the operator with a function applied to every tensor of every part."""
         return self._of(*(part.map_tensors(change) for part in self.parts))
 
     def __getitem__(self: _Composed, index: Index) -> _Composed:
-        """Pick sequences and heads of every part."""
+        """Return the operator with selected sequences and heads of every part."""
         return self._of(*(part[index] for part in self.parts))
 
 
 class TransposedMixing(ComposedMixing):
-    """Transpose Mᵀ of another operator, which ``.mT`` returns."""
+    """Transpose Mᵀ of another operator M, returned by ``.mT``."""
 
     def __init__(self, operator: MixingOperator) -> None:
         self.operator, self.parts, self.kind = operator, (operator,), operator.kind
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, then S and T."""
+        """Shape (..., S, T), if M has shape (..., T, S)."""
         *batch, tokens, sources = self.operator.shape
         return torch.Size([*batch, sources, tokens])
 
     @property
     def mT(self) -> MixingOperator:  # noqa: N802
-        """The operator itself."""
+        """The operator M, because (Mᵀ)ᵀ = M."""
         return self.operator
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return columns of the operator: all its rows are computed, one block at a time."""
+        """Return rows of Mᵀ: all rows of M are computed, one block at a time, to select columns of M."""
         tokens = self.operator.shape[-2]
         blocks = [
             self.operator.rows(at, min(at + ROW_BLOCK, tokens))[..., start:stop]
@@ -234,15 +235,15 @@ class TransposedMixing(ComposedMixing):
         return torch.cat(blocks, dim=-2).mT
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return columns of the operator's support."""
+        """Return rows of the support of Mᵀ, which are columns of the support of M."""
         return self.operator.support()[..., start:stop].mT
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Compute Mᵀ U."""
+        """Return Mᵀ U for values U."""
         return self.operator.apply_transposed(values)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Compute (Mᵀ)ᵀ V = M V."""
+        """Return (Mᵀ)ᵀ V = M V for values V."""
         return self.operator @ values
 
 
@@ -252,12 +253,12 @@ def causal_rows(start: int, stop: int, sources: int, device: torch.device) -> Bo
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float64 if one of these dtypes is, otherwise float32."""
+    """Return the dtype for computations: float64 if any argument is float64, otherwise float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
-    """Index the leading axes of a tensor, broadcast to sizes ``leading``; its other axes stay whole."""
+    """Return a tensor indexed along its leading axes, which are first broadcast to sizes ``leading``."""
     own = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
     picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
@@ -265,7 +266,7 @@ def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:
-    """Return a mask with as many axes as ``shape``, not expanded; raise if it does not broadcast."""
+    """Return a mask with leading axes of size 1 added to match ``shape``; raise if it cannot broadcast."""
     if mask.ndim > len(shape) or any(
         have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
     ):

@@ -1,4 +1,4 @@
-"""A sample of the channels of an operator that has many."""
+"""Random sample of the channels (heads) of an operator (mixing matrix) that has many channels."""
 
 import torch
 from jaxtyping import Int64
@@ -9,11 +9,11 @@ from rankwise.operators.base import MixingOperator
 
 
 def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -> Int64[Tensor, " C"]:
-    """Draw a sample of an operator's heads, in order: a Mamba layer has 1,536 matrices, one per channel.
+    """Return indices of a random sample of heads, ascending: a Mamba layer has 1,536 channels as heads.
 
-    The heads are divided into ``count`` runs of equal length (±1), and one head is drawn from each run. So
-    the sample is spread evenly, each head has the same probability (up to the ±1), and a seed draws the same
-    heads on every device. All heads are returned if there are no more than ``count``.
+    The heads are divided into ``count`` ranges of equal length (±1), and one head is drawn from each range.
+    So the sample is spread evenly, and each head has the same probability (up to the ±1). A seed draws the
+    same heads on every device. All heads are returned if there are at most ``count``.
 
     Cost: O(count); no part of the operator is computed.
 
@@ -24,7 +24,7 @@ def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) ->
 
     Raises:
         InputError: if ``count`` is less than 1.
-        ShapeError: if the operator has no axis of heads.
+        ShapeError: if the operator has no head axis.
 
     Examples:
         >>> import torch

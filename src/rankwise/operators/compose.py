@@ -1,4 +1,4 @@
-"""Operators made of operators: products, sums, and some of the rows and columns of another one."""
+"""Operators (mixing matrices) composed of operators: products, sums, and selected rows and columns."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from rankwise.operators.diagonal import DiagonalMixing
 
 
 class _SeveralMixing(ComposedMixing, FastMixing):
-    """Product or sum of operators.
+    """Base class of products and sums of operators.
 
     Args:
-        parts: at least one operator; all have the same leading axes.
+        parts: at least one operator; all operators have the same leading axes.
     """
 
     _requirement: str
@@ -41,9 +41,9 @@ class _SeveralMixing(ComposedMixing, FastMixing):
 
 
 class ProductMixing(_SeveralMixing):
-    """A product of operators, such as the path through a gated layer: ``M = M_1 M_2 … M_n``.
+    """Product of operators, such as the path through a gated layer: ``M = M_1 M_2 … M_n``.
 
-    The last operator is applied first. Cost: the sum of the costs of its parts.
+    The last operator is applied first. Cost: the sum of the costs of the parts.
 
     Raises:
         ShapeError: if the parts do not fit together.
@@ -69,21 +69,21 @@ class ProductMixing(_SeveralMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, rows of the first part, columns of the last."""
+        """Shape (..., T, S): T rows of the first part, S columns of the last part."""
         return torch.Size([*self.parts[0].shape[:-1], self.parts[-1].shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Apply the transposes of the other parts to rows of the first."""
+        """Return rows of M: rows of the first part, multiplied by each of the other parts."""
         rows = self.parts[0].rows(start, stop).mT
         for part in self.parts[1:]:
             rows = part.apply_transposed(rows)
         return rows.mT
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at the entries to which a chain of entries of the parts leads."""
+        """Return True at entries that a chain of non-zero entries, one per part, can reach."""
         seen = self.parts[0].support_rows(start, stop)
         for part in self.parts[1:]:
-            if not isinstance(part, DiagonalMixing):  # a diagonal moves nothing
+            if not isinstance(part, DiagonalMixing):  # a diagonal keeps the support
                 seen = (seen.float() @ part.support().float()) > 0
         return seen.expand(*self.shape[:-2], *seen.shape[-2:])
 
@@ -94,9 +94,9 @@ class ProductMixing(_SeveralMixing):
 
 
 class SumMixing(_SeveralMixing):
-    """A sum of operators, such as a layer with its D-term: ``M = M_1 + M_2 + …``.
+    """Sum of operators, such as a state space layer and its skip D·x: ``M = M_1 + M_2 + …``.
 
-    Cost: the sum of the costs of its parts.
+    Cost: the sum of the costs of the parts.
 
     Raises:
         ShapeError: if the parts do not fit together.
@@ -131,7 +131,7 @@ class SumMixing(_SeveralMixing):
         return reduce(torch.add, (part.rows(start, stop) for part in self.parts))
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at the entries of any part."""
+        """Return True at entries in the support of any part."""
         return reduce(torch.logical_or, (part.support_rows(start, stop) for part in self.parts))
 
     def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
@@ -140,9 +140,9 @@ class SumMixing(_SeveralMixing):
 
 
 class IndexedMixing(ComposedMixing):
-    """Some rows and columns of another operator, ``M[rows][:, columns]``, such as those without padding.
+    """Selected rows and columns of another operator M, ``M[rows][:, columns]``, such as all but padding.
 
-    Cost: the products of M, with values padded with zeros.
+    Cost: the cost of products with M, because values are padded with zeros.
 
     Args:
         operator: M, of shape (..., T, S).
@@ -150,7 +150,7 @@ class IndexedMixing(ComposedMixing):
         columns: True at the columns to keep.
 
     Raises:
-        ShapeError: if rows and columns do not fit M, or none are kept.
+        ShapeError: if rows and columns do not fit M, or no row or column is kept.
 
     Examples:
         >>> import torch
@@ -183,21 +183,21 @@ class IndexedMixing(ComposedMixing):
         return torch.Size([*self.operator.shape[:-2], len(self._rows), len(self._columns)])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return kept rows, of a block of rows of M."""
+        """Return rows of the selection, cut from a block of rows of M."""
         return self._cut(self.operator.rows, start, stop)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return the kept entries of the support."""
+        """Return rows of the support of the selection."""
         return self._cut(self.operator.support_rows, start, stop)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Compute M V with zeros at the other columns."""
+        """Return M V at the kept rows, with V padded by zeros at the dropped columns."""
         self._check(values)
         whole = _pad_with_zeros(values, self._columns, self.operator.shape[-1])
         return (self.operator @ whole)[..., self._rows, :]
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Compute Mᵀ U with zeros at the other rows."""
+        """Return Mᵀ U at the kept columns, with U padded by zeros at the dropped rows."""
         self._check(values, transposed=True)
         whole = _pad_with_zeros(values, self._rows, self.operator.shape[-2])
         return self.operator.apply_transposed(whole)[..., self._columns, :]
