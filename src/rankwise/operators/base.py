@@ -82,7 +82,7 @@ class MixingOperator(ABC):
         return type(self)(**changed, **{name: getattr(self, name) for name in self.options})
 
     def __getitem__(self: _Kind, index: Index) -> _Kind:
-        """Return an operator with selected sequences and heads, as in a tensor: ``operator[0, 3]``, ``operator[:, 1:2]``."""
+        """Return selected sequences and heads, as in a tensor: ``operator[0, 3]``, ``operator[:, 1:2]``."""
         leading = self.shape[:-2]
         return self.map_tensors(lambda tensor: index_leading(tensor, index, leading))
 

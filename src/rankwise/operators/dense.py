@@ -1,4 +1,4 @@
-"""A mixing matrix that is already formed."""
+"""Mixing matrix (an operator) that is stored as a tensor."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,9 +13,9 @@ class DenseMixing(MixingOperator):
 
     Args:
         matrix: M, with any leading axes.
-        allowed: True at the entries that the mask allows to be non-zero, broadcastable to the matrix; the
-            non-zero entries by default. Pass it if it is known: an underflowed softmax entry is 0 but not
-            masked.
+        allowed: True at the entries that the mask allows to be non-zero, broadcastable to the matrix; by
+            default the non-zero entries. Pass the mask if it is known: a softmax entry that underflows is 0
+            but not masked.
 
     Raises:
         ShapeError: if the matrix has fewer than two axes or no entries, or the mask does not fit it.
@@ -41,7 +41,7 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        self.may_hide_columns = allowed is not None  # a zero among the weights is not a mask
+        self.may_hide_columns = allowed is not None  # a zero weight does not prove a mask
 
     @property
     def shape(self) -> torch.Size:
@@ -53,14 +53,14 @@ class DenseMixing(MixingOperator):
         return self.matrix[..., start:stop, :].to(compute_dtype(self.dtype))
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return the entries that the mask allows, or without a mask those that are not exactly 0."""
+        """Return True at entries that the mask allows; without a mask, at entries that are not exactly 0."""
         if self.allowed is None:
             return self.matrix[..., start:stop, :] != 0
         return self.allowed.expand(self.shape)[..., start:stop, :]
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Compute M V."""
+        """Return M V, computed in the wider dtype of M and V."""
         self._check(values)
-        # An entry may be out of the range of the values' dtype.
+        # An entry of M could overflow in the dtype of the values.
         wide = torch.promote_types(self.dtype, values.dtype)
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)

@@ -1,4 +1,4 @@
-"""A factor per token: no tokens are mixed."""
+"""Diagonal mixing matrix (an operator): one factor per token, no tokens are mixed."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,9 +9,9 @@ from rankwise.operators.base import MixingOperator, compute_dtype
 
 
 class DiagonalMixing(MixingOperator):
-    """A layer that scales tokens and mixes none: ``M = diag(d)``, T = S.
+    """Diagonal mixing matrix of a layer that scales tokens: ``M = diag(d)``, T = S.
 
-    Cost: O(T V) time for `@` and its transpose. The singular values are the |d_t|.
+    Cost: O(T V) time for products with M and Mᵀ. The singular values are |d_t|.
 
     Args:
         diagonal: d, with any leading axes: (..., H, T).
@@ -42,7 +42,7 @@ class DiagonalMixing(MixingOperator):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, T, T."""
+        """Shape (..., T, T)."""
         return torch.Size([*self.diagonal.shape, self.diagonal.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -56,11 +56,11 @@ class DiagonalMixing(MixingOperator):
         return (tokens[start:stop, None] == tokens).expand(*self.shape[:-2], -1, -1)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Scale each token."""
+        """Return M V: token t scaled by d_t."""
         self._check(values)
         return self.diagonal[..., None].to(values.dtype) * values
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Scale each token: Mᵀ = M."""
+        """Return Mᵀ U = M U, because a diagonal matrix is symmetric."""
         self._check(values, transposed=True)
         return self.diagonal[..., None].to(values.dtype) * values

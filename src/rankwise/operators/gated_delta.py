@@ -12,17 +12,18 @@ from rankwise.operators.base import compute_dtype
 from rankwise.operators.scan import CHUNK, CausalScanMixing, log_weights
 
 CHANNEL_CHUNK = 16
-"""Tokens per block if each feature has its own decay: the products take CHANNEL_CHUNK² · K numbers."""
+"""Tokens per chunk if each feature has its own decay: products take CHANNEL_CHUNK² · K numbers in memory."""
 
 
 class GatedDeltaMixing(CausalScanMixing):
-    r"""The gated delta rule: a linear memory in which each write first removes what its key has stored.
+    r"""Gated delta rule: a linear memory in which each write first removes the value stored at its key.
 
     ``o_t = S_tᵀ q_t``, ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0;
     ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0; T = S.
 
-    Any block on or below the diagonal has rank at most K. It is DeltaNet without decay, Gated DeltaNet with
-    one decay per token, and Kimi Delta Attention (KDA) with one per token and feature. Entries may have
+    Any block on or below the diagonal has rank at most K. The rule is DeltaNet without decay, Gated DeltaNet
+    with
+    one decay per token, and Kimi Delta Attention (KDA) with one decay per token and feature. Entries may have
     either sign, and rows need not sum to 1. Layers keep keys at norm 1 and β in [0, 2], so that no step makes
     a state longer; if ``β_t ‖k_t‖² > 2``, the rule itself can grow without bound.
 
@@ -37,7 +38,7 @@ class GatedDeltaMixing(CausalScanMixing):
         query: q, (..., H, T, K), multiplied by the layer's scale.
         key: k, of the same shape.
         beta: β, (..., H, T).
-        log_decay: log a, in [−inf, 0]: (..., H, T), or (..., H, T, K) for one per feature, or None for a = 1.
+        log_decay: log a, in [−inf, 0]: (..., H, T), or (..., H, T, K) per feature, or None for a = 1.
             The decay of the first token has no effect.
 
     Raises:
@@ -84,7 +85,7 @@ class GatedDeltaMixing(CausalScanMixing):
         return torch.Size([*self.beta.shape, self.beta.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Apply Mᵀ to unit vectors: O(stop (stop − start) K)."""
+        """Return rows of M by applying Mᵀ to unit vectors: O(stop (stop − start) K)."""
         work = compute_dtype(self.dtype)
         if stop <= start:
             return self.beta.new_zeros((*self.shape[:-2], 0, self.shape[-1]), dtype=work)
@@ -96,7 +97,7 @@ class GatedDeltaMixing(CausalScanMixing):
         return (delta_scan_transposed if transposed else delta_scan)(*self._inputs(values.dtype), values)
 
     def _inputs(self, work: torch.dtype, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return query, key, β and log a with an axis of features, of the first tokens, in one dtype."""
+        """Return query, key, β and log a (with a feature axis) of the first tokens, in dtype ``work``."""
         decay = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
         decay = decay[..., None] if decay.ndim == self.beta.ndim else decay
         query, key, decay = (tensor[..., :tokens, :].to(work) for tensor in (self.query, self.key, decay))
@@ -110,15 +111,15 @@ class _Block:
     query: Tensor
     key: Tensor
     beta: Tensor
-    """(..., C, 1)."""
+    """Write strengths β, (..., C, 1)."""
     attend: Tensor
     """A[t, s] = q_t · D(t, s) k_s for s ≤ t, else 0."""
     system: Tensor
     """β_t k_t · D(t, s) k_s for s ≤ t, else 0; only the entries below the diagonal are read."""
     reach: Tensor
-    """D(t), the share of the state before the chunk that is left at each token, (..., C, 1 or K)."""
+    """D(t), the decay of the state from before the chunk to each token, (..., C, 1 or K)."""
     tail: Tensor
-    """Share of each token that is left at the end of the chunk, (..., C, 1 or K)."""
+    """Decay from each token to the end of the chunk, (..., C, 1 or K)."""
 
 
 def delta_scan(
@@ -143,8 +144,8 @@ def delta_scan(
         key: k, vectors along which the state is written and corrected.
         beta: β, strength of each write.
         log_decay: log a, in [−inf, 0]; F is 1 or K. The decay of the first token has no effect.
-        values: v; their leading axes broadcast with the leading axes of the others.
-        chunk: tokens per block, by default 64, or 16 with a decay per feature; it affects rounding and time
+        values: v; the leading axes broadcast with those of all inputs.
+        chunk: tokens per chunk, by default 64, or 16 with a decay per feature; it affects rounding and time
             only.
 
     Examples:
@@ -175,7 +176,7 @@ def delta_scan_transposed(
     values: Float[Tensor, "*values T V"],
     chunk: int | None = None,
 ) -> Float[Tensor, "*out T V"]:
-    """Apply the transpose of what `delta_scan` applies, from the end: its adjoint, term by term.
+    """Return Mᵀ U for the matrix M of `delta_scan`: the adjoint of each chunk, from the last chunk.
 
     Examples:
         >>> one = torch.ones(3, 1)
@@ -196,7 +197,7 @@ def delta_scan_transposed(
 
 
 def _parts(log_decay: Tensor, chunk: int | None) -> list[slice]:
-    """Return the slices of tokens that the scan takes one after the other."""
+    """Return the chunks of tokens, as slices in the order of the scan."""
     tokens, features = log_decay.shape[-2:]
     chunk = chunk or (CHUNK if features == 1 else CHANNEL_CHUNK)
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]

@@ -1,4 +1,4 @@
-"""Linear attention, computed from the feature maps of queries and keys."""
+"""Linear attention as a mixing matrix (an operator), from feature maps of queries and keys."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,10 +11,10 @@ from rankwise.operators.scan import scan, scan_transposed
 
 
 class LinearAttentionMixing(FastMixing):
-    r"""Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a mask its rank is at most F.
+    r"""Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a mask, M has rank ≤ F.
 
-    The features are outputs of the maps Φ. ``z`` holds the row sums, z_t = φ(q_t) · Σ_s φ(k_s) over the
-    sources that row t sees, plus ``eps``; without normalization it is 1. A row with z = 0 is zero.
+    The F features are outputs of the map Φ. ``z`` holds the row sums, z_t = φ(q_t) · Σ_s φ(k_s) over the
+    sources that row t sees, plus ``eps``; without normalization z is 1. A row with z = 0 is zero.
 
     Cost: O((T + S) F V) time and O((T + S) (F + V)) memory per head for `@` and its transpose; the causal
     products run over chunks.
@@ -27,7 +27,7 @@ class LinearAttentionMixing(FastMixing):
         key_features: φ(k), (..., H, S, F).
         is_causal: True if row i sees columns 0 … i, counted from the top left.
         normalized: True to divide each row by its sum; positive features keep the sums away from 0.
-        eps: number added to the row sums, as many implementations do.
+        eps: number added to the row sums, as in many implementations.
 
     Raises:
         ShapeError: if the features do not fit together.
@@ -76,7 +76,7 @@ class LinearAttentionMixing(FastMixing):
         return torch.Size([*self.query_features.shape[:-1], self.key_features.shape[-2]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return products of the features: O((stop − start) S F)."""
+        """Return rows of M, as products of the features: O((stop − start) S F)."""
         work = compute_dtype(self.dtype)
         products = self.query_features[..., start:stop, :].to(work) @ self.key_features.to(work).mT
         products = products.tril(start) if self.is_causal else products
@@ -116,6 +116,6 @@ class LinearAttentionMixing(FastMixing):
 
 
 def _to_length(tensor: Tensor, length: int) -> Tensor:
-    """Return the first ``length`` tokens, padded with zeros if there are fewer."""
+    """Return the first ``length`` tokens; a shorter tensor is padded with zeros."""
     missing = length - tensor.shape[-2]
     return tensor[..., :length, :] if missing <= 0 else F.pad(tensor, (0, 0, 0, missing))

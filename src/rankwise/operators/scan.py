@@ -1,4 +1,4 @@
-"""Causal products with decay, computed chunk by chunk, and the operators that such scans apply."""
+"""Causal scans with decay, computed in chunks of tokens, and the base class of their operators."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,7 +7,7 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens multiplied as a dense block: its cost, O(CHUNK) per token, equals a state with 64 features."""
+"""Tokens per chunk (a dense block): the cost per token equals the cost of a state with 64 features."""
 
 
 class CausalScanMixing(FastMixing):
@@ -24,14 +24,14 @@ class CausalScanMixing(FastMixing):
 def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[Tensor, "*batch R N"]:
     """Return the log-decay from every source to the rows from ``start`` on: Σ_{s < r ≤ t} log a_r.
 
-    Sums, not differences: an infinite or huge log-decay does not affect the tokens on either side of it.
+    Log-decays are only added: an infinite or huge log-decay does not affect the tokens on either side of it.
     Sources after the row get −inf.
 
     Cost: O(R N) memory per leading axis.
 
     Args:
         log_decay: log a_r, in [−inf, 0].
-        start: first row.
+        start: index of the first row to return.
 
     Examples:
         >>> import torch
@@ -43,7 +43,7 @@ def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[T
     row = tokens[start:, None]
     steps = log_decay[..., start:, None].expand(*log_decay.shape[:-1], stop - start, stop)
     sums = steps.masked_fill(tokens >= row, 0).cumsum(-2)
-    if start > 1:  # from each source up to the row before the first
+    if start > 1:  # the sums from each source up to row start − 1
         before = log_decay[..., 1:start].flip(-1).cumsum(-1).flip(-1)
         sums = sums + torch.nn.functional.pad(before, (0, stop - start + 1))[..., None, :]
     return sums.masked_fill(tokens > row, -torch.inf)
@@ -56,7 +56,7 @@ def scan(
     values: Float[Tensor, "*values T V"],
     chunk: int = CHUNK,
 ) -> Float[Tensor, "*out T V"]:
-    """Compute Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every t.
+    """Return Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every t.
 
     Each chunk is a dense block; a state of F×V numbers connects the chunks.
 
@@ -93,7 +93,7 @@ def scan(
         elif log_decay is None:
             output, state = output + q @ state, state + added
         else:
-            reach = decay.cumsum(-1).exp()[..., None]  # from the state to each row
+            reach = decay.cumsum(-1).exp()[..., None]  # decay from the state to each row
             output, state = output + (q * reach) @ state, state * reach[..., -1:, :] + added
         outputs.append(output)
     return torch.cat(outputs, dim=-2)
@@ -120,5 +120,5 @@ def scan_transposed(
 
 
 def reversed_decays(decay: Float[Tensor, "*batch T"]) -> Float[Tensor, "*batch T"]:
-    """Return decays for a scan from the end: a_r, between tokens r − 1 and r, belongs to r − 1 then."""
+    """Return decays for a scan from the last token: a_r, between r − 1 and r, moves to token r − 1."""
     return decay.roll(-1, -1).flip(-1)

@@ -12,19 +12,19 @@ from rankwise.operators.base import ROW_BLOCK, Index, compute_dtype, index_leadi
 from rankwise.operators.scan import CausalScanMixing, log_weights, reversed_decays
 
 STATES = 1 << 20
-"""Numbers of the states that a selective scan has in memory at once: 4 MiB in float32."""
+"""Number of state entries that a selective scan keeps in memory at once: 4 MiB in float32."""
 
 
 class SelectiveMixing(CausalScanMixing):
-    r"""A scan with one decay per channel and feature of the state, as in Mamba.
+    r"""Selective scan with one decay per channel and state feature, as in Mamba.
 
     ``M_d[t, s] = Σ_n c_t[n] · exp(rate[d, n] · Σ_{s < r ≤ t} step_r[d]) · b_s[n] · step_s[d]`` for s ≤ t,
     else 0: one T×T matrix per channel d, T = S. Channels take the place of heads; a channel has one number
-    per token, so values are (..., D, T, V) with V = 1 in Mamba. Its D·x is a skip around M, not part of it.
+    per token, so values are (..., D, T, V) with V = 1 in Mamba. The D·x of Mamba is a skip, not part of M.
 
     `@` forms neither the matrices nor any tensor of D·N·T numbers. It walks over the tokens with a state of
     D·N·V numbers, in O(T D N V) time and O(D V (N + T)) memory per sequence. `rows` and `dense` take O(D T T)
-    memory: pick a few channels first. Log-decays are only ever added, so nothing overflows.
+    memory: select a few channels first. Log-decays are only added, so nothing overflows.
 
     Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", COLM 2024,
     section 3 and algorithm 2; as a matrix, A. Ali et al., "The Hidden Attention of Mamba Models", 2024.
@@ -86,13 +86,13 @@ class SelectiveMixing(CausalScanMixing):
         return torch.Size([*self.step.shape, self.step.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows, summed over features one by one: O((stop − start) T N) per channel."""
+        """Return rows of M, summed over features one by one: O((stop − start) T N) per channel."""
         if stop - start > ROW_BLOCK:  # the terms take several times the memory of the rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(compute_dtype(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
-        # 0 · ∞ above the diagonal would be NaN: the time is finite, and tril cuts it off at the end
+        # 0 · ∞ above the diagonal would be NaN, so the time is clamped; tril removes these entries below
         time = (-log_weights(-step, start)).clamp(max=torch.finfo(step.dtype).max)
         rows = torch.zeros_like(time)
         for n in range(c.shape[-1]):
@@ -108,7 +108,7 @@ class SelectiveMixing(CausalScanMixing):
         return selective_scan(b, c, rate, reversed_decays(step), values).flip(-2) * step[..., None]
 
     def __getitem__(self, index: Index) -> "SelectiveMixing":
-        """Pick sequences and channels; channels of one sequence still share c and b."""
+        """Return selected sequences and channels; channels of one sequence still share c and b."""
         leading = self.shape[:-2]
         step = index_leading(self.step, index, leading)
         rate = index_leading(self.rate.expand(*leading, -1), index, leading)
@@ -135,7 +135,7 @@ def selective_scan(
     values: Float[Tensor, "*values T V"],
     numbers: int = STATES,
 ) -> Float[Tensor, "*out T V"]:
-    """Compute Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every t.
+    """Return Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every t.
 
     `scan` with a decay per feature: token by token, with a state of N×V numbers.
 
@@ -148,7 +148,7 @@ def selective_scan(
         rate: log-decay of each feature per unit of step, at most 0.
         step: exponent of the decay per token, finite. The step of the first token has no effect.
         values: vectors that are summed.
-        numbers: numbers of the states in memory at once; it affects memory and time only.
+        numbers: number of state entries in memory at once; it affects memory and time only.
 
     Examples:
         >>> import torch
@@ -169,7 +169,7 @@ def selective_scan(
         for a, x in zip(decay.unbind(), added.unbind(), strict=True):
             state = torch.addcmul(x, a, state)
             states.append(state)
-        # summed products: many small matrix products take longer on a CPU
+        # sum elementwise products, because many small matrix products take longer on a CPU
         read = left[..., part, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
         outputs.append((read * torch.stack(states)).sum(-2))
     return torch.cat(outputs).movedim(0, -2)

@@ -1,4 +1,4 @@
-"""Softmax attention, computed from queries, keys and a mask."""
+"""Softmax attention as a mixing matrix (an operator), from queries, keys and a mask."""
 
 import math
 
@@ -11,7 +11,7 @@ from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, causal_rows, check_mask, compute_dtype
 
 MASKED_BELOW = -9e3
-"""A lower bias counts as masked: exp(−9000) is 0 in any dtype. Models use −inf, finfo.min, −1e4, −1e9."""
+"""Bias below which entries are masked: exp(−9000) is 0 in any dtype. Models use −inf, finfo.min, −1e4."""
 
 
 class SoftmaxMixing(MixingOperator):
@@ -26,7 +26,7 @@ class SoftmaxMixing(MixingOperator):
         key: keys, (..., Hkv, S, K), H a multiple of Hkv.
         mask: boolean (True = visible) or an additive bias, broadcastable to (..., H, T, S).
         is_causal: True if row i sees columns 0 … i, counted from the top left as in torch.
-        scale: factor of the scores, 1/√K by default.
+        scale: factor of the logits, 1/√K by default.
 
     Raises:
         ShapeError: if queries, keys and mask do not fit together.
@@ -74,7 +74,7 @@ class SoftmaxMixing(MixingOperator):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, H, T, S."""
+        """Shape (..., H, T, S)."""
         return torch.Size([*self.query.shape[:-1], self.key.shape[-2]])
 
     @property
@@ -95,7 +95,7 @@ class SoftmaxMixing(MixingOperator):
         if self.is_causal:
             seen = causal_rows(start, stop, self.shape[-1], self.device)
             scores = scores.masked_fill(~seen, -torch.inf)
-        # Softmax of a row of −inf is NaN; the attention of torch returns zero there, and so does this.
+        # Softmax of a row of −inf is NaN; return 0 for such a row, as the attention of torch does.
         return torch.softmax(scores, dim=-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
@@ -108,16 +108,16 @@ class SoftmaxMixing(MixingOperator):
         return allowed.expand(*self.shape[:-2], stop - start, sources)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Compute M V by torch's fused attention; values have H or Hkv heads."""
+        """Return M V, computed by the fused attention of torch; values have H or Hkv heads."""
         self._check(values)
         if self._one_per_key_head(values.shape[:-2]):
             values = self._repeat_groups(values)
         leading = torch.broadcast_shapes(values.shape[:-2], self.shape[:-2])
         values = values.expand(*leading, *values.shape[-2:])
-        if self.is_causal and self.mask is not None:  # fused attention takes one of the two
+        if self.is_causal and self.mask is not None:  # fused attention takes only one of the two
             return super().__matmul__(values)
         width = values.shape[-1]
-        # Other widths than K leave the fused kernel of the backend, and the whole matrix is formed.
+        # If the width is not K, torch does not use the fused kernel and forms the whole matrix.
         whole = F.pad(values, (0, -width % self.query.shape[-1]))
         parts = [self._attend(part) for part in whole.split(self.query.shape[-1], -1)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :width]
@@ -141,7 +141,7 @@ class SoftmaxMixing(MixingOperator):
         return self.mask if self.mask is None or self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
 
     def _accepts(self, leading: torch.Size) -> bool:
-        """Return True if values fit; they may have one head per key head."""
+        """Return True if the leading axes broadcast; values may have one head per key head."""
         return super()._accepts(
             torch.Size([*leading[:-1], 1]) if self._one_per_key_head(leading) else leading
         )
@@ -150,5 +150,5 @@ class SoftmaxMixing(MixingOperator):
         return self.heads_per_group > 1 and len(leading) > 0 and leading[-1] == self.key.shape[-3]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Repeat key heads or their values, once per query head."""
+        """Return key heads, or values per key head, repeated once per query head."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

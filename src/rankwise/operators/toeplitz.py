@@ -1,4 +1,4 @@
-"""One kernel for every token: the operators of S4, long convolutions and other time-invariant layers."""
+"""Convolutions as mixing matrices (operators): S4, long convolutions and other time-invariant layers."""
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -9,7 +9,7 @@ from rankwise.operators.base import FastMixing, compute_dtype
 
 
 class ToeplitzMixing(FastMixing):
-    """A convolution over tokens: ``M[t, s] = kernel[t − s]``, T = S.
+    """Convolution over tokens: ``M[t, s] = kernel[t − s]``, T = S.
 
     `@` and its transpose use the Fourier transform: O(T log T · V) time, O(T V) memory. In float32 their
     error is about 1e-7·‖kernel‖·‖values‖ at every entry, large or small, also above the diagonal. `rows` and
@@ -105,19 +105,19 @@ class ToeplitzMixing(FastMixing):
         held = torch.where(a == 0, linear, torch.expm1(a_step) / torch.where(a == 0, 1, a))
         weights, lags = c * held * b, torch.arange(tokens, device=a.device)
         kernel = step.new_zeros(*step.shape, tokens)
-        for weight, rate in zip(weights.unbind(-1), a_step.unbind(-1), strict=True):  # no T×N tensor
+        for weight, rate in zip(weights.unbind(-1), a_step.unbind(-1), strict=True):  # avoids a T×N tensor
             kernel = kernel + (weight[..., None] * (rate[..., None] * lags).exp()).real
         return cls(2 * kernel if conjugates else kernel)
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, T, T."""
+        """Shape (..., T, T)."""
         lags = self.kernel.shape[-1]
         tokens = lags if self.is_causal else (lags + 1) // 2
         return torch.Size([*self.kernel.shape[:-1], tokens, tokens])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return the kernel, shifted by one lag per row."""
+        """Return rows of M: the kernel, shifted by one lag per row."""
         lag = self._lags(start, stop)
         kernel = self.kernel.to(compute_dtype(self.dtype))
         if self.is_causal:
@@ -135,18 +135,18 @@ class ToeplitzMixing(FastMixing):
         return tokens[start:stop, None] - tokens
 
     def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
-        """Convolve with the kernel, or with the reversed kernel."""
-        if 0 in values.shape:  # no FFT takes an empty axis
+        """Return the values convolved with the kernel, reversed if ``transposed``."""
+        if 0 in values.shape:  # the FFT rejects an empty axis
             return values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], values.shape[-1])))
         tokens = self.shape[-1]
-        length = 1 << (2 * tokens - 2).bit_length()  # ≥ 2T − 1: no lag wraps round onto another
+        length = 1 << (2 * tokens - 2).bit_length()  # at least 2T − 1, so that no lag wraps around
         spectrum = torch.fft.rfft(self._circular(self.kernel.to(values.dtype), length))[..., None]
         spectrum = spectrum.conj() if transposed else spectrum
         product = spectrum * torch.fft.rfft(values, length, dim=-2)
         return torch.fft.irfft(product, length, dim=-2)[..., :tokens, :]
 
     def _circular(self, kernel: Tensor, length: int) -> Tensor:
-        """Return lag 0 and the positive lags, then zeros, then the negative lags."""
+        """Return the kernel in FFT order: lag 0 and positive lags, zeros, then negative lags."""
         negative = 0 if self.is_causal else self.shape[-1] - 1
         zeros = kernel.new_zeros(*kernel.shape[:-1], length - kernel.shape[-1])
         return torch.cat([kernel[..., negative:], zeros, kernel[..., :negative]], dim=-1)

@@ -1,4 +1,4 @@
-"""Theory: ranks expected by chance and proved bounds. It reads no model and no data."""
+"""Theory: ranks expected by chance, and proved bounds on λ-skips; independent of models and data."""
 
 from rankwise.theory.barrier import rank_barrier, rank_barrier_of_rows
 from rankwise.theory.paper_bound import min_lambda_paper, mixing_strength

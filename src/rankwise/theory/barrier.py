@@ -1,4 +1,4 @@
-"""The low-rank barrier: the expected rank of hardmax with random winners."""
+"""Low-rank barrier: the expected rank of a hardmax matrix (one 1 per row) with random winners."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch import Tensor
 from rankwise.errors import InputError, ShapeError, one_of, whole_number
 
 MASKS = ("full", "causal")
-"""Masks with a closed form, by name."""
+"""Names of the masks with a closed form."""
 
 
 @overload
@@ -26,15 +26,15 @@ def rank_barrier(
     sources: int | None = None,
     window: int | None = None,
 ) -> float | Float64[Tensor, "*batch"]:
-    """Return the expected rank of hardmax with winners drawn uniformly.
+    """Return the expected rank of a hardmax matrix whose winners are drawn uniformly.
 
     Each row has a single 1, at a column drawn uniformly from its visible columns, independently of the other
     rows. The rank is the number of different columns drawn. Formula, with n_i the columns visible to row i:
 
-    - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that sees nothing adds nothing
+    - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that sees no column adds 0
     - full: S(1 − (1 − 1/S)^T), which for T = S tends to (1 − 1/e)·T ≈ 0.632 T
     - causal (row i sees columns 0 … i): (T + 1)/2
-    - causal with a window w (row i sees the last w columns up to i): the first, summed column by column
+    - causal with a window w (row i sees the last w columns up to i): the formula for any mask
 
     Range: [1, min(T, S)] if any row sees a column. It is an expectation, not a maximum: a matrix above it has
     more rank than random winners, and attention to the previous token alone has almost full rank.
@@ -43,18 +43,18 @@ def rank_barrier(
     expectation without a mask by (1 − 1/e)·T + O(1). The value for each mask is derived in this project.
 
     Args:
-        tokens: rows T.
+        tokens: number of rows T.
         mask: "full", "causal", or Bool (..., T, S), True if row i sees column j.
-        sources: columns S, as many as rows by default.
-        window: columns that a row of the causal mask sees, itself included.
+        sources: number of columns S, by default T.
+        window: number of columns that a row of the causal mask sees, including column i.
 
     Returns:
         A float for a named mask, float64 (...) on the mask's device for a boolean mask.
 
     Raises:
         ShapeError: if the sizes do not fit the mask, or a mask tensor is not boolean.
-        InputError: if a size is not positive, the mask has no such name, or a window is given without the
-            causal mask.
+        InputError: if a size is not positive, the name of the mask is unknown, or a window is passed
+            without the causal mask.
 
     Examples:
         >>> import torch
@@ -96,7 +96,7 @@ def rank_barrier(
 
 
 def _full(tokens: int, sources: int) -> float:
-    if sources == 1:  # log1p(−1) is −∞
+    if sources == 1:  # log1p(−1) would be −∞
         return 1.0
     return -sources * math.expm1(tokens * math.log1p(-1 / sources))
 
@@ -118,9 +118,9 @@ def _window(tokens: int, window: int) -> float:
 
 
 def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:
-    """Return `rank_barrier` under a boolean mask that arrives in blocks of rows.
+    """Return `rank_barrier` for a boolean mask that is passed in blocks of rows.
 
-    Cost: O(T S) time, memory of one block.
+    Cost: O(T S) time, memory for one block.
 
     Args:
         rows: blocks of rows of the mask; leading axes broadcast.

@@ -1,4 +1,4 @@
-"""The theorem on λ-skips of the paper: the strength of a mixer, and the least |λ| for both hypotheses."""
+"""Theorem on λ-skips (weighted skip connections): strength of a mixer, least |λ| for both hypotheses."""
 
 import math
 
@@ -14,7 +14,7 @@ def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortes
 
     Args:
         product: S·C_M, with ‖C‖_F ≤ S for the value weights and ‖M‖_F ≤ C_M for the mixing matrix.
-        eps: ε of the norm that reads the sum.
+        eps: ε of the norm (LayerNorm or RMSNorm) after the sum.
         size: q = ‖Y‖_F/√(T D), 1 on the sphere.
         shortest: ℓ = min_i ‖y_i‖/√D, of centered rows if the norm centers them.
 
@@ -39,10 +39,10 @@ def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread:
 
     Args:
         strength: S·C_M, or `mixing_strength`.
-        a: share of μ² to keep, in (0, 1).
-        tokens: T.
-        width: D.
-        spread: μ of the states.
+        a: fraction of μ² to keep, in (0, 1).
+        tokens: number of tokens T.
+        width: width D of the states.
+        spread: μ, the distance of the states from their mean.
 
     Raises:
         InputError: if a is not in (0, 1).
@@ -65,5 +65,5 @@ def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread:
 
 
 def check_share(a: float) -> float:
-    """Return a share of μ² that a layer can keep; raise if it is not in (0, 1)."""
+    """Return the fraction a of μ² that a layer keeps; raise if it is not in (0, 1)."""
     return in_range("`a`", a, "(0, 1)", fix="0.5 keeps half of μ² in each layer.")

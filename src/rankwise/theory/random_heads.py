@@ -1,4 +1,4 @@
-"""Simulated heads: random queries and keys, their matrices, and the spectra of these."""
+"""Simulated heads: attention matrices of random queries and keys, and their singular values."""
 
 import math
 from functools import lru_cache
@@ -14,13 +14,13 @@ from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.errors import ShapeError
 
 ROWS = 512
-"""Rows of a hardmax matrix that are scored at once."""
+"""Number of rows of a hardmax matrix whose scores are computed at once."""
 MAX_PARALLEL_BYTES = 2**29
 """Bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 
 class SimulatedRank(NamedTuple):
-    """Rank of simulated matrices."""
+    """Mean and spread of the rank over simulated matrices (trials)."""
 
     mean: float
     """Mean over trials; NaN if nothing could be simulated."""
@@ -31,7 +31,7 @@ class SimulatedRank(NamedTuple):
 
 
 def mean_and_std(ranks: list[int]) -> SimulatedRank:
-    """Return the mean and the spread of the ranks of at least one trial."""
+    """Return mean, standard deviation and number of ranks, one rank per trial, at least one trial."""
     mean = sum(ranks) / len(ranks)
     squares = sum((rank - mean) ** 2 for rank in ranks)
     std = math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan
@@ -42,12 +42,12 @@ class Spectra(NamedTuple):
     """Singular values of simulated matrices, from which ranks at any δ are counted."""
 
     values: NDArray[np.float64]
-    """(trials, N)."""
+    """Singular values, (trials, N)."""
     least_delta: float
     """Smallest δ at which rounding cannot change a count."""
 
     def rank(self, delta: float) -> SimulatedRank:
-        """Count singular values ≥ δ, for δ ≥ ``least_delta``."""
+        """Return the number of singular values ≥ δ over trials; requires δ ≥ ``least_delta``."""
         return mean_and_std([int(count) for count in (self.values >= delta).sum(-1)])
 
 
@@ -63,7 +63,7 @@ def simulate_spectra(
     seed: int,
     precise: bool = False,
 ) -> Spectra:
-    """Return spectra of heads with independent N(0, 1) queries and keys, from a generator of their own.
+    """Return singular values of heads with independent N(0, 1) queries and keys, from a local generator.
 
     Temperature 0 means hardmax, ∞ equal weights. ``precise`` takes an SVD, which is exact up to rounding and
     takes eight times as long.
@@ -72,7 +72,7 @@ def simulate_spectra(
 
     def spectrum(drawn: tuple[Tensor, ...]) -> tuple[NDArray[np.float64], float]:
         query, key = drawn
-        if temperature == 0:  # a single 1 in each row: MᵀM is diagonal
+        if temperature == 0:  # each row has a single 1, so MᵀM is diagonal
             return _hardmax_wins(query, key, mask, window).sqrt().numpy(), 0.0
         seen = _seen_rows(0, tokens, sources, mask, window)
         return singular_values_of_stochastic(_softmax(query, key, seen, temperature), precise)
@@ -89,7 +89,7 @@ def simulate_spectra(
 def _seen_rows(
     start: int, stop: int, sources: int, mask: str, window: int | None
 ) -> Bool[Tensor, "R S"] | None:
-    """Return rows of a mask, or None if they see everything."""
+    """Return rows ``start`` to ``stop`` of a named mask; None if every row sees every column."""
     if mask == "full" and window is None:
         return None
     ahead = torch.arange(sources) - torch.arange(start, stop)[:, None]
@@ -104,7 +104,7 @@ def _softmax(
     scores = query.new_zeros(len(query), len(key)) if even else query @ key.mT
     if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
-    scores -= scores.amax(-1, keepdim=True)  # before the division: no temperature overflows
+    scores -= scores.amax(-1, keepdim=True)  # before the division, so that a small τ cannot overflow
     return (scores if even else scores.div_(temperature)).softmax(-1)
 
 
@@ -122,12 +122,12 @@ def _hardmax_wins(
 def count_wins(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Int64[Tensor, "*batch S"]:
-    """Count the rows in which each column has the largest score."""
+    """Return, per column, the number of rows in which the column has the largest score."""
     *batch, _, sources = scores.shape
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     winner = scores.argmax(-1)
-    if mask is not None:  # rows that see nothing vote for an extra column, which is cut off
+    if mask is not None:  # rows that see no column count for an extra column, which is dropped
         winner = winner.masked_fill(~mask.expand(scores.shape).any(-1), sources)
     count = torch.zeros(*batch, sources + 1, dtype=torch.int64, device=scores.device)
     return count.scatter_add_(-1, winner, torch.ones_like(winner))[..., :sources]
@@ -173,7 +173,8 @@ def hardmax_rank(
 def singular_values_of_stochastic(
     matrix: Float64[Tensor, "T S"], precise: bool
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the singular values of a matrix without negative entries, and the least δ to compare them with.
+    """Return the singular values of a matrix without negative entries, and the least δ at which counts are
+    exact.
 
     Eigenvalues of the smaller Gram matrix take an eighth of the time of an SVD. They are off by some
     n·u·‖M‖², and ‖M‖² ≤ ‖M‖_1·‖M‖_∞; δ² must be far above that. ``precise`` takes the SVD, for any δ.
@@ -191,7 +192,7 @@ def singular_values_of_stochastic(
 
 
 def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Count the singular values ≥ δ of a matrix without negative entries, by an SVD only if δ requires it."""
+    """Return the number of singular values ≥ δ of a non-negative matrix, by an SVD only if δ requires it."""
     values, least = singular_values_of_stochastic(matrix, precise=False)
     if delta < least:
         values, _ = singular_values_of_stochastic(matrix, precise=True)

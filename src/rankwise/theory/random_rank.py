@@ -1,4 +1,4 @@
-"""Rank of a head with random queries and keys, by simulation."""
+"""Numerical rank of a head with random queries and keys, by simulation or interpolation."""
 
 import math
 from itertools import pairwise, product
@@ -8,11 +8,11 @@ from rankwise.theory.barrier import MASKS
 from rankwise.theory.random_heads import SimulatedRank, simulate_spectra
 
 MAX_ENTRIES = 4096 * 4096
-"""Largest simulated softmax matrix: one trial takes about 10 seconds of one core and 0.4 GiB."""
+"""Entries of the largest simulated softmax matrix: a trial takes about 10 seconds of one core and 0.4 GiB."""
 MAX_HARDMAX_ENTRIES = 16384 * 16384
-"""Largest simulated hardmax matrix: one trial takes about 2 seconds; only blocks of it are in memory."""
+"""Entries of the largest simulated hardmax matrix: a trial takes 2 seconds, with blocks of rows in memory."""
 ALWAYS_SIMULATED = 32
-"""Lengths up to this one are never interpolated."""
+"""Sequence length up to which every length is simulated, not interpolated."""
 
 
 def random_head_rank(
@@ -29,11 +29,11 @@ def random_head_rank(
 ) -> SimulatedRank:
     """Return the numerical rank of softmax(Q Kᵀ/τ) for independent N(0, 1) queries and keys.
 
-    It is simulated for the width K and the temperature τ of a head. For τ → 0 and K → ∞ it tends to
+    The simulation uses the width K and the temperature τ of a head. For τ → 0 and K → ∞ it tends to
     `rank_barrier`, for τ → ∞ to `uniform_rank`.
 
     ``interpolate`` is for sequences of many lengths. It simulates lengths up to 32, lengths 32·2^(i/2) and
-    the first four multiples of a window. Between two of them rank is linear in T beyond a window; otherwise
+    the first four multiples of a window. Between two lengths rank is linear in T beyond a window; otherwise
     log rank is linear in log T (and in log S, if S is given). The error compared with direct simulation is
     less than 1 % for K ≥ 4 and 4 % for K < 4, plus the noise of the trials.
 
@@ -46,16 +46,16 @@ def random_head_rank(
     Perspective": for orthonormal token states, X Wq and X Wk are such Q and K.
 
     Args:
-        tokens: rows T.
-        head_dim: K.
+        tokens: number of rows T.
+        head_dim: head width K.
         mask: "full" or "causal".
         window: row i sees column j only if |i − j| < window; with either mask.
         temperature: τ, √K by default; 0.0 means hardmax, `math.inf` equal weights on all visible columns.
         delta: threshold δ of the singular values that count.
         trials: number of simulated matrices, 8 by default; interpolated lengths T > 1,024 take fewer for the
             same time, at least 2, because their ranks vary by less than 1 %.
-        seed: random seed of a generator of its own: the global generator is neither read nor moved.
-        sources: columns S, as many as rows by default.
+        seed: random seed of a local generator; the global generator of torch is not used.
+        sources: number of columns S, by default T.
         interpolate: True to interpolate between simulated lengths.
 
     Returns:
@@ -64,7 +64,7 @@ def random_head_rank(
 
     Raises:
         ShapeError: if sizes and mask do not fit together, or the matrix is too large to be simulated.
-        InputError: if the mask has no such name, or a number is out of its range.
+        InputError: if the name of the mask is unknown, or a number is out of range.
 
     Examples:
         >>> random_head_rank(64, 8, temperature=0.0, trials=4).mean < 64 * (1 - 1 / 2.718)
@@ -106,18 +106,18 @@ def random_head_rank(
         return SimulatedRank(math.nan, math.nan, 0)
     counts = [trials or max(2, min(8, 2**23 // (rows * other))) for rows, other, _ in nodes]
     points = [simulate(rows, other, count) for (rows, other, _), count in zip(nodes, counts, strict=True)]
-    # beyond a window each further token adds about equal rank
+    # beyond a window, each further token adds about the same rank
     linear = window is not None and tokens > window
     return _between(points, [weight for *_, weight in nodes], linear)
 
 
 def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
-    """Return the simulated lengths on either side, with their weights."""
+    """Return the simulated lengths below and above ``size``, with interpolation weights."""
     if size <= ALWAYS_SIMULATED:
         return [(size, 1.0)]
     steps = 2 * math.ceil(math.log2(size / ALWAYS_SIMULATED)) + 1
     grid = {round(ALWAYS_SIMULATED * 2 ** (step / 2)) for step in range(steps)}
-    if window is not None:  # the curve bends at the window and its first multiples
+    if window is not None:  # the rank curve bends at the first multiples of the window
         grid |= {at * window for at in range(1, 5) if ALWAYS_SIMULATED < at * window < max(grid)}
     if size in grid:
         return [(size, 1.0)]

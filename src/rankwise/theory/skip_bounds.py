@@ -1,4 +1,4 @@
-"""Proved bounds of a λ-skip, with or without a norm after the sum; see docs/proofs/skip-bound.md."""
+"""Proved bounds for a λ-skip, λx + f(x), with or without a norm after it; docs/proofs/skip-bound.md."""
 
 import math
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Rows = Float[Tensor, "*batch T D"]
 """Token states or outputs of a mixer, one row per token."""
 Norm = Literal["none", "layer", "rms"]
 DOUBLINGS, HALVINGS = 30, 40
-"""Steps of the search for the least |λ|: up to 1e9 times its first guess, down to 1e-12 of it."""
+"""Steps of the search for the least |λ|: at most 1e9 times the first guess, to a precision of 1e-12."""
 
 
 def skip_bound(
@@ -52,7 +52,7 @@ def skip_bound(
     Args:
         x: states that the skip carries.
         branch: f(x), output of the mixer with its projection.
-        lam: λ.
+        lam: λ, the weight of the skip connection.
         mask: True for real tokens, all by default.
         norm: norm that reads the sum.
         eps: ε of the norm.
@@ -100,7 +100,7 @@ def min_lambda(
     Args:
         x: states that the skip carries.
         branch: f(x), output of the mixer with its projection.
-        a: share of μ² to keep, in (0, 1).
+        a: fraction of μ² to keep, in (0, 1).
         mask: True for real tokens, all by default.
         norm: norm that reads the sum.
         eps: ε of the norm.
@@ -149,20 +149,20 @@ class Directions(NamedTuple):
     """Directions and lengths of rows, in units of √D, the radius of the sphere of the norm."""
 
     lengths: Tensor
-    """‖y_i‖ of each row."""
+    """‖y_i‖, the length of each row of the skip."""
     moves: Tensor
-    """‖m_i‖."""
+    """‖m_i‖, the length of each row of the branch."""
     real: Tensor
     spread: Tensor
     """μ(U), U the directions of the rows."""
     mean: Tensor
-    """‖ū‖."""
+    """‖ū‖, the norm of the mean direction."""
     radius: float
-    """√D."""
+    """√D, the radius of the sphere of the norm."""
 
 
 def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
-    """Return the bound behind a norm at one λ."""
+    """Return the lower bound of μ after a norm, for one λ."""
     size = scale.abs()[..., None] * directions.lengths
     ratio = safe_divide(directions.moves, size)
     chords = torch.where(ratio < 1, 2 * torch.sin(torch.asin(ratio.clamp(max=1)) / 2), 2.0)
@@ -181,7 +181,7 @@ def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
 
 
 def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Directions:
-    """Return directions and lengths of the rows of x, and how far the branch moves each of them."""
+    """Return directions and lengths of the rows of x, and the length of each row of the branch."""
     y, real = _real_rows(x, mask)
     m, _ = _real_rows(branch, mask)
     unknown = torch.zeros_like(real)
@@ -190,7 +190,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
         y, m = _centered(y).masked_fill(unknown[..., None], 0), _centered(m)
     radius = math.sqrt(x.shape[-1])
     lengths, moves = (vector_norm(rows, (-1,)) / radius for rows in (y, m))
-    moves = moves.masked_fill(unknown, math.inf)  # such a row may have any direction
+    moves = moves.masked_fill(unknown, math.inf)  # rounding hides the direction of such a row
     units = safe_divide(y, radius * lengths[..., None], 0.0)
     mean = units.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
@@ -198,7 +198,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
 
 
 def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return rows in float64 with 0 for padding, and which of them are real."""
+    """Return rows in float64 with 0 for padding, and True per real row; raise if shapes do not fit."""
     if not (isinstance(rows, Tensor) and rows.is_floating_point() and rows.ndim >= 2):
         got = f"{tuple(rows.shape)}, {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
         fix = "Pass token states, one row per token; cast integers with .float()."
@@ -216,7 +216,7 @@ def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _centered(rows: Tensor) -> Tensor:
-    """Subtract the mean of each row: exactly 0 for a row of equal numbers, despite rounding."""
+    """Return rows minus the mean of each row: exactly 0 for a row of equal numbers, despite rounding."""
     return (rows - rows.mean(-1, keepdim=True)).masked_fill(_constant(rows)[..., None], 0)
 
 
@@ -225,13 +225,13 @@ def _constant(rows: Tensor) -> Tensor:
 
 
 def direction_unknown(rows: Tensor) -> Tensor:
-    """Return True for rows of numbers that differ by at most the rounding of their mean."""
+    """Return True for each row whose entries differ by no more than the rounding error of the mean."""
     rounding = rows.shape[-1] * torch.finfo(rows.dtype).eps
     largest = (rows - rows.mean(-1, keepdim=True)).abs().amax(-1)
     return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)
 
 
 def safe_divide(part: Tensor, whole: Tensor, of_zero: float = math.inf) -> Tensor:
-    """Divide, with 0/0 = 0 and ``of_zero`` for any other part divided by 0."""
+    """Return part/whole, with 0/0 = 0 and ``of_zero`` for a positive part divided by 0."""
     filled = torch.where(part > 0, of_zero, 0.0).to(part)
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), filled)

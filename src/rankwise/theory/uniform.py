@@ -1,4 +1,4 @@
-"""Numerical rank of uniform attention under a mask."""
+"""Numerical rank of uniform attention (equal weights on all visible columns) under a mask."""
 
 import math
 from functools import lru_cache
@@ -14,19 +14,19 @@ def uniform_rank(
     delta: float = 1e-2,
     sources: int | None = None,
 ) -> float:
-    """Return the numerical rank of the matrix with equal weights on all columns that a row sees.
+    """Return the numerical rank of uniform attention: equal weights on all columns that a row sees.
 
     Without a mask all rows are equal, and the rank is 1. A mask alone produces rank: under the causal mask,
     row i is 1/i up to column i, and at δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at T = 1,024.
 
     Formula: without a mask M = 1 1ᵀ/S has only the singular value √(T/S). The causal M is the inverse of the
     matrix B with i on its diagonal and −(i − 1) below it, so σ_i ≥ δ are the eigenvalues ≤ 1/δ² of the
-    tridiagonal BᵀB; the signs of its pivots count them (Sturm). Under a window M is decomposed.
+    tridiagonal BᵀB; signs of pivots count them (Sturm). Under a window M is decomposed.
     Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S.
     Cost: O(T) for the causal mask; one trial of `random_head_rank` with a window. Results are cached.
 
     Args:
-        tokens: rows T.
+        tokens: number of rows T.
         mask: "full" or "causal".
         window: row i sees column j only if |i − j| < window.
         delta: threshold δ of the singular values that count.
@@ -37,7 +37,7 @@ def uniform_rank(
 
     Raises:
         ShapeError: if the sizes do not fit the mask.
-        InputError: if a size or δ is not positive, or the mask has no such name.
+        InputError: if a size or δ is not positive, or the name of the mask is unknown.
 
     Examples:
         >>> uniform_rank(64), uniform_rank(64, "causal"), uniform_rank(1024, "causal")
@@ -55,7 +55,7 @@ def uniform_rank(
 
 
 def _causal(tokens: int, delta: float) -> int:
-    """Count the pivots of BᵀB − I/δ² that are not positive.
+    """Return the number of non-positive pivots of BᵀB − I/δ², the numerical rank under the causal mask.
 
     BᵀB has 2j² on its diagonal, T² at its end, and −j(j + 1) next to the diagonal. No pivot is so near 0 that
     the next one overflows: Sturm counts in floating point are exact for a matrix with relative errors of a
