@@ -79,7 +79,7 @@ class ToSTConfig(PreTrainedConfig):
         image_size: side of an image in pixels, for image classifiers.
         patch_size: side of a patch: 2, 4, 8 or 16.
         num_channels: color channels.
-        class_attention_layers: number of last layers in which the class token attends to the patches.
+        class_attention_layers: number of layers, after the blocks, in which the class token reads patches.
         tokens_norm: True if class attention normalizes all tokens, as released; False for the class token.
         pad_token_id: token that pads short sequences.
         bos_token_id: token at the beginning of a text.

@@ -27,7 +27,7 @@ def project_kernel(
     w, mask, first, last, sequence, decay, vector, out,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ_k vector w²."""
+    """Write Σ_k vector_k w_k² for each token and head, with one vector per sequence and head."""
     inside, _real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(out.dtype.element_ty)
     by = vector_of(vector, sequence, tl.program_id(1), H, K, BK)

@@ -28,7 +28,7 @@ from rankwise.ops.triton_chunks import (
 @triton.jit
 @no_type_check
 def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: tl.constexpr):
-    """Return the running energy c_t = Σ λ^(t−u) w_u² of each token in a chunk."""
+    """Return the running energy c_t, the decayed sum of w² up to token t, of each token in a chunk."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     if DECAYED:

@@ -130,7 +130,7 @@ def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
 def _matrices(
     kernel: Float[Tensor, "D T"], count: Int[Tensor, "B T"], real: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B D T T"], Bool[Tensor, "B 1 T T"]]:
-    """Return M, with distances counted in real tokens, and a mask of entries that a row may read."""
+    """Return M without state sources, distances counted in real tokens, and a mask of readable entries."""
     lag = count[:, :, None] - count[:, None, :]
     visible = (torch.ones_like(lag, dtype=torch.bool).tril() & real[:, None, :])[:, None]
     matrix = kernel[:, lag.clamp(min=0)].movedim(0, 1)

@@ -89,7 +89,7 @@ class SoftmaxAttention(Mixer):
         return_state: bool = False,
     ) -> MixerOutput:
         """Return the mixed tokens by PyTorch's fused attention; arguments as in `Mixer.forward`."""
-        # `SoftmaxMixing @ values` is slower (it splits wide values) and refuses empty axes.
+        # `SoftmaxMixing @ values` would split values into parts of width K, and refuses empty axes.
         query, key, value, valid, allowed = self._attention(
             hidden_states, token_mask(attention_mask, hidden_states), state
         )
