@@ -374,7 +374,7 @@ def _warnings(
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     layers: Sequence[tuple[LayerRecord, LayerRecord]],
 ) -> Iterator[str]:
-    """Yield reasons why numbers may not compare, other than costs and baselines."""
+    """Yield reasons why the numbers of two audits may not be comparable, apart from costs and baselines."""
     for field, (subject, consequence) in _PROVENANCE.items():
         one, other = (getattr(audit.provenance, field) for audit in (before, after))
         if one != other:

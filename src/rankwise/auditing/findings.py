@@ -51,7 +51,8 @@ INACTIVE_TURN = 0.01
 # the second-order KL (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
-# (Marchenko and Pastur): from 1/4 to 9/4. Fewer tokens require a small head dimension in any head.
+# (Marchenko and Pastur): from 1/4 to 9/4. With fewer tokens, sampling
+# noise alone makes every head seem to need only a small head dimension.
 TOKENS_PER_CHANNEL = 4
 # Part of a linear map reads each attention head, whatever its library calls that map.
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
@@ -348,7 +349,7 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
 
 
 def _baseline(head: HeadRecord) -> Baseline | None:
-    """Return the baseline of a head if its standard deviation and the scale of M are known."""
+    """Return a head's baseline; None if its deviation or the scale of the mixing matrix is unknown."""
     known = head.baseline is not None and head.baseline.judged and mixer_kind(head.kind).scale_is_known
     return head.baseline if known else None
 

@@ -90,7 +90,7 @@ class Baseline(Record):
     """Measures of the same head or layer in untrained copies of the model, on the same data."""
 
     seeds: Count
-    """Number of copies at initialization whose measures are finite."""
+    """Number of copies of the model at initialization, one per seed, whose measures are finite."""
     mean: dict[str, Number]
     """Mean of each measure over sequences and then over seeds, by name of the measure."""
     seed_std: dict[str, Number]

@@ -50,7 +50,7 @@ STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
 
 @dataclass
 class BandRanks:
-    """Ranks of H heads at the five thresholds of the band, (H, 5) each, named as in a record."""
+    """Ranks of H heads at five thresholds around δ, (H, 5) each, under the names that `HeadRecord` has."""
 
     numerical_rank: Moments
     rank_low: Moments

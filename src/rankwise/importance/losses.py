@@ -60,7 +60,7 @@ def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bo
 
 
 def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
-    """Return the token ids (B, T) of a batch: the tensor of that name, or its first integers (B, T)."""
+    """Return the tensor called `name` of a batch, or its first integer tensor (B, T); None without either."""
     tensors = tensors_of(batch)
     if name in tensors:
         return tensors[name]

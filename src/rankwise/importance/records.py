@@ -93,7 +93,7 @@ class ImportanceRecord(Record):
     nonfinite: Count = 0
     """Sequences without a finite loss, left out."""
     counted: Number
-    """Tokens, labels or sequences over which the loss is a mean."""
+    """Number of tokens, labels or sequences that the loss is averaged over."""
     ablation: Literal["zero", "mean"]
     """What replaces the output of a removed head."""
     probes: Count

@@ -287,7 +287,7 @@ def memberships_back(
 @inlined
 @no_type_check
 def score_row_back(row, out, sums, d_energy, local, factors, d_score, tiny, d_assigned, membership):
-    """Add the gradient of w of one token through scores of the chunk, and through c and a of later chunks."""
+    """Add to `out` the gradient of w of one token: through scores of its chunk, and sums of later chunks."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]

@@ -171,8 +171,8 @@ def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
     exists = directions.lengths > 0
     lost = torch.where(exists, (chords + 1 - length).clamp(max=2), (directions.moves > 0).double())
     by_rows = directions.spread - torch.linalg.vector_norm(lost, dim=-1)
-    # Σ r_i² − T(‖ū‖ + ē)², written with μ(U)² = Σ‖u_i‖² − T‖ū‖²: for nearly equal tokens, the difference of
-    # the two sums would be rounding.
+    # Σ r_i² − T(‖ū‖ + ē)², computed with μ(U)² = Σ‖u_i‖² − T‖ū‖²: for nearly equal tokens, subtracting the
+    # two sums would leave rounding errors alone.
     shorter = torch.where(exists, 1 - length.square(), 0.0).sum(-1)
     number = directions.real.sum(-1).clamp(min=1)
     moved = lost.sum(-1) / number

@@ -46,7 +46,7 @@ class MixerSite:
     """Output of the operator in the model itself, if requested and visible."""
     apply_output: Callable[[Tensor], Tensor] | None = None
     """Function from ``operator @ values`` to the output of a state-space layer: its D-term, gate, norm and
-    output projection. Kept with the values.
+    output projection. Set only if values are kept.
     """
     projection: Float[Tensor, "B H T K"] | None = None
     """Tokens in the subspaces of the heads, from which TSSA computes its statistics."""
