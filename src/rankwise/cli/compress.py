@@ -203,19 +203,6 @@ def _data(
     return own, others, [f"Data: {inputs.data}; {said}.", *inputs.notes]
 
 
-def _copy_tokenizer(subject: Any, out: Path) -> None:
-    """Beside the model, so that the folder can be audited and used as it is."""
-    if not subject.source:
-        return
-    from contextlib import suppress
-
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    for kind in (AutoTokenizer, AutoImageProcessor):
-        with suppress(Exception):  # a model has one of them, or none
-            kind.from_pretrained(subject.source, revision=subject.revision or "main").save_pretrained(out)
-
-
 def _show(record: "Compression", written: list[Path]) -> None:
     from contextlib import suppress
 
